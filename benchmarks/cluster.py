@@ -50,7 +50,9 @@ def told(name: str) -> Any:
 def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
     labels, cells = zip(*scheduler_cells(source, time), strict=True)
     rows = []
-    for (rate, name), answer in zip(labels, sweep(run_cell, cells, jobs=jobs, told=told("schedulers")), strict=True):
+    for (rate, name), answer in zip(
+        labels, sweep(run_cell, cells, jobs=jobs, progress=told("schedulers")), strict=True
+    ):
         rows.append({"rate": rate, "scheduler": name, **row_of(answer)})
     for rate in dict.fromkeys(row["rate"] for row in rows):
         mine = [row for row in rows if row["rate"] == rate]
@@ -87,7 +89,7 @@ def admission(source: Source, time: str, jobs: int, rates: Sequence[float], draw
     drawn = [replace(source, seed=source.seed + draw) for draw in range(draws)]
     labels, cells = zip(*(one for each in drawn for one in admission_cells(each, time, rates)), strict=True)
     by_cell: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for label, answer in zip(labels, sweep(run_cell, cells, jobs=jobs, told=told("admission")), strict=True):
+    for label, answer in zip(labels, sweep(run_cell, cells, jobs=jobs, progress=told("admission")), strict=True):
         by_cell.setdefault(tuple(label.items()), []).append(row_of(answer))
     rows = [{**dict(label), **_of_draws(mine)} for label, mine in by_cell.items()]  # type: ignore[arg-type]
     groups: dict[tuple[object, ...], dict[str, dict[str, Any]]] = {}

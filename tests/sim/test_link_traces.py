@@ -60,5 +60,5 @@ def test_the_beam_is_as_fast_as_its_satellite_is_near(beam: LinkTrace) -> None:
 
 
 def test_where_no_satellite_flies_there_is_no_link() -> None:
-    with pytest.raises(InvalidInput, match="outage"):
+    with pytest.raises(InvalidInput, match="a last rate > 0"):
         leo_trace(SHELL, GroundHost(89.0, 0.0), 0.0, 20.0)

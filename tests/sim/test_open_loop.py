@@ -74,9 +74,9 @@ def test_more_prefixes_hit_less() -> None:
 def test_refuses_what_is_no_workload() -> None:
     with pytest.raises(InvalidInput, match="above 0"):
         poisson(ARXIV, 0.0, 5, seed=1)
-    with pytest.raises(InvalidInput, match="at least one"):
+    with pytest.raises(InvalidInput, match="at least 1"):
         poisson(ARXIV, 1.0, 0, seed=1)
-    with pytest.raises(InvalidInput, match="shared part"):
+    with pytest.raises(InvalidInput, match="shared is"):
         OpenLoop("all", Spread(10, 0, 10, 10), Spread(1, 0, 1, 1), 1.0, Popularity(1, 0))
 
 

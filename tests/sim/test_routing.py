@@ -15,7 +15,7 @@ from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import Ranking, Stateless
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.node_memory import PrefixCache
+from skymemory.sim.cluster.pool_base import PrefixCache
 from skymemory.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import CONVERSATIONS, generate
@@ -196,7 +196,7 @@ def test_metrics_by_hand() -> None:
     metrics = measured(outcomes, 1, from_s=1.0)
     assert metrics.requests == 3 and metrics.mean_s == pytest.approx(0.512)
     assert metrics.token_hits == 0 and metrics.worst_share == 0 and metrics.spread == 0
-    with pytest.raises(InvalidInput, match="nothing to measure"):
+    with pytest.raises(InvalidInput, match="no request arrived"):
         measured(outcomes, 1, from_s=99.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named
-from skymemory.sim.cluster.node_memory import PrefixCache
+from skymemory.sim.cluster.pool_base import PrefixCache
 from skymemory.sim.routing import (
     WINDOW_REQUESTS,
     EngineEvents,
@@ -78,26 +78,26 @@ def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> N
     assert min(means, key=means.__getitem__) == DEFAULT, means
 
 
-@pytest.mark.parametrize("tells_prefills", [True, False])
-def test_answers_that_come_whole_teach_the_default_nothing_wrong(tells_prefills: bool) -> None:
+@pytest.mark.parametrize("reports_prefills", [True, False])
+def test_answers_that_come_whole_teach_the_default_nothing_wrong(reports_prefills: bool) -> None:
     """Clients that do not stream see the first byte with the last; it is no prefill's end."""
     requests = generate(CONVERSATIONS, 240.0, seed=5)
     prompts = [as_routed(request) for request in requests]
     means = []
     for whole in (0.0, 1.0):
-        setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, tells_prefills=tells_prefills)
+        setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, reports_prefills=reports_prefills)
         means.append(measured(simulate(requests, named(DEFAULT), setup, None, prompts), setup.servers, 100.0).mean_s)
     assert max(means) < 1.3 * means[0], means
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("tells_prefills", [True, False])
+@pytest.mark.parametrize("reports_prefills", [True, False])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_wrong_speeds_leave_the_default_ahead(factor: float, tells_prefills: bool, whole: float) -> None:
+def test_wrong_speeds_leave_the_default_ahead(factor: float, reports_prefills: bool, whole: float) -> None:
     requests = generate(CONVERSATIONS, 240.0, seed=5)
     prompts = [as_routed(request) for request in requests]
-    setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, tells_prefills=tells_prefills)
+    setup = RoutingSetup(cache_blocks=2_000, seed=5, whole=whole, reports_prefills=reports_prefills)
     wrong = replace(setup.cost, mfu=setup.cost.mfu * factor)
     means = [
         measured(simulate(requests, scorer, setup, None, prompts), setup.servers, 100.0).mean_s

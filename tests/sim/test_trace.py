@@ -43,12 +43,12 @@ def test_reads_both_countings_and_infers_sessions(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
-        ({"timestamp": 0}, "lacks input_length, output_length, hash_ids"),
+        ({"timestamp": 0}, "missing input_length, output_length, hash_ids"),
         (GOOD | {"input_length": 0, "hash_ids": []}, "input_length is 0"),
         (GOOD | {"output_length": -1}, "output_length is -1"),
         (GOOD | {"timestamp": 1.5}, "timestamp is 1.5"),
         (GOOD | {"timestamp": True}, "timestamp is True"),
-        (GOOD | {"hash_ids": [0]}, "1 hash_ids for 1000 tokens, of 512 each: 2 are wanted"),
+        (GOOD | {"hash_ids": [0]}, "1 hash_ids for 1000 tokens, of 512 each: expected 2"),
         (GOOD | {"hash_ids": [0, "1"]}, "list of whole numbers"),
         (GOOD | {"hash_ids": 7}, "list of whole numbers"),
         (GOOD | {"timestamp": 2000}, "timestamp 2000 after 3000"),
@@ -62,7 +62,7 @@ def test_says_which_line_is_no_request(tmp_path: Path, line: dict[str, object] |
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="holds no request"):
+    with pytest.raises(InvalidInput, match="has no requests"):
         read_trace(written(tmp_path / "t", ""))
 
 

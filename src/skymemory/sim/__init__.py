@@ -1,1 +1,1 @@
-"""What is computed rather than flown: the latency model of the paper, loading, and routing to simulated servers."""
+"""Simulators and models: latency of the constellation, KV loading, routing, clusters, and their requests."""

@@ -1,9 +1,8 @@
-"""The paper's latency model and the sweep behind its figure 16 (SkyMemory paper §4, equations 1 to 4).
+"""The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-A KV cache of so many bytes is cut into chunks that go to the servers in turn. Each server is asked at the
-same moment; it answers after the light has travelled once and its chunks were processed one after the other.
-The worst server counts. From the ground the distance is that of equations 3 and 4; ``hop`` is on board, so
-its distance is the links' (Manhattan).
+A KV cache is cut into chunks that go to the servers in turn. All servers are requested at once; each answers after the
+one-way delay plus the processing of its chunks in sequence. The slowest server counts. From the ground the distance is
+that of equations 3 and 4; ``hop`` is on board, so its distance is the links' (Manhattan).
 
 The settings are those of the authors' published script, not of their table 2 (which says 2..21 MB and
 160..2000 km).
@@ -37,12 +36,12 @@ SWEEPS: dict[Parameter, tuple[float, ...]] = {
     "processing_s": tuple(milliseconds / 1000 for milliseconds in range(2, 21, 2)),
     "altitude_m": tuple(range(160_000, 2_000_000, 220_000)),
 }
-"""What figure 16 varies, one at a time; whatever is not varied keeps its last value."""
+"""Values of figure 16, varied one at a time; the others keep their last value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run of the model; the defaults are where figure 16 keeps what it does not vary."""
+    """Parameters of the model; defaults are figure 16's fixed values."""
 
     strategy: Strategy = "rotation_hop"
     kvc_bytes: int = 21 * 2**20
@@ -53,7 +52,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.kvc_bytes <= 0 or self.chunk_bytes <= 0:
-            raise InvalidInput(f"{self.kvc_bytes} bytes in chunks of {self.chunk_bytes}: expected more than 0")
+            raise InvalidInput(f"kvc_bytes {self.kvc_bytes}, chunk_bytes {self.chunk_bytes}: expected > 0")
         if self.processing_s < 0 or self.altitude_m <= 0:
             raise InvalidInput(
                 f"processing_s {self.processing_s:g}, altitude_m {self.altitude_m:g}: expected ≥ 0 and > 0"
@@ -74,7 +73,7 @@ class SweepPoint(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper beside what its own model says."""
+    """A claim of the paper beside its model's result."""
 
     what: str
     paper: str
@@ -83,13 +82,13 @@ class Claim(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Slots and planes between the centre and every server, without sign."""
+    """Absolute distances of every server from the centre, in slots and planes."""
     cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
 
 def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
-    """Seconds until each server has answered, by server; servers without a chunk are left out."""
+    """Latency of each server with chunks."""
     d_slot, d_plane = _offsets(setting.strategy, setting.servers)
     d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
     d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)
@@ -104,12 +103,12 @@ def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
 
 
 def worst_latency_s(setting: Setting) -> float:
-    """Seconds until the last server has answered: what a get, or a set, takes."""
+    """Latency of a get or set: that of the slowest server."""
     return float(server_latencies_s(setting).max())
 
 
 def settings() -> Iterator[tuple[Parameter, float, Setting]]:
-    """The 132 settings of figure 16, with what is varied and its value."""
+    """The 132 settings of figure 16 with the varied parameter and its value."""
     for parameter, values in SWEEPS.items():
         for strategy in PAPER_STRATEGIES:
             kept = Setting(strategy)
@@ -135,7 +134,7 @@ def figure_16() -> list[SweepPoint]:
 
 
 def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
-    """Fewest satellites in a plane (or planes) whose neighbours are nearer than so many seconds of light."""
+    """Fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s`` of light."""
     count = 2
     while neighbour_chord_m(count, altitude_m) / PAPER_LIGHT_M_S >= one_way_s:
         count += 1
@@ -143,7 +142,7 @@ def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
 
 
 def claims() -> list[Claim]:
-    """What the paper concludes from its figures 1, 2 and 16, beside what its own model computes."""
+    """Conclusions of the paper from figures 1, 2 and 16 beside its model's results."""
     fewest, most = Setting(servers=9), Setting(servers=81)
     saved = 1 - worst_latency_s(most) / worst_latency_s(fewest)
     rotation_s = worst_latency_s(Setting("rotation"))

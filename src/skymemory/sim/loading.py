@@ -1,11 +1,10 @@
-"""The loader in virtual time: the very scheduler of ``cache.cake.scheduler`` over a simulated GPU and link.
+"""Simulated KV loading: the production scheduler (``cache.cake.scheduler``) over a modelled GPU and link.
 
-Also the best split in hindsight, by trying them all, to say how far from it the loader stays.
-"""
+``simulate_load`` runs it in virtual time; ``best_split_s`` is the optimum in hindsight. ``PrefillModel`` is fitted to
+the Cake paper's GPUs, ``LinkTrace`` a link with changing rate, random or of a passing satellite."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from bisect import bisect_right
@@ -20,6 +19,7 @@ from skymemory.constellation.presets import EPOCH_UNIX_S
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost, elevations_deg, gateway, slants_m
 from skymemory.errors import InvalidInput
+from skymemory.sim.clock import Clock
 from skymemory.units import SPEED_OF_LIGHT_M_S
 
 StepSeconds = Callable[[int, int], float]
@@ -28,13 +28,13 @@ StepSeconds = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class LinkTrace:
-    """A link whose rate changes at given times; the last rate lasts. A rate of 0 is an outage."""
+    """A link with a piecewise constant rate; the last rate lasts, 0 is an outage."""
 
     since_s: tuple[float, ...]
     """Ascending, beginning with 0."""
     bytes_per_s: tuple[float, ...]
     latency_s: float = 0.0
-    """From asking to the first byte; of fetches asked for behind one another only the first one's counts."""
+    """From a request to its first byte; of queued fetches only the first one's counts."""
 
     def __post_init__(self) -> None:
         if (
@@ -46,14 +46,14 @@ class LinkTrace:
             or self.bytes_per_s[-1] <= 0
             or self.latency_s < 0
         ):
-            raise InvalidInput("a trace begins at 0, ascends, has a rate for each time, and does not end in an outage")
+            raise InvalidInput("link trace: expected ascending times from 0, a rate ≥ 0 for each, and a last rate > 0")
 
     @classmethod
     def constant(cls, bytes_per_s: float, latency_s: float = 0.0) -> LinkTrace:
         return cls((0.0,), (bytes_per_s,), latency_s)
 
     def finish_s(self, start_s: float, size_bytes: float) -> float:
-        """When ``size_bytes`` whose first byte comes at ``start_s`` are through."""
+        """End of a transfer of ``size_bytes`` that starts at ``start_s``."""
         at = bisect_right(self.since_s, start_s) - 1
         now_s, left = start_s, float(size_bytes)
         while at + 1 < len(self.since_s):
@@ -68,15 +68,15 @@ class LinkTrace:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """One prompt, loaded in virtual time."""
+    """Result of a simulated load."""
 
     ttft_s: float
-    """Until every chunk is there and no step is under way."""
+    """Until all chunks are present and no step is running."""
     result: LoaderResult
     origins: tuple[str, ...]
-    """Of each chunk: where it came from, or "" after an abort."""
+    """Origin of each chunk, or "" after an abort."""
     scheduling_s: tuple[float, ...] = ()
-    """What the scheduler really took from one step's begin to the next one's, where a ``timer`` was given."""
+    """Real time of the scheduler between step starts, if a ``timer`` was given."""
 
 
 def simulate_load(
@@ -95,11 +95,11 @@ def simulate_load(
     abort_at_s: float | None = None,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
-    """Run the loader from second 0 until it is done.
+    """Runs the loader from second 0 until it is done.
 
-    Chunks in ``failing`` take their time on the link and fail then; ``budgets`` maps seconds to a new budget.
-    ``timer``, for example ``time.perf_counter``, tells what the scheduler itself costs on this computer.
-    Raises InvalidInput where the prompt can never be done, for example with a budget that stays 0.
+    Chunks in ``failing`` fail after their transfer; ``budgets`` maps seconds to a new budget. ``timer``, such as
+    ``time.perf_counter``, measures the scheduler's own time. Raises InvalidInput if the prompt can never be done, for
+    example with a budget of 0.
     """
     loader = BidirectionalLoader(
         max_in_flight_bytes=max_in_flight_bytes,
@@ -110,25 +110,26 @@ def simulate_load(
         others_fill=others_fill,
     )
     loader.push_seq(chunks, 0.0)
-    events: list[tuple[float, int, str, int]] = []
-    asked = 0
-
-    def post(at_s: float, what: str, value: int) -> None:
-        nonlocal asked
-        asked += 1
-        heapq.heappush(events, (at_s, asked, what, value))
-
+    clock = Clock()
     for at_s, tokens in (budgets or {}).items():
-        post(at_s, "budget", tokens)
+        clock.at(at_s, lambda _, tokens=tokens: loader.budget_changed(tokens))
     if abort_at_s is not None:
-        post(abort_at_s, "abort", 0)
-    now_s = link_free_s = 0.0
+        clock.at(abort_at_s, loader.abort)
+    link_free_s = 0.0
     on_link: list[int] = []
     asked_s: dict[int, float] = {}
     sending: int | None = None
     spent_s = 0.0
     scheduling_s: list[float] = []
+
+    def transferred(now_s: float) -> None:
+        nonlocal sending
+        assert sending is not None
+        index, sending = sending, None
+        (loader.load_failed if index in failing else loader.chunk_loaded)(index, now_s)
+
     while not loader.done:
+        now_s = clock.now_s
         began_s = timer() if timer else 0.0
         actions = loader.poll(now_s)
         if timer:
@@ -142,46 +143,36 @@ def simulate_load(
             sending = on_link.pop(0)
             first_byte_s = max(now_s, asked_s[sending] + trace.latency_s)
             link_free_s = trace.finish_s(first_byte_s, chunks[sending].size_bytes)
-            post(link_free_s, "link", sending)
+            clock.at(link_free_s, transferred)
         step: ComputeStep | None = actions.compute
         if step is not None:
-            post(now_s + step_s(step.first_token, step.tokens), "computed", step.index)
+            clock.at(now_s + step_s(step.first_token, step.tokens), loader.chunk_computed)
             if timer:
                 scheduling_s.append(spent_s)
                 spent_s = 0.0
         if actions.wake_s is not None:
-            post(max(actions.wake_s, now_s), "wake", 0)
+            clock.at(actions.wake_s, lambda _: None)  # polls again
         if loader.done:
             break
-        if not events:
-            raise InvalidInput("nothing can go on: a budget of 0 and nothing to load")
-        now_s, _, what, value = heapq.heappop(events)
+        if clock.next_s == math.inf:
+            raise InvalidInput("the load cannot make progress: a budget of 0 and nothing to load")
         began_s = timer() if timer else 0.0
-        if what == "computed":
-            loader.chunk_computed(now_s)
-        elif what == "link":
-            sending = None
-            (loader.load_failed if value in failing else loader.chunk_loaded)(value, now_s)
-        elif what == "budget":
-            loader.budget_changed(value)
-        elif what == "abort":
-            loader.abort(now_s)
+        clock.step()
         if timer:
             spent_s += timer() - began_s
     origins = tuple(loader.origin(i) for i in range(len(chunks)))
-    return SimulatedLoad(now_s, loader.result(), origins, tuple(scheduling_s))
+    return SimulatedLoad(clock.now_s, loader.result(), origins, tuple(scheduling_s))
 
 
 def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: LinkTrace, *, budget_tokens: int) -> float:
-    """TTFT of the best split in hindsight: compute the first k chunks, load the rest from the back; all k tried.
+    """TTFT of the best split in hindsight: the first k chunks computed, the rest loaded, for the best k.
 
-    Steps are as full as they can be, over the borders of chunks. For chunks that can all be loaded; raises InvalidInput
-    otherwise.
+    Steps are full, across chunk borders. Raises InvalidInput unless all chunks can be loaded.
     """
     if not budget_tokens or any(not chunk.loadable or chunk.resident for chunk in chunks):
-        raise InvalidInput("hindsight is worked out for chunks that can all be loaded, and a budget")
+        raise InvalidInput("best split: expected a budget and chunks that can all be loaded")
     computed_s = [0.0]
-    full_s, at = 0.0, chunks[0].first_token  # full steps so far, and where they end
+    full_s, at = 0.0, chunks[0].first_token  # full steps so far, and their end
     for chunk in chunks:
         end = chunk.first_token + chunk.tokens
         while end - at >= budget_tokens:
@@ -195,19 +186,6 @@ def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: Link
     return best_s
 
 
-# How long a GPU that we do not have takes for a prefill step, from what the Cake paper says of its two.
-#
-# A step over tokens ``a .. b`` of a prompt takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then
-# attention to all that stands before. So the time of a chunk grows linearly with its index (the paper's figure 3) and
-# that of a prompt with its square (its finding 2).
-#
-# The paper prints no times, only what Cake saves; they determine the model. Cake's time T over a link of known rate is
-# known from what it saves against loading alone, so are the tokens x that were not loaded in T, hence T(x); what it
-# saves
-# against computing alone then gives T(all). Two equations, two coefficients, for each GPU. A part of the GPU needs its
-# own: other requests fill the batch up to its 512 tokens, so a step costs the same whatever is ours of it.
-
-
 PAPER_TOKEN_BYTES = 2**19
 """KV of one token of LongAlpaca-7B in 16 bit: 2 · 32 layers · 4096 · 2 bytes, "0.5MB" in the paper's section 5.1."""
 PAPER_STEP_TOKENS = 512
@@ -215,9 +193,16 @@ PAPER_STEP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Seconds of prefill steps: per step, per token of ours in it, and per pair of a token and one before it (halved).
+    """Prefill times of a GPU: per step, per token, and per pair of a token and one before it (halved).
 
-    ``step_s`` has the form that the simulated loader wants.
+    A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
+    the tokens before. So a chunk's time grows linearly with its index (the paper's figure 3), a prompt's quadratically
+    (finding 2).
+
+    The Cake paper prints no times, only savings, which determine the model: Cake's time T over a link of known rate
+    follows from its saving against loading alone, then the tokens x computed in T, hence T(x); its saving against
+    computing alone gives T(all). Two equations, two coefficients per GPU. A share of a GPU needs its own fit: other
+    requests fill the batch up to 512 tokens, so a step takes the same time whatever our share.
     """
 
     name: str
@@ -226,15 +211,16 @@ class PrefillModel:
     batch_s: float = 0.0
 
     def step_s(self, first_token: int, tokens: int) -> float:
-        """Seconds of one step over ``tokens`` tokens from ``first_token`` on."""
+        """Seconds of a step over ``tokens`` tokens from ``first_token`` on."""
         return self.batch_s + self.token_s * tokens + self.pair_s * tokens * (2 * first_token + tokens)
 
     def prompt_s(self, tokens: int, budget_tokens: int = PAPER_STEP_TOKENS) -> float:
-        """Seconds of a whole prompt in steps of ``budget_tokens``: computing alone."""
+        """Seconds to compute a whole prompt in steps of ``budget_tokens``."""
         return -(-tokens // budget_tokens) * self.batch_s + self.token_s * tokens + self.pair_s * tokens * tokens
 
     def for_larger_model(self, name: str, weights_ratio: float, attention_ratio: float) -> PrefillModel:
-        """The same GPU with a model of so many times the weights, and layers × width."""
+        """The same GPU with a model of ``weights_ratio`` times the weights and ``attention_ratio`` times layers ×
+        width."""
         return replace(
             self,
             name=name,
@@ -245,10 +231,10 @@ class PrefillModel:
 
 
 def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> PrefillModel:
-    """The model under which Cake saves these parts of computing and of loading alone: 32k tokens at 10000 Mbit/s.
+    """The model in which Cake saves these shares against computing and loading alone: 32k tokens at 10000 Mbit/s.
 
     Section 5.2 of the paper: 31.5 % and 76.9 % on the A100, 26.7 % and 80.2 % on the H100.
-    Raises InvalidInput for parts that no growing line fits.
+    Raises InvalidInput for shares that no such model fits.
     """
     tokens, tokens_per_s = 32_768, 10e9 / 8 / PAPER_TOKEN_BYTES
     cake_s = (1 - saved_of_load) * tokens / tokens_per_s
@@ -257,12 +243,13 @@ def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> P
     pair_s = (alone_s / tokens - cake_s / computed) / (tokens - computed)
     token_s = alone_s / tokens - pair_s * tokens
     if pair_s < 0 or token_s < 0:
-        raise InvalidInput(f"{name}: no step that grows along the prompt saves {saved_of_compute:.1%} of computing")
+        raise InvalidInput(f"{name}: no model with growing steps saves {saved_of_compute:.1%} of computing")
     return PrefillModel(name, token_s, pair_s)
 
 
 def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
-    """The model under which 14k tokens with 10 % of each batch take ``ratio`` times, and ``added_s`` more than, 90 %.
+    """The model in which 14k tokens with 10 % of each batch take ``ratio`` times as long as with 90 %, or ``added_s``
+    more.
 
     Section 5.3 of the paper: 8.22 times and 14.34 s on the A100.
     """
@@ -271,12 +258,12 @@ def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
     batch_s = added_s / (many - few)
     pair_s = (added_s / (ratio - 1) - few * batch_s) / tokens**2
     if pair_s < 0:
-        raise InvalidInput(f"{name}: steps of equal length alone take more than {ratio:g} times as long")
+        raise InvalidInput(f"{name}: no model has a ratio of {ratio:g} with {added_s:g} s added")
     return PrefillModel(name, 0.0, pair_s, batch_s)
 
 
 def share_tokens(share: float) -> int:
-    """Tokens of a 512-token batch that a request with this share of the GPU gets."""
+    """Tokens of a 512-token batch for a request with this share of the GPU."""
     return max(1, int(PAPER_STEP_TOKENS * share + 1e-9))
 
 
@@ -284,38 +271,31 @@ A100 = fit_whole_gpu("A100", 0.315, 0.769)
 H100 = fit_whole_gpu("H100", 0.267, 0.802)
 A100_SHARED = fit_shared_gpu("A100, shared", 8.22, 14.34)
 H100_SHARED = replace(A100_SHARED, name="H100, shared", batch_s=A100_SHARED.batch_s * H100.token_s / A100.token_s)
-"""Not of the paper, which shares the A100 only: its batch, faster by as much as the whole GPU is."""
+"""Our extrapolation: the paper shares only the A100; scaled as the whole GPUs."""
 _SHARED = {A100: A100_SHARED, H100: H100_SHARED}
 
 
 def with_share(gpu: PrefillModel, share: float) -> PrefillModel:
-    """``gpu``, one of the paper's two, alone (share 1) or with others in its batches."""
+    """``gpu``, one of the paper's two, exclusive (share 1) or shared."""
     return gpu if share >= 1 else _SHARED[gpu]
 
 
-# Links for the simulated loader: rates drawn at random, and the beam of a satellite that flies past.
-#
-# The beam: distances are those of the constellation's own orbits; the rate is Shannon's for the signal that is left
-# after
-# free space, in clear sky and with the whole channel for one user, so a bound and not a forecast. Where its figures
-# come
-# from stands at each.
-
-
 REASSIGN_S = 15.0
-"""Terminals of Starlink get their satellite anew every 15 s (Tanveer et al., "Making Sense of Constellations", CoNEXT
+"""Starlink reassigns terminals to satellites every 15 s (Tanveer et al., "Making Sense of Constellations", CoNEXT
 2023, and measurements since)."""
 HANDOVER_S = 0.1
-"""Our assumption of how long a beam is dark while the antenna turns to the next satellite; no source."""
+"""Outage while the antenna turns to the next satellite; our assumption."""
 _BOLTZMANN_DB = -228.6
 
 
 def random_trace(
     seed: int, mean_bytes_per_s: float, *, spread: float = 0.5, every_s: float = 0.5, duration_s: float = 120.0
 ) -> LinkTrace:
-    """A rate drawn anew ``every_s``, evenly from ``mean · (1 ± spread)``; after ``duration_s`` the mean."""
+    """A rate drawn every ``every_s``, uniformly from ``mean · (1 ± spread)``; after ``duration_s`` the mean."""
     if not 0 <= spread < 1 or mean_bytes_per_s <= 0 or every_s <= 0:
-        raise InvalidInput(f"mean {mean_bytes_per_s:g}, spread {spread:g}, every {every_s:g} s: not a random link")
+        raise InvalidInput(
+            f"random link: mean {mean_bytes_per_s:g}, spread {spread:g}, every {every_s:g} s; expected > 0, [0, 1), > 0"
+        )
     draw = random.Random(seed)
     pieces = max(1, math.ceil(duration_s / every_s))
     rates = [mean_bytes_per_s * draw.uniform(1 - spread, 1 + spread) for _ in range(pieces)]
@@ -332,10 +312,10 @@ class LinkBudget:
     g_over_t_db: float = 15.9
     """39.7 dBi against 150 K of sky and a receiver of 1.2 dB: 39.7 − 10·log10(150 + 92) = 15.9."""
     channels: int = 1
-    """Channels side by side for this one user; more than one is our assumption, to have faster links."""
+    """Parallel channels for one user; more than one is our assumption, for faster links."""
 
     def bytes_per_s(self, slant_m: float) -> float:
-        """Shannon's bound at this distance."""
+        """Shannon bound at this distance: clear sky, free space loss, the whole channel for one user."""
         path_db = 20 * math.log10(4 * math.pi * slant_m * self.frequency_hz / SPEED_OF_LIGHT_M_S)
         snr_db = self.eirp_dbw_per_mhz - 60 + self.g_over_t_db - path_db - _BOLTZMANN_DB
         return self.channels * self.channel_hz * math.log2(1 + 10 ** (snr_db / 10)) / 8
@@ -353,12 +333,11 @@ def leo_trace(
     epoch_unix_s: float = EPOCH_UNIX_S,
     handover_s: float = HANDOVER_S,
 ) -> LinkTrace:
-    """The beam to the highest satellite, chosen anew at every multiple of 15 s; dark while it is handed over.
+    """The link to the highest satellite, chosen at every multiple of 15 s, with an outage at each handover.
 
-    A satellite that sinks below the mask, or none in sight, is dark until the next choice. ``start_s`` is since the
-    epoch; the trace's own time begins at 0 there. Its latency is light's way up and down at the start. Raises
-    InvalidInput where no satellite is in sight at the end.
-    """
+    Below the mask, or with none in sight, it is an outage until the next choice. ``start_s`` is since the epoch and
+    time 0 of the trace. The latency is the round trip of light at the start. Raises InvalidInput if no satellite is in
+    sight at the end."""
     budget = budget or LinkBudget()
     end_s = start_s + duration_s
     choices = range(math.ceil(start_s / REASSIGN_S), math.ceil(end_s / REASSIGN_S))

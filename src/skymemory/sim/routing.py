@@ -1,13 +1,11 @@
-"""Requests of a trace through the real picker to simulated servers: who waits how long, and what hits.
+"""The routing simulator: a trace's requests through the production picker and strategies to simulated servers.
 
-The picker and the strategies are those of the proxy; only the servers are not real. Each server prefills one request
-at a time, in the order of arrival, for as long as the cost model says; what hits is decided when its service begins.
-Then the first token is there, and ``decode_token_s`` for each further one the request counts as running: decoding does
-not slow prefills down (Mooncake's separate decoders), but it is what engines report.
+Each server prefills one request at a time, in order of arrival, for the cost model's time; hits are determined when a
+prefill starts. After the first token the request counts as running for ``decode_token_s`` per further token: decoding
+does not slow prefills down (Mooncake's separate decoders), but engines report it.
 
-What a router knows is what it would know. Load is reported as it was at the last multiple of ``scrape_s``. Engines'
-cache events arrive ``event_delay_s`` after the prefill that caused them. First bytes and ends are seen at once. Who
-estimates errs (``routing_errors``).
+The router sees what a real one would: reports as of the last multiple of ``scrape_s``, cache events ``event_delay_s``
+after their prefill, first bytes and ends at once. Estimates have errors (``ErringLeastTtft``).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any, Protocol, cast
@@ -37,48 +35,50 @@ from skymemory.conductor.strategies.estimates import PrefillCost
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.named import named
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.node_memory import PrefixCache
+from skymemory.sim.clock import Clock, Event
+from skymemory.sim.cluster.pool_base import PrefixCache
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
+from skymemory.stats import percentile
 
 _SEED = seed(model="", adapter="", salt="")
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """The servers, and what is known of them when."""
+    """The servers, and the delays of what a router knows of them."""
 
     servers: int = 8
     cache_blocks: int = 5_000
-    """Blocks of 512 tokens that each server's prefix cache holds."""
+    """Capacity of each server's prefix cache, in blocks of 512 tokens."""
     cost: CostModel = LLAMA_70B_8xA800
     decode_token_s: float = 0.04
     scrape_s: float = 0.2
     event_delay_s: float = 0.05
-    tells_prefills: bool = True
-    """Whether engines' reports say what prefills took in all, as vLLM's do."""
+    reports_prefills: bool = True
+    """Whether reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
-    """Part of the answers that come whole, with their last token: their first byte is not seen before."""
+    """Share of answers that are not streamed: their first byte comes with their last token."""
     seed: int = 0
-    """Of ties, and of who does not stream: jitter of arrivals and errors of estimates have their own."""
+    """Seed of ties and of the choice of streamed answers; jitter and errors have their own."""
 
     def __post_init__(self) -> None:
         if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
-            raise InvalidInput("a fleet has servers, reads their reports every so often, and time does not run back")
+            raise InvalidInput("expected servers ≥ 1, scrape_s > 0, event_delay_s ≥ 0, decode_token_s ≥ 0")
         if not 0 <= self.whole <= 1:
-            raise InvalidInput(f"whole is {self.whole}; expected a part of the answers, 0 to 1")
+            raise InvalidInput(f"whole is {self.whole}; expected a share from 0 to 1")
 
 
 class CacheEvents(Protocol):
-    """Where engines' cache events go, for strategies that are fed by them."""
+    """Listener of cache changes, for strategies fed by events."""
 
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
-        """Blocks ``gone`` were evicted, then ``chain`` was stored, whose first ``had`` were there before; ids."""
+        """Blocks ``gone`` were evicted, then ``chain`` was stored, of which the first ``had`` were cached before."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request."""
+    """Result of one request."""
 
     at_s: float
     server: int
@@ -99,7 +99,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Engine:
-    """A simulated server: a queue, one prefill at a time, and the requests that decode."""
+    """A simulated server: a queue, one prefill at a time, and decoding requests."""
 
     server: Server
     cache: PrefixCache
@@ -107,7 +107,7 @@ class _Engine:
     serving: _Job | None = None
     decoding: int = 0
     tokens: int = 0
-    """Prompts being prefilled or decoded."""
+    """Prompt tokens in prefill and decoding."""
     prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
 
 
@@ -118,9 +118,9 @@ def simulate(
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
 ) -> list[Outcome]:
-    """What becomes of each of ``requests`` (in the order of arrival), in their order.
+    """Results of ``requests``, which are in order of arrival.
 
-    ``prompts``: what ``as_routed`` makes of each, where the same requests are simulated again and again.
+    ``prompts``: of ``as_routed``, to reuse them over several runs.
 
     Raises:
         InvalidInput: arrivals out of order.
@@ -136,8 +136,7 @@ class _Simulation:
         names = [f"server-{number}" for number in range(setup.servers)]
         self._engines = {name: _Engine(self._fleet.add(name), PrefixCache(setup.cache_blocks)) for name in names}
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._due: list[tuple[float, int, Callable[[float], None]]] = []
-        self._counted = 0
+        self._clock = Clock()
         self._scrapes = -1
         self._dice = Random(setup.seed)
         self._outcomes: dict[int, Outcome] = {}
@@ -150,26 +149,22 @@ class _Simulation:
                     f"request {at} arrives at {request.at_s:g} s, after one at {before_s:g} s; sort them"
                 )
             before_s = request.at_s
-            self._advance(request.at_s)
+            self._clock.run(request.at_s)
+            self._scrape(request.at_s)
             self._arrive(at, request, prompt)
-        self._advance(math.inf)
+        self._clock.run()
         return [self._outcomes[at] for at in range(len(requests))]
 
-    def _advance(self, until_s: float) -> None:
-        """Everything that is due up to then."""
-        while self._due and self._due[0][0] <= until_s:
-            now_s, _, happens = heapq.heappop(self._due)
+    def _later(self, at_s: float, event: Event) -> None:
+        def run(now_s: float) -> None:
             self._scrape(now_s)
-            happens(now_s)
-        if until_s < math.inf:
-            self._scrape(until_s)
+            event(now_s)
 
-    def _later(self, at_s: float, happens: Callable[[float], None]) -> None:
-        self._counted += 1
-        heapq.heappush(self._due, (at_s, self._counted, happens))
+        self._clock.at(at_s, run)
 
     def _scrape(self, now_s: float) -> None:
-        """Nothing has changed since the last event: so what is true now was true at the last multiple of the period."""
+        """Reports as of the last multiple of the period; called before each event, so the state is still that of
+        then."""
         scrapes = math.floor(now_s / self._setup.scrape_s)
         if scrapes == self._scrapes:
             return
@@ -182,7 +177,7 @@ class _Simulation:
                 kv_usage=min(1.0, engine.tokens / (engine.cache.capacity * BLOCK_TOKENS)),
                 cache_blocks=engine.cache.capacity,
                 block_tokens=BLOCK_TOKENS,
-                prefills=engine.prefills if self._setup.tells_prefills else None,
+                prefills=engine.prefills if self._setup.reports_prefills else None,
             )
 
     def _arrive(self, at: int, request: TraceRequest, prompt: Request) -> None:
@@ -196,7 +191,7 @@ class _Simulation:
             self._serve(engine, request.at_s)
 
     def _serve(self, engine: _Engine, now_s: float) -> None:
-        """The next of the queue begins its prefill."""
+        """Starts the prefill of the next request."""
         job = engine.serving = engine.queue.popleft()
         tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
         hit_tokens = min(hit * BLOCK_TOKENS, tokens - 1)
@@ -223,7 +218,7 @@ class _Simulation:
             now_s + job.request.output_tokens * self._setup.decode_token_s, lambda at_s: self._end(engine, job, at_s)
         )
         if self._events is not None:
-            self._later(now_s + self._setup.event_delay_s, lambda _: self._tell(engine.server, job.chain, hit, gone))
+            self._later(now_s + self._setup.event_delay_s, lambda _: self._publish(engine.server, job.chain, hit, gone))
         if engine.queue:
             self._serve(engine, now_s)
 
@@ -241,17 +236,16 @@ class _Simulation:
             before.seconds + self._setup.cost.prefill_s(outcome.tokens, outcome.hit_tokens),
         )
 
-    def _tell(self, server: Server, chain: tuple[int, ...], hit: int, gone: list[int]) -> None:
+    def _publish(self, server: Server, chain: tuple[int, ...], hit: int, gone: list[int]) -> None:
         assert self._events is not None
         self._events.changed(server, chain[: self._setup.cache_blocks], hit, gone)
 
 
 def as_routed(request: TraceRequest) -> Request:
-    """What a router would read of it: whole blocks hashed as token numbers are, and a beginning.
+    """The request as a router reads it.
 
-    A trace has no words. The tokens of a block are taken to be its number, over and over. In the head eight bytes stand
-    for each block, so that strategies which hash the first characters can tell prompts apart by more than the block
-    with which all of them begin, if they look far enough: of the words themselves the first 1,024 bytes are all alike.
+    A trace has no text. The tokens of a block are its id, repeated. The head has eight bytes per block, so that
+    strategies that hash the beginning can distinguish prompts behind the block that all of them share.
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize
@@ -263,11 +257,8 @@ def as_routed(request: TraceRequest) -> Request:
 
 
 def tokens_of(ids: Sequence[int]) -> NDArray[np.uint32]:
-    """Token numbers of blocks of these ids."""
+    """Token ids of blocks with these ids."""
     return np.repeat(np.array(ids, dtype="<u4"), BLOCK_TOKENS)
-
-
-# What is told of a simulated run: time to the first token, hits, and how evenly requests were spread.
 
 
 WINDOW_S = 60.0
@@ -276,7 +267,7 @@ WINDOW_REQUESTS = 80
 
 @dataclass(frozen=True, slots=True)
 class RoutingMetrics:
-    """Of the requests that were measured."""
+    """Metrics of the measured requests."""
 
     requests: int
     mean_s: float
@@ -285,13 +276,13 @@ class RoutingMetrics:
     p90_s: float
     p99_s: float
     token_hits: float
-    """Part of the prompts' tokens that hit."""
+    """Share of prompt tokens that hit."""
     block_hits: float
-    """Part of their whole blocks."""
+    """Share of full blocks that hit."""
     worst_share: float
-    """The most requests that one server got in a window of 60 s, over the mean of the servers in it; 0: no window."""
+    """Largest share of a server in any window of 60 s, relative to the mean; 0 without a window."""
     spread: float
-    """Standard deviation of the requests per server, over their mean."""
+    """Coefficient of variation of the requests per server."""
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
@@ -301,13 +292,13 @@ def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> 
     """The metrics of the requests that arrived at ``from_s`` or later.
 
     Raises:
-        InvalidInput: there are none.
+        InvalidInput: no request.
     """
     late = [outcome for outcome in outcomes if outcome.at_s >= from_s]
     if not late:
-        raise InvalidInput(f"no request arrived at {from_s:g} s or later: nothing to measure")
+        raise InvalidInput(f"no request arrived at {from_s:g} s or later")
     ttft_s = np.array([outcome.ttft_s for outcome in late])
-    p50_s, p90_s, p99_s = (float(value) for value in np.percentile(ttft_s, [50, 90, 99]))
+    p50_s, p90_s, p99_s = (percentile(ttft_s.tolist(), percent) for percent in (50, 90, 99))
     counts = np.bincount([outcome.server for outcome in late], minlength=servers)
     return RoutingMetrics(
         requests=len(late),
@@ -328,10 +319,10 @@ def worst_share(
     window_s: float = WINDOW_S,
     least: int = WINDOW_REQUESTS,
 ) -> float:
-    """Over every window of ``window_s`` with ``least`` requests or more: a server's requests over the servers' mean.
+    """Largest ratio of a server's requests to the mean, over windows of ``window_s`` with at least ``least`` requests.
 
-    ``arrivals``: (s, server) in the order of time. A window is closed at its begin and open at its end; each that
-    differs from its neighbour in what it holds is looked at.
+    ``arrivals``: (s, server) in order of time. Windows include their start and exclude their end; every distinct one
+    is checked.
     """
     comes = [(at_s, 1, server) for at_s, server in arrivals]
     goes = [(at_s + window_s, 0, server) for at_s, server in arrivals]
@@ -347,26 +338,19 @@ def worst_share(
     return worst
 
 
-# Errors of estimates, for strategies that estimate: a simulator's would else be its own truth.
-#
-# Each request's estimates at each server are off by a factor of their own: normal, of mean 1 and a standard deviation
-# of
-# ``error``, never below a tenth. It is drawn anew for every request and every server, from the seed, the request and
-# the
-# time: servers of which nothing differs come out different, and a long wait is off by as many more seconds. Computing
-# and waiting are off by it, and so is the work that is believed to wait there from then on. Equal questions get equal
-# answers.
-
-
 LEAST_FACTOR = 0.1
 _ODD = 0x9E3779B97F4A7C15
 
 
 class ErringLeastTtft(LeastTtft):
-    """The default strategy, whose every estimate errs.
+    """``least-ttft`` with errors in its estimates, which would else equal the simulator's truth.
+
+    Each request's estimates at each server have a random factor: normal with mean 1 and standard deviation ``error``,
+    at least 0.1, drawn from the seed, the request and the time. Compute, wait and the booked backlog have the same
+    factor; equal calls give equal results.
 
     Raises:
-        InvalidInput: an error that is no part of an estimate, 0 to 1.
+        InvalidInput: an error outside 0 to 1.
     """
 
     def __init__(
@@ -379,7 +363,7 @@ class ErringLeastTtft(LeastTtft):
         seed: int,
     ) -> None:
         if not 0 <= error <= 1:
-            raise InvalidInput(f"error is {error}; expected a part of the estimate, 0 to 1")
+            raise InvalidInput(f"error is {error}; expected 0 to 1")
         super().__init__(index, settings, cost)
         self._error, self._seed = error, seed * _ODD & (1 << 64) - 1
 
@@ -395,7 +379,7 @@ class ErringLeastTtft(LeastTtft):
         return [one * factors[slot] for one, slot in zip(seconds, slots, strict=True)]
 
     def factors(self, request: Request, slots: int, now_s: float) -> list[float]:
-        """By how much what is estimated for ``request`` is off, at each of the first ``slots`` slots."""
+        """Error factors of ``request`` at the first ``slots`` slots."""
         blocks = request.prompt.blocks
         last = blocks.item(-1) if len(blocks) else request.prompt.tokens
         at = np.array([now_s], dtype=np.float64).view(np.uint64)
@@ -407,16 +391,8 @@ class ErringLeastTtft(LeastTtft):
         return factors
 
 
-# The router's strategies as the simulator runs them: built by name, with what each of them really is told.
-#
-# ``precise`` hears the engines' events, in the form in which engines publish them: numbered batches, blocks by the
-# engine's own names, their tokens told once. Who estimates gets a cost model that errs. All others learn from what
-# they
-# sent and what was answered.
-
-
 class EngineEvents:
-    """Changes of simulated caches, told to a ``PreciseIndex`` as engines tell theirs."""
+    """Publishes changes of simulated caches to a ``PreciseIndex`` as engines do: numbered batches, tokens once."""
 
     def __init__(self, index: PreciseIndex) -> None:
         self.index = index
@@ -439,13 +415,13 @@ class EngineEvents:
 def strategy_for(
     name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
 ) -> tuple[Scorer, CacheEvents | None]:
-    """The strategy of that name with such options, and what must hear events for it.
+    """The strategy of that name, and the listener of cache changes that it needs.
 
-    ``error``: standard deviation of what estimates are off by, as a part of them. ``given``: who estimates is told the
-    servers' speeds, and learns them otherwise.
+    ``error``: standard deviation of the relative errors of estimates. ``given``: ``least-ttft`` knows the servers'
+    cost model; otherwise it learns.
 
     Raises:
-        InvalidInput: no strategy of that name.
+        InvalidInput: unknown strategy.
     """
     if name in ("precise", "block-cost"):
         index = PreciseIndex(BLOCK_TOKENS)

@@ -1,12 +1,12 @@
-"""Requests as an hour of a real service had them: Mooncake's traces, and what is done to them before they are replayed.
+"""Request traces in Mooncake's format: reading, jitter, rate, statistics.
 
-One JSON object a line: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens), ``hash_ids``
-(one number per 512 tokens of the prompt; equal numbers mean equal prefixes). The last number usually stands for a block
-that is not full, which no engine caches; published tables count it all the same, so both countings are offered.
+One JSON object per line: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens),
+``hash_ids`` (one number per 512 tokens of the prompt; equal numbers mean equal prefixes). The last number is usually of
+a partial block, which engines do not cache but published tables count; both counts are available.
 
-In the conversation trace arrivals come in batches 3 s apart: ``jittered`` spreads each over the time since the one
-before. It names no clients; ``session`` is inferred: a request belongs to the session that brought the deepest of
-its blocks that was seen before, and to a new one where that is only the block with which all requests begin.
+The conversation trace has arrivals in batches 3 s apart; ``jittered`` spreads them. It has no clients; ``session`` is
+inferred: a request belongs to the session of its deepest block seen before, or to a new one if that is only the block
+that all requests share.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _FIELDS = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace, or of a generator that writes what traces hold."""
+    """One request of a trace or a generator."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
-    """One per begun block of the prompt: ``ceil(input_tokens / BLOCK_TOKENS)``. Equal ids mean equal prefixes."""
+    """One per block of the prompt, the partial one included. Equal ids mean equal prefixes."""
     session: int = 0
 
     def blocks(self, partial: bool = False) -> tuple[int, ...]:
-        """The ids of its whole blocks; with ``partial`` also of the last that is not full."""
+        """Ids of its full blocks; with ``partial`` also of the last one."""
         return self.ids if partial else self.ids[: self.input_tokens // BLOCK_TOKENS]
 
 
@@ -47,7 +47,7 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
     """The requests of a trace, the first ``most`` of them, in its order.
 
     Raises:
-        InvalidInput: with the number of the line that is not a request, or when there is none at all.
+        InvalidInput: an invalid line, with its number, or no request.
         OSError: the file cannot be read.
     """
     requests: list[TraceRequest] = []
@@ -64,38 +64,38 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
                 raise InvalidInput(f"{path.name}, line {number}: {error}") from None
             if requests and request.at_s < requests[-1].at_s:
                 before_ms, now_ms = round(requests[-1].at_s * 1000), round(request.at_s * 1000)
-                complaint = f"timestamp {now_ms} after {before_ms}; they must not fall"
+                complaint = f"timestamp {now_ms} after {before_ms}; expected no smaller one"
                 raise InvalidInput(f"{path.name}, line {number}: {complaint}")
             requests.append(replace(request, session=_session(request.ids, owners, len(requests))))
     if not requests:
-        raise InvalidInput(f"{path.name} holds no request")
+        raise InvalidInput(f"{path.name} has no requests")
     return requests
 
 
 def jittered(requests: Sequence[TraceRequest], seed: int, within_s: float = BATCH_S) -> list[TraceRequest]:
-    """Each arrival moved later by an even draw of up to ``within_s``, in the order that results."""
+    """Each arrival delayed by a uniform draw up to ``within_s``, sorted again."""
     draw = random.Random(seed)
     moved = [replace(request, at_s=request.at_s + draw.uniform(0, within_s)) for request in requests]
     return sorted(moved, key=lambda request: request.at_s)
 
 
 def at_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """The same requests, arriving ``rate`` times as fast."""
+    """The requests, arriving ``rate`` times as fast."""
     if rate <= 0:
-        raise InvalidInput(f"requests cannot arrive {rate:g} times as fast; name a rate above 0")
+        raise InvalidInput(f"rate {rate:g}: expected above 0")
     return [replace(request, at_s=request.at_s / rate) for request in requests]
 
 
 def split_at(requests: Sequence[TraceRequest], share: float) -> float:
-    """The instant (s) when ``share`` of the trace's time has gone: who tunes looks only at what came before."""
+    """Time (s) at which ``share`` of the trace has passed, to tune on what is before."""
     if not 0 < share < 1:
-        raise InvalidInput(f"a part of {share:g} leaves nothing on one side; name one between 0 and 1")
+        raise InvalidInput(f"share {share:g}: expected between 0 and 1")
     first_s, last_s = requests[0].at_s, requests[-1].at_s
     return first_s + share * (last_s - first_s)
 
 
 def ideal_hits(requests: Iterable[TraceRequest], partial: bool = False) -> tuple[int, int]:
-    """Blocks that one cache that never evicts would hit, and all blocks."""
+    """Hits of one cache that never evicts, and the number of blocks."""
     seen: set[int] = set()
     hits = asked = 0
     for request in requests:
@@ -107,7 +107,7 @@ def ideal_hits(requests: Iterable[TraceRequest], partial: bool = False) -> tuple
 
 
 def _parsed(line: str) -> TraceRequest:
-    """Raises ValueError or TypeError, with what is wrong."""
+    """Raises ValueError or TypeError with the reason."""
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -116,17 +116,17 @@ def _parsed(line: str) -> TraceRequest:
         raise TypeError("not a JSON object")
     missing = [name for name in (*_FIELDS, "hash_ids") if name not in fields]
     if missing:
-        raise ValueError(f"lacks {', '.join(missing)}")
+        raise ValueError(f"missing {', '.join(missing)}")
     for name in _FIELDS:
         if type(fields[name]) is not int or fields[name] < (name == "input_length"):
-            raise ValueError(f"{name} is {fields[name]!r}; a whole number, not negative, is wanted")
+            raise ValueError(f"{name} is {fields[name]!r}; expected a whole number, not negative")
     ids = fields["hash_ids"]
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise TypeError("hash_ids must be a list of whole numbers")
+        raise TypeError("hash_ids: expected a list of whole numbers")
     tokens = fields["input_length"]
     begun = -(-tokens // BLOCK_TOKENS)
     if len(ids) != begun:
-        raise ValueError(f"{len(ids)} hash_ids for {tokens} tokens, of {BLOCK_TOKENS} each: {begun} are wanted")
+        raise ValueError(f"{len(ids)} hash_ids for {tokens} tokens, of {BLOCK_TOKENS} each: expected {begun}")
     return TraceRequest(fields["timestamp"] / 1000, tokens, fields["output_length"], tuple(ids))
 
 
@@ -138,12 +138,9 @@ def _session(ids: tuple[int, ...], owners: dict[int, int], fresh: int) -> int:
     return session
 
 
-# What can be said of requests before any of them is served: rates, lengths, popularity of blocks, hits at best.
-
-
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Of a trace or a generated workload. Blocks are whole ones unless it says *all*: then those not full count too."""
+    """Statistics of a trace or workload. *all* includes partial blocks."""
 
     requests: int
     duration_s: float
@@ -156,15 +153,15 @@ class TraceStatistics:
     all_blocks: int
     all_distinct_blocks: int
     once_share: float
-    """Of the distinct blocks (all), those in one prompt only: no cache can ever hit them."""
+    """Share of the distinct blocks (all) in one prompt only, which no cache can hit."""
     most_uses: int
-    """Of the block in most prompts."""
+    """Uses of the most popular block."""
     ideal_block_hits: float
-    """Hits of one cache that never evicts, as a part of ``blocks``."""
+    """Hit rate of one cache that never evicts."""
     ideal_all_block_hits: float
-    """The same of ``all_blocks``, as published tables count."""
+    """The same with partial blocks, as published tables count."""
     ideal_token_hits: float
-    """Tokens in those hits (whole blocks), as a part of the prompts' tokens."""
+    """Share of the prompts' tokens in those hits."""
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
@@ -173,7 +170,7 @@ class TraceStatistics:
 def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
     """Raises InvalidInput where there is no request."""
     if not requests:
-        raise InvalidInput("no requests: nothing to tell of them")
+        raise InvalidInput("no requests: no statistics")
     tokens = sum(request.input_tokens for request in requests)
     hits, blocks = ideal_hits(requests)
     all_hits, all_blocks = ideal_hits(requests, partial=True)
@@ -198,7 +195,7 @@ def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
 
 
 def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[int]:
-    """In how many prompts each block is, the most popular first; its index is the block's rank less one."""
+    """Number of prompts with each block, the most popular first."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.blocks(partial))
@@ -206,5 +203,5 @@ def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[
 
 
 def shared_above(uses: Sequence[int], least: int) -> float:
-    """Part of the distinct blocks that are in ``least`` prompts or more."""
+    """Share of the distinct blocks in at least ``least`` prompts."""
     return sum(count >= least for count in uses) / max(1, len(uses))

@@ -1,14 +1,17 @@
-"""Requests of a seeded generator, for where no trace is at hand or other statistics are wanted.
+"""Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
 
-A workload is made of conversations. Each begins with the system prompt of its tenant, perhaps goes on with a document
-that others ask about too, then with words of its own; its next turn repeats all that and adds the answer and a new
-message. What comes out is what a trace holds (``trace.TraceRequest``), block ids that form a tree of prefixes among it.
+A workload consists of conversations. Each starts with its tenant's system prompt, sometimes a shared document, then its
+own text; each further turn repeats all that and adds the answer and a new message. The result is as in a trace
+(``trace.TraceRequest``), with block ids that form a prefix tree.
 
-``CONVERSATIONS`` has the statistics of Mooncake's conversation trace (its tests compare them); ``TENANTS`` has others:
-many system prompts, of which now these and now those are wanted, short questions, long answers, no batches; ``AGENTS``
-are agents with tools: long instructions, often the files of one repository, then a loop of some fourteen short calls
-and results, seconds apart, that makes the prompt grow.
-"""
+``CONVERSATIONS`` has the statistics of Mooncake's conversation trace (compared in tests). ``TENANTS``: many system
+prompts with changing popularity, short questions, long answers, no batches. ``AGENTS``: agents with tools, with long
+instructions, often the files of a repository, then about fourteen short calls and results, seconds apart.
+
+``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2): ArXiv summarization (8,088 tokens in, 229
+out, nothing shared), L-Eval (19,019 in, 72 out, over 80 % cached), and simulated prompts of 16k to 128k tokens (512
+out, half of each cached). Only lengths and sharing matter to a simulator. The paper does not give the spread of
+lengths; ours are log-normal, and constant for the simulated ones. A prompt is a shared prefix and text of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from skymemory.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittered, r
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A log-normal distribution of whole numbers, cut off at both ends."""
+    """A clipped log-normal distribution of whole numbers."""
 
     median: float
     sigma: float
@@ -40,16 +43,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """How often which of ``count`` things is wanted: ``1 / rank ** skew``, and whose rank is whose moves on."""
+    """Zipf popularity of ``count`` items, ``1 / rank ** skew``, with ranks that rotate over time."""
 
     count: int
     skew: float
     moves_every_s: float = math.inf
-    """Ranks go round by ``moves_by`` things, so often."""
+    """Interval at which ranks rotate by ``moves_by``."""
     moves_by: int = 0
 
     def weights(self) -> list[float]:
-        """Cumulative, by rank."""
+        """Cumulative weights by rank."""
         return list(accumulate(1 / rank**self.skew for rank in range(1, self.count + 1)))
 
     def draw(self, dice: random.Random, weights: list[float], at_s: float) -> int:
@@ -60,49 +63,48 @@ class Popularity:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the generator draws from. Times in seconds, lengths in tokens; shares are parts of conversations, 0 to 1."""
+    """Parameters of the generator: seconds, tokens, and shares of conversations (0 to 1)."""
 
     name: str
     conversations_per_s: float
     tenants: Popularity
     system: Spread
-    """Length of a tenant's system prompt; drawn once per tenant."""
+    """Length of a tenant's system prompt."""
     documents: Popularity
     document: Spread
     document_share: float
     question: Spread
-    """What is the conversation's own in its first turn."""
+    """Own text of the first turn."""
     job_share: float
-    """Conversations that are one short request of ``job`` tokens and no more."""
+    """Conversations with a single request of ``job`` tokens."""
     job: Spread
     goes_on: float
-    """Chance of a second turn."""
+    """Probability of a second turn."""
     goes_on_growth: float
-    """Later turns are likelier: the chance of an end falls as ``turn ** -goes_on_growth``."""
+    """Later ends are less likely: by the factor ``turn ** -goes_on_growth``."""
     message: Spread
     long_message_share: float
     long_message: Spread
     pause: Spread
-    """From one turn's arrival to the next one's, s."""
+    """Seconds between the arrivals of turns."""
     answer: Spread
     curt_share: float
-    """Answers of a few tokens."""
+    """Share of answers of a few tokens."""
     batch_s: float = 0.0
-    """Arrivals wait for the next multiple of it; 0: each comes when it comes."""
+    """Arrivals are delayed to the next multiple; 0: not."""
     most_tokens: int = 126_000
 
 
 def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequest]:
-    """``duration_s`` of requests, in the order of arrival; equal arguments give equal requests.
+    """``duration_s`` of requests in order of arrival; equal arguments give equal requests.
 
-    Conversations began before the first second too, for as long as they may last: the first requests are no
-    different from the later ones.
+    Conversations start before second 0 too, so that the first requests have the same statistics.
 
     Raises:
-        InvalidInput: a duration that is not above 0.
+        InvalidInput: a duration of 0 or less.
     """
     if not duration_s > 0:
-        raise InvalidInput(f"a workload of {duration_s:g} s has no requests; name a duration above 0")
+        raise InvalidInput(f"duration {duration_s:g} s: expected above 0")
     dice = random.Random(seed)
     names = BlockNames()
     tenants, documents = workload.tenants.weights(), workload.documents.weights()
@@ -133,7 +135,7 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
 def _turns(
     workload: Workload, dice: random.Random, begins_s: float, own: int, job: bool
 ) -> Iterator[tuple[float, int, int]]:
-    """Arrival (s), tokens beyond the stem, and tokens of the answer, turn by turn."""
+    """Per turn: arrival (s), tokens after the stem, tokens of the answer."""
     at_s, turn = begins_s, 1
     while True:
         curt = dice.random() < workload.curt_share
@@ -212,20 +214,17 @@ AGENTS = Workload(
 WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS)}
 
 
-# Numbers for the blocks of made-up prompts, such that equal numbers mean equal prefixes.
-
-
 class BlockNames:
-    """Numbers for blocks, in the order in which they first appear, as traces give them.
+    """Ids of blocks, numbered by first appearance as in traces.
 
-    A block's name is fixed by the whole prompt up to its end: a prefix tree whose edges are what fills a block.
+    A block's id is determined by the prompt up to its end, so that equal ids mean equal prefixes.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def of(self, stem: tuple[tuple[str, int, int], ...], own: tuple[str, int, int]) -> tuple[int, ...]:
-        """The ids of a prompt of these parts: (kind, which, tokens), of which the last is nobody else's."""
+        """Ids of a prompt of these parts (kind, which, tokens); ``own`` is unique to it."""
         ids = []
         begin, shared = 0, 0
         for end_of in range(1, len(stem) + 1):
@@ -238,23 +237,11 @@ class BlockNames:
             ids.append(self._number((own[:2], begin)))
             begin += 1
         if begin * BLOCK_TOKENS < tokens:
-            ids.append(self._number((own, begin)))  # not full: the next turn fills it, and gives it another name
+            ids.append(self._number((own, begin)))  # partial: the next turn fills it and changes its id
         return tuple(ids)
 
     def _number(self, what: tuple[object, ...]) -> int:
         return self._numbers.setdefault(what, len(self._numbers))
-
-
-# Requests that arrive by chance: Poisson processes over prompts of given lengths and given reuse.
-#
-# The workloads of Mooncake's end-to-end experiments (table 2): ArXiv summarization (8,088 tokens in, 229 out, nothing
-# shared), L-Eval (19,019 in, 72 out, over 80 % cached), and simulated prompts of 16k to 128k tokens (512 out, half of
-# each cached). A simulator needs none of the data sets' words, only their lengths and what their prompts share. How
-# lengths scatter the paper does not say; ours are log-normal, and the simulated ones all alike.
-#
-# A prompt is a prefix that others begin with too, and words of its own. ``prefixes`` says how many different prefixes
-# there are and how often each is wanted; what a cache that never evicts hits therefore begins below ``shared`` and
-# approaches it as prefixes come again (``trace_statistics`` tells by how much).
 
 
 _ONE = Popularity(1, 0.0)
@@ -262,31 +249,30 @@ _ONE = Popularity(1, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Prompts and answers of one kind."""
+    """Prompts and answers of an open-loop workload."""
 
     name: str
     prompt: Spread
     answer: Spread
     shared: float = 0.0
-    """Part of a prompt that is one of ``prefixes``, 0 to 1: a prefix has a length of its own, and the whole prompt
-    is longer by so much that this part results."""
+    """Share of a prompt that is one of ``prefixes``, 0 to 1. A cache that never evicts hits less at first."""
     prefixes: Popularity = _ONE
 
     def __post_init__(self) -> None:
         if not 0 <= self.shared < 1:
-            raise InvalidInput(f"workload {self.name!r}: a shared part of {self.shared:g}; 0 or more, and below 1")
+            raise InvalidInput(f"workload {self.name!r}: shared is {self.shared:g}; expected 0 to below 1")
 
 
 def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
-    """``count`` requests, ``rate_per_s`` of them a second on average; equal arguments give equal requests.
+    """``count`` requests of a Poisson process; equal arguments give equal requests.
 
-    At another rate the same requests come, sooner or later by the same factor: rates can be compared.
+    Another rate scales the arrivals of the same requests, so that rates can be compared.
 
     Raises:
-        InvalidInput: a rate that is not above 0, or no requests.
+        InvalidInput: a rate of 0 or less, or no requests.
     """
     if not 0 < rate_per_s < math.inf or count < 1:
-        raise InvalidInput(f"{count} requests at {rate_per_s:g}/s are no workload: at least one, and a rate above 0")
+        raise InvalidInput(f"{count} requests at {rate_per_s:g}/s; expected at least 1, at a rate above 0")
     dice, clock = random.Random(seed), random.Random(seed + 1)
     names = BlockNames()
     weights = workload.prefixes.weights()
@@ -308,7 +294,7 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
 
 
 def _about(mean: float, sigma: float, least: int, most: int) -> Spread:
-    """A log-normal of that mean, before its ends are cut off."""
+    """A log-normal with that mean before clipping."""
     return Spread(mean / math.exp(sigma * sigma / 2), sigma, least, most)
 
 
@@ -326,31 +312,30 @@ OPEN_LOOPS = {workload.name: workload for workload in (ARXIV, L_EVAL, *SIMULATED
 
 
 def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
-    """The same prompts over another number of shared prefixes."""
+    """The workload with another number of shared prefixes."""
     return replace(workload, prefixes=replace(workload.prefixes, count=prefixes))
 
 
-# Where a cell of a sweep gets its requests: said in a few words, so that processes are sent no requests.
-
-
 class RequestSource(Protocol):
+    """A short description of requests, so that sweeps need not send the requests to processes."""
+
     @property
     def name(self) -> str: ...
 
     def requests(self) -> list[TraceRequest]:
-        """In the order of arrival. Equal sources give equal requests."""
+        """In order of arrival. Equal sources give equal requests."""
         ...
 
 
 HOUR_S = 3_537.0
-"""Of the conversation trace; the generator makes as much."""
+"""Duration of the conversation trace and the generator."""
 QUICK_S = 600.0
-"""With ``quick``: of either."""
+"""Duration with ``quick``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Requests of the conversation trace, or of the generator that has its statistics where there is no trace."""
+    """The conversation trace, or without one the generator with its statistics."""
 
     trace: Path | None
     seed: int = 0
@@ -362,10 +347,10 @@ class Source:
         return f"{what}, first {QUICK_S:g} s" if self.quick else what
 
     def requests(self) -> list[TraceRequest]:
-        """In the order of arrival, each spread over the time between its batch and the one before it.
+        """In order of arrival, with batches spread over the time between them.
 
         Raises:
-            InvalidInput: the trace is none.
+            InvalidInput: not a trace.
             OSError: it cannot be read.
         """
         return _requests(self)
@@ -384,14 +369,14 @@ def _requests(source: Source) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """Requests of a Poisson process (``open_loop``)."""
+    """Requests of a Poisson process (``poisson``)."""
 
     workload: str
     rate_per_s: float
     count: int
     seed: int = 0
     prefixes: int | None = None
-    """Different prefixes that prompts share; None: the workload's own number."""
+    """Number of shared prefixes; None: the workload's."""
 
     @property
     def name(self) -> str:
@@ -404,40 +389,38 @@ class OpenSource:
         return poisson(workload, self.rate_per_s, self.count, self.seed)
 
 
-# A request of a trace or of the generator as text: equal ids give equal words, so equal prefixes are equal text.
-#
-# A block becomes as many characters as are asked for, whatever its 512 tokens would have been: lengths are scaled down
-# for small models, and which prompts share which part of each other stays the same.
-
-
-_VOCABULARY = """
-a about after again all also always and another any are as ask at away back be because before better between
-book both bring but by call can carry change city clear close cold come cost could country day deep did
-different do door down draw each early end enough even every eye far few field find first follow food for form
-found four from full garden get give glass go good great green group grow half hand hard have he head hear
-help her here high him his hold home hour house how idea if in into island it just keep kind know land large
-last late learn leave left letter life light like line list little live long look made make man many map mean
-might mile more morning most mountain move much must name near need never new next night no north not note now
-number of off often old on once one only open or other our out over own page paper part people place plan
-plant play point port put question quick rain read real rest right river road room round run said same say sea
-second see seem sentence set seven ship short should show side simple since small so some song soon sound
-south stand star start state step still stone story street such sun sure table take talk tell than that the
-their them then there they thing think this thought three through time to together told too took town travel
-tree true try turn two under until up us use very voice walk want warm was watch water way we week well went
-were what when where which while white who why will wind window with without word work world would write year
-you young your
-"""
+_VOCABULARY = (
+    "a about after again all also always and another any are as ask at away back be because before better between "
+    "book both bring but by call can carry change city clear close cold come cost could country day deep did "
+    "different do door down draw each early end enough even every eye far few field find first follow food for form "
+    "found four from full garden get give glass go good great green group grow half hand hard have he head hear "
+    "help her here high him his hold home hour house how idea if in into island it just keep kind know land large "
+    "last late learn leave left letter life light like line list little live long look made make man many map mean "
+    "might mile more morning most mountain move much must name near need never new next night no north not note now "
+    "number of off often old on once one only open or other our out over own page paper part people place plan "
+    "plant play point port put question quick rain read real rest right river road room round run said same say sea "
+    "second see seem sentence set seven ship short should show side simple since small so some song soon sound "
+    "south stand star start state step still stone story street such sun sure table take talk "
+    "tell than that the "  # words: keep
+    "their them then there they thing think this thought three through time to together "
+    "told too took town travel "  # words: keep
+    "tree true try turn two under until up us use very voice walk want warm was watch water way we week well went "
+    "were what when where which while white who why will wind window with without word work world would write year "
+    "you young your "
+)
 WORDS = _VOCABULARY.split()
 
 
 def render_text(request: TraceRequest, characters_per_block: int) -> str:
-    """The prompt of ``request``: so many characters for each whole block, fewer in proportion for a last one not full.
+    """Text of a prompt, with ``characters_per_block`` for each full block and proportionally fewer for a partial one.
+
+    Equal ids give equal text, so equal prefixes stay equal. Lengths are scaled down for small models.
 
     Raises:
-        InvalidInput: blocks of fewer than 8 characters; such would look alike by chance.
+        InvalidInput: fewer than 8 characters per block, which could be equal by chance.
     """
     if characters_per_block < 8:
-        raise InvalidInput(f"blocks of {characters_per_block} characters look alike by chance; ask for 8 or more")
+        raise InvalidInput(f"{characters_per_block} characters per block; expected 8 or more")
     text = "".join(_block_text(one, characters_per_block) for one in request.ids)
     rest_tokens = request.input_tokens % BLOCK_TOKENS
     if rest_tokens:
@@ -447,7 +430,7 @@ def render_text(request: TraceRequest, characters_per_block: int) -> str:
 
 
 def _block_text(number: int, characters: int) -> str:
-    """Words drawn by the block's number, as long as asked for, with a space at the end."""
+    """Words drawn by the block's id, ending with a space."""
     dice = random.Random(number)
     text = ""
     while len(text) < characters:

@@ -80,7 +80,7 @@ def test_says_where_nothing_or_everything_is_kept() -> None:
     assert (nothing.rate, nothing.metrics) == (0.0, None)
     endless = capacity(CapacityCell(ClusterCell(POISSON, replace(SMALL, slo=Slo(1e6, 1e6))), 0.1, 1.0))
     assert (endless.rate, endless.saturated) == (1.0, True)
-    with pytest.raises(InvalidInput, match="higher one"):
+    with pytest.raises(InvalidInput, match="lowest < highest"):
         CapacityCell(cell, 1.0, 1.0)
     trace = at_rate(ClusterCell(Source(None), SMALL), 3.0)
     assert trace.setup.rate == 3.0 and math.isclose(SMALL.rate, 1.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.sim.cluster.toy import TOY
 
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
-from skymemory.sim.cluster.clock import Clock
+from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.decode import DecodeInstance
 from skymemory.sim.cluster.job import Gaps, Steps, Stream
 

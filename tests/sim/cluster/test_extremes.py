@@ -23,7 +23,7 @@ def test_centuries_of_one_transfer_cost_no_more_than_seconds(bytes_per_s: float)
     times = [one.t_s for one in run.loads]
     assert times == sorted(times) and all(at_s == int(at_s) for at_s in times)
     if bytes_per_s == 1.0:
-        with pytest.raises(InvalidInput, match="name a part"):
+        with pytest.raises(InvalidInput, match="choose a part"):
             swings(run.loads)
 
 

@@ -35,7 +35,7 @@ def test_a_stream_ends_with_its_last_part() -> None:
 
 def test_nothing_takes_no_time_and_a_link_has_a_rate() -> None:
     assert transfer_s([Link("a", 1.0)], 0, 7.0, 0.5) == 7.0
-    with pytest.raises(InvalidInput, match="a rate above 0"):
+    with pytest.raises(InvalidInput, match="expected above 0"):
         Link("a", 0.0)
 
 

@@ -13,7 +13,7 @@ from tests.sim.cluster.toy import POOL, TOY, told
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.cost_model.model import loaded_s, pipelined_s
 from skymemory.conductor.request import Plan, Prompt, Request
-from skymemory.sim.cluster.clock import Clock
+from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.job import Job
 from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance

@@ -133,7 +133,7 @@ def test_handovers_are_counted_and_limit_what_a_box_can_hold() -> None:
 
 
 def test_a_sky_that_cannot_be() -> None:
-    with pytest.raises(InvalidInput, match="hold no block"):
+    with pytest.raises(InvalidInput, match="are smaller than a block"):
         SkyTier(SkySetup(memory_bytes_per_satellite=1.0), BLOCK)
     with pytest.raises(UnknownPreset):
         SkyTier(SkySetup(preset="starlink-z"), BLOCK)

@@ -58,6 +58,6 @@ def test_a_value_holds_until_the_next() -> None:
 def test_nothing_moves() -> None:
     found = swings([LoadSample(float(second), 0.5, 0.5) for second in range(600)])
     assert (found.correlation, found.prefill_amplitude, found.period_s) == (0.0, 0.0, None)
-    with pytest.raises(InvalidInput, match="at least two"):
+    with pytest.raises(InvalidInput, match="at least 2"):
         swings([LoadSample(0.0, 1.0, 1.0)])
     assert swings(waves(0.0), from_s=100.0, until_s=500.0).as_json()["period_s"] == pytest.approx(32.0)

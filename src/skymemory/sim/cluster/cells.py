@@ -1,4 +1,4 @@
-"""One cell of a sweep over clusters: whose requests, which machines, who schedules, who is let in, what is measured."""
+"""Cells of sweeps over simulated clusters: one run, its metrics, the capacity of a cluster, swings of its loads."""
 
 from __future__ import annotations
 
@@ -20,22 +20,111 @@ from skymemory.sim.cluster.schedulers import World, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.workload import OpenSource, RequestSource
-
-# The highest rate at which a cluster keeps its promises.
-
+from skymemory.stats import percentile
 
 Rule = Literal["p90", "p90 of the longest", "attainment"]
-"""``p90``: nine tenths of the requests have their first token as promised, and nine tenths their mean TBT.
-``p90 of the longest``: the same of each request's longest time between tokens. ``attainment``: nine tenths have both.
+"""Capacity criteria. ``p90``: the 90th percentiles of TTFT and of mean TBT meet the objectives. ``p90 of the longest``:
+likewise with each request's longest TBT. ``attainment``: 90 % of the requests meet both objectives.
 """
 PART = 0.9
+GRID_S = 1.0
+WINDOW_S = 256.0
+MOST_S = 1e7
+LONGEST_S, SHORTEST_S = 130.0, 8.0
+"""Range of periods: at least two fit a window, and they exceed the 3 s batches of a trace's arrivals."""
+CURVE_S = 2.0
+"""Interval of the points of a load curve."""
+Series = NDArray[np.float64]
+Options = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCell:
+    """One run of a sweep; can be pickled."""
+
+    source: RequestSource
+    setup: ClusterSetup = field(default_factory=ClusterSetup)
+    scheduler: str = "kvcache-centric"
+    scheduler_options: Options = ()
+    admission: str = "all"
+    admission_options: Options = ()
+    begin_part: float = 0.0
+    """Share of the arrivals' time, 0 to 1, before which requests are skipped."""
+    from_part: float = 0.0
+    """Share of the time from which requests are measured."""
+    until_part: float = 1.0
+    """Share of the time after which requests are skipped."""
+    tbt_rule: TbtRule = "mean"
+    curves: bool = False
+
+    @property
+    def slo(self) -> Slo:
+        return self.setup.slo
+
+
+@dataclass(frozen=True, slots=True)
+class CellAnswer:
+    """Results of one run."""
+
+    metrics: ClusterMetrics
+    swings: Swings | None
+    """None: fewer than two samples."""
+    pool: dict[str, float]
+    curves: tuple[tuple[float, ...], ...] = ()
+    """Rows of seconds, prefill load, decode load."""
+
+
+def run_of(cell: ClusterCell) -> ClusterRun:
+    """Runs the cell."""
+    requests = cell.source.requests()
+    begin_s, until_s = (_moment(cell, part) * cell.setup.rate for part in (cell.begin_part, cell.until_part))
+    if cell.begin_part > 0:
+        requests = [one for one in requests if one.at_s >= begin_s]
+    if cell.until_part < 1:
+        requests = [one for one in requests if one.at_s < until_s]
+
+    def scheduler(world: World) -> Scheduler:
+        return scheduler_named(cell.scheduler, world, **dict(cell.scheduler_options))
+
+    rule = admission(cell.admission, cell.slo, **dict(cell.admission_options))
+    return run_cluster(requests, cell.setup, scheduler, rule)
+
+
+def run_cell(cell: ClusterCell) -> CellAnswer:
+    """Runs the cell and measures it."""
+    run = run_of(cell)
+    from_s = _moment(cell, cell.from_part) if cell.from_part else -math.inf
+    metrics = measured(run, cell.slo, from_s, tbt_rule=cell.tbt_rule)
+    arrivals_s = [one.at_s for one in run.outcomes]
+    inside = [one for one in run.loads if max(from_s, arrivals_s[0]) <= one.t_s <= arrivals_s[-1]]
+    return CellAnswer(
+        metrics,
+        swings(inside) if len(inside) > 1 else None,
+        dict(run.pool),
+        _curves(run, arrivals_s[-1]) if cell.curves else (),
+    )
+
+
+def _moment(cell: ClusterCell, part: float) -> float:
+    """Seconds of the run at which ``part`` of the arrivals' time has passed."""
+    requests = cell.source.requests()
+    first_s, last_s = requests[0].at_s, requests[-1].at_s
+    return (first_s + part * (last_s - first_s)) / cell.setup.rate
+
+
+def _curves(run: ClusterRun, until_s: float) -> tuple[tuple[float, ...], ...]:
+    points: list[tuple[float, float, float]] = []
+    for one in run.loads:
+        if one.t_s <= until_s and (not points or one.t_s >= points[-1][0] + CURVE_S):
+            points.append((one.t_s, one.prefill, one.decode))
+    return tuple(zip(*points, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityCell:
-    """The rate is searched between ``lowest`` and ``highest``, by halving their ratio ``halvings`` times.
+    """A search for the highest rate between ``lowest`` and ``highest`` by ``halvings`` geometric bisections.
 
-    Of a Poisson source it is requests per second; of a trace how many times as fast it arrives.
+    The rate of a Poisson source is requests per second; of a trace the factor on its speed.
     """
 
     cell: ClusterCell
@@ -46,21 +135,23 @@ class CapacityCell:
 
     def __post_init__(self) -> None:
         if not 0 < self.lowest < self.highest or self.halvings < 1:
-            raise InvalidInput("a search goes from a rate above 0 to a higher one, in one halving or more")
+            raise InvalidInput("expected 0 < lowest < highest, and halvings of 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
+    """Result of a search."""
+
     rate: float
-    """0: not even the lowest is kept."""
+    """0: not even the lowest rate holds."""
     saturated: bool
-    """The highest is kept too: there is more than was searched for."""
+    """Whether the highest rate holds, so that the capacity may be larger."""
     metrics: ClusterMetrics | None
-    """At that rate."""
+    """At ``rate``."""
 
 
 def capacity(search: CapacityCell) -> Capacity:
-    """The highest rate of those tried at which the rule holds. A rate below one that holds is taken to hold."""
+    """The highest rate tried at which the rule holds; assumes that it holds at all lower rates."""
     found = _at(search, search.lowest)
     if not _holds(found, search):
         return Capacity(0.0, False, None)
@@ -79,7 +170,7 @@ def capacity(search: CapacityCell) -> Capacity:
 
 
 def at_rate(cell: ClusterCell, rate: float) -> ClusterCell:
-    """The same cell, its requests at that rate."""
+    """The cell with its requests at that rate."""
     if isinstance(cell.source, OpenSource):
         return replace(cell, source=replace(cell.source, rate_per_s=rate))
     return replace(cell, setup=replace(cell.setup, rate=rate))
@@ -97,57 +188,45 @@ def _holds(found: ClusterMetrics, search: CapacityCell) -> bool:
     return found.completed == found.requests and found.ttft_s.p90 <= slo.ttft_s and not tbt_s > slo.tbt_s
 
 
-# How the loads of prefill and decode swing, and whether they do so against each other (Mooncake, figures 9 and 10).
-#
-# A load is a part of what was promised (``LoadSample``). Both are put on a grid of one second, each value holding
-# until
-# the next. Amplitudes say how far a load moves; ``correlation`` whether both move together (1) or against each other
-# (-1). The phase is that of the period that both have most of in common: the cross spectrum, averaged over halfway
-# overlapping windows with a Hann taper and their mean taken off, at the frequency where it is strongest. 180 degrees:
-# when one is at its highest, the other is at its lowest.
-
-
-GRID_S = 1.0
-WINDOW_S = 256.0
-MOST_S = 1e7
-LONGEST_S, SHORTEST_S = 130.0, 8.0
-"""Periods that are looked at: at least two in a window, and above the 3 s in which a trace's arrivals come."""
-Series = NDArray[np.float64]
-
-
 @dataclass(frozen=True, slots=True)
 class Swings:
-    """Of both loads. Periods and phases are None where the run is shorter than a window, or nothing moves."""
+    """How far the loads of prefill and decode swing, and whether against each other (Mooncake, figures 9 and 10).
+
+    A load is relative to its objective (``LoadSample``). Both are put on a grid of 1 s, each value holding until the
+    next. Period and phase are of the frequency where the cross spectrum is strongest, averaged over half overlapping
+    windows with a Hann taper and without their mean; a phase of 180 degrees is opposition. Both are None if the run is
+    shorter than a window, or a load is constant.
+    """
 
     prefill_mean: float
     prefill_amplitude: float
-    """Half of the distance between the 5th and the 95th percentile."""
+    """Half of the distance between the 5th and 95th percentiles."""
     decode_mean: float
     decode_amplitude: float
     correlation: float
-    """Of both at the same moment, -1 to 1; 0 where one does not move."""
+    """Of both loads at equal times, -1 to 1; 0 if one is constant."""
     period_s: float | None
     phase_degrees: float | None
-    """By how much decode is behind prefill in that period, -180 to 180."""
+    """Lag of decode behind prefill at that period, -180 to 180."""
     coherence: float | None
-    """How steady that phase is from window to window, 0 to 1. Below 0.5 the phase says little."""
+    """Stability of the phase over the windows, 0 to 1; below 0.5 the phase means little."""
 
     def as_json(self) -> dict[str, float | None]:
         return {name: None if value is None else round(value, 6) for name, value in asdict(self).items()}
 
 
 def swings(loads: Sequence[LoadSample], from_s: float = -math.inf, until_s: float = math.inf) -> Swings:
-    """The swings between two moments. ``loads`` in the order of time.
+    """The swings between two times. ``loads`` in order of time.
 
     Raises:
-        InvalidInput: fewer than two samples between them, or more than ``MOST_S`` from the first to the last.
+        InvalidInput: fewer than two samples, or a span above ``MOST_S``.
     """
     inside = [one for one in loads if from_s <= one.t_s <= until_s]
     if len(inside) < 2:
-        raise InvalidInput(f"{len(inside)} samples of the loads: swings need at least two")
+        raise InvalidInput(f"{len(inside)} load samples; expected at least 2")
     times = np.array([one.t_s for one in inside])
     if times[-1] - times[0] > MOST_S:
-        raise InvalidInput(f"{times[-1] - times[0]:.3g} s are too long to be looked at second by second: name a part")
+        raise InvalidInput(f"a span of {times[-1] - times[0]:.3g} s; expected at most {MOST_S:g} s: choose a part")
     prefill = _on_grid(times, np.array([one.prefill for one in inside]))
     decode = _on_grid(times, np.array([one.decode for one in inside]))
     moves = prefill.std() > 0 and decode.std() > 0
@@ -170,12 +249,11 @@ def _on_grid(times: Series, values: Series) -> Series:
 
 
 def _amplitude(values: Series) -> float:
-    low, high = np.percentile(values, [5, 95])
-    return float(high - low) / 2
+    return (percentile(values.tolist(), 95) - percentile(values.tolist(), 5)) / 2
 
 
 def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, float | None]:
-    """Period in s, phase in degrees by which ``other`` is behind, and coherence at that period."""
+    """Period in s, lag of ``other`` in degrees, and coherence at that period."""
     size = int(WINDOW_S / GRID_S)
     if len(one) < size:
         return None, None, None
@@ -193,90 +271,3 @@ def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, 
         return None, None, None
     coherence = float(np.abs(cross[at]) ** 2 / (powers[0, at] * powers[1, at]))
     return 1 / float(frequencies[at]), math.degrees(float(np.angle(cross[at]))), coherence
-
-
-Options = tuple[tuple[str, object], ...]
-CURVE_S = 2.0
-"""From one point of a curve of loads to the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterCell:
-    """What is run. All of it can be pickled."""
-
-    source: RequestSource
-    setup: ClusterSetup = field(default_factory=ClusterSetup)
-    scheduler: str = "kvcache-centric"
-    scheduler_options: Options = ()
-    admission: str = "all"
-    admission_options: Options = ()
-    begin_part: float = 0.0
-    """Requests that arrive before so much of the time, 0 to 1, are not run."""
-    from_part: float = 0.0
-    """Requests are measured that arrive after so much of the time in which they arrive, 0 to 1."""
-    until_part: float = 1.0
-    """And before so much of it; nothing that arrives later is run at all."""
-    tbt_rule: TbtRule = "mean"
-    curves: bool = False
-
-    @property
-    def slo(self) -> Slo:
-        return self.setup.slo
-
-
-@dataclass(frozen=True, slots=True)
-class CellAnswer:
-    """What came of it."""
-
-    metrics: ClusterMetrics
-    swings: Swings | None
-    """None: the run was too short for two samples."""
-    pool: dict[str, float]
-    curves: tuple[tuple[float, ...], ...] = ()
-    """Seconds, load of prefill, load of decode."""
-
-
-def run_of(cell: ClusterCell) -> ClusterRun:
-    """The run itself."""
-    requests = cell.source.requests()
-    begin_s, until_s = (_moment(cell, part) * cell.setup.rate for part in (cell.begin_part, cell.until_part))
-    if cell.begin_part > 0:
-        requests = [one for one in requests if one.at_s >= begin_s]
-    if cell.until_part < 1:
-        requests = [one for one in requests if one.at_s < until_s]
-
-    def scheduler(world: World) -> Scheduler:
-        return scheduler_named(cell.scheduler, world, **dict(cell.scheduler_options))
-
-    rule = admission(cell.admission, cell.slo, **dict(cell.admission_options))
-    return run_cluster(requests, cell.setup, scheduler, rule)
-
-
-def run_cell(cell: ClusterCell) -> CellAnswer:
-    """What is measured of it."""
-    run = run_of(cell)
-    from_s = _moment(cell, cell.from_part) if cell.from_part else -math.inf
-    metrics = measured(run, cell.slo, from_s, tbt_rule=cell.tbt_rule)
-    arrivals_s = [one.at_s for one in run.outcomes]
-    inside = [one for one in run.loads if max(from_s, arrivals_s[0]) <= one.t_s <= arrivals_s[-1]]
-    return CellAnswer(
-        metrics,
-        swings(inside) if len(inside) > 1 else None,
-        dict(run.pool),
-        _curves(run, arrivals_s[-1]) if cell.curves else (),
-    )
-
-
-def _moment(cell: ClusterCell, part: float) -> float:
-    """When, s of the run, ``part`` of the time of arrivals has gone."""
-    requests = cell.source.requests()
-    first_s, last_s = requests[0].at_s, requests[-1].at_s
-    return (first_s + part * (last_s - first_s)) / cell.setup.rate
-
-
-def _curves(run: ClusterRun, until_s: float) -> tuple[tuple[float, ...], ...]:
-    points: list[tuple[float, float, float]] = []
-    for one in run.loads:
-        if one.t_s <= until_s and (not points or one.t_s >= points[-1][0] + CURVE_S):
-            points.append((one.t_s, one.prefill, one.decode))
-    return tuple(zip(*points, strict=True))

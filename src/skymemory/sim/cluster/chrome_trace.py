@@ -1,7 +1,7 @@
-"""A run as the chart of time that chrome://tracing and Perfetto read (Trace Event Format, JSON object form).
+"""Export of a run for chrome://tracing and Perfetto (Trace Event Format, JSON object form).
 
-Each instance is a process. What it did at one moment side by side lies in lanes, the threads of that process, so that
-no two complete events of a lane overlap. Loads are counters of a process of their own. Times are microseconds.
+Each instance is a process; its overlapping spans are in lanes, the threads of that process. Loads are counters of a
+process of their own. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, Span
 
 _CLUSTER = 1
-"""The process that holds the counters."""
+"""Process of the counters."""
 
 
 def chrome_trace(run: ClusterRun) -> dict[str, object]:
-    """The whole run. Spans are there if the run kept them."""
+    """The run as events, with spans if the run kept them."""
     events: list[dict[str, object]] = [_named("process", _CLUSTER, 0, "cluster")]
     events += _counters(run.loads)
     instances = sorted({span.instance for span in run.spans})
@@ -41,9 +41,9 @@ def _counters(loads: Iterable[LoadSample]) -> Iterator[dict[str, object]]:
 
 
 def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
-    """An instance's spans, each in the first lane of its kind that is free."""
+    """An instance's spans, each in the first free lane of its kind."""
     kinds: dict[str, list[tuple[int, int]]] = {}
-    """By kind its lanes, as (thread, end in µs of the last span in it)."""
+    """Lanes by kind: thread, end of the last span in µs."""
     lanes = 0
     for span in sorted(spans, key=lambda span: (span.begin_s, span.end_s)):
         begin, end = _us(span.begin_s), _us(span.end_s)

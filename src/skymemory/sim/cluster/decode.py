@@ -1,4 +1,8 @@
-"""Instances whose batches decode: on machines of their own, or coupled with the prefill."""
+"""Simulated instances that decode with continuous batching: coupled with prefill, or on machines of their own.
+
+Decoding steps are planned up to the next change of the batch: the first end of an answer, or the step in which a
+request arrives that fits. An arrival or a failure replaces the plan; events of replaced plans are ignored by their
+version."""
 
 from __future__ import annotations
 
@@ -6,13 +10,20 @@ import heapq
 from collections.abc import Callable
 
 from skymemory.conductor.cost_model import CostModel
-from skymemory.sim.cluster.clock import Clock
+from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.job import Batch, Gaps, Job, Steps, Stream
 from skymemory.sim.cluster.pool_base import Pool
 
+StreamEvent = Callable[[Stream, float], None]
+
 
 class CoupledInstance:
-    """``prefilled`` gives the stream that decodes, None if one token was all; ``ended`` is told."""
+    """An instance that prefills and decodes.
+
+    Without ``mixed_tokens`` prefills go first and decoding waits; with it every step decodes and computes chunks of
+    prefills in the rest. ``prefilled`` returns the stream to decode, None for an answer of one token; ``ended`` is
+    called at its end.
+    """
 
     def __init__(
         self,
@@ -36,15 +47,15 @@ class CoupledInstance:
         self.waiting: list[tuple[int, int, Job]] = []
         self.waiting_work_s = 0.0
         self.busy_s = 0.0
-        """Computing prefills."""
+        """Seconds of prefill."""
         self.decode_busy_s = 0.0
         self._came = 0
         self._newest: Job | None = None
         self._underway: list[tuple[Job, int]] = []
-        """Prompts being prefilled, and how far each is."""
+        """Prompts in prefill with their tokens done."""
         self._begun_s = 0.0
         self._planned = 0
-        """Decoding steps in a row; 0: something else, or nothing."""
+        """Decoding steps in the current plan; 0: prefill or idle."""
         self._idle = True
         self._version = 0
 
@@ -63,7 +74,7 @@ class CoupledInstance:
                 self._decode_until(steps)
 
     def fail(self, now_s: float) -> tuple[list[Job], list[Stream]]:
-        """It dies: who was there, before the first token and after it."""
+        """The instance fails. Returns its requests before and after the first token."""
         if self._planned:
             self.decode_busy_s += now_s - self._begun_s
         elif self._underway and not self._mixed_tokens:
@@ -77,12 +88,12 @@ class CoupledInstance:
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Of the one that came last: its age, and all the work that waits, as believed."""
+        """Predicted TTFT of the latest request: its age plus the estimated backlog."""
         rest_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
             return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + rest_s
         newest = self._newest
-        if newest is None or newest.begun_s >= 0:  # served before others, for its priority
+        if newest is None or newest.begun_s >= 0:  # served early due to its priority
             newest = max(self.waiting, key=lambda entry: entry[1])[2]
         return now_s - newest.at_s + rest_s + self.waiting_work_s
 
@@ -90,13 +101,13 @@ class CoupledInstance:
         return self.batch.step_s()
 
     def _fits(self, job: Job) -> bool:
-        """With all whose prefill is under way."""
+        """Whether it fits with the batch and the prefills in progress."""
         kept = sum(one.prompt_tokens + one.output_tokens for one, _ in self._underway)
         wanted = self.batch.reserved + kept + job.prompt_tokens + job.output_tokens
         return wanted <= self._kv_tokens and len(self.batch) + len(self._underway) < self._most_batch
 
     def _next(self, now_s: float) -> None:
-        """Nothing is being done: what comes now."""
+        """Starts the next piece of work."""
         self._begun_s, self._idle = now_s, False
         if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting[0][2]))):
             self._mixed(now_s)
@@ -110,7 +121,7 @@ class CoupledInstance:
             self._idle = True
 
     def _take(self, now_s: float) -> Job:
-        """The next of the line, with what its prefill finds cached."""
+        """Takes the next request, and looks up its cached tokens."""
         job = heapq.heappop(self.waiting)[2]
         self.waiting_work_s = self.waiting_work_s - job.work_s if self.waiting else 0.0
         held = self._pool.load(self.number, job.ids, None, now_s).held_tokens
@@ -133,7 +144,7 @@ class CoupledInstance:
             self.batch.join(stream)
 
     def _mixed(self, now_s: float) -> None:
-        """One step of decoding and of chunks."""
+        """One step of decoding and prefill chunks."""
         size = len(self.batch)
         left = self._mixed_tokens - size
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._cost.decode_parts(size)
@@ -190,49 +201,49 @@ class CoupledInstance:
             self._ended(stream, now_s)
         self._next(now_s)
 
-    def _later(self, at_s: float, happens: Callable[[float], None]) -> None:
+    def _later(self, at_s: float, event: Callable[[float], None]) -> None:
         self._version += 1
         version = self._version
-        self._clock.at(at_s, lambda now_s: happens(now_s) if version == self._version else None)
-
-
-# An instance that decodes: continuous batching, a queue before it when its memory is full.
-#
-# Requests join between two steps, in the order of priority and then of coming; the first of the line that does not fit
-# holds up those behind it. Steps are planned as far as nothing changes: up to the first end of an answer, or to the
-# end
-# of the step in which somebody comes who fits.
-
-
-Told = Callable[[Stream, float], None]
+        self._clock.at(at_s, lambda now_s: event(now_s) if version == self._version else None)
 
 
 class DecodeInstance:
-    """``kv_tokens`` of memory for KV; at most ``most_batch`` requests at once. ``joined`` and ``ended`` are told."""
+    """An instance that only decodes, with a queue for when its memory is full.
+
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks those behind it.
+    ``kv_tokens``: its memory; ``most_batch``: limit of the batch. ``joined`` and ``ended`` are called with the stream.
+    """
 
     def __init__(
-        self, clock: Clock, steps: Steps, gaps: Gaps, kv_tokens: int, most_batch: int, joined: Told, ended: Told
+        self,
+        clock: Clock,
+        steps: Steps,
+        gaps: Gaps,
+        kv_tokens: int,
+        most_batch: int,
+        joined: StreamEvent,
+        ended: StreamEvent,
     ) -> None:
         self._clock = clock
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
         self._joined, self._ended = joined, ended
         self.batch = Batch(steps, gaps)
         self.waiting: list[tuple[int, int, Stream]] = []
-        """Heap: priority (negative), order of coming."""
+        """Heap: negative priority, order of arrival."""
         self.busy_s = 0.0
         self._came = 0
         self._begun_s = 0.0
         self._planned = 0
-        """Steps from ``_begun_s`` on; 0: idle."""
+        """Planned steps from ``_begun_s`` on; 0: idle."""
         self._version = 0
-        """Of the plan: an event of another one is stale."""
+        """Number of the plan."""
 
     def takes(self, kv_tokens: int) -> bool:
-        """Whether it could ever hold that much."""
+        """Whether its memory is large enough."""
         return kv_tokens <= self._kv_tokens
 
     def arrive(self, stream: Stream, now_s: float) -> None:
-        """Its KV has come. It must be one that it ``takes``, with a step to do."""
+        """The stream's KV has arrived. It must be one that it ``takes``, with a step to do."""
         self._came += 1
         heapq.heappush(self.waiting, (-stream.priority, self._came, stream))
         if not self._planned:
@@ -243,7 +254,7 @@ class DecodeInstance:
                 self._until(steps)
 
     def fail(self, now_s: float) -> list[Stream]:
-        """It dies: who was there."""
+        """The instance fails. Returns its requests."""
         if self._planned:
             self.busy_s += now_s - self._begun_s
         self._planned, self._version = 0, self._version + 1
@@ -252,7 +263,7 @@ class DecodeInstance:
         return streams
 
     def step_s(self, now_s: float) -> float:
-        """Seconds of the step that it is doing; 0: idle."""
+        """Seconds of the current step; 0: idle."""
         if not self._planned:
             return 0.0
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
@@ -262,7 +273,7 @@ class DecodeInstance:
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
     def _plan(self, now_s: float) -> None:
-        """Between two steps: who fits joins, and the next steps are planned."""
+        """Between two steps: adds requests that fit, and plans the next steps."""
         while self.waiting and self._fits(self.waiting[0][2]):
             stream = heapq.heappop(self.waiting)[2]
             self.batch.join(stream)

@@ -1,4 +1,4 @@
-"""One request on its way through the simulated cluster."""
+"""Requests, decode batches and token gaps of the simulated cluster."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from skymemory.sim.cluster.pool_base import Loaded
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What an attempt changes is as of the last attempt, but ``spent_s``, which all attempts add to."""
+    """A request in the cluster. Fields are of its last attempt, but ``spent_s`` sums all attempts."""
 
     number: int
-    """In the order of arrival."""
+    """Order of arrival."""
     at_s: float
     prompt_tokens: int
     output_tokens: int
     """At least 1: a prefill gives a token."""
     ids: tuple[int, ...]
-    """Of the blocks that caches keep."""
+    """Ids of its cacheable blocks."""
     asked: Request = field(repr=False)
     placement: Placement | None = None
     prefill: int = -1
     decode: int = -1
     attempts: int = 0
     work_s: float = 0.0
-    """What its prefill is believed to take."""
+    """Estimated seconds of its prefill."""
     loading: Loaded | None = None
-    """What it began to load when it was placed."""
+    """The load started at its placement."""
     begun_s: float = -1.0
     first_token_s: float = -1.0
     held_tokens: int = 0
@@ -44,12 +44,12 @@ class Job:
     spent_s: float = 0.0
     """Machine time of its prefills so far."""
     there_s: float = 0.0
-    """When the last of its KV is at the decoding instance."""
+    """Time at which all its KV has reached the decode instance."""
     prefilled: bool = False
     leaving: bool = False
-    """Prefilled, and some of its KV is not yet where it will decode."""
+    """Prefilled, with KV still in transfer."""
     decoding: bool = False
-    """It is, or was, in a batch."""
+    """Whether it has joined a batch."""
     over: bool = False
 
     @property
@@ -58,11 +58,11 @@ class Job:
 
     @property
     def placed(self) -> Placement:
-        assert self.placement is not None, "it was let in"
+        assert self.placement is not None, "it was admitted"
         return self.placement
 
     def restart(self, placement: Placement, prefill: int) -> None:
-        """It is sent, for the first time or again."""
+        """Starts a first or further attempt."""
         self.placement, self.prefill, self.attempts = placement, prefill, self.attempts + 1
         self.loading = None
         self.begun_s = self.first_token_s = -1.0
@@ -73,20 +73,9 @@ class Job:
         return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
 
-# A batch that decodes: every step gives each of its requests one token.
-#
-# The batch changes between steps only. Whoever owns it says how many steps it takes in a row (``run``); times,
-# contexts
-# and the times between tokens come in closed form, step for step the same as if each were simulated.
-#
-# The context of a request in a step is its prompt and the tokens it has: the prefill gave the first token, so the
-# first
-# step has ``prompt + 1``. An answer of ``n`` tokens takes ``n - 1`` steps.
-
-
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request's answer. ``number`` is its own; equal priorities are in the order of coming."""
+    """A request's answer in decoding."""
 
     number: int
     prompt_tokens: int
@@ -94,47 +83,54 @@ class Stream:
     first_token_s: float
     priority: int = 0
     worst_s: float = 0.0
-    """The longest time between two of its tokens."""
+    """Longest time between two of its tokens."""
     joined: int = 0
-    """The batch's run that was its first."""
+    """Number of the batch's run in which it joined."""
     came: int = 0
 
     @property
     def kv_tokens(self) -> int:
-        """What is kept free for it, from its first step on: it is never put out for want of memory."""
+        """Memory reserved from its first step on, so that it is never preempted."""
         return self.prompt_tokens + self.output_tokens
 
 
 class Batch:
+    """A decode batch: every step gives each request one token.
+
+    The batch changes only between steps. Its owner runs a number of steps at once (``run``); times, contexts and gaps
+    follow in closed form, equal to a simulation of each step. A request's context is its prompt plus its tokens so far:
+    the prefill gave the first, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
+    """
+
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
         self._steps, self._gaps = steps, gaps
         self._leave: list[tuple[int, int, Stream]] = []
-        """Heap, by the step after which each is done."""
+        """Heap by the step after which a request is done."""
         self._fresh: list[Stream] = []
-        """Have joined since the last run."""
+        """Joined since the last run."""
         self._runs = 0
         self._done = 0
         """Steps so far."""
         self.contexts = 0
-        """Tokens of all contexts in the next step."""
+        """Context tokens in the next step."""
         self.reserved = 0
-        """Tokens of memory that are kept for its requests."""
+        """Reserved memory in tokens."""
         self._last_s = 0.0
-        """When its requests, but those that are fresh, got their last token."""
+        """Time of the last token of all but fresh requests."""
         self._peak_runs: list[int] = []
         self._peaks_s: list[float] = []
-        """Longest gaps, falling, each with when it was: twice the run's number for its first step, and one more for
-        those behind it. What is smaller than a later one is not kept."""
+        """A decreasing stack of the longest gaps and their positions (twice the run's number for its first step, plus
+        one for later steps), for the maximum since a request joined."""
 
     def __len__(self) -> int:
         return len(self._leave)
 
     def streams(self) -> list[Stream]:
-        """Those in it, in the order of joining."""
+        """Its requests in the order of joining."""
         return [stream for _, _, stream in sorted(self._leave, key=lambda entry: entry[2].came)]
 
     def join(self, stream: Stream) -> None:
-        """It takes part in the next step, and in all until it has its tokens. At least one is wanted."""
+        """Adds a request for the next steps, at least one."""
         stream.joined, stream.came = self._runs, self._done * 1_000_000 + len(self._fresh)
         self._fresh.append(stream)
         heapq.heappush(self._leave, (self._done + stream.output_tokens - 1, stream.number, stream))
@@ -148,16 +144,16 @@ class Batch:
         return self._steps.run_s(len(self._leave), self.contexts, steps)
 
     def steps_until(self, seconds: float, most: int) -> int:
-        """The fewest steps that take ``seconds`` or longer, at most ``most``; at least one."""
+        """The fewest steps that take at least ``seconds``, between 1 and ``most``."""
         return self._steps.steps_until(len(self._leave), self.contexts, seconds, most)
 
     def step_s(self, steps: int = 0) -> float:
-        """Seconds of the step that comes after so many more; 0 for an empty batch."""
+        """Seconds of the step after ``steps`` more; 0 for an empty batch."""
         size = len(self._leave)
         return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[Stream]:
-        """It has taken so many steps from ``begun_s`` on, the last of which ended at ``end_s``: who is done by that.
+        """Accounts for ``steps`` steps from ``begun_s`` to ``end_s``; returns the requests that are done.
 
         At most ``steps_to_first_end``.
         """
@@ -174,7 +170,7 @@ class Batch:
         return self._leaving()
 
     def mixed_step(self, begun_s: float, end_s: float) -> list[Stream]:
-        """One step that took as long as it did, because more than decoding was done in it: who is done by that."""
+        """Accounts for one step with other work in it; returns the requests that are done."""
         if not self._leave:
             return []
         self._first_step(begun_s, end_s - begun_s)
@@ -185,7 +181,7 @@ class Batch:
         return self._leaving()
 
     def clear(self) -> list[Stream]:
-        """The machine died: who was in it."""
+        """Empties the batch after a failure; returns its requests."""
         streams = self.streams()
         self._leave, self._fresh = [], []
         self.contexts = self.reserved = 0
@@ -193,7 +189,7 @@ class Batch:
         return streams
 
     def _first_step(self, begun_s: float, step_s: float) -> None:
-        """Fresh requests waited since their first token, the others since the last step (0 unless it was held up)."""
+        """Gaps of the first step: since their first token for fresh requests, since the last step for others."""
         fresh = self._fresh
         for stream in fresh:
             gap_s = begun_s - stream.first_token_s + step_s
@@ -231,17 +227,13 @@ class Batch:
         return gone
 
 
-# Decoding steps of one batch in a row, in closed form: how long so many take, and how many begin within a time.
-#
-# Between two changes of a batch its contexts grow by one token per request with each step, so that reading and
-# computing
-# are both linear in the step's number and a step takes the longer of the two: ``CostModel.decode_run_s``, with the
-# parts
-# of each batch size computed once.
-
-
 class Steps:
-    """Of one kind of machine. Contexts are the tokens of all requests in the batch, as of the first step."""
+    """Durations of decoding steps on one kind of machine, in closed form.
+
+    Between changes of the batch its contexts grow by one token per request and step, so reading and computing are
+    linear in the step's number, and a step takes the longer of the two: ``CostModel.decode_run_s`` with cached
+    coefficients. ``kv_tokens`` are the context tokens of the batch at the first step.
+    """
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -253,7 +245,7 @@ class Steps:
         return fixed_s + (reading if reading > computing else computing)
 
     def run_s(self, batch: int, kv_tokens: float, steps: int) -> float:
-        """Seconds of so many steps."""
+        """Seconds of ``steps`` steps."""
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
         if steps <= cut:
             return steps * (first + slope * (steps - 1) / 2)
@@ -276,7 +268,7 @@ class Steps:
         return steps
 
     def _lines(self, batch: int, kv_tokens: float) -> tuple[float, float, float, float, float]:
-        """Step ``i`` takes ``first + slope·i`` up to ``cut`` steps, and ``then + then_slope·i`` from there on."""
+        """Step ``i`` takes ``first + slope·i`` before step ``cut``, ``then + then_slope·i`` from there on."""
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._of(batch)
         reading, computing = read_s + read_per_s * kv_tokens, flops_s + flops_per_s * kv_tokens
         if reading >= computing:
@@ -296,7 +288,7 @@ class Steps:
 
 
 def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
-    """About how many terms ``start + slope·i``, from ``i = begin`` on, reach ``seconds``."""
+    """Approximate number of terms ``start + slope·i``, from ``i = begin``, that sum to ``seconds``."""
     begins = start + slope * begin
     if slope <= 0.0:
         return math.ceil(seconds / begins) if begins > 0.0 else 1
@@ -304,29 +296,27 @@ def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
     return math.ceil(math.sqrt(half * half + 2.0 * seconds / slope) - half)
 
 
-# Times from token to token of all requests of a run: a histogram whose classes are 1 % wide.
-#
-# Every token counts, with the time since the one before it of the same request; first tokens have none. Counts are
-# exact;
-# what is lost is where in its class a time lies, and the mean of a class is kept.
-
-
 LEAST_S = 1e-6
-"""Whatever is shorter is in the first class."""
+"""Upper bound of the first class."""
 _WIDTH = math.log(1.01)
 
 
 class Gaps:
+    """Histogram of the times between tokens of all requests, with classes 1 % wide.
+
+    Every token but the first counts. Counts and the mean of each class are exact.
+    """
+
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._sums_s: dict[int, float] = {}
 
     def add(self, gap_s: float, tokens: int = 1) -> None:
-        """So many tokens came ``gap_s`` after the one before."""
+        """Adds ``tokens`` gaps of ``gap_s``."""
         self._put(_class_of(gap_s), tokens, gap_s * tokens)
 
     def add_steps(self, steps: Steps, batch: int, kv_tokens: float, begin: int, end: int) -> None:
-        """Steps ``begin`` to ``end - 1`` of a batch (``Steps``): each gave every request of it a token."""
+        """Adds the gaps of steps ``begin`` to ``end - 1`` of a batch."""
         if end <= begin:
             return
         first = _class_of(steps.step_s(batch, kv_tokens + begin * batch))
@@ -339,7 +329,7 @@ class Gaps:
         self.add_steps(steps, batch, kv_tokens, middle, end)
 
     def classes(self) -> tuple[Sequence[float], Sequence[int]]:
-        """The mean time (s) in each class that has any, rising, and how many tokens are in it."""
+        """Mean gap (s) and number of tokens of each non-empty class, ascending."""
         numbers = sorted(self._counts)
         counts = [self._counts[number] for number in numbers]
         return [self._sums_s[number] / self._counts[number] for number in numbers], counts

@@ -1,7 +1,6 @@
-"""Every metric of a simulated cluster, in one place; docs/reference/cluster-metrics.md defines them in words.
+"""Metrics of a simulated cluster; docs/reference/cluster-metrics.md defines them.
 
-All are of the requests that arrived in a window (``from_s`` to ``until_s``); a request counts where it arrived,
-whenever it ends.
+All are of the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from skymemory.conductor.admission.base import Slo
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome
 from skymemory.sim.trace import BLOCK_TOKENS
+from skymemory.stats import percentile
 
 TbtRule = Literal["mean", "max"]
-"""What of a request's times between tokens is held against the promise: their mean, or the longest of them."""
+"""Which of a request's times between tokens must meet the objective: their mean, or the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of seconds; NaN where there was none."""
+    """Mean and percentiles of seconds; NaN without values."""
 
     mean: float
     p50: float
@@ -36,12 +36,12 @@ class Quantiles:
     def of(cls, values: Sequence[float]) -> Quantiles:
         if not values:
             return cls(math.nan, math.nan, math.nan, math.nan)
-        p50, p90, p99 = (float(value) for value in np.percentile(values, [50, 90, 99]))
+        p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
         return cls(float(np.mean(values)), p50, p90, p99)
 
     @classmethod
     def of_histogram(cls, values: Sequence[float], counts: Sequence[int]) -> Quantiles:
-        """Of values that came so often: the smallest that such a part of all does not exceed."""
+        """Of values with counts: the smallest value that this share of all does not exceed."""
         total = sum(counts)
         if not total:
             return cls(math.nan, math.nan, math.nan, math.nan)
@@ -53,16 +53,16 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Of the prompts that began a prefill: what was not computed."""
+    """Cache hits of the prompts that began a prefill, as shares."""
 
     tokens: float
-    """As a part of all their tokens."""
+    """Of all tokens."""
     tokens_by_source: dict[str, float]
-    """The same, by where they were: ``local``, and each tier or peer they were loaded from."""
+    """Of all tokens, by source: ``local``, and each tier or peer."""
     blocks: float
-    """As a part of their whole blocks."""
+    """Of full blocks."""
     all_blocks: float
-    """The same hits as a part of all begun blocks, as published tables count."""
+    """Of all blocks with partial ones, as published tables count."""
 
     @classmethod
     def of(cls, begun: Sequence[RequestOutcome]) -> Hits:
@@ -71,7 +71,7 @@ class Hits:
         for one in begun:
             cached["local"] += one.held_tokens
             cached.update(one.loaded_tokens)
-        # Of a prompt that is cached whole one token is computed: its last block hit all the same.
+        # One token of a fully cached prompt is computed; its last block counts as a hit.
         hit = sum(-(-one.cached_tokens // BLOCK_TOKENS) for one in begun)
         return cls(
             tokens=_part(sum(cached.values()), tokens),
@@ -83,44 +83,43 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMetrics:
-    """Of one run. Shares are parts, 0 to 1; NaN where nothing is there to be divided by."""
+    """Metrics of one run. Shares are 0 to 1; NaN without a denominator."""
 
     requests: int
     completed: int
     refused: int
-    """On arrival: nothing was computed for them."""
+    """On arrival."""
     refused_after_prefill: int
     failed: int
     ttft_s: Quantiles
-    """Of those that completed."""
+    """Of completed requests."""
     tbt_request_s: Quantiles
-    """Of each completed request's mean time between tokens."""
+    """Of the completed requests' mean times between tokens."""
     tbt_token_s: Quantiles
-    """Of each token's time after the one before it, over the whole run; over the requests' means, weighted by their
-    tokens, where the run kept no histogram."""
+    """Of all times between tokens of the run; without a histogram, of the requests' means weighted by tokens."""
     tbt_max_s: Quantiles
-    """Of each completed request's longest time between tokens."""
+    """Of the completed requests' longest times between tokens."""
     ttft_met: float
-    """Of those that completed, the part whose first token came as early as promised."""
+    """Share of completed requests that met the TTFT objective."""
     tbt_met: float
     longest_tbt_met: float
-    """The same of each request's longest time between tokens."""
+    """Share whose longest time between tokens met the objective."""
     met: int
-    """Completed with both promises kept."""
+    """Completed within both objectives."""
     attainment: float
-    """Those, as a part of all that arrived: who was refused was not served as promised."""
+    """``met`` as a share of all arrivals, refused ones included."""
     goodput_per_s: float
-    """Those, per second from the first arrival until the last of all requests was over."""
+    """``met`` per second, from the first arrival to the last end."""
     elapsed_s: float
     prefill_s: float
-    """Seconds that instances computed prefills of these requests."""
+    """Compute seconds of these requests' prefills."""
     wasted_prefill_s: float
-    """Of them, for requests that were refused or failed afterwards."""
+    """Of requests that were refused or failed afterwards."""
     late_prefill_s: float
-    """Of them, for requests that completed with a promise broken."""
+    """Of requests that completed outside an objective."""
     hits: Hits
     prefill_utilisation: float
-    """Mean over the prefilling instances of their busy part of the elapsed time, whole run."""
+    """Mean busy share of the prefill instances, whole run."""
     decode_utilisation: float
 
     def as_json(self) -> dict[str, object]:
@@ -134,14 +133,14 @@ def measured(
     until_s: float = math.inf,
     tbt_rule: TbtRule = "mean",
 ) -> ClusterMetrics:
-    """The metrics of the requests that arrived at ``from_s`` or later, and before ``until_s``.
+    """Metrics of the requests that arrived from ``from_s`` to before ``until_s``.
 
     Raises:
-        InvalidInput: there are none.
+        InvalidInput: no request.
     """
     ours = [one for one in run.outcomes if from_s <= one.at_s < until_s]
     if not ours:
-        raise InvalidInput(f"no request arrived between {from_s:g} s and {until_s:g} s: nothing to measure")
+        raise InvalidInput(f"no request arrived between {from_s:g} s and {until_s:g} s")
     ends = Counter(one.status for one in ours)
     done = [one for one in ours if one.status == "completed"]
     good = [one for one in done if keeps(one, slo, tbt_rule)]
@@ -181,14 +180,14 @@ def measured(
 
 
 def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool:
-    """Whether it completed, with its first token and its times between tokens as promised."""
+    """Whether it completed within both objectives."""
     if outcome.status != "completed" or outcome.ttft_s is None:
         return False
     return outcome.ttft_s <= slo.ttft_s and _tbt_s(outcome, tbt_rule) <= slo.tbt_s
 
 
 def _tbt_s(outcome: RequestOutcome, rule: TbtRule) -> float:
-    """An answer of one token has no time between tokens: it is never late."""
+    """Time between tokens by the rule; 0 for an answer of one token."""
     found = outcome.tbt_mean_s if rule == "mean" else outcome.tbt_max_s
     return 0.0 if found is None else found
 
@@ -202,7 +201,7 @@ def _part(count: float, of: float) -> float:
 
 
 def _plain(value: object) -> object:
-    """What JSON can hold: six digits, and nothing where there was nothing to measure."""
+    """For JSON: six digits, None for NaN."""
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     if isinstance(value, dict):

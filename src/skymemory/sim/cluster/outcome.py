@@ -1,7 +1,5 @@
-"""What a simulated cluster says of a run: one record per request, loads over time, and what its machines did.
-
-Everything in ``metrics.py`` and in the reports is computed from these.
-"""
+"""Records of a simulated run: one per request, loads over time, spans of the instances. Metrics are computed from
+them."""
 
 from __future__ import annotations
 
@@ -14,60 +12,60 @@ Status = Literal["completed", "refused", "refused_after_prefill", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How one request ended. Times that never came are None."""
+    """How one request ended. Missing times are None."""
 
     at_s: float
     status: Status
     prompt_tokens: int
     output_tokens: int
-    """Of its answer, as asked for; a request that completed got them all."""
+    """Requested length of the answer; a completed request got it."""
     prefill: int | None = None
-    """The instance that prefilled it; None: it never began."""
+    """Number of the prefill instance; None: it never started."""
     decode: int | None = None
-    """The instance that decoded it; of a coupled instance the same as ``prefill``."""
+    """Number of the decode instance; equal to ``prefill`` if coupled."""
     held_tokens: int = 0
-    """Of the prompt, what was in the prefilling instance's own memory."""
+    """Tokens in the prefill instance's own memory."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """What came from elsewhere, by source: ``peer``, ``ssd``, ``constellation``, whatever the pool calls its tiers."""
+    """Loaded tokens by source, as the pool names them."""
     computed_tokens: int = 0
     queue_s: float = 0.0
-    """From its arrival until its prefill began."""
+    """From arrival to the start of the prefill."""
     prefill_s: float = 0.0
-    """How long its prefill kept an instance busy; of a group of instances, summed over them."""
+    """Compute time of its prefill, summed over a pipeline's machines."""
     ttft_s: float | None = None
     end_s: float | None = None
-    """When it was over: its last token, or when it was refused or failed."""
+    """Time of its last token, refusal or failure."""
     tbt_mean_s: float | None = None
-    """Mean time from token to token, from the first to the last; None with fewer than two tokens."""
+    """Mean time between tokens; None with fewer than two tokens."""
     tbt_max_s: float | None = None
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were not computed."""
+        """Prompt tokens that were not computed."""
         return self.held_tokens + sum(self.loaded_tokens.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The cluster at one moment. Loads are parts of what was promised: 1 is the promise itself."""
+    """The cluster's load at one time, relative to the objectives (1: at the objective)."""
 
     t_s: float
     prefill: float
-    """Worst predicted time to first token of the prefilling instances, over its promise."""
+    """Largest predicted TTFT of the prefill instances over its objective."""
     decode: float
-    """Worst time between tokens of the decoding instances, over its promise."""
+    """Largest time between tokens of the decode instances over its objective."""
     waiting: int = 0
-    """Requests in line for a prefill."""
+    """Requests queued for prefill."""
     decoding: int = 0
     """Requests in batches."""
     prefill_mean: float = 0.0
-    """As ``prefill``, the mean of the instances."""
+    """As ``prefill``, mean of the instances."""
     decode_mean: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that an instance did, for a chart of time."""
+    """An activity of an instance, for timelines."""
 
     instance: str
     what: str
@@ -75,7 +73,7 @@ class Span:
     begin_s: float
     end_s: float
     request: int
-    """Its number, in the order of arrival."""
+    """Number of the request, by arrival."""
     notes: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -84,21 +82,21 @@ class ClusterRun:
     """One run of the simulator."""
 
     outcomes: Sequence[RequestOutcome]
-    """In the order of arrival."""
+    """In order of arrival."""
     loads: Sequence[LoadSample]
     prefill_busy_s: Sequence[float]
-    """Per prefilling (or coupled) instance: seconds in which it computed prefills."""
+    """Seconds of prefill per prefill (or coupled) instance."""
     decode_busy_s: Sequence[float]
-    """Per decoding instance: seconds in which its batch was not empty."""
+    """Seconds of decoding per decode instance."""
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
-    """Times from token to token, one per class of a histogram; empty: the run kept none."""
+    """Histogram of the times between tokens: mean of each class; may be empty."""
     gap_tokens: Sequence[int] = ()
-    """How many tokens came that long after the one before."""
+    """Its counts."""
     pool: Mapping[str, float] = field(default_factory=dict)
-    """The pool's counts: bytes by way, blocks evicted, blocks resident."""
+    """The pool's counters."""
 
     @property
     def end_s(self) -> float:
-        """When the last request was over."""
+        """End of the last request."""
         return max((one.end_s for one in self.outcomes if one.end_s is not None), default=0.0)

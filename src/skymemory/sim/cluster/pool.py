@@ -1,31 +1,52 @@
-"""The pool of KV of a simulated cluster: what each node caches, links that all share, and a sky behind them."""
+"""The simulated KV pool: the nodes' caches, shared links, and a constellation behind them.
+
+A node caches blocks in memory under a policy, and on an SSD what memory evicts. Neither drops a parent before its
+child: memory evicts deeper blocks first, so the SSD gets children before parents and drops in the order in which it got
+them; used blocks return to memory from the root on. So memory and SSD together hold whole prefixes, and memory does
+alone."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.cost_model.model import Medium, network_of
 from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.conductor.request import Plan
-from skymemory.sim.cluster.node_memory import NodeMemory
-from skymemory.sim.cluster.pool_base import LOCAL, NODES, SKY_TIER, SSD_TIER, Far, Link, Loaded, streamed_s, transfer_s
+from skymemory.errors import InvalidInput
+from skymemory.sim.cluster.pool_base import (
+    LOCAL,
+    NODES,
+    SKY_TIER,
+    SSD_TIER,
+    Far,
+    Link,
+    Loaded,
+    PrefixCache,
+    streamed_s,
+    transfer_s,
+)
 from skymemory.sim.cluster.setup import PoolSettings
 from skymemory.sim.trace import BLOCK_TOKENS
+from skymemory.store.accounting import Inventory
+from skymemory.store.base import StoreTicket
 
 if TYPE_CHECKING:
     from skymemory.sim.cluster.sky import SkyTier
+
 
 __all__ = ["ClusterPool", "PoolSettings"]
 
 
 class ClusterPool:
-    """The pool (see ``pool_base.Pool``). ``names`` of all instances, in the order of their numbers.
+    """See ``pool_base.Pool``. ``names``: of all instances, by number.
 
     Raises:
-        InvalidInput: a memory that holds no block, or no such preset of a constellation.
+        InvalidInput: a memory smaller than a block, or an unknown preset of a constellation.
     """
 
     block_tokens = BLOCK_TOKENS
@@ -44,11 +65,11 @@ class ClusterPool:
         self._dice = random.Random(self.settings.seed)
         self._now_s = 0.0
         self._evicted = self._dropped = 0
-        """By nodes that have died since; see ``figures``."""
+        """Counters of failed nodes."""
         self._tokens = {LOCAL: 0, SSD_TIER: 0, NODES: 0, SKY_TIER: 0}
         self.sky: SkyTier | None = None
         if self.settings.sky is not None:
-            from skymemory.sim.cluster.sky import SkyTier  # pools without one do not wait for its imports
+            from skymemory.sim.cluster.sky import SkyTier  # imported only where a pool has one
 
             self.sky = SkyTier(self.settings.sky, self.block_bytes)
 
@@ -60,7 +81,7 @@ class ClusterPool:
     def at(self, now_s: float) -> None:
         self._now_s = now_s
 
-    # --- what schedulers ask ---
+    # Queries of schedulers.
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         ids = blocks.tolist()
@@ -88,7 +109,7 @@ class ClusterPool:
         return self._nodes[node].leading(ids)
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """Nothing to learn: what is true is known."""
+        """No effect: the pool knows the true state."""
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         return 0
@@ -99,7 +120,7 @@ class ClusterPool:
     def blocks_of(self, slot: int) -> int:
         return len(self._nodes[slot])
 
-    # --- what happens ---
+    # Events.
 
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
         self._now_s = now_s
@@ -132,7 +153,8 @@ class ClusterPool:
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
     ) -> tuple[int, float]:
-        """Blocks ``begin`` to ``end`` as far as the source has them: how many come, and when the last has come."""
+        """Loads blocks ``begin`` to ``end`` as far as the source has them; returns how many, and the end of the
+        load."""
         if source == SKY_TIER:
             if self.sky is None:
                 return 0, now_s
@@ -152,7 +174,7 @@ class ClusterPool:
             read_s = transfer_s((self._ssd[other],), behind * self.block_bytes, now_s, self.settings.ssd.latency_s)
             done_s = max(done_s, read_s + self.network.latency_s)
         ready_s = there.ready_s(ids[begin:end], now_s)
-        if ready_s > now_s:  # on its way to there itself: it goes on when it has come
+        if ready_s > now_s:  # still loading there: forwarded when it is complete
             done_s = max(done_s, ready_s + self.network.seconds(size_bytes))
         return end - begin, done_s + self._late_s()
 
@@ -165,8 +187,8 @@ class ClusterPool:
     ) -> float:
         if source == target or tokens <= 0:
             return now_s + over_s
-        way = (self._out[source], self._in[target])
-        done_s = streamed_s(way, self._cost.kv_bytes(tokens), now_s, self.network.latency_s, over_s, layers)
+        links = (self._out[source], self._in[target])
+        done_s = streamed_s(links, self._cost.kv_bytes(tokens), now_s, self.network.latency_s, over_s, layers)
         return done_s + self._late_s()
 
     def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
@@ -191,3 +213,145 @@ class ClusterPool:
             **{f"{name}_tokens": tokens for name, tokens in self._tokens.items()},
         }
         return figures if self.sky is None else {**figures, **self.sky.figures()}
+
+
+class Memory(Protocol):
+    """A memory of blocks within a budget, closed under prefixes."""
+
+    capacity: int
+
+    def __len__(self) -> int: ...
+
+    def leading(self, chain: Sequence[int]) -> int: ...
+
+    def use(self, chain: Sequence[int]) -> list[int]:
+        """As ``PrefixCache.use``."""
+        ...
+
+
+class PolicyMemory:
+    """A memory with one of the tiers' eviction policies, by the same accounting."""
+
+    def __init__(self, capacity: int, policy: str) -> None:
+        if capacity < 1:
+            raise InvalidInput(f"a memory of {capacity} blocks; expected at least 1")
+        self.capacity = capacity
+        self._inventory = Inventory(capacity, 0, policy)
+
+    def __len__(self) -> int:
+        return len(self._inventory)
+
+    def leading(self, chain: Sequence[int]) -> int:
+        here = self._inventory.entries
+        for at, block in enumerate(chain):
+            if block.to_bytes(8) not in here:
+                return at
+        return len(chain)
+
+    def use(self, chain: Sequence[int]) -> list[int]:
+        inventory, keys = self._inventory, [block.to_bytes(8) for block in chain]
+        inventory.order.learn(keys)
+        held = self.leading(chain)
+        inventory.use(keys[:held])
+        if held == len(keys):
+            return []
+        ticket = StoreTicket(tuple((key, b"1") for key in keys[held:]), math.inf)
+        given = inventory.reserve(ticket, 0.0)
+        wanted = [(key, 1) for (key, _), yes in zip(ticket.items, given, strict=True) if yes]
+        count, gone = inventory.in_the_way(wanted)
+        for key in gone:
+            inventory.evict(key)
+        for key, _ in wanted[:count]:
+            inventory.put(key, 1)
+        inventory.end_store(ticket)
+        inventory.touch(keys[held:])
+        return [int.from_bytes(key) for key in gone]
+
+
+class NoMemory:
+    """No memory: all computed blocks go to the SSD, if there is one."""
+
+    capacity = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def leading(self, chain: Sequence[int]) -> int:
+        return 0
+
+    def use(self, chain: Sequence[int]) -> list[int]:
+        return list(reversed(chain))
+
+
+def memory_of(capacity: int, policy: str) -> Memory:
+    """A fast LRU, or any other policy."""
+    if not capacity:
+        return NoMemory()
+    return PrefixCache(capacity) if policy == "lru" else PolicyMemory(capacity, policy)
+
+
+class NodeMemory:
+    """Memory and SSD of one node. ``ssd_blocks`` 0: no SSD."""
+
+    def __init__(self, blocks: int, policy: str = "lru", ssd_blocks: int = 0) -> None:
+        self.memory = memory_of(blocks, policy)
+        self._ssd_blocks = ssd_blocks
+        self._ssd: OrderedDict[int, None] = OrderedDict()
+        self.coming: dict[int, float] = {}
+        """Blocks being loaded, with the end of their load."""
+        self._last_comes_s = -math.inf
+        self.evicted = 0
+        """Blocks evicted from memory so far."""
+        self.dropped = 0
+        """Blocks dropped from the node so far."""
+
+    def __len__(self) -> int:
+        return len(self.memory) + len(self._ssd)
+
+    def leading(self, chain: Sequence[int]) -> int:
+        """Leading blocks of ``chain`` in memory or on the SSD."""
+        held = self.memory.leading(chain)
+        return held + self._behind(chain, held) if self._ssd else held
+
+    def in_memory(self, chain: Sequence[int]) -> int:
+        return self.memory.leading(chain)
+
+    def _behind(self, chain: Sequence[int], held: int) -> int:
+        for at in range(held, len(chain)):
+            if chain[at] not in self._ssd:
+                return at - held
+        return len(chain) - held
+
+    def use(self, chain: Sequence[int]) -> int:
+        """Accesses ``chain``, and keeps in memory what fits. Returns the number of blocks evicted from memory."""
+        gone = self.memory.use(chain)
+        if not self.memory.capacity and not self._ssd_blocks:
+            return 0
+        if self._ssd:
+            for block in chain[: self.memory.leading(chain)]:
+                self._ssd.pop(block, None)
+        self.evicted += len(gone)
+        if not self._ssd_blocks:
+            self.dropped += len(gone)
+            return len(gone)
+        for block in gone:
+            self._ssd[block] = None
+        while len(self._ssd) > self._ssd_blocks:
+            self._ssd.popitem(last=False)
+            self.dropped += 1
+        return len(gone)
+
+    def comes(self, blocks: Sequence[int], done_s: float) -> None:
+        """These blocks are being loaded until ``done_s``."""
+        self.coming.update(dict.fromkeys(blocks, done_s))
+        self._last_comes_s = max(self._last_comes_s, done_s)
+
+    def ready_s(self, blocks: Sequence[int], now_s: float) -> float:
+        """End of the last load among these blocks; ``now_s`` if none is loading."""
+        if not self.coming:
+            return now_s
+        if self._last_comes_s <= now_s:
+            self.coming.clear()
+            return now_s
+        coming = self.coming
+        return max(now_s, max((coming.get(block, now_s) for block in blocks), default=now_s))

@@ -1,10 +1,10 @@
-"""An instance that prefills: one machine, or several as a pipeline; one line before it.
+"""A simulated prefill instance: one machine, or a pipeline of several, with one queue.
 
-The line is served by priority, then in the order of coming. What of a prompt is cached is seen when its service begins.
-What a plan loads from elsewhere began to load when the request was placed: the rest of the load is hidden behind
-computing. First the tokens before what is loaded (Cake's front), then, layer by layer as layers come, those behind it:
-``loaded_s``. KV that is held comes from memory to the accelerators in the same way. The next request begins when the
-first machine is free.
+1. The queue is served by priority, then arrival. Cached tokens are looked up when the prefill starts.
+2. Loads of the plan started at placement; what remains is hidden behind computing: first the tokens before the loaded
+   part (Cake's front), then those behind it, layer by layer as layers arrive (``loaded_s``). KV in memory moves to the
+   accelerators in the same way.
+3. The next request starts when the first machine is free.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from dataclasses import dataclass
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.cost_model.model import loaded_s
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.clock import Clock
+from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.job import Job
 from skymemory.sim.cluster.pool_base import LOCAL, Pool
-
-Told = Callable[[Job, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What a prompt's prefill consists of, as found when it begins."""
+    """Parts of a prompt's prefill, determined at its start."""
 
     front: tuple[int, int]
-    """Tokens computed while the rest is loaded, from and to; those before them are held."""
+    """Range of tokens computed during the load; those before are held."""
     after: int
-    """All tokens from here on are computed; those between are loaded."""
+    """Tokens from here on are computed; those between are loaded."""
     sources: Mapping[str, int]
-    """Tokens that are not computed, by where they were; ``LOCAL``: held in memory."""
+    """Tokens not computed, by source."""
     rest_s: float
-    """Until all of them have come; at least what memory takes to hand them over."""
+    """Time until all of them are available; at least that of the transfer from memory."""
 
     def computed_tokens(self, prompt_tokens: int) -> int:
         return self.front[1] - self.front[0] + prompt_tokens - self.after
 
 
 class PrefillInstance:
-    """``begun`` is told when a service begins and its end is known, ``done`` when its first token is there."""
+    """Calls ``begun`` at the start of a prefill with its end, and ``done`` at its first token."""
 
     def __init__(
         self,
@@ -52,24 +50,24 @@ class PrefillInstance:
         pipeline: Pipeline,
         pool: Pool,
         begun: Callable[[Job, float, float], None],
-        done: Told,
+        done: Callable[[Job, float], None],
     ) -> None:
         self.number = number
         self._clock, self._cost, self._pipeline, self._pool = clock, cost, pipeline, pool
         self._begun, self._done = begun, done
         self._memory = pool.media()["dram"]
         self.waiting: list[tuple[int, int, Job]] = []
-        """Heap: priority (negative), order of coming."""
+        """Heap: negative priority, order of arrival."""
         self.waiting_work_s = 0.0
-        """Of those waiting, as believed."""
+        """Estimated backlog of those waiting."""
         self.serving: dict[Job, float] = {}
-        """In service, each with its end; more than one in a pipeline."""
+        """Prefills in progress with their ends; several in a pipeline."""
         self.busy_s = 0.0
         self._came = 0
         self._newest: Job | None = None
         self._free = True
         self._lives = 0
-        """Events of an earlier life are stale."""
+        """Number of failures; events of earlier lives are ignored."""
 
     def arrive(self, job: Job, now_s: float) -> None:
         self._came, self._newest = self._came + 1, job
@@ -79,7 +77,7 @@ class PrefillInstance:
             self._serve(now_s)
 
     def fail(self, now_s: float) -> list[Job]:
-        """It dies: who was there."""
+        """The instance fails. Returns its requests."""
         for job, end_s in self.serving.items():
             undone_s = min(job.spent_s, max(0.0, end_s - now_s))
             job.spent_s -= undone_s
@@ -91,11 +89,11 @@ class PrefillInstance:
         return jobs
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Of the one that will be served last: its age, and all the work that is there, as believed."""
+        """Predicted TTFT of the latest request: its age plus the estimated backlog."""
         rest_s = max((end_s - now_s for end_s in self.serving.values()), default=0.0)
         if self.waiting:
             newest = self._newest
-            if newest is None or newest.begun_s >= 0:  # served before others, for its priority
+            if newest is None or newest.begun_s >= 0:  # served early due to its priority
                 newest = max(self.waiting, key=lambda entry: entry[1])[2]
             return now_s - newest.at_s + rest_s + self.waiting_work_s
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
@@ -118,7 +116,7 @@ class PrefillInstance:
             self._clock.at(free_s, lambda at_s: self._next(life, at_s))
 
     def service(self, job: Job, now_s: float) -> Service:
-        """What is there, and what must be computed: of every prompt at least the last token."""
+        """Determines held, loaded and computed parts; at least the last token is computed."""
         tokens, per_block = job.prompt_tokens, self._pool.block_tokens
         loading = job.loading or self._pool.load(self.number, job.ids, None, now_s)
         held, loaded = loading.held_tokens, loading.loaded_tokens
@@ -126,7 +124,7 @@ class PrefillInstance:
         rest_s = max(0.0, loading.done_s - now_s)
         sources = dict(loading.sources)
         if job.loading is not None and not rest_s:
-            # All has come. What others computed here meanwhile is there too, and may go further.
+            # The load is complete. Other requests may have added blocks behind it meanwhile.
             here = self._pool.leading(self.number, job.ids) * per_block
             if here >= begin + loaded:
                 sources[LOCAL] = sources.get(LOCAL, 0) + here - held - loaded
@@ -138,7 +136,7 @@ class PrefillInstance:
         return Service((held, begin), end, _first_of(sources, cached), max(rest_s, memory_s))
 
     def _timed(self, service: Service, tokens: int, now_s: float) -> tuple[float, float, float]:
-        """When the first machine is free, when all is done, and seconds of computing at each machine."""
+        """Times at which the first machine is free and all is done, and compute seconds per machine."""
         pipeline = self._pipeline
         front = pipeline.chunks_s(*service.front)
         after = pipeline.chunks_s(service.after, tokens)
@@ -166,7 +164,7 @@ class PrefillInstance:
 
 
 def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """Of tokens by source, in the order of the prompt, the first so many."""
+    """The first ``tokens`` of tokens by source, in the order of the prompt."""
     first: dict[str, int] = {}
     for source, count in sources.items():
         first[source] = min(count, tokens)
@@ -174,27 +172,23 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
     return first
 
 
-# Chunked pipeline parallelism: a prefill in chunks that go through several machines, each with a part of the layers.
-#
-# A chunk takes the same time at every machine, a machine works on one chunk at a time and in order, and a chunk
-# begins at
-# a machine when it has left the one before. For a pipeline that is empty that comes to ``Σ τ + (X - 1)·max τ``
-# (``cost_model.transfer.pipelined_s``); behind another request's longer chunks it can be later, which is followed
-# here.
-
-
 class Pipeline:
-    """``machines`` that hold the layers in equal parts; chunks of at most ``chunk_tokens``."""
+    """Chunked pipeline parallelism: chunks of a prefill pass through ``machines``, each with a share of the layers.
+
+    A chunk takes the same time at every machine; machines work on one chunk at a time, in order. In an empty pipeline
+    that takes ``Σ τ + (X - 1)·max τ`` (``cost_model.pipelined_s``); behind longer chunks of another request it takes
+    longer, which is simulated here.
+    """
 
     def __init__(self, cost: CostModel, machines: int, chunk_tokens: int) -> None:
         if machines < 1 or chunk_tokens < 1:
-            raise InvalidInput(f"{machines} machines and chunks of {chunk_tokens} tokens; both are at least 1")
+            raise InvalidInput(f"{machines} machines and chunks of {chunk_tokens} tokens; expected at least 1 each")
         self._cost, self.machines, self.chunk_tokens = cost, machines, chunk_tokens
         self._speed = cost.machine.flops_per_s * cost.mfu * machines
         self._free_s = [0.0] * machines
 
     def chunks_s(self, begin: int, end: int) -> list[float]:
-        """Seconds of each chunk of tokens ``begin`` to ``end - 1`` of a prompt, at one machine."""
+        """Seconds per chunk of tokens ``begin`` to ``end - 1``, at one machine."""
         if end <= begin:
             return []
         flops = self._cost.prefill_flops
@@ -204,10 +198,7 @@ class Pipeline:
         return [flops(cut, before) / self._speed for before, cut in itertools.pairwise(cuts)]
 
     def pass_through(self, chunks_s: Sequence[float], begin_s: float) -> tuple[float, float]:
-        """Chunks enter at ``begin_s``, when the first machine is free: when that is free again, and when all is done.
-
-        Without any, at once.
-        """
+        """Passes chunks from ``begin_s`` on. Returns when the first machine is free again, and when all is done."""
         free_s = self._free_s
         done_s = begin_s
         for chunk_s in chunks_s:
@@ -218,9 +209,9 @@ class Pipeline:
         return (max(begin_s, free_s[0]) if chunks_s else begin_s), done_s
 
     def hold(self, until_s: float) -> None:
-        """The first machine can begin nothing before then."""
+        """Blocks the first machine until then."""
         self._free_s[0] = max(self._free_s[0], until_s)
 
     def clear(self) -> None:
-        """It died."""
+        """Forgets all work after a failure."""
         self._free_s = [0.0] * self.machines

@@ -1,8 +1,7 @@
-"""Schedulers by name, for a simulated cluster: those of production, given what they would know.
+"""The production schedulers for a simulated cluster, with the information that they would have.
 
-They estimate with what the cluster is believed to be, not with what it is (``Estimates``). Where caches are the
-conductor's schedulers ask the pool, which says what is true at that moment; the router's strategies learn it from what
-they sent.
+They estimate with the believed cost model, not the true one (``Estimates``). The conductor's schedulers see the true
+state of the pool's caches; the router's strategies learn it from the requests that they sent.
 """
 
 from __future__ import annotations
@@ -34,28 +33,24 @@ from skymemory.sim.cluster.prefill import Pipeline
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittered
 
-# A trace's requests as the simulated cluster's scheduler is asked about them.
-
 
 def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRequest]:
-    """With the setup's jitter and at its rate."""
+    """The requests with the setup's jitter and rate."""
     moved = jittered(requests, setup.seed, setup.jitter_s) if setup.jitter_s else list(requests)
     return at_rate(moved, setup.rate) if setup.rate != 1.0 else moved
 
 
 def asked(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
-    """The blocks are the trace's own numbers; ``dice`` for what is said of the answer's length, if it errs."""
+    """The request as a scheduler sees it. Blocks are the trace's ids; ``dice``: for errors of the stated answer
+    length."""
     blocks = np.array(request.blocks(setup.partial), dtype=np.uint64)
     prompt = Prompt(blocks, blocks, BLOCK_TOKENS, request.input_tokens)
-    said: int | None = None
+    stated: int | None = None
     if setup.tells_output:
-        said = request.output_tokens
+        stated = request.output_tokens
         if setup.output_error:
-            said = max(1, round(said * (1 + setup.output_error * max(-3.0, min(3.0, dice.gauss(0, 1))))))
-    return Request(prompt, session=str(request.session), output_tokens=said)
-
-
-# What a scheduler believes that a prefill takes: apart from what it takes in the simulation.
+            stated = max(1, round(stated * (1 + setup.output_error * max(-3.0, min(3.0, dice.gauss(0, 1))))))
+    return Request(prompt, session=str(request.session), output_tokens=stated)
 
 
 LEAST_FACTOR = 0.1
@@ -63,14 +58,14 @@ _DRAWS = 4096
 
 
 class Estimates:
-    """By the cost model that is believed, for the pipelines that there are."""
+    """Estimated prefill times by the believed cost model, for pipelines."""
 
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Seconds from the beginning of a prefill alone on its machines to its first token."""
+        """Seconds of a prefill on idle machines."""
         machines = self._pipeline.machines
         seconds = self.cost.prefill_s(tokens, cached)
         if machines > 1:
@@ -79,17 +74,16 @@ class Estimates:
         return seconds
 
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Of that, the seconds in which the first machine is free already."""
+        """The last part of it, in which the first machine is free."""
         chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
         return (self._pipeline.machines - 1) * max(chunks_s, default=0.0)
 
 
 class ErringSpeeds(GivenSpeeds):
-    """Each estimate is off by a factor of its own, drawn from the seed for every server and length of prompt.
+    """Estimates with a seeded error factor per server and prompt length.
 
-    Normal, of mean 1 and a standard deviation of ``error``, never below a tenth. Servers of which nothing differs come
-    out different; all that is asked of one server for one prompt is off by as much, whatever it has cached of it. The
-    work that is then believed to wait there is off by it too. Equal questions get equal answers.
+    Normal with mean 1 and standard deviation ``error``, at least 0.1. Equal servers get different estimates; all
+    estimates of one prompt at one server have the same factor, and so has the backlog estimated from them.
     """
 
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:
@@ -108,17 +102,17 @@ class ErringSpeeds(GivenSpeeds):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a scheduler is made with."""
+    """Arguments for building a scheduler."""
 
     setup: ClusterSetup
     prefill: Fleet
-    """Its slots are the pool's nodes."""
+    """Slots are the pool's node numbers."""
     decode: Fleet | None
-    """None: the same instances decode."""
+    """None: coupled instances."""
     cost: CostModel
-    """What it believes."""
+    """Believed cost model."""
     estimates: Estimates
-    """What it believes of prefills."""
+    """Believed prefill times."""
     pool: Pool
     admission: Admission
 
@@ -128,12 +122,10 @@ NAMES = (*SCHEDULERS, *(name for name in STRATEGIES if name not in SCHEDULERS))
 
 
 def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
-    """One of ``NAMES``: the conductor's schedulers, or a strategy of the router for those that prefill.
-
-    With the router's strategies, requests decode where the fewest are.
+    """A scheduler of the conductor, or a routing strategy with decoding at the least loaded server.
 
     Raises:
-        InvalidInput: there is none of that name, or no such option of it.
+        InvalidInput: unknown name or option.
     """
     if name in SCHEDULERS:
         made = _of_the_conductor(name, world, options)

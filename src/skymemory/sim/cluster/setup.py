@@ -1,4 +1,5 @@
-"""What a simulated cluster is made of, what it is believed to be, and what happens to it."""
+"""Configuration of a simulated cluster: machines, KV pool, beliefs of the scheduler, failures. Rates are bytes/s of
+KV."""
 
 from __future__ import annotations
 
@@ -11,15 +12,13 @@ from skymemory.conductor.cost_model.model import DRAM, SSD, Medium
 from skymemory.errors import InvalidInput
 from skymemory.eviction.policies import POLICIES
 
-# What a simulated cluster's pool is made of. Bytes are of KV as the model computes it, rates in bytes a second.
-
 
 @dataclass(frozen=True, slots=True)
 class SkySetup:
-    """A constellation behind the cluster: one ground station, and a box of satellites that stays over it."""
+    """A constellation behind the cluster: one ground station and a box of satellites over it."""
 
     bytes_per_s: float = 100e9 / 8
-    """Between ground and satellites, in each direction, shared by all nodes."""
+    """Ground to satellites, per direction, shared by all nodes."""
     preset: str = "starlink-a"
     strategy: str = "rotation_hop"
     servers: int = 81
@@ -27,15 +26,15 @@ class SkySetup:
     gateway: str = "climbing"
     memory_bytes_per_satellite: float = 256e9
     isl_bytes_per_s: float = 100e9 / 8
-    """Of one link between satellites: what the box hands over as it moves must pass it within a slot move."""
+    """Rate of an inter-satellite link; handovers must fit within one slot move."""
     packing: float = 1.0
-    """Bytes in the sky for each byte of KV: 0.5 where numbers of two bytes are quantized to one."""
+    """Stored bytes per byte of KV: 0.5 if two-byte numbers are quantised to one."""
     most_queued_s: float = 10.0
-    """Nothing more is written while the way up is busy for longer than this."""
+    """Writes stop while the uplink's queue is longer."""
     picky_queued_s: float = 5.0
-    """While it is busy for longer than this, only what was offered before is written."""
+    """Above this queue only blocks that were offered before are written."""
     geometry_s: float = 10.0
-    """Lengths of beams are taken anew so often; which satellite holds what is exact at every moment."""
+    """Interval at which link lengths are recomputed; the location of chunks is exact."""
 
     def __post_init__(self) -> None:
         rates = (self.bytes_per_s, self.isl_bytes_per_s, self.memory_bytes_per_satellite, self.geometry_s)
@@ -44,40 +43,40 @@ class SkySetup:
             and 0 < self.packing <= 1
             and min(self.most_queued_s, self.picky_queued_s) >= 0
         ):
-            raise InvalidInput("a sky needs memory, links with rates above 0, and a packing above 0 and at most 1")
+            raise InvalidInput("sky: expected rates, memory and geometry_s > 0, 0 < packing ≤ 1, queues ≥ 0")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """What each node has, and what is between and behind them."""
+    """Configuration of the KV pool."""
 
     dram_bytes: float = 1e12
-    """In the memory of each node that caches."""
+    """Memory of each caching node."""
     policy: str = "lru"
-    """Who is evicted from it: one of ``eviction.policies.POLICIES``."""
+    """Its eviction policy, of ``eviction.policies.POLICIES``."""
     ssd_bytes: float = 0.0
-    """Behind it, for what it evicts; the SSD itself goes by LRU."""
+    """SSD for evicted blocks, with LRU."""
     network: Medium | None = None
-    """Of each node, in each direction; None: the cost model's machine."""
+    """Of each node, per direction; None: the cost model's machine."""
     dram: Medium = DRAM
-    """From a node's memory to its accelerators."""
+    """Memory to accelerators."""
     ssd: Medium = SSD
     jitter_s: float = 0.0
-    """Mean of what every transfer between nodes or from the sky comes late by chance (exponential, seeded)."""
+    """Mean of a random delay of each transfer (exponential, seeded)."""
     seed: int = 0
     sky: SkySetup | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("dram_bytes", self.dram_bytes), ("ssd_bytes", self.ssd_bytes), ("jitter_s", self.jitter_s)):
             if not 0 <= size < math.inf:
-                raise InvalidInput(f"{name} {size:g}: 0 or more is needed")
+                raise InvalidInput(f"{name} is {size:g}; expected 0 or more")
         if self.policy not in POLICIES:
             raise InvalidInput(f"policy {self.policy!r}: expected one of {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An instance dies, and is back, empty, after ``down_s``."""
+    """A failure of an instance, which returns empty after ``down_s``."""
 
     instance: str
     """``prefill-0``, ``decode-3``, ``coupled-1``."""
@@ -87,88 +86,90 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
-    """Machines are all alike: those of ``cost``. Prefill and decode apart, or coupled instances that do both."""
+    """A cluster of equal machines: separate prefill and decode instances, or coupled ones."""
 
     prefill: int = 8
-    """Machines that prefill, in groups of ``pipeline``."""
+    """Prefill machines, in groups of ``pipeline``."""
     decode: int = 8
     coupled: int = 0
     cost: CostModel = LLAMA_70B_8xA800
-    """What is true in the simulation."""
+    """The true cost model."""
     believed: CostModel | None = None
-    """What the scheduler estimates with; None: the truth."""
+    """Cost model of the scheduler; None: the true one."""
     error: float = 0.0
-    """Standard deviation of a seeded error on every estimate of a prefill, as a part of it (``ErringSpeeds``)."""
+    """Standard deviation of the relative error of prefill estimates (``ErringSpeeds``)."""
     tells_output: bool = False
-    """Requests say how long their answers will be."""
+    """Whether requests state the length of their answers."""
     output_error: float = 0.0
-    """Standard deviation of a seeded error on that, as a part of it."""
+    """Standard deviation of the relative error of that."""
     pipeline: int = 1
-    """Machines of one prefilling instance."""
+    """Machines per prefill instance."""
     chunk_tokens: int = 4096
-    """Of a chunk in a pipeline of more than one machine."""
+    """Chunk size in pipelines of several machines."""
     layer_wise: bool = True
-    """KV goes to the decoding machine while it is computed; else after."""
+    """Whether KV is sent to the decode machine while it is computed, or after."""
     kv_tokens: int = 1_300_000
-    """Memory for KV of a machine that decodes: of 8×80 GB, nine tenths less the weights of 70B, at 320 KiB a token."""
+    """KV memory of a decode machine: nine tenths of 8×80 GB less the weights of 70B, at 320 KiB per token."""
     most_batch: int = 256
-    """Requests that a machine decodes at once (vLLM's ``max_num_seqs``)."""
+    """Limit of the decode batch (vLLM's ``max_num_seqs``)."""
     mixed_tokens: int = 0
-    """Of a coupled instance: tokens of one step, decoding first and chunks of prefills in the rest (vLLM's chunked
-    prefill, ``max_num_batched_tokens``). 0: prefills come first, and decoding waits."""
+    """Coupled instances: tokens per step, decoding first, the rest chunks of prefills (vLLM's
+    ``max_num_batched_tokens``). 0: prefills first, decoding waits."""
     coupled_cache_tokens: int = 650_000
-    """Of ``kv_tokens``, what a coupled instance keeps as its prefix cache; the rest is for requests in its batch."""
+    """Part of ``kv_tokens`` that a coupled instance uses as prefix cache."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     slo: Slo = Slo(30.0, 0.1)  # noqa: RUF009 - frozen
     failures: tuple[Failure, ...] = ()
     retries: int = 1
-    """How often a request is tried again whose machine died."""
+    """Retries of a request whose machine failed."""
     partial: bool = False
-    """The last block of a prompt is cached although it is not full, as published tables count it."""
+    """Whether the last, partial block of a prompt is cached, as published tables count."""
     rate: float = 1.0
-    """Requests arrive so many times as fast."""
+    """Factor on the speed of arrivals."""
     jitter_s: float = 0.0
-    """Each arrival is moved later by an even draw of up to that."""
+    """Arrivals are delayed by a uniform draw up to this."""
     sample_s: float = 1.0
-    """From one sample of the loads to the next."""
+    """Interval of load samples."""
     spans: bool = False
-    """Keep what every instance did, for charts."""
+    """Whether to record spans for timelines."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.coupled:
             if self.prefill or self.decode or self.coupled < 0:
-                raise InvalidInput("coupled instances stand alone: prefill and decode must be 0")
+                raise InvalidInput("coupled > 0: expected prefill and decode of 0")
         elif self.prefill < 1 or self.decode < 1:
-            raise InvalidInput("a cluster needs machines that prefill and machines that decode, or coupled ones")
+            raise InvalidInput("expected prefill ≥ 1 and decode ≥ 1, or coupled ≥ 1")
         if self.pipeline < 1 or self.prefill % self.pipeline:
-            raise InvalidInput(f"{self.prefill} machines do not make whole groups of {self.pipeline}")
+            raise InvalidInput(f"prefill {self.prefill} is not a multiple of pipeline {self.pipeline}")
         if min(self.chunk_tokens, self.kv_tokens, self.most_batch) < 1 or min(self.mixed_tokens, self.retries) < 0:
-            raise InvalidInput("chunks, memory and batches are at least 1; mixed steps and retries 0 or more")
+            raise InvalidInput("expected chunk_tokens, kv_tokens, most_batch ≥ 1; mixed_tokens, retries ≥ 0")
         if self.coupled and not 0 <= self.coupled_cache_tokens < self.kv_tokens:
-            raise InvalidInput(f"a cache of {self.coupled_cache_tokens} of {self.kv_tokens} tokens leaves no memory")
+            raise InvalidInput(
+                f"coupled_cache_tokens is {self.coupled_cache_tokens}; expected 0 to below kv_tokens, {self.kv_tokens}"
+            )
         if not (self.sample_s > 0 and self.rate > 0 and self.jitter_s >= 0):
-            raise InvalidInput("samples are some time apart, the rate is above 0, and jitter 0 s or more")
+            raise InvalidInput("expected sample_s > 0, rate > 0, jitter_s ≥ 0")
         if not (0 <= self.error <= 1 and 0 <= self.output_error <= 1):
-            raise InvalidInput("errors of estimates are parts of them, 0 to 1")
+            raise InvalidInput("expected error and output_error from 0 to 1")
         known = {*self.prefilling(), *self.decoding()}
         for failure in self.failures:
             if failure.instance not in known or failure.at_s < 0 or not failure.down_s > 0:
-                raise InvalidInput(f"{failure} is of no instance here, or not of a time; there are {sorted(known)}")
+                raise InvalidInput(f"{failure}: expected at_s ≥ 0, down_s > 0 and an instance of {sorted(known)}")
 
     def prefilling(self) -> list[str]:
-        """Names of the instances that prefill, by number."""
+        """Names of the prefill (or coupled) instances, by number."""
         if self.coupled:
             return [f"coupled-{number}" for number in range(self.coupled)]
         return [f"prefill-{number}" for number in range(self.prefill // self.pipeline)]
 
     def decoding(self) -> list[str]:
-        """Names of the instances that only decode, by number."""
+        """Names of the decode instances, by number."""
         return [f"decode-{number}" for number in range(self.decode)]
 
     def machines(self) -> int:
         return self.prefill + self.decode + self.coupled
 
     def with_coupled(self) -> ClusterSetup:
-        """As many machines, all coupled."""
+        """The same number of machines, all coupled."""
         return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=())

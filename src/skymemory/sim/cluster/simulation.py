@@ -1,47 +1,94 @@
-"""The simulated cluster: the scheduler of production, instances in virtual time, and each request's way between them.
+"""The cluster simulator: production schedulers and admission rules over simulated instances in virtual time.
 
-A request is placed when it arrives. Loads that its plan wants begin then. Its prefill gives the first token; its KV
-streams to the decoding instance meanwhile, and when the last of it is there it joins the batch. When an instance dies,
-all that is there ends with it; what was let in is placed again, ``retries`` times. A request whose decoding instance is
-dead when its KV comes has failed too: its prefix is cached by then.
+1. A request is placed when it arrives, and the loads of its plan start.
+2. Its prefill gives the first token; its KV streams to the decode instance meanwhile.
+3. When all KV has arrived it joins the decode batch, and ends with its last token.
+4. If an instance fails, its requests are placed again, ``retries`` times. A request whose decode instance is down when
+   its KV arrives has failed too; its prefix is cached by then.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from skymemory.conductor.admission.base import Admission, Refusal, Slo
 from skymemory.conductor.admission.named import admission as admission_named
+from skymemory.conductor.fleet import Fleet
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.clock import Clock
-from skymemory.sim.cluster.job import Gaps, Job, Stream
-from skymemory.sim.cluster.machines import Machines, Told, pool_of
+from skymemory.sim.clock import Clock
+from skymemory.sim.cluster.decode import CoupledInstance, DecodeInstance
+from skymemory.sim.cluster.job import Gaps, Job, Steps, Stream
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
+from skymemory.sim.cluster.pool import ClusterPool, PoolSettings
 from skymemory.sim.cluster.pool_base import Pool
+from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance
 from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
 from skymemory.sim.cluster.schedulers import asked as asked_of
 from skymemory.sim.cluster.setup import ClusterSetup, Failure
 from skymemory.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
-"""Samples without an event between them, from which on they are left out."""
+"""Number of samples without an event between them above which they are skipped."""
+
+
+def run_cluster(
+    requests: Sequence[TraceRequest],
+    setup: ClusterSetup | None = None,
+    scheduler: str | SchedulerFactory = "least-load",
+    admission: str | Admission = "all",
+    *,
+    scheduler_options: Mapping[str, object] | None = None,
+    admission_options: Mapping[str, object] | None = None,
+    asked: Sequence[Request] | None = None,
+    pool: Pool | None = None,
+) -> ClusterRun:
+    """Simulates ``requests``, from the first arrival to the last token. Equal arguments give equal runs.
+
+    ``requests``: in order of arrival; outcomes are in the order after jitter. ``scheduler``: one of
+    ``schedulers.NAMES`` or a factory; ``admission``: a name or a rule. ``asked``: the requests as schedulers see them,
+    for tenants and priorities; only without jitter. ``pool``: instead of the setup's; for one run.
+
+    Raises:
+        InvalidInput: arrivals out of order, or an unknown name.
+    """
+    setup = setup or ClusterSetup()
+    arriving = timed(requests, setup)
+    before_s = -math.inf
+    for at, request in enumerate(arriving):
+        if request.at_s < before_s:
+            raise InvalidInput(f"request {at} arrives at {request.at_s:g} s, after one at {before_s:g} s; sort them")
+        before_s = request.at_s
+    if asked is not None and (setup.jitter_s or len(asked) != len(arriving)):
+        raise InvalidInput("asked: expected one per request, and jitter_s of 0")
+    rule = admission
+    if isinstance(rule, str):
+        rule = admission_named(rule, setup.slo, **(admission_options or {}))
+    factory = scheduler
+    if isinstance(factory, str):
+        name, options = factory, scheduler_options or {}
+
+        def factory(world: World) -> Scheduler:
+            return scheduler_named(name, world, **options)
+
+    return Simulation(setup, factory, rule, pool).run(arriving, asked)
 
 
 class Simulation:
-    """For one run."""
+    """One run."""
 
     def __init__(
         self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission, pool: Pool | None = None
     ) -> None:
         self._setup, self._clock, self._gaps = setup, Clock(), Gaps()
         self._pool = pool or pool_of(setup)
-        told = Told(self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered)
-        self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, told)
+        listeners = Listeners(self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered)
+        self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, listeners)
         self._estimates = Estimates(setup)
         decoders = machines.decode_fleet if machines.decodes else None
         fleets = (machines.prefill_fleet, decoders)
@@ -54,7 +101,7 @@ class Simulation:
         self._arrived = 0
 
     def run(self, requests: Sequence[TraceRequest], asked: Sequence[Request] | None) -> ClusterRun:
-        """``requests`` in the order of arrival."""
+        """Runs ``requests``, in order of arrival."""
         self._arrivals, self._asked = requests, asked
         if requests:
             self._clock.at(requests[0].at_s, self._arrive)
@@ -74,10 +121,8 @@ class Simulation:
             pool=dict(self._pool.figures()),
         )
 
-    # --- a request's way ---
-
     def _arrive(self, now_s: float) -> None:
-        """The next of them."""
+        """The next request arrives."""
         number = self._arrived
         self._arrived += 1
         if self._arrived < len(self._arrivals):
@@ -122,7 +167,7 @@ class Simulation:
         machines.prefills[job.prefill].arrive(job, now_s)
 
     def _begun(self, job: Job, now_s: float, done_s: float) -> None:
-        """Its prefill begins: its KV streams to where it will decode, as it is computed, or waits for the end."""
+        """Its prefill starts: its KV streams to the decode instance as it is computed, or after."""
         if job.output_tokens == 1:
             return
         target = len(self._machines.prefills) + job.decode
@@ -130,7 +175,7 @@ class Simulation:
         job.there_s = self._pool.stream(job.prefill, target, job.prompt_tokens, now_s, done_s - now_s, layers)
 
     def _first_token(self, job: Job, now_s: float) -> Refusal | None:
-        """What was computed is cached. A refusal: its decoding instance may not take it."""
+        """Caches the prompt. Returns a refusal if it may not decode."""
         self._accounts.span(self._machines.prefill_names[job.prefill], "prefill", job.begun_s, now_s, job)
         job.first_token_s, job.prefilled = now_s, True
         self._pool.stored(job.prefill, job.ids, now_s)
@@ -149,7 +194,7 @@ class Simulation:
             self._clock.at(job.there_s, lambda at_s: self._there(job, attempt, at_s))
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
-        """All of its KV is at the decoding instance."""
+        """All its KV has reached the decode instance."""
         if job.over or job.attempts != attempt:
             return
         job.leaving = False
@@ -183,8 +228,6 @@ class Simulation:
         self._scheduler.ended(job.placed, now_s, met)
         self._accounts.completed(job, now_s, worst_s)
 
-    # --- deaths ---
-
     def _fail_at(self, failure: Failure) -> None:
         self._clock.at(failure.at_s, lambda now_s: self._die(failure, now_s))
 
@@ -211,7 +254,7 @@ class Simulation:
         self._scheduler.failed(job.placed, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
-        """It was let in: another try, if one is left and any server takes it."""
+        """Retries an admitted request, if a retry is left and a server takes it."""
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
@@ -224,7 +267,7 @@ class Simulation:
         self._accounts.not_served(job, "failed", now_s)
 
     def _sample(self, now_s: float) -> None:
-        """A grid of ``sample_s``, without long stretches in which nothing happens: a value holds until the next."""
+        """Samples the loads every ``sample_s``, but skips long idle stretches: a value holds until the next."""
         self._loads.sample(now_s)
         next_s = self._clock.next_s
         if next_s < math.inf and (self._accounts.open or self._arrived < len(self._arrivals)):
@@ -232,24 +275,107 @@ class Simulation:
             self._clock.at(now_s + (steps if steps > UNEVENTFUL else 1) * self._setup.sample_s, self._sample)
 
 
-# What has become of each request of a run: it is open, or it has ended, once.
+class Machines:
+    """All instances with their fleets. Prefill and coupled instances have the numbers of their slots."""
+
+    def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: Pool, listeners: Listeners) -> None:
+        self.prefill_names, self.decode_names = setup.prefilling(), setup.decoding()
+        self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
+        for name in self.prefill_names:
+            self.prefill_fleet.add(name)
+        for name in self.decode_names:
+            self.decode_fleet.add(name)
+        self.prefills: list[PrefillInstance] = []
+        self.coupled: list[CoupledInstance] = []
+        self.down: set[str] = set()
+        """Names of failed instances."""
+        steps = Steps(setup.cost)
+        for number in range(len(self.prefill_names)):
+            if setup.coupled:
+                sizes = (setup.kv_tokens - setup.coupled_cache_tokens, setup.most_batch, setup.mixed_tokens)
+                callbacks = (listeners.coupled_prefilled, listeners.answered)
+                self.coupled.append(CoupledInstance(number, clock, setup.cost, pool, steps, gaps, *sizes, *callbacks))
+            else:
+                pipeline = Pipeline(setup.cost, setup.pipeline, setup.chunk_tokens)
+                self.prefills.append(
+                    PrefillInstance(number, clock, setup.cost, pipeline, pool, listeners.begun, listeners.prefilled)
+                )
+        limits = (setup.kv_tokens, setup.most_batch)
+        self.decodes = [
+            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered) for _ in self.decode_names
+        ]
+
+    def kill(self, name: str, now_s: float) -> tuple[list[Job], list[Stream]]:
+        """An instance fails. Returns its requests before and after the first token."""
+        self.down.add(name)
+        server = self.fleet_of(name).servers[name]
+        server.healthy = False
+        if name in self.decode_names:
+            return [], self.decodes[server.slot].fail(now_s)
+        if self.coupled:
+            return self.coupled[server.slot].fail(now_s)
+        return self.prefills[server.slot].fail(now_s), []
+
+    def revive(self, name: str) -> None:
+        """An instance returns, empty."""
+        self.down.discard(name)
+        self.fleet_of(name).servers[name].healthy = True
+
+    def fleet_of(self, name: str) -> Fleet:
+        return self.decode_fleet if name in self.decode_names else self.prefill_fleet
+
+    def could_take(self, job: Job) -> bool:
+        """Whether an empty machine has memory for it."""
+        if self.coupled:
+            return self.coupled[0].takes(job)
+        return job.output_tokens == 1 or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
+
+    def prefill_busy_s(self) -> list[float]:
+        return [one.busy_s for one in self.prefills] or [one.busy_s for one in self.coupled]
+
+    def decode_busy_s(self) -> list[float]:
+        return [one.busy_s for one in self.decodes] or [one.decode_busy_s for one in self.coupled]
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Callbacks of the instances."""
+
+    begun: Callable[[Job, float, float], None]
+    """A prefill starts: request, time, end."""
+    prefilled: Callable[[Job, float], None]
+    coupled_prefilled: Callable[[Job, float], Stream | None]
+    joined: Callable[[Stream, float], None]
+    answered: Callable[[Stream, float], None]
+
+
+def pool_of(setup: ClusterSetup) -> Pool:
+    """The pool of a setup. Coupled instances cache in their own accelerators' memory and share nothing."""
+    names = [*setup.prefilling(), *setup.decoding()]
+    if setup.coupled:
+        cache_bytes = setup.cost.kv_bytes(setup.coupled_cache_tokens)
+        return ClusterPool(names, setup.cost, PoolSettings(dram_bytes=cache_bytes))
+    settings = setup.pool
+    return ClusterPool(names, setup.cost, replace(settings, dram_bytes=settings.dram_bytes * setup.pipeline))
 
 
 class Accounts:
+    """Open and ended requests of a run."""
+
     def __init__(self, spans: bool) -> None:
         self.open: dict[int, Job] = {}
-        """Requests that have come and are not over, by number."""
+        """Requests in progress, by number."""
         self.spans: list[Span] = []
         self._keeps_spans = spans
         self._ended: dict[int, RequestOutcome] = {}
 
     def outcomes(self, requests: int) -> list[RequestOutcome]:
-        """Of a run of so many requests that is over."""
+        """Outcomes of a finished run, by number."""
         assert not self.open and len(self._ended) == requests, "every request ends, and ends once"
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """``worst_s``: the longest time between two of its tokens; None where it has but one."""
+        """``worst_s``: longest time between its tokens; None with one token."""
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 
@@ -289,10 +415,9 @@ class Accounts:
         )
 
 
-# The loads of a simulated cluster over time, as Mooncake defines them: what is predicted, over what was promised.
-
-
 class Loads:
+    """Load samples, by Mooncake's definition: predictions relative to the objectives."""
+
     def __init__(self, slo: Slo, machines: Machines) -> None:
         self._slo = slo
         self._prefills = machines.prefills or machines.coupled
@@ -313,50 +438,3 @@ class Loads:
                 decode_mean=sum(steps_s) / len(steps_s) / self._slo.tbt_s,
             )
         )
-
-
-# A trace through a simulated cluster, from the first arrival to the last token.
-
-
-def run_cluster(
-    requests: Sequence[TraceRequest],
-    setup: ClusterSetup | None = None,
-    scheduler: str | SchedulerFactory = "least-load",
-    admission: str | Admission = "all",
-    *,
-    scheduler_options: Mapping[str, object] | None = None,
-    admission_options: Mapping[str, object] | None = None,
-    asked: Sequence[Request] | None = None,
-    pool: Pool | None = None,
-) -> ClusterRun:
-    """What becomes of ``requests`` (in the order of arrival; outcomes are in the order that jitter leaves).
-
-    ``scheduler``: one of ``schedulers.NAMES``, or what makes one; ``admission`` likewise; options of named ones by
-    name. ``asked``: what the scheduler is told of each, where
-    requests have tenants or priorities; only without jitter. ``pool``: another than the setup's; for one run only.
-
-    Equal arguments give equal runs.
-
-    Raises:
-        InvalidInput: arrivals out of order, or a name that is not known.
-    """
-    setup = setup or ClusterSetup()
-    arriving = timed(requests, setup)
-    before_s = -math.inf
-    for at, request in enumerate(arriving):
-        if request.at_s < before_s:
-            raise InvalidInput(f"request {at} arrives at {request.at_s:g} s, after one at {before_s:g} s; sort them")
-        before_s = request.at_s
-    if asked is not None and (setup.jitter_s or len(asked) != len(arriving)):
-        raise InvalidInput("what is asked is given for each request, and none may be moved by jitter")
-    rule = admission
-    if isinstance(rule, str):
-        rule = admission_named(rule, setup.slo, **(admission_options or {}))
-    factory = scheduler
-    if isinstance(factory, str):
-        name, options = factory, scheduler_options or {}
-
-        def factory(world: World) -> Scheduler:
-            return scheduler_named(name, world, **options)
-
-    return Simulation(setup, factory, rule, pool).run(arriving, asked)

@@ -1,10 +1,13 @@
-"""The constellation as a tier of the pool: blocks in chunks over the servers of a box that flies.
+"""The constellation as a tier of the simulated pool: blocks in chunks over the servers of a moving box.
 
-A read takes the way there and back to the farthest server that has chunks of it, and its bytes over the one way down
-that all nodes share; a write its bytes over the way up, in the background. A block is cut into so many chunks that each
-server has some. What is there goes by LRU, never a parent before its child. When the box moves, leaving columns hand
-their chunks over: a reader finds a chunk in the old place or the new (copy, switch, delete), so moves cost no hit, but
-the bytes must pass a link between satellites before the next move, which limits how much a box can hold.
+A read takes the round trip to the farthest server with chunks of it, and its bytes over the downlink that all nodes
+share; a write takes its bytes over the uplink, in the background. Every server has chunks of every block. Eviction is
+LRU, never a parent before its child. When the box moves, leaving columns hand their chunks over: a reader finds them in
+the old or the new place (copy, switch, delete), so moves cost no hits, but the bytes must pass an inter-satellite link
+before the next move, which limits what a box can hold.
+
+Locations and link lengths come from production code: the move clock and map of the plan, its placement, and the ground
+station's view of the real orbits.
 """
 
 from __future__ import annotations
@@ -18,18 +21,17 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves, Placement, server_moves
 from skymemory.protocol.clock import STRATEGY_CODES
-from skymemory.sim.cluster.node_memory import PrefixCache
-from skymemory.sim.cluster.pool_base import SKY_TIER, Far, Link, transfer_s
+from skymemory.sim.cluster.pool_base import SKY_TIER, Far, Link, PrefixCache, transfer_s
 from skymemory.sim.cluster.setup import SkySetup
 from skymemory.testbed.connect import clock_of, shell_of, sky_of
 from skymemory.testbed.plan import Ground, make_plan
 
 
 class SkyTier:
-    """``block_bytes`` of KV; in the sky they are packed.
+    """The tier. ``block_bytes``: of KV, before packing.
 
     Raises:
-        InvalidInput: the box cannot hold one block, or what ``SkyGeometry`` raises.
+        InvalidInput: a box smaller than a block, or as ``SkyGeometry``.
     """
 
     def __init__(self, setup: SkySetup, block_bytes: float) -> None:
@@ -41,13 +43,13 @@ class SkyTier:
             per_satellite = min(per_satellite, setup.isl_bytes_per_s * self.geometry.slot_period_s)
         capacity = int(per_satellite * setup.servers // self._block_bytes)
         if capacity < 1:
-            raise InvalidInput(f"{setup.servers} satellites of {per_satellite:g} bytes each hold no block")
+            raise InvalidInput(f"{setup.servers} satellites of {per_satellite:g} bytes each are smaller than a block")
         self._here = PrefixCache(capacity)
         self._set: dict[int, tuple[float, Moves]] = {}
-        """Of each block, from when on it can be read, and the moves at its setting."""
+        """Per block, the time from which it is readable, and the moves at its write."""
         self._set_at: Counter[Moves] = Counter()
         self._offered: set[int] = set()
-        """Every block that ever was: the tiers' own admission (``store.wrappers``) remembers the latest only."""
+        """All blocks ever offered (``store.wrappers``' admission remembers only the latest)."""
         self._moves = self.geometry.moves(0.0)
         self.up, self.down = Link("sky up", setup.bytes_per_s), Link("sky down", setup.bytes_per_s)
         self._evicted = self._skipped = self._handovers = 0
@@ -61,7 +63,7 @@ class SkyTier:
         return len(self._here)
 
     def leading(self, ids: Sequence[int], now_s: float) -> int:
-        """How many of the first blocks can be read now."""
+        """Leading blocks that are readable now."""
         here = self._set
         for at, block in enumerate(ids):
             found = here.get(block)
@@ -70,7 +72,7 @@ class SkyTier:
         return len(ids)
 
     def offer(self, ids: Sequence[int], now_s: float) -> Far | None:
-        """What it has of a prompt and the way there as busy as it is; None for nothing, or nobody in reach."""
+        """Its leading blocks of a prompt and the current medium; None without any, or with no satellite in reach."""
         self.fly(now_s)
         held = self.leading(ids, now_s)
         if not held:
@@ -82,7 +84,7 @@ class SkyTier:
 
     @property
     def kv_bytes_per_s(self) -> float:
-        """Of KV, as it is unpacked."""
+        """Rate of unpacked KV."""
         return self._setup.bytes_per_s / self._setup.packing
 
     def _round_trip_s(self, ids: Sequence[int], now_s: float) -> float:
@@ -90,7 +92,7 @@ class SkyTier:
         return max((self.geometry.round_trip_s(set_moves, now_s) for set_moves in settings), default=0.0)
 
     def read(self, ids: Sequence[int], begin: int, end: int, into: Link, now_s: float) -> tuple[int, float]:
-        """Blocks ``begin`` to ``end`` of a prompt through ``into``: how many come, and when the last has come."""
+        """Reads blocks ``begin`` to ``end`` through ``into``; returns how many, and the end."""
         self.fly(now_s)
         end = min(end, self.leading(ids, now_s))
         if end <= begin:
@@ -103,9 +105,9 @@ class SkyTier:
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
     def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
-        """What it lacks of a chain goes up, from the root on, as much as the way up takes before it is too busy.
+        """Writes the missing blocks of a chain, from the root on, as far as the uplink's queue allows.
 
-        When that is not idle either, only what is offered again: most blocks are never wanted a second time.
+        With a busy uplink only blocks that are offered again: most are never requested a second time.
         """
         self.fly(now_s)
         held = next((at for at, block in enumerate(ids) if block not in self._set), len(ids))
@@ -133,7 +135,7 @@ class SkyTier:
             self._evicted += 1
 
     def fly(self, now_s: float) -> None:
-        """The box as it is now: what was handed over on the way here is counted."""
+        """Moves the box to ``now_s`` and counts the handovers."""
         moves = self.geometry.moves(now_s)
         if moves == self._moves:
             return
@@ -163,19 +165,11 @@ class SkyTier:
         }
 
 
-# How far the sky is: which satellite holds what at a moment of the simulation, and how long light takes there.
-#
-# All of it is asked of what flies: the move clock and the map of a constellation's plan, its placement, and what a
-# ground
-# station sees of the real orbits. Nothing here is a constant: boxes move, chunks are handed over with them, gateways
-# set.
-
-
 class SkyGeometry:
-    """The box over the ground station of a preset, from its epoch on, as it flies.
+    """The moving box over a preset's ground station, from its epoch on.
 
     Raises:
-        InvalidInput, UnknownPreset: no such preset, strategy, access mode, or box.
+        InvalidInput, UnknownPreset: unknown preset, strategy or access mode, or an invalid box.
     """
 
     def __init__(self, setup: SkySetup) -> None:
@@ -208,7 +202,7 @@ class SkyGeometry:
         return self._sky.placement(self._strategy, self.plan.servers)
 
     def moves(self, now_s: float) -> Moves:
-        """Of the box, since the epoch. Calls come in the order of time."""
+        """Moves of the box since the epoch. Calls come in order of time."""
         if now_s >= self._moves_until_s:
             self._moves = self._clock.moves(now_s)
             next_s = self._clock.next_move_s(now_s)
@@ -216,11 +210,11 @@ class SkyGeometry:
         return self._moves
 
     def servers_at(self, set_moves: Moves, now_s: float) -> tuple[SatelliteId, ...]:
-        """Who holds now what was set at ``set_moves``, by server: the locator's closed form."""
+        """Satellite of each server now, for values written at ``set_moves``."""
         return self._sky.servers_at(self._strategy, self.plan.servers, set_moves, self.moves(now_s))
 
     def round_trip_s(self, set_moves: Moves, now_s: float) -> float:
-        """There and back to the farthest server of a value set at ``set_moves``; infinite while none is in reach."""
+        """Round trip to the farthest server of values written at ``set_moves``; infinite while out of reach."""
         step = self.moves(now_s), math.floor(now_s / self._step_s)
         if step != self._step:
             self._look(step, now_s)
@@ -231,7 +225,7 @@ class SkyGeometry:
         return found
 
     def _look(self, step: tuple[Moves, int], now_s: float) -> None:
-        """The beams of this step, as they are when it is first asked for: never those of before a move."""
+        """Recomputes the links of this step; never reuses those from before a move."""
         self._step, self._look_s = step, now_s
         self._one_way.clear()
         self._round_trips.clear()
