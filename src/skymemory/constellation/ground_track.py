@@ -1,9 +1,10 @@
-"""The way of the overhead point over the grid of satellites, in straight pieces: where it is, how often it has
-changed cell, when it will next.
+"""Ground tracks: the path of the overhead point over the grid, hence the moves of the box and the time of the next.
 
-A host that stands still has one piece that never ends: the anchor's closed form. A host that moves has a piece for
-each quarter of a degree of its way, so that satellites and clients compute the same moves to the bit, and the next move
-exactly. A user who walks through a grid of cells has a piece between any two places where he was.
+A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit, and the next move exactly.
+
+- A host that stands still has one piece that never ends: the anchor's closed form.
+- A host that moves (``Trajectory``) has a piece for each quarter of a degree of its path.
+- A user in a grid of cells on the ground (``CellGrid``) has a piece between any two stops.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ from skymemory.constellation.visibility import (
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
 
+MAX_SPEED_M_S = 1_000.0
+"""Three times an airliner's: a higher speed is a typing error."""
+MAX_LATITUDE_DEG = 89.0
+"""Over a pole the longitude, and with it the plane overhead, would jump."""
+_MAX_LEG_RAD = math.radians(170.0)
+_CHECK_RAD = math.radians(0.5)
 _PIECE_RAD = math.radians(0.25)
-"""The cell of the overhead point is interpolated over so much of a moving host's way."""
+"""The overhead point is interpolated linearly over this much of a moving host's path."""
 
 
 class Knot(NamedTuple):
@@ -84,7 +91,7 @@ class Track:
         return slot0 - slot, plane - plane0
 
     def next_crossing_s(self, time_s: float) -> float:
-        """When the overhead point next comes to the edge of its cell, to within rounding; infinite if never."""
+        """When the overhead point next reaches the edge of its cell, to within rounding; infinity: never."""
         piece = bisect_right(self._times, time_s)
         while True:
             end_s = self.knots[piece].time_s if piece < len(self.knots) else math.inf
@@ -115,7 +122,7 @@ def track_over(shell: Shell, place: Place, epoch_unix_s: float) -> Track:
     for time_s in times:
         plane, slot = overhead_cell(shell, host_at(place, time_s), epoch_unix_s, time_s)
         if knots:
-            # Longitudes wrap; the way does not. What turns with the Earth is known, the rest is the nearer way round.
+            # Longitudes wrap, the track does not: of the possible planes take the one nearest to the Earth's rotation.
             expected = knots[-1].plane + rates[0] * (time_s - knots[-1].time_s)
             plane += shell.planes * round((expected - plane) / shell.planes)
         knots.append(Knot(time_s, plane, slot))
@@ -130,17 +137,7 @@ def _knot_times(way: Trajectory) -> list[float]:
     return times
 
 
-# A host that moves over the ground: a ship, an aircraft. Waypoints with times, great circles in between.
-#
-# Before the first waypoint and after the last the host stands still. Pure: where it is is a function of time.
-
-
-MAX_SPEED_M_S = 1_000.0
-"""Three times an airliner's: what is faster is a typing error."""
-MAX_LATITUDE_DEG = 89.0
-"""Over a pole the longitude, and with it the plane overhead, would jump."""
-_MAX_LEG_RAD = math.radians(170.0)
-_CHECK_RAD = math.radians(0.5)
+# --- Moving hosts ---
 
 
 class Waypoint(NamedTuple):
@@ -156,13 +153,16 @@ Vector = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The way of a host. Waypoints in ascending order of time, at least one."""
+    """The path of a host over the ground, such as a ship or an aircraft: great circles between timed waypoints.
+
+    At least one waypoint, in ascending order of time; the host stands still before the first and after the last.
+    """
 
     waypoints: tuple[Waypoint, ...]
 
     def __post_init__(self) -> None:
         if not self.waypoints:
-            raise InvalidInput("a way without waypoints: expected at least one, `seconds latitude longitude`")
+            raise InvalidInput("a trajectory without waypoints: expected at least one, `seconds latitude longitude`")
         for point in self.waypoints:
             GroundHost(point.latitude_deg, point.longitude_deg)
             if not math.isfinite(point.time_s):
@@ -196,8 +196,8 @@ class Trajectory:
     def _check_latitude(point: Waypoint) -> None:
         if abs(point.latitude_deg) > MAX_LATITUDE_DEG:
             raise InvalidInput(
-                f"the way is at latitude {point.latitude_deg:.2f} after {point.time_s:g} s: expected at most "
-                f"{MAX_LATITUDE_DEG:g} degrees north or south, put a waypoint that goes round the pole"
+                f"the path is at latitude {point.latitude_deg:.2f} after {point.time_s:g} s: expected at most "
+                f"{MAX_LATITUDE_DEG:g} degrees north or south, add a waypoint that avoids the pole"
             )
 
     def leg_rad(self, leg: int) -> float:
@@ -222,7 +222,7 @@ class Trajectory:
 
 
 Place = GroundHost | Trajectory
-"""Where a host is: always there, or on its way."""
+"""A fixed or a moving host."""
 
 
 def host_at(place: Place, time_s: float) -> GroundHost:
@@ -231,7 +231,7 @@ def host_at(place: Place, time_s: float) -> GroundHost:
 
 
 def parse_waypoints(lines: Iterable[str], where: str) -> tuple[Waypoint, ...]:
-    """Waypoints as people write them: ``seconds latitude longitude``, one a line, ``#`` before a comment."""
+    """Waypoints from text: ``seconds latitude longitude``, one per line, ``#`` before a comment."""
     points = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
@@ -257,20 +257,19 @@ def _angle_rad(a: Vector, b: Vector) -> float:
     return math.atan2(cross, sum(p * q for p, q in zip(a, b, strict=True)))
 
 
-# Cells on the ground in place of satellites: users move between them, and the cache follows (paper §6).
+# --- Cells on the ground in place of satellites (paper §6) ---
 #
-# A base station is linked to the four around it, as a satellite is; rows are planes, columns are slots. What moves is
-# not
-# the grid but its user, so his path takes the place of the orbit: each border he crosses is a move, and the same
-# placement and migration keep the cache around him. A grid has edges and the torus has none: the path must keep so far
-# from the edges that no box, and no shortest way inside one, crosses the seam.
+# A base station is linked to the four around it, as a satellite is; rows are planes, columns are slots. Not the grid
+# moves but its user, whose path takes the place of the orbit: each border crossed is a move, and the same placement and
+# migration keep the cache around the user. A grid has edges, the torus has none: the path must stay far enough from the
+# edges that no box, and no shortest path inside one, crosses them.
 #
-# One grid has one path: a train, a bus, or a user by himself. Users who part ways need a grid (a clock) each.
+# One grid has one path: a train, a bus, or a single user. Users on different paths need a grid (a clock) each.
 
 
 class Stop(NamedTuple):
-    """A user is here at a time, straight ways in between. Rows grow south and columns east, in cells; a whole number is
-    the middle of a cell.
+    """A user's position at a time, in cells; straight lines in between. Rows grow south, columns east; a whole number
+    is the middle of a cell.
     """
 
     time_s: float
@@ -287,11 +286,11 @@ class CellGrid:
 
     @property
     def torus(self) -> Torus:
-        """The grid as placement and routing see it: every cell has an address, opposite edges are never used as one."""
+        """The grid as placement and routing see it; paths keep away from the links that join opposite edges."""
         return Torus(self.rows, self.columns)
 
     def track(self, path: Sequence[Stop], margin: int) -> Track:
-        """The moves of a box around a user on this path, who stands still before its first stop and after its last.
+        """The moves of a box around a user on this path, standing still before the first stop and after the last.
 
         ``margin`` is how many cells the box reaches from its centre.
 
@@ -299,7 +298,7 @@ class CellGrid:
             InvalidInput: no stops, stops out of order, or one too near to the edge of the grid.
         """
         if not path:
-            raise InvalidInput("a path without stops: expected at least one, where the user is")
+            raise InvalidInput("a path without stops: expected at least one")
         for number, stop in enumerate(path, start=1):
             if not all(math.isfinite(part) for part in stop):
                 raise InvalidInput(f"stop {number} {tuple(stop)}: expected seconds, row and column")

@@ -1,11 +1,11 @@
-"""One shell of circular orbits: where its satellites are, how long its links are, what light needs for them.
+"""One shell of circular orbits: positions of its satellites, lengths and light times of its links.
 
 SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Satellites of plane
 ``k`` share a right ascension of ``2π·k/planes``; slot ``j`` has the argument of latitude ``u = 2π·j/slots +
 2π·phase·k/(planes·slots)`` at the epoch and advances by 2π in a period. The Earth is a sphere of 6371 km.
 
 Rejected: propagating two-line elements. Placement needs a regular grid that every host computes to the same
-bit; drift within a slot is the business of station keeping.
+bit; station keeping corrects drift within a slot.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Shell:
 
     def __post_init__(self) -> None:
         if not 100_000 <= self.altitude_m <= 2_000_000:
-            raise InvalidInput(f"altitude_m is {self.altitude_m:g}: a low Earth orbit is at 100 000 … 2 000 000 m")
+            raise InvalidInput(f"altitude_m is {self.altitude_m:g}: expected a low Earth orbit, 100 000 to 2 000 000 m")
         if not 0 < self.inclination_deg < 180:
             raise InvalidInput(f"inclination_deg is {self.inclination_deg:g}: expected more than 0 and less than 180")
 
@@ -66,7 +66,7 @@ class Shell:
 
     @property
     def node_rate_rad_s(self) -> float:
-        """Drift of the ascending nodes under the Earth's flattening (J2); westward for prograde orbits."""
+        """Drift of the ascending nodes due to the Earth's flattening (J2); westward for prograde orbits."""
         mean_motion = 2 * math.pi / self.period_s
         ratio = EARTH_RADIUS_M / self.radius_m
         return -1.5 * EARTH_J2 * ratio**2 * mean_motion * math.cos(math.radians(self.inclination_deg))
@@ -76,13 +76,11 @@ class Shell:
         return neighbour_chord_m(self.slots_per_plane, self.altitude_m)
 
     def d_n_max_m(self) -> float:
-        """Equation 2: largest distance of a slot's twins in neighbouring planes (at the equator, phase 0)."""
+        """Equation 2: largest distance to the same slot of a neighbouring plane (at the equator, phase 0)."""
         return neighbour_chord_m(self.planes, self.altitude_m)
 
     def d_n_m(self, now_s: float, slot: int = 0, plane: int = 0) -> float:
-        """Disclosure's D_N(t): distance to the same slot of the next plane. The closed form holds for phase 0
-        only.
-        """
+        """Disclosure's D_N(t): distance to the same slot of the next plane. The closed form holds for phase 0 only."""
         u_rad = self.argument_rad(plane, slot, now_s)
         if self.phase:
             return self.chord_m(0, 1, u_rad)
@@ -95,9 +93,7 @@ class Shell:
         return 2 * math.pi * (turns + now_s / self.period_s)
 
     def position_m(self, u_rad: float, node_rad: float) -> tuple[float, float, float]:
-        """Inertial Cartesian position at argument of latitude ``u_rad`` of the orbit whose node is at
-        ``node_rad``.
-        """
+        """Inertial Cartesian position at argument of latitude ``u_rad`` of the orbit with its node at ``node_rad``."""
         i_rad = math.radians(self.inclination_deg)
         along, across, up = (
             math.cos(u_rad),
@@ -110,7 +106,7 @@ class Shell:
 
     def positions_m(self, now_s: float = 0.0) -> NDArray[np.float64]:
         """Inertial positions of all satellites, shape ``(planes, slots_per_plane, 3)``."""
-        import numpy as np  # here: delays and maps need no numpy, and their verbs start without
+        import numpy as np  # local: verbs that only need delays and maps start without numpy
 
         i_rad = math.radians(self.inclination_deg)
         plane = np.arange(self.planes)[:, None]
@@ -126,9 +122,7 @@ class Shell:
         return self.radius_m * np.stack([east, north, up], axis=-1)
 
     def chord_m(self, d_slot: int, d_plane: int, u_rad: float = 0.0) -> float:
-        """Exact straight distance from a satellite at argument ``u_rad`` to the one ``d_slot``, ``d_plane``
-        further.
-        """
+        """Exact straight distance from a satellite at argument ``u_rad`` to the one ``d_slot``, ``d_plane`` on."""
         here = self.position_m(u_rad, 0.0)
         u_there = u_rad + self.argument_rad(d_plane, d_slot)
         return math.dist(here, self.position_m(u_there, 2 * math.pi * d_plane / self.planes))
@@ -155,7 +149,5 @@ class Shell:
         return self.slant_m(d_slot, d_plane, u_rad, model) / SPEED_OF_LIGHT_M_S
 
     def isl_one_way_s(self, axis: Axis, u_rad: float = 0.0) -> float:
-        """Light time of one link, to the next slot or to the next plane (at argument ``u_rad``; 0 is its
-        longest).
-        """
+        """Light time of one link, to the next slot or the next plane (at argument ``u_rad``; longest at 0)."""
         return (self.d_m_m() if axis == "slot" else self.chord_m(0, 1, u_rad)) / SPEED_OF_LIGHT_M_S

@@ -1,8 +1,8 @@
-"""What a host sees of its box's neighbourhood: satellites above the mask, the nearest of them, how far each is.
+"""Satellites in sight of a host: those above the elevation mask, the gateway first, and their light times.
 
-Asked in terms of the *centre* of the box as its host counts it, so that a grid that an operator pushed on by hand is
-seen as if the satellites had flown so far. Two views: the real orbits, and (for presets whose grid is no orbit) the
-offsets from the overhead point, which never change.
+The arguments include the *centre* of the box as its host counts it, so a grid that an operator pushed is seen as if the
+satellites had flown that far. Two implementations: the real orbits, and (for presets whose grid is no orbit) fixed
+offsets from the overhead point.
 """
 
 from __future__ import annotations
@@ -21,43 +21,46 @@ from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""``nearest``: the highest satellite in sight. ``climbing``: the highest on the branch of the box, while there is one;
-the others are as near on the ground and half the grid away along the links."""
+"""``nearest``: the highest satellite in sight. ``climbing``: the highest on the climbing branch, on which the box is,
+if there is one; satellites of the other branch are as near to the ground, but half the grid away along the links.
+"""
 
 
 class Sight(Protocol):
-    """What a host sees at a time, in seconds of the satellites since the epoch. ``centre``: its box's centre."""
+    """What a host sees, ``sky_s`` seconds after the epoch as satellites fly. ``centre``: of its box."""
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         """Satellites at or above the mask, the gateway first."""
         ...
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
-        """Light time of the beam to this satellite; of one out of sight, of the paper's: as if it could be reached."""
+        """Light time of the beam to this satellite; for one out of sight, by the paper's model, as if it were
+        reachable.
+        """
         ...
 
 
 def check_mask(mask_deg: float) -> None:
-    """Raises ``InvalidInput`` for an elevation that no antenna has as its lowest."""
+    """Raises ``InvalidInput`` for an impossible elevation mask."""
     if not 0 <= mask_deg < 90:
         raise InvalidInput(f"elevation mask {mask_deg:g}: expected 0 to less than 90 degrees")
 
 
 def reach_cosine(shell: Shell, mask_deg: float) -> float:
-    """Cosine of the angle, at the centre of the Earth, between a host and a satellite just at the mask."""
+    """Cosine of the angle at the centre of the Earth between a host and a satellite exactly at the mask."""
     mask_rad = math.radians(mask_deg)
     return math.cos(math.acos(EARTH_RADIUS_M / shell.radius_m * math.cos(mask_rad)) - mask_rad)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
-    """Light time to a satellite at this angle from the host, as seen from the centre of the Earth."""
+    """Light time to a satellite at this angle (by its cosine) from the host, at the centre of the Earth."""
     r = shell.radius_m
     return math.sqrt(EARTH_RADIUS_M**2 + r * r - 2 * EARTH_RADIUS_M * r * cosine) / SPEED_OF_LIGHT_M_S
 
 
 @dataclass(frozen=True)
 class OrbitSight:
-    """The real orbits over a place. Closed form: per plane, the arc of it that is above the mask."""
+    """The real orbits above a place, in closed form: per plane, the arc that is above the mask."""
 
     shell: Shell
     place: Place
@@ -76,12 +79,12 @@ class OrbitSight:
         return tuple(wrap(plane + shift_planes, slot + shift_slots) for plane, slot in self.overhead(sky_s))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
-        """How far the box was moved on by hand: its centre against the anchor."""
+        """How far operators have pushed the box: its centre relative to the anchor."""
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Satellites above the mask on the grid as it flies, the gateway first."""
+        """Satellites above the mask on the grid without pushes, the gateway first."""
         shell, slots = self.shell, self.shell.slots_per_plane
         reach = reach_cosine(shell, self.mask_deg)
         u_step, node_step = 2 * math.pi / slots, 2 * math.pi / shell.planes
@@ -131,7 +134,7 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """A grid that is no orbit (the paper's testbed): lengths and elevations by the offset from the overhead point."""
+    """A grid that is no orbit (the paper's testbed): distances and elevations by the offset from the overhead point."""
 
     shell: Shell
     torus: Torus

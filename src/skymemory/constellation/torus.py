@@ -1,4 +1,4 @@
-"""The +GRID torus: who is linked to whom, and the way from one satellite to another.
+"""The +GRID torus: the links between satellites, and the routes over them.
 
 SkyMemory paper §3.2 and §4. A constellation is ``planes`` orbital planes of ``slots_per_plane`` satellites.
 Each satellite is linked to its two neighbours in the plane and to the same slot in the two neighbouring
@@ -33,9 +33,7 @@ class SatelliteId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Torus:
-    """``planes`` rings of ``slots_per_plane`` satellites, each slot of which is again a ring across the
-    planes.
-    """
+    """``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes."""
 
     planes: int
     slots_per_plane: int
@@ -43,7 +41,7 @@ class Torus:
     def __post_init__(self) -> None:
         for name, value in (("planes", self.planes), ("slots_per_plane", self.slots_per_plane)):
             if not 1 <= value <= 4096:
-                raise InvalidInput(f"{name} is {value}: a constellation has 1 to 4096 of them")
+                raise InvalidInput(f"{name} is {value}: expected 1 to 4096")
 
     @property
     def size(self) -> int:
@@ -56,7 +54,7 @@ class Torus:
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
-        """The satellite at these indices, which may run past either end of their rings."""
+        """The satellite at these indices, which may lie beyond either end of their rings."""
         return SatelliteId(plane % self.planes, slot % self.slots_per_plane)
 
     def index(self, satellite: SatelliteId) -> int:
@@ -90,9 +88,7 @@ class Torus:
         return self.north(here), self.east(here), self.south(here), self.west(here)
 
     def delta(self, here: SatelliteId, there: SatelliteId) -> tuple[int, int]:
-        """Signed hops ``(d_slot, d_plane)`` of a shortest way; exactly opposite on a ring counts as west or
-        north.
-        """
+        """Signed hops ``(d_slot, d_plane)`` of a shortest path; exactly opposite on a ring counts as west or north."""
         d_slot = (there.slot - here.slot) % self.slots_per_plane
         if 2 * d_slot >= self.slots_per_plane:
             d_slot -= self.slots_per_plane
@@ -102,7 +98,7 @@ class Torus:
         return d_slot, d_plane
 
     def hops(self, here: SatelliteId, there: SatelliteId) -> int:
-        """Links on a shortest way (Manhattan distance on the torus)."""
+        """Links on a shortest path (Manhattan distance on the torus)."""
         d_slot, d_plane = self.delta(here, there)
         return abs(d_slot) + abs(d_plane)
 
@@ -113,10 +109,10 @@ class Torus:
         mode: RoutingMode = "greedy",
         came_axis: Axis | None = None,
     ) -> SatelliteId:
-        """The neighbour to hand a packet for ``there`` to; ``here`` itself when it has arrived.
+        """The next hop of a packet for ``there``; ``here`` itself when it has arrived.
 
-        ``greedy`` is the rule of paper §4, planes first, repaired: where both ways round a ring are equally
-        long the printed rule stops, ours goes north or west. ``alternate`` swaps axes at each hop
+        ``greedy`` is the rule of paper §4, planes first, corrected: where both ways around a ring are equally
+        long the printed rule stops, this one goes north or west. ``alternate`` swaps axes at each hop
         (``came_axis`` is the axis of the link the packet came in on; without it, the axis with more hops
         left), which spreads the flows of a box evenly over the four links of its centre, both in and out.
         """
@@ -140,7 +136,7 @@ class Torus:
         return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that the diagonals spread over the four links too
 
     def path(self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
-        """Every satellite on the way, both ends included: ``hops(here, there) + 1`` of them."""
+        """All satellites on the path, both ends included: ``hops(here, there) + 1``."""
         way = [here]
         came_axis: Axis | None = None
         while here != there:

@@ -1,7 +1,7 @@
-"""What a host on the ground sees: elevation, the anchor of its box, its gateway.
+"""Visibility from the ground: elevations, the anchor of a host's box, its gateway.
 
 The satellite nearest to a host changes every minute or so, mostly across planes and between the branches of
-orbits that climb and sink. A box that followed it would migrate all the time. So the box is centred on an
+orbits that climb and descend. A box that followed it would migrate all the time. So the box is centred on an
 *anchor*: the grid cell of the overhead point on one frozen branch, a pure function of host, epoch and time.
 It steps one slot west whenever the satellites have flown one slot, and one plane south whenever the Earth,
 and the drift of the nodes against it, have turned one plane.
@@ -93,7 +93,7 @@ def anchor(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) ->
 
 
 def nearest(cell: float) -> int:
-    """The whole cell that a point lies in; a cell reaches half a cell to either side."""
+    """The cell that a point lies in; a cell extends half a cell to either side."""
     return math.floor(cell + 0.5)
 
 
@@ -109,7 +109,7 @@ def plane_move_period_s(shell: Shell) -> float:
 
 def host_position_m(host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Inertial position of the host, shape ``(3,)``."""
-    import numpy as np  # here and below: delays and maps need no numpy, and their verbs start without
+    import numpy as np  # local, as below: verbs that only need delays and maps start without numpy
 
     latitude = math.radians(host.latitude_deg)
     longitude = math.radians(host.longitude_deg) + earth_angle_rad(epoch_unix_s, now_s)
@@ -151,8 +151,6 @@ def visible(
 def gateway(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> SatelliteId | None:
-    """The nearest visible satellite (at one altitude, the nearest is the highest); None when none is in
-    sight.
-    """
+    """The nearest visible satellite (at one altitude also the highest); None when none is in sight."""
     in_sight = visible(shell, host, epoch_unix_s, now_s, mask_deg)
     return in_sight[0] if in_sight else None

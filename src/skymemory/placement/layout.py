@@ -94,7 +94,7 @@ def parse_strategy(name: str) -> Strategy:
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
-    """``(width, height)`` of the nearly square box for so many servers: columns of slots, rows of planes."""
+    """``(width, height)`` of the nearly square box for ``servers``: columns of slots, rows of planes."""
     check_servers(servers, torus)
     root = math.isqrt(servers - 1) + 1
     width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
@@ -106,14 +106,14 @@ def check_servers(servers: int, torus: Torus) -> None:
     if not 1 <= servers <= torus.size:
         raise InvalidInput(
             f"{servers} servers on {torus.planes} planes of {torus.slots_per_plane} satellites: "
-            f"expected 1 to {torus.size}, each server is a satellite of its own"
+            f"expected 1 to {torus.size}, since each server is a satellite of its own"
         )
 
 
 def layout(
     strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
 ) -> Layout:
-    """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) look at link delays."""
+    """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) use the link delays."""
     check_servers(servers, torus)
     if slot_link_s <= 0 or plane_link_s <= 0:
         raise InvalidInput(f"link delays of {slot_link_s} s and {plane_link_s} s: expected more than 0")
@@ -168,7 +168,7 @@ def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
 
 @lru_cache(maxsize=16)
 def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
-    """Every cell with its delay, nearest first. A torus of equal links needs no search for shortest ways.
+    """Every cell with its delay, nearest first. On a torus of equal links the delay follows from the offset.
 
     Whole picoseconds, so that every machine breaks ties alike; equal delays keep the order of the
     breadth-first walk.

@@ -1,4 +1,4 @@
-"""Where a server is now: one closed form, no table, nothing to ask anybody.
+"""Where a server is now: a closed form of the clock, without a table or a query.
 
 SkyMemory paper §3.4 to §3.8. ``Moves`` are the steps of the overhead point since the epoch: ``(slot_moves,
 plane_moves)``. A slot move takes the centre one slot west (the satellites fly east under it), a plane move
@@ -7,7 +7,7 @@ one plane south. Both may be negative.
 At each slot move the leaving east column hands its chunks to the entering west column, each within its plane;
 at each plane move the leaving north row hands them to the entering south row. So after r and p moves a server
 that was set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north) mod h) − north)`` of the
-centre of then. The mod runs over the full box, with its empty cells: that is what makes the two axes commute
+centre of that time. The mod runs over the full box, with its empty cells: that is what makes the two axes commute
 when the servers do not fill it.
 """
 
@@ -59,7 +59,7 @@ class Placement:
 
     @classmethod
     def for_preset(cls, preset: Preset, strategy: Strategy | None = None, servers: int | None = None) -> Placement:
-        """The placement of a preset, with its own strategy and number of servers unless told otherwise."""
+        """The placement of a preset, with its own strategy and number of servers by default."""
         return cls.of(
             strategy or preset.strategy,
             preset.servers if servers is None else servers,
@@ -87,9 +87,7 @@ class Placement:
 
     @property
     def migrates(self) -> bool:
-        """Whether chunks follow the overhead point. ``hop`` stays where it was set, ``baseline`` where it
-        always is.
-        """
+        """Whether chunks follow the overhead point. ``hop`` stays where it was set, ``baseline`` never moves."""
         return self.layout.strategy not in ("hop", "baseline")
 
     def centre_at(self, now_moves: Moves) -> SatelliteId:
@@ -99,7 +97,7 @@ class Placement:
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
         """The centre of the box that holds, now, what was set at ``set_moves``.
 
-        The overhead satellite for the strategies that migrate; the one of then for ``hop``; the first for
+        The overhead satellite for the strategies that migrate; the one at ``set_moves`` for ``hop``; the first for
         ``baseline``.
         """
         if self.migrates:
@@ -107,7 +105,7 @@ class Placement:
         return self.centre_at(set_moves) if self.layout.strategy == "hop" else self.centre
 
     def cell_at(self, cell: Cell, set_moves: Moves, now_moves: Moves) -> Cell:
-        """Where in the box of now is what was set in ``cell`` of the box of then."""
+        """The cell, at ``now_moves``, of what was set in ``cell`` at ``set_moves``."""
         if not self.migrates:
             return cell
         box = self.layout.box
@@ -117,10 +115,10 @@ class Placement:
         )
 
     def replica_cell(self, cell: Cell, replica: int) -> Cell:
-        """Where the copy of what is set in ``cell`` is set: replicas 0 (``cell`` itself) to width · height − 1 are all
-        in different cells, and as long as the box has rows left, in different planes.
+        """The cell of a copy of what is set in ``cell``. Replicas 0 (``cell`` itself) to width · height − 1 are all in
+        different cells and, as long as the box has rows left, in different planes.
 
-        A shift within the whole box, as the motion is one: so the copies stay apart wherever the box goes.
+        It is a shift within the whole box, like the motion itself, so copies stay apart wherever the box goes.
         """
         box = self.layout.box
         if not 0 <= replica < box.width * box.height:
@@ -143,14 +141,14 @@ class Placement:
         return self.torus.wrap(centre.plane + y, centre.slot + x)
 
     def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
-        """``locate`` of every server, in order; remembered, since a read asks for all of them at once."""
+        """``locate`` of every server, in order; cached, since a read needs all of them."""
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
-        """Counts of moves by which ``locate`` names every satellite that can ever hold what was set at ``set_moves``.
+        """Counts of moves for which ``locate`` covers every satellite that can ever hold what was set at ``set_moves``.
 
-        A server keeps its satellite until it has crossed the box, and is then on the one a whole box further: so the
-        counts are a box apart on each axis, until both rings have been gone round.
+        A server keeps its satellite until it has crossed the box, and is then on the one a whole box further on. So the
+        counts are a box apart on each axis, once around both rings.
         """
         if not self.migrates:
             return [set_moves]
@@ -164,9 +162,7 @@ class Placement:
         ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
-        """The server that ``satellite`` is, at ``now_moves``, of what was set at ``set_moves``; None if it is
-        none.
-        """
+        """The server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``; None if none."""
         cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
         if cell is None:
             return None
@@ -197,10 +193,10 @@ def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tup
     return tuple(wrap(centre.plane + y, centre.slot + x) for x, y in cells)
 
 
-# Who hands its chunks to whom when the overhead point moves (SkyMemory paper §3.5 and figures 5 and 8).
+# --- Handovers when the overhead point moves (SkyMemory paper §3.5 and figures 5 and 8) ---
 #
 # All handovers of a slot move stay within their plane and those of a plane move within their slot, so they run
-# in parallel. A satellite knows the clock, computes its own line of this list and needs no command.
+# in parallel. A satellite computes its own from the clock and needs no command.
 
 
 class Handover(NamedTuple):
@@ -220,9 +216,9 @@ class ServerHandover(NamedTuple):
 
 
 def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
-    """The handovers of the whole box, whenever its chunks were set, row by row; none if nothing migrates.
+    """The handovers of the whole box, row by row, whenever its chunks were set; none if nothing migrates.
 
-    The box is taken with its empty cells: what was set before earlier moves may be in any of them by now.
+    Empty cells are included: what was set before earlier moves may be in any of them by now.
     """
     if not placement.migrates:
         return []
@@ -252,9 +248,7 @@ def server_moves(placement: Placement, set_moves: Moves, from_moves: Moves, to_m
 def handover_target(
     placement: Placement, satellite: SatelliteId, from_moves: Moves, to_moves: Moves
 ) -> SatelliteId | None:
-    """To whom ``satellite`` hands everything it holds for this box; None when it keeps it or is not in the
-    box. O(1).
-    """
+    """The satellite that gets everything ``satellite`` holds for this box; None if it keeps it or is not in the box."""
     if not placement.migrates:
         return None
     cell = placement.cell_of(satellite, placement.centre_at(from_moves))

@@ -1,8 +1,8 @@
-"""What a node understands: the word at the end of a PONG, and of an UNSUPPORTED.
+"""Capabilities of a node: protocol versions, operations and codecs, as stated in a PONG and in an UNSUPPORTED.
 
-Releases meet on the wire. A satellite says which versions of the protocol it speaks and which operations it serves; one
-that says nothing is of version 1. A client asks what the word names, remembers for a while what a satellite could not
-do, and never takes an unanswered question for a dead satellite.
+Different releases meet on the wire. A satellite states which versions it speaks and which operations it serves; one
+that states nothing is of version 1. A client sends only stated operations, remembers for a while what a satellite could
+not do, and never takes an unsupported operation for a dead satellite.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skymemory.protocol.messages import Buffer
 from skymemory.protocol.wire import VERSION, Op
 
 ASK_AGAIN_S = 60.0
-"""So long a client believes that a satellite cannot do something: it may be replaced by a later release meanwhile."""
+"""How long a client believes that a satellite lacks an operation: a later release may replace it meanwhile."""
 CODEC_IDS = (0, 8, 9, 10)
 """Ids of the codecs of this release (``kv.codec``, ``engine.quantizers``): a client on the satellite's computer reads
 their payloads. The satellite itself keeps any bytes."""
@@ -26,8 +26,8 @@ _UNSUPPORTED = struct.Struct(">BBBxQQ")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """``operations`` has bit n set where the command n is served, ``codecs`` likewise by codec id. Without a word
-    (``stated`` False) they are those of version 1's first releases, and some of those may be missing.
+    """``operations`` has bit n set if command n is served, ``codecs`` likewise by codec id. If not ``stated``, they are
+    those of version 1's first releases, some of which may be missing.
     """
 
     lowest_version: int
@@ -50,7 +50,7 @@ class Capabilities:
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, int]) -> Capabilities:
-        """What a PONG says. Zero stands for a word that is not there."""
+        """The capabilities in a PONG; zero stands for a missing field."""
         versions = figures.get("protocol_versions", 0)
         if not 0 < versions <= 0xFFFF:
             return UNSTATED
@@ -58,16 +58,16 @@ class Capabilities:
         return cls(versions >> 8, versions & 0xFF, operations, codecs)
 
     def pack_unsupported(self, op: int) -> bytes:
-        """Body of UNSUPPORTED: the number of the operation that was asked for, and the word."""
+        """Body of UNSUPPORTED: the number of the requested operation, and these capabilities."""
         return _UNSUPPORTED.pack(op, self.lowest_version, self.highest_version, self.operations, self.codecs)
 
     @classmethod
     def unpack_unsupported(cls, body: Buffer) -> tuple[int, Capabilities]:
-        """The operation and the word; what a later release appends is ignored."""
+        """The operation and the capabilities; what a later release appends is ignored."""
         if len(body) < _UNSUPPORTED.size:
             raise MalformedPacket(f"UNSUPPORTED of {len(body)} bytes: expected {_UNSUPPORTED.size}")
-        op, *word = _UNSUPPORTED.unpack_from(body)
-        return op, cls(*word)
+        op, *stated = _UNSUPPORTED.unpack_from(body)
+        return op, cls(*stated)
 
 
 def _signed(word: int) -> int:
@@ -79,5 +79,5 @@ def _bits(numbers: tuple[int, ...]) -> int:
 
 
 OURS = Capabilities(VERSION, VERSION, _bits(tuple(op for op in Op if op.is_command)), _bits(CODEC_IDS))
-"""The word of this release."""
+"""The capabilities of this release."""
 UNSTATED = Capabilities(1, 1, _bits(tuple(range(Op.SET, Op.CHECK + 1))), 0, stated=False)

@@ -1,18 +1,22 @@
-"""How long to wait and how much to have in the air: round trips, timeouts, windows."""
+"""Congestion control: round trips and timeouts (``RoundTrip``), windows (``Window``), rate limits (``Throttle``)."""
 
 from __future__ import annotations
 
 import math
 
 RTO_FLOOR_S = 0.020
-"""Below this, a busy host's scheduling looks like loss (3 ms caused 555 needless resends of 480)."""
+"""A shorter timeout takes a busy host's scheduling for loss (3 ms: 555 spurious retransmissions of 480 requests)."""
 RTO_CEILING_S = 2.0
+SHORT_HOLD_S = 0.02
+LONG_HOLD_S = 1.0
+_AT_ONCE = 64
+"""A plane that dies causes some forty declarations within two seconds."""
 
 
 class RoundTrip:
     """Smoothed round trip to one satellite (RFC 6298), from timestamps that answers echo.
 
-    ``expected_s`` is what geometry says before anything was measured.
+    ``expected_s`` is computed from the geometry and used until something is measured.
     """
 
     def __init__(self, expected_s: float = 0.0) -> None:
@@ -20,13 +24,13 @@ class RoundTrip:
         self.forget()
 
     def forget(self) -> None:
-        """What was measured is of another time: patience with an overloaded satellite is none with one that is not."""
+        """Discard the measurements: those of an overloaded satellite do not apply to it later."""
         self.smoothed_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
         self._measured = False
 
     def rerouted(self) -> None:
-        """Packets take another way from now on: until that is measured, it may be as long as any way was."""
+        """The route has changed: until it is measured, assume the longest round trip so far."""
         self.smoothed_s = self._longest_s
         self._measured = False
 
@@ -41,14 +45,16 @@ class RoundTrip:
         self.smoothed_s += (round_trip_s - self.smoothed_s) / 8
 
     def timeout_s(self) -> float:
-        """When to take a request for lost: ``SRTT + 4·VAR``, at least 20 ms; wide before the first measurement."""
+        """Retransmission timeout: ``SRTT + 4·VAR``, at least 20 ms above SRTT; generous before the first
+        measurement.
+        """
         if not self._measured:
             return 2 * self.smoothed_s + 2.5 * RTO_FLOOR_S
         return min(max(self.smoothed_s + 4 * self._deviation_s, self.smoothed_s + RTO_FLOOR_S), RTO_CEILING_S)
 
 
 class Window:
-    """Bytes that may be in the air: starts wide open, halves on loss (once per round trip), grows with answers."""
+    """Bytes that may be in flight: starts at the limit, halves on loss (once per round trip), grows with answers."""
 
     def __init__(self, limit_bytes: int, floor_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -58,7 +64,7 @@ class Window:
         self._cut_until_s = 0.0
 
     def offer(self, limit_bytes: int) -> None:
-        """The other side says how much it can take."""
+        """The receiver advertises how much it can take."""
         if limit_bytes != self.limit_bytes:
             wide_open = self.size_bytes == self.limit_bytes
             self.limit_bytes = max(limit_bytes, self._floor_bytes)
@@ -69,7 +75,7 @@ class Window:
         return self.size_bytes - self.in_flight_bytes
 
     def admits(self, size_bytes: int) -> bool:
-        """A lone request is always let through, however large."""
+        """Whether a request fits; one alone always does, however large."""
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= self.size_bytes
 
     def sent(self, size_bytes: int) -> None:
@@ -81,7 +87,7 @@ class Window:
             self.size_bytes = min(self.limit_bytes, self.size_bytes + max(1, size_bytes // 2))
 
     def given_up(self, size_bytes: int) -> None:
-        """Requested or sent, and not answered: no longer counted as being in the air."""
+        """Bytes that will not be answered are no longer in flight."""
         self.in_flight_bytes = max(0, self.in_flight_bytes - size_bytes)
 
     def lost(self, now_s: float, round_trip_s: float) -> None:
@@ -90,34 +96,26 @@ class Window:
             self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
 
 
-# How often something may be done that others cause: soon while it is seldom, once a second while it goes on.
-#
-# As routers damp the computation of routes (SPF throttling, RFC 8405): a failure is acted on without delay, also one
-# that
-# comes in pieces (a plane that dies is found out satellite by satellite); a storm costs no more than a steady rate.
-
-
-SHORT_HOLD_S = 0.02
-LONG_HOLD_S = 1.0
-_AT_ONCE = 64
-"""A plane that dies makes some forty declarations, within two seconds."""
-
-
 class Throttle:
-    """At once, then ``short_hold_s`` apart; in any ``t`` seconds at most ``t / LONG_HOLD_S + at_once`` times."""
+    """Limits how often an action may run that others cause: prompt while rare, once a second while it goes on.
+
+    At once, then ``short_hold_s`` apart; in any ``t`` seconds at most ``t / LONG_HOLD_S + at_once`` times. Routers damp
+    the computation of routes in the same way (SPF throttling, RFC 8405): the first failures are acted on without delay,
+    even if they come in pieces (a plane that dies is noticed satellite by satellite), and a storm costs a steady rate.
+    """
 
     def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:
         self._burst_s = (at_once - 1) * LONG_HOLD_S
         self._short_hold_s = short_hold_s
         self.open_s = 0.0
-        """From when on it may be done (again)."""
+        """When the action may next run."""
         self._earned_s = -math.inf
-        """Up to when the long holds of all times so far reach."""
+        """Until when the long holds of all runs so far extend."""
 
     def is_open(self, now_s: float) -> bool:
         return now_s >= self.open_s
 
     def done(self, now_s: float) -> None:
-        """It is being done."""
+        """The action runs now."""
         self._earned_s = max(self._earned_s, now_s - self._burst_s) + LONG_HOLD_S
         self.open_s = max(now_s + self._short_hold_s, self._earned_s)

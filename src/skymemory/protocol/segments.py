@@ -1,4 +1,4 @@
-"""Bulk packets many at a time: headers as rows of one array, payloads left where they are.
+"""Batches of packets: headers as rows of one array, payloads left where they are.
 
 A ``SegmentBatch`` is what a machine hands to its transport: ``n`` packets for one destination. The UDP transport
 gathers headers and payloads into segmentation-offload sends without a copy; the simulated one joins them.
@@ -37,7 +37,7 @@ _REF_ROWS = np.dtype(
 
 
 class Slices(Sequence[memoryview]):
-    """Chunks ``indices`` of a value as payloads, cut only where somebody looks at one."""
+    """Chunks ``indices`` of a value as payloads, sliced only when accessed."""
 
     __slots__ = ("chunk_bytes", "indices", "value")
 
@@ -64,7 +64,7 @@ class Slices(Sequence[memoryview]):
 class SegmentBatch:
     """``n`` packets: packet ``i`` is ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
 
-    With ``payloads`` None, ``headers`` is a run of whole packets of ``header_bytes`` each, the last maybe shorter.
+    With ``payloads`` None, ``headers`` is a run of whole packets of ``header_bytes`` each; the last may be shorter.
     """
 
     headers: bytes | bytearray
@@ -85,7 +85,7 @@ class SegmentBatch:
         return len(self.headers) + (sum(map(len, self.payloads)) if self.payloads is not None else 0)
 
     def datagrams(self) -> list[bytes]:
-        """Every packet by itself."""
+        """Each packet as bytes."""
         step = self.header_bytes
         rows = [bytes(self.headers[at : at + step]) for at in range(0, len(self.headers), step)]
         if self.payloads is None:

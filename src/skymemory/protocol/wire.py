@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from skymemory.errors import InvalidInput, MalformedPacket
 
-# CCSDS 133.0-B-2 Space Packet primary header, and the two secondary headers of NASA's cFS.
+# --- Space Packets: CCSDS 133.0-B-2 primary header, and the two secondary headers of NASA's core Flight System (cFS)
+# ---
 #
 # A command is ``primary 6 | function code 1 | checksum 1`` (8 bytes), a telemetry packet
-# ``primary 6 | time 6 | spare 4`` (16 bytes). Both are what a core Flight System node expects; the mission's own
-# header (``messages``) follows. The cFS checksum is left 0, which cFS takes as "not used": the header CRC covers it.
-
+# ``primary 6 | time 6 | spare 4`` (16 bytes). Both are what a cFS node expects; the mission's own header (SKY) follows.
+# The cFS checksum is left 0, which cFS takes as "not used": the header CRC covers it.
 
 PRIMARY_BYTES = 6
 COMMAND_BYTES = 8
@@ -34,7 +34,7 @@ SKY_APID = 0x0C0
 SEQUENCE_COUNT_MODULUS = 1 << 14
 UNSEGMENTED = 3
 MAX_PACKET_BYTES = 65_507
-"""One packet flies in one UDP datagram, whose limit is below the 65,542 bytes a Space Packet could have."""
+"""One packet is one UDP datagram, whose limit is below the 65,542 bytes of a Space Packet."""
 
 _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
@@ -45,7 +45,7 @@ _HALF_WRAP_S = float(1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class PacketHeader:
-    """Primary header plus what the secondary header says. ``total_bytes`` is the length of the whole packet."""
+    """Primary and secondary header. ``total_bytes`` is the length of the whole packet."""
 
     telemetry: bool
     apid: int
@@ -68,7 +68,7 @@ def pack_command(function_code: int, sequence_count: int, total_bytes: int, apid
 def command_fields(
     function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID
 ) -> tuple[int, int, int, int, int]:
-    """What ``pack_command`` packs, for those who pack more at once (``COMMAND_FORMAT``)."""
+    """The fields of ``pack_command``, for callers that pack more at once (``COMMAND_FORMAT``)."""
     _check(apid, total_bytes, COMMAND_BYTES)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
     return 0x1800 | apid, count, total_bytes - PRIMARY_BYTES - 1, function_code, 0
@@ -125,11 +125,13 @@ def _check(apid: int, total_bytes: int, least: int) -> None:
 
 
 def made_at_s(telemetry: memoryview, now_s: float) -> float:
-    """When this telemetry was made by its maker's clock, in seconds of ours: the wire's seconds wrap at 2^32."""
+    """When telemetry was made, by its sender's clock, as full seconds: those of the wire wrap at 2^32."""
     _, _, _, seconds, fraction, _ = _TELEMETRY.unpack_from(telemetry)
     since_s = (seconds + fraction / 65536 - now_s + _HALF_WRAP_S) % (2 * _HALF_WRAP_S) - _HALF_WRAP_S
     return now_s + float(since_s)
 
+
+# --- The mission's own header, and the chunk reference ---
 
 VERSION = 1
 
@@ -139,18 +141,18 @@ MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
 """Within the SKY header: hop limit, hop count, congestion marks. Zero when the CRC is taken."""
 HOP_LIMIT_OFFSET = 20
 HOP_LIMIT = 64
-"""Links that a packet may take, as its sender sets it."""
+"""Links that a packet may cross, as its sender sets it."""
 CRC_OFFSET = 40
 CREDIT_UNIT_BYTES = 4096
 """The unit of a header's ``credit``."""
 MOST_CREDIT = 0xFFFF
-"""What the field holds: who can take more says so much."""
+"""The largest value of the field."""
 
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
 TAG_OFFSET, TAG_BYTES = 56, 16
 REPLICA_OFFSET = 61
-"""Within the chunk reference: where the placement tag stands."""
+"""Offset of the placement tag, and of the replica in it, within the chunk reference."""
 
 COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
 TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
@@ -159,14 +161,12 @@ MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
 
 _SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
-"""Moves beyond this, either way, are refused: sums of two stay within the 32 bits of the wire."""
-
-
+"""More moves, in either direction, are refused: sums of two stay within the 32 bits of the wire."""
 _FIRST_ANSWER = 0x40
 
 
 class Op(IntEnum):
-    """Operations. Below 0x40 requests (commands), above answers (telemetry)."""
+    """Operations: requests (commands) below 0x40, answers (telemetry) from there on."""
 
     SET = 0x01
     GET = 0x02
@@ -202,7 +202,7 @@ class Op(IntEnum):
 
 
 class UnknownOperation(MalformedPacket):
-    """A command of an operation that this release does not know: a later one may have sent it."""
+    """A command whose operation this release does not know: a later release may have sent it."""
 
 
 class Status(IntEnum):
@@ -218,12 +218,12 @@ _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
-"""In the flags of a MISS: nothing of the key is being handed over here, and the count of moves in this header is up to
-date. Without it a chunk may still be on its way to or from this satellite.
+"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here, and the count of moves in this
+header is up to date. Without it a chunk may still be on its way to or from this satellite.
 """
 
 GROUND_SHELL = 0xFF
-"""Addresses of this shell are ground hosts; plane and slot then name the gateway that reaches them."""
+"""Addresses of this shell are ground hosts; plane and slot then name their gateway."""
 
 
 class Address(NamedTuple):
@@ -245,7 +245,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """Which server a chunk belongs to and when it was set: all a satellite needs to know where it must be now.
+    """The server of a chunk and the moves when it was set: all a satellite needs to compute where it belongs now.
 
     ``strategy`` is a number of ``STRATEGY_CODES``; ``server`` is 0-based; moves are counted from the epoch.
     """
@@ -260,7 +260,7 @@ class PlacementTag:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """Names one chunk of one value and pins both down: two writers' chunks of one key never mix.
+    """Identifies one chunk of one value: chunks that two writers store under one key never mix.
 
     ``index`` is 0-based, ``chunks`` the number of chunks of the value, ``value_crc`` the CRC-32 of the whole value.
     """
@@ -324,7 +324,7 @@ class ChunkRef:
 class SkyHeader(NamedTuple):
     """The mission's own header: ``credit`` counts ``CREDIT_UNIT_BYTES``, ``timestamp_us`` is echoed by the answer.
 
-    A tuple, as ``Address`` is: one is made for every control packet that comes and goes, in a third of the time.
+    A tuple, like ``Address``: one is made for every control packet, in a third of the time of a dataclass.
     """
 
     op: Op
@@ -419,6 +419,6 @@ class SkyHeader(NamedTuple):
 
 
 def since_s(echo_us: int, now_s: float) -> float | None:
-    """Since the request was made whose timestamp is echoed; None for what cannot be."""
+    """Time since the request whose timestamp is echoed; None if implausible."""
     elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
