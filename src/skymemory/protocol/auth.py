@@ -224,13 +224,6 @@ class SatelliteGate:
         self._answered_to_s = now_s
         """When all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
-    @classmethod
-    def of(
-        cls, authority: Authority | None, here: Address, counters: Counters, refuse: Refuse, now_s: float
-    ) -> SatelliteGate | None:
-        """None where packets have no MACs."""
-        return None if authority is None else cls(authority, here, counters, refuse, now_s)
-
     @property
     def every_packet(self) -> bool:
         """Whether our answers carry MACs too."""

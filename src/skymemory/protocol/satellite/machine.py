@@ -18,6 +18,7 @@ links. Background packets and timers then wait until the transport has a moment 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from skymemory import native
@@ -54,7 +55,7 @@ from skymemory.protocol.wire import (
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
-_LOOK_S = 0.25
+_OVERLOAD_CHECK_S = 0.25
 """How often an overloaded satellite checks whether its host is on time again."""
 
 Timer = tuple[Callable[[], float], Callable[[float], None]]
@@ -91,11 +92,15 @@ class SatelliteMachine:
         self._packets_next = False
         """Whether ``work`` does packets next: packets and timers alternate, since a handover always has timers due."""
         self._was_late = False
-        self._look_s = now_s
+        """Whether the host was overloaded when last checked; ``_check_s`` is the next time."""
+        self._check_s = now_s
         self._healed = 0
+        """``LinkState.healed`` when datagrams were last taken: a change means that a link came up."""
 
         # Handlers, each constructed with those that it calls.
-        self._gate = SatelliteGate.of(config.authority, state.address, state.counters, state.outbox.refuse, now_s)
+        self._gate: SatelliteGate | None = None
+        if config.authority is not None:
+            self._gate = SatelliteGate(config.authority, state.address, state.counters, state.outbox.refuse, now_s)
         self.neighbours = Neighbours(state)
         self._retention = Retention(state)
         self._checks = Checks(state)
@@ -129,18 +134,26 @@ class SatelliteMachine:
             Op.CHECKED: self._checked,
         }
 
-        # Timers, in the order in which they are handled.
+        # Timers, in the order in which they are handled. While the host is late, those of the background wait.
         self._timers: tuple[Timer, ...] = (
+            # the box moves
             (self._locator.next_timer_s, self._follow_clock),
+            # probes of neighbours, floods of link state
             (self.neighbours.next_timer_s, self.neighbours.handle_timer),
+            (self._next_overload_check_s, self._check_overload),
         )
         self._background_timers: tuple[Timer, ...] = (
+            # handed over and acknowledged: the grace period ends
             (self.handover.next_deletion_s, self._migration.delete_copied),
+            # announce what was evicted
             (self._gossip.next_timer_s, self._gossip.handle_timer),
+            # pins, leases and expiries end
             (self._retention.next_timer_s, self._retention.handle_timer),
+            # incomplete blocks, lost copies
             (self._sweep.next_confirmation_s, self._sweep.confirm_suspicions),
             (self._repair.next_timer_s, self._repair.handle_timer),
             (self._sweep.next_sweep_s, self._sweep.sweep),
+            # plan a handover, send bursts and send them again
             (self._migration.next_timer_s, self._migration.send_due),
         )
 
@@ -320,25 +333,28 @@ class SatelliteMachine:
     # --- Timers ---
 
     def next_timer_s(self) -> float | None:
-        soonest_s = min([due_s() for due_s, _ in self._timers])
-        if self._was_late:
-            soonest_s = min(soonest_s, self._look_s)
-        if not self._state.timers_wait:
-            soonest_s = min(soonest_s, *[due_s() for due_s, _ in self._background_timers])
-        return soonest_s if soonest_s < float("inf") else None
+        timers = self._timers if self._state.timers_wait else self._timers + self._background_timers
+        soonest_s = min([due_s() for due_s, _ in timers])
+        return soonest_s if soonest_s < math.inf else None
 
     def handle_timer(self, now_s: float) -> None:
         for _, action in self._timers:
             action(now_s)
-        late, was_late = self.lateness.is_late(now_s), self._was_late
-        self._was_late, self._look_s = late, now_s + _LOOK_S
-        if was_late and not late:
-            self.neighbours.relieved(now_s)
-            self.handover.relieved(now_s)
-        if late:
+        if self._was_late:
             self._state.timers_wait = True
         else:
             self._run_background(now_s)
+
+    def _next_overload_check_s(self) -> float:
+        return self._check_s if self._was_late else math.inf
+
+    def _check_overload(self, now_s: float) -> None:
+        """See whether the host is overloaded; once it is on time again, retry what did not answer meanwhile."""
+        late, was_late = self.lateness.is_late(now_s), self._was_late
+        self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
+        if was_late and not late:
+            self.neighbours.relieved(now_s)
+            self.handover.relieved(now_s)
 
     def _run_background(self, now_s: float) -> None:
         self._state.timers_wait = False
