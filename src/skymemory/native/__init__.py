@@ -1,7 +1,7 @@
 """The hot loops: in C where the helper was compiled, in Python (``twin``) everywhere else.
 
-``NATIVE`` says which one serves. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose docstrings say
-what each function does. The helper takes SHA-256 from libcrypto; without it, the twin makes and checks MACs.
+``NATIVE`` is whether C is used. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose docstrings
+document each function. The helper takes SHA-256 from libcrypto; without it, the twin computes MACs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_SHA = ("check_macs", "sign_packets", "strip_macs")
 
 
 def _compiled() -> Any:
-    """The helper; None where it is not there, not wanted, or compiled from other sources than these."""
+    """The compiled helper; None if it is missing, disabled, or was compiled from another version's sources."""
     if os.environ.get("SKYMEMORY_PURE_PYTHON", "0") not in ("", "0"):
         return None
     try:
@@ -40,7 +40,7 @@ def _compiled() -> Any:
     missing = [name for name in backend.__all__ if not hasattr(_fast, name)]
     if missing:
         warnings.warn(
-            f"the compiled helper is of another version (it lacks {', '.join(missing)}) and is not used, which is slow;"
+            f"the compiled helper is of another version (it lacks {', '.join(missing)}) and is not used, which is slow:"
             " install the package again, or in a checkout: python setup.py build_ext --inplace",
             RuntimeWarning,
             stacklevel=3,
@@ -64,7 +64,7 @@ def crc32_chunks(value: Buffer, chunk_bytes: int) -> backend.Crcs:
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
-    """Chained XXH64 of the whole blocks of ``data`` (uint64, maybe read-only): ``twin.backend`` says of what."""
+    """Chained XXH64 of the whole blocks of ``data`` (uint64, maybe read-only); see ``twin.backend``."""
     if _fast is not None:
         return np.frombuffer(_fast.chain_hashes(data, block_bytes, seed), dtype=np.uint64)
     return backend.chain_hashes(data, block_bytes, seed)

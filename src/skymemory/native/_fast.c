@@ -1,4 +1,4 @@
-/* The module object of the compiled helper: names, arguments, nothing else. */
+/* The module object of the compiled helper: names and arguments only. */
 #include "sha.h"
 #include "ttft.h"
 

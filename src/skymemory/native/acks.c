@@ -1,4 +1,4 @@
-/* An acknowledgement read at once: the packet a client gets most of while it writes. Twin: twin_packets.py. */
+/* Parses an acknowledgement in one call: the packet that a client gets most while it writes. Twin: twin/udp.py. */
 #include "packet.h"
 
 enum {

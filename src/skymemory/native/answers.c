@@ -1,4 +1,4 @@
-/* What a satellite answers to a plain GET: the headers of all chunks asked for, made in one go. Twin: twin_runs.py. */
+/* A satellite's answer to a plain GET: the headers of all requested chunks, in one call. Twin: twin/runs.py. */
 #include "answers.h"
 
 enum {

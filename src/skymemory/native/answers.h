@@ -1,4 +1,4 @@
-/* What the answer to a request says beyond the request itself and the chunks: twin_runs.py's AnswerTerms. */
+/* What the answer to a request says beyond the request itself and the chunks: twin/runs.py's AnswerTerms. */
 #ifndef SKYMEMORY_ANSWERS_H
 #define SKYMEMORY_ANSWERS_H
 

@@ -1,4 +1,4 @@
-/* What Python calls of the CRC: of bytes, of chunks, and of a whole from its parts. Twin and contract: twin.py. */
+/* The CRC for Python: of bytes, of chunks, and of a whole from its parts. Twin and contract: twin/backend.py. */
 #include "fast.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* The rate at which a second of computing delays those who come later. Twin and contract: twin_ttft.py. */
+/* The rate at which a second of computing delays later requests. Twin and contract: twin/ttft.py. */
 #include "ttft.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* What the files of the compiled helper share. The Python twin (twin.py, twin_udp.py) says what each must do. */
+/* Declarations that the files of the compiled helper share. The Python twin (twin/) specifies each function. */
 #ifndef SKYMEMORY_FAST_H
 #define SKYMEMORY_FAST_H
 

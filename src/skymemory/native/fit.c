@@ -1,4 +1,4 @@
-/* Curves through what prefills took. Twin and contract: twin_fit.py, to the last digit: the same additions in the same
+/* Curves fitted to the durations of prefills. Twin and contract: twin/ttft.py, to the last digit: the same additions in the same
  * order. */
 #include "ttft.h"
 
@@ -201,7 +201,7 @@ static double smallest(double *numbers, size_t count, size_t place)
 }
 
 /* Seconds per work and per token of the answer, of the points of which ``errors`` is at most ``most``. 0: they do not
- * tell the two apart. */
+ * distinguish the two. */
 static int two_parts(const double *work, const double *output, const double *seconds, const double *errors, double most,
                      size_t points, double *per_work_s, double *per_output_s)
 {
@@ -238,7 +238,7 @@ static int fitted_whole(double *columns, size_t points, Curve *best)
     for (int tried = 0; tried < BENDS_COUNT; tried++) {
         double per_work_s = 0, per_output_s = 0, most = 0, off = 0, error = 0;
         double works = 0, both = 0, outputs = 0;
-        int told = 1;
+        int separable = 1;
         memset(errors, 0, points * sizeof(double));
         for (size_t at = 0; at < points; at++) {
             work[at] = (tokens[at] - cached[at]) * (1.0 + BENDS[tried] * (tokens[at] + cached[at]));
@@ -246,14 +246,14 @@ static int fitted_whole(double *columns, size_t points, Curve *best)
             both += work[at] * output[at];
             outputs += output[at] * output[at];
         }
-        for (int round = 0; told && round < ROUNDS; round++) {
-            told = two_parts(work, output, seconds, errors, most, points, &per_work_s, &per_output_s);
+        for (int round = 0; separable && round < ROUNDS; round++) {
+            separable = two_parts(work, output, seconds, errors, most, points, &per_work_s, &per_output_s);
             for (size_t at = 0; at < points; at++)
                 ordered[at] = errors[at] = fabs(seconds[at] - (work[at] * per_work_s + output[at] * per_output_s));
             double upper = smallest(ordered, points, points / 2);
             most = 3.0 * ((upper + smallest(ordered, points, (points - 1) / 2)) / 2.0) + 1e-9;
         }
-        if (!told)
+        if (!separable)
             continue;
         memcpy(ordered, errors, points * sizeof(double));
         sort(ordered, points);

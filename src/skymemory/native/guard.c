@@ -1,4 +1,4 @@
-/* No server gets much more than its share of requests. Twin and contract: twin_guard.py. */
+/* Limits each server to little more than its share of requests. Twin and contract: twin/ttft.py. */
 #include "ttft.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* Headers: their checksum, checked, sealed, and made for whole bursts. Twins: twin_segments.py, twin_runs.py. */
+/* Headers: their checksum, checked, sealed, and made for whole bursts. Twins: twin/segments.py, twin/runs.py. */
 #include "packet.h"
 
 /* CRC of packet[0:end] without the CRC field, the forwarders' four bytes taken as zero. */

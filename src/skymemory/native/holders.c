@@ -1,4 +1,4 @@
-/* Which slots hold which blocks, medium by medium, as engines tell it. Twin and contract: twin_holders.py. */
+/* Which slots hold which blocks, medium by medium, by the engines' events. Twin and contract: twin/prefix.py. */
 #include "holders.h"
 
 #include <stdlib.h>

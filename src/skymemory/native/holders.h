@@ -1,4 +1,4 @@
-/* Rows by medium, and a walk along a chain through several of them. The contract is in twin_holders.py. */
+/* Rows by medium, and a walk along a chain through several of them. The contract is in twin/prefix.py. */
 #ifndef SKYMEMORY_HOLDERS_H
 #define SKYMEMORY_HOLDERS_H
 

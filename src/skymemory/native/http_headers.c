@@ -1,4 +1,4 @@
-/* Headers of HTTP, by their names whatever the case. Twin: twin_http.py. */
+/* Headers of HTTP, by their names whatever the case. Twin: twin/backend.py. */
 #include "fast.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* What a client awaits is put in its place as it comes: from runs at hand, or from the socket. Twin: twin_landing.py. */
+/* Places the DATA that a client awaits: from runs in memory, or as it comes from the socket. Twin: twin/runs.py. */
 #include "udp.h"
 
 #include "packet.h"

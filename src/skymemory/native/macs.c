@@ -1,4 +1,4 @@
-/* MACs of whole runs of packets: made, checked, taken off. Twin and contract: twin_macs.py. */
+/* MACs of whole runs of packets: created, checked, removed. Twin and contract: twin/segments.py. */
 #include "sha.h"
 
 enum { LONGEST_PACKET = 65507, MOST_SIGNED_CHUNK_BYTES = LONGEST_PACKET - LONGEST_BULK_HEADER - MAC_BYTES };

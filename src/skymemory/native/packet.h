@@ -80,7 +80,7 @@ uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end);
 /* The reason code of a packet's headers; *ref is where its chunk reference stands, 0 where it carries no payload. The MAC
  * of an authenticated packet is not looked at. */
 int sky_check_packet(const uint8_t *packet, size_t size, size_t *ref);
-/* The same of a packet without a MAC; MALFORMED for one with, which is not for whoever asks this. */
+/* The same of a packet without a MAC; MALFORMED for one with, which this caller does not accept. */
 int sky_check_header(const uint8_t *packet, size_t size, size_t *ref);
 int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref);
 

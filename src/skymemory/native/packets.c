@@ -1,4 +1,4 @@
-/* Small packets many at a time: made of one prefix, sent each to its own address. Twin: twin_packets.py. */
+/* Many small packets per call: built from one prefix, sent each to its own address. Twin: twin/udp.py. */
 #include "udp.h"
 
 #include "packet.h"

@@ -1,5 +1,5 @@
 /* Which slots hold which blocks: rows (block -> bits of slots) and shelves (slot -> blocks by last use).
- * The contract is in twin_prefix.py. */
+ * The contract is in twin/prefix.py. */
 #ifndef SKYMEMORY_PREFIX_H
 #define SKYMEMORY_PREFIX_H
 

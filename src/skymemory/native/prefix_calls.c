@@ -1,4 +1,4 @@
-/* The table as Python sees it: what each call takes and gives. Twin and contract: twin_prefix.py. */
+/* The table's Python methods. Twin and contract: twin/prefix.py. */
 #include "ttft.h"
 
 #include <string.h>

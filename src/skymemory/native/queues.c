@@ -1,4 +1,4 @@
-/* How long a request would wait at each server. Twin and contract: twin_queues.py. */
+/* How long a request would wait at each server. Twin and contract: twin/queues.py. */
 #include "ttft.h"
 
 #include <stdlib.h>
@@ -6,7 +6,7 @@
 
 #define STALE_S 5.0
 
-/* One that was sent. Free ones are linked by ``next``; those of a queue by both, in the order of sending. */
+/* A prefill that was sent. Free ones are linked by ``next``; those of a queue by both, in the order of sending. */
 typedef struct {
     double work_s, routed_s, drain_s;
     uint32_t slot, generation; /* odd: in a queue */

@@ -1,4 +1,4 @@
-/* Whole runs at once: a satellite opens what it is to store. Twin: twin_runs.py. */
+/* Whole runs in one call: opens the chunks that a satellite is to store. Twin: twin/runs.py. */
 #include "packet.h"
 
 enum {

@@ -1,4 +1,4 @@
-/* The loops over packets: verify runs of segments, place payloads. Twin and contract: twin_segments.py.
+/* The loops over packets: verify runs of segments, place payloads. Twin and contract: twin/segments.py.
  * Every byte of a packet is untrusted; each offset used is checked against the packet's own end first. */
 #include "packet.h"
 

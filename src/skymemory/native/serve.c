@@ -1,4 +1,4 @@
-/* A satellite's plain requests, received, answered and sent in one call. Twin and contract: twin_serve.py. */
+/* A satellite's plain requests, received, answered and sent in one call. Twin and contract: twin/serve.py. */
 #include "serve.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@ static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject 
     Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : PyMem_Malloc((size_t)count * sizeof *held);
     if (!held)
         return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; payloads && i < count; i++) { /* the list keeps the bytes, nobody changes them */
+    for (Py_ssize_t i = 0; payloads && i < count; i++) { /* the list keeps the bytes, they are never changed */
         held[i].buf = PyBytes_AS_STRING(PyList_GET_ITEM(payloads, i));
         held[i].len = PyBytes_GET_SIZE(PyList_GET_ITEM(payloads, i));
     }

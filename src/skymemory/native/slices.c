@@ -1,4 +1,4 @@
-/* Chunks of one value sent from where they lie, without an object for each. Twin: twin_udp.py. */
+/* Sends chunks of one value from its buffer, without an object for each. Twin: twin/udp.py. */
 #include "udp.h"
 
 /* Whether chunks first, first + step, ... all begin within the value (or, of no bytes, at its end). */

@@ -1,4 +1,4 @@
-/* Chunks that a plain SET brings: verified, stored, acknowledged. Twin: twin_take.py. */
+/* Stores the chunks of a plain SET: verified, stored, acknowledged. Twin: twin/serve.py. */
 #include "serve.h"
 
 enum {

@@ -1,4 +1,4 @@
-/* The least time to a first token: what a router does for every request, in one call. Twin and contract: twin_ttft.py,
+/* The least time to a first token: a router's ranking of servers for one request, in one call. Twin and contract: twin/ttft.py,
  * to the last digit: the same additions in the same order. */
 #include "ttft.h"
 
@@ -27,7 +27,7 @@ typedef struct {
     Guard *guard;
     UnderWay *under_way;
     double min_tokens, min_ratio;
-    PyObject **heard; /* by slot: the report that was told last, or NULL */
+    PyObject **heard; /* by slot: the report that was passed on last, or NULL */
     size_t slots;
 } Ranker;
 
@@ -38,7 +38,7 @@ typedef struct {
     double block_tokens, now_s, rate;
 } Question;
 
-/* Whether a server's report was not told before; it counts as told from now on. -1: no memory. */
+/* Whether a server's report is new; it counts as passed on from now on. -1: no memory. */
 static int is_new(Ranker *self, const Asked *asked)
 {
     PyObject *report = asked->reports ? sky_queues_report(self->queues, asked->slot) : NULL;
@@ -61,10 +61,10 @@ static int is_new(Ranker *self, const Asked *asked)
     return 1;
 }
 
-/* Reads the servers and tells ``hear`` of those whose report it was not told before. -1: an error. */
+/* Reads the servers and calls ``hear`` with those whose report is new. -1: an error. */
 static int read_servers(Ranker *self, PyObject *servers, PyObject *hear, Asked *asked)
 {
-    PyObject *told, *new = NULL;
+    PyObject *result, *new = NULL;
     if (sky_queues_read(self->queues, servers, asked) < 0)
         return -1;
     for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(servers); at++) {
@@ -77,10 +77,10 @@ static int read_servers(Ranker *self, PyObject *servers, PyObject *hear, Asked *
     }
     if (!new)
         return 0;
-    told = PyObject_CallOneArg(hear, new);
+    result = PyObject_CallOneArg(hear, new);
     Py_DECREF(new);
-    Py_XDECREF(told);
-    return told ? sky_queues_read(self->queues, servers, asked) : -1;
+    Py_XDECREF(result);
+    return result ? sky_queues_read(self->queues, servers, asked) : -1;
 }
 
 /* Leading blocks that each server holds: from the table, or from a list. -1: an error. */

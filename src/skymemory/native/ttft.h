@@ -1,5 +1,5 @@
 /* Estimates of the time to a first token: prompts under way, queues, shares of requests, and the ranking by them.
- * The contracts are in twin_under_way.py, twin_queues.py, twin_guard.py and twin_ttft.py. */
+ * The contracts are in twin/queues.py and twin/ttft.py. */
 #ifndef SKYMEMORY_TTFT_H
 #define SKYMEMORY_TTFT_H
 

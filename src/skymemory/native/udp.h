@@ -1,4 +1,4 @@
-/* Sockets as the files of the helper share them: what came in one call, what is to go in one. */
+/* Sockets: the batches received and sent in one call. */
 #ifndef SKYMEMORY_UDP_H
 #define SKYMEMORY_UDP_H
 

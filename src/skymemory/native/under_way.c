@@ -1,4 +1,4 @@
-/* Prompts that servers are computing. Twin and contract: twin_under_way.py.
+/* Prompts that servers are computing. Twin and contract: twin/queues.py.
  *
  * A tree: each node is a run of blocks that some chains share, its parent the run before. Equal hashes mean equal
  * prefixes, so a run's first hash finds it without its parent, and how far a chain follows it is found by halving.

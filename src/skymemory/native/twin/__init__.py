@@ -1,1 +1,1 @@
-"""The native helper's functions in Python: what runs where nothing was compiled, and what the tests judge C by."""
+"""The native helper in Python: used where C was not compiled, and the reference of the tests."""

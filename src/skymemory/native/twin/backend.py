@@ -1,24 +1,27 @@
-"""The pure-Python twin of the compiled helper: same signatures, same results, and the judge of the fast one.
+"""The pure-Python twin of the compiled helper: same signatures, same results. Tests compare the two.
 
-CRC-32 is the one of zlib and Ethernet (reflected polynomial 0xEDB88320). Combination follows from
-linearity: the CRC of ``a + b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial,
-plus (XOR) that of ``b``. The loops over packets are in ``twin_segments`` and ``twin_runs``, those over
-datagrams in ``twin_udp`` and ``twin_serve``, and what a client awaits is placed by ``twin_landing``. Prompts are
-hashed by ``twin_hashes``, and ``twin_prefix`` remembers which servers hold which blocks (``twin_holders``: and in
-which medium), ``twin_under_way``, ``twin_queues`` and ``twin_guard`` what was sent to them, ``twin_fit`` learns
-what they take, and ``twin_ttft`` ranks them by it. Headers of HTTP are read by ``twin_http``.
+All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers. The others:
+
+=============  ===================================================================================
+``segments``   packets: verify, place payloads; MACs
+``runs``       runs of packets as receive offload delivers them; a client's awaited answers
+``udp``        batched socket calls, small packets
+``serve``      a satellite's plain GETs and SETs
+``prefix``     which servers hold which blocks of prompts
+``queues``     prefills sent to servers, and when they end
+``ttft``       estimates of the time to a first token
+=============  ===================================================================================
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from skymemory.native.twin.http_headers import first_values, header_lines
 from skymemory.native.twin.prefix import HolderTable, PrefixTable
 from skymemory.native.twin.queues import PrefillQueues, UnderWay
 from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs
@@ -68,7 +71,7 @@ __all__ = [
     "strip_macs",
     "verify_segments",
 ]
-"""What the compiled helper has, too: the one list of it."""
+"""The functions and classes that the compiled helper provides, too."""
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -76,6 +79,9 @@ if TYPE_CHECKING:
     Crcs = np.ndarray[tuple[int], np.dtype[np.uint32]]
     Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
+
+# CRC-32 of zlib and Ethernet (reflected polynomial 0xEDB88320). Combining follows from linearity: the CRC of ``a + b``
+# is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial, plus (XOR) that of ``b``.
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
@@ -100,7 +106,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift_of(length_bytes: int) -> int:
-    """``x**(8*length_bytes)`` modulo the polynomial: what appending that many bytes multiplies a CRC by."""
+    """``x**(8*length_bytes)`` modulo the polynomial: the factor of a CRC for appending that many bytes."""
     result, square = _ONE, _ONE >> 8
     while length_bytes:
         if length_bytes & 1:
@@ -152,14 +158,12 @@ def crc32_join(crcs: Buffer, chunk_bytes: int, value_bytes: int) -> int:
     return int(whole)
 
 
-# XXH64 over the blocks of a prompt: the twin, with the xxhash library where it is installed, else in Python.
+# XXH64 over the blocks of a prompt, with the xxhash library where it is installed.
 #
 # A *chained* hash names a block and all before it: ``h_i = XXH64(block_i || h_{i-1} as 8 bytes, little-endian)``, and
-# ``h_{-1}`` is the seed. So a chain is continued by giving its last hash as the seed of what follows. XXH64 is fast
-# and
-# not cryptographic: who wants two prompts with equal hashes can make them. A router that believes them sends a request
-# to a server that does not hold its prefix, which costs time; what an engine serves does not depend on them.
-
+# ``h_{-1}`` is the seed. So a chain is continued with its last hash as the seed of what follows. XXH64 is fast and not
+# cryptographic: a client can construct two prompts with equal hashes. A router then sends a request to a server that
+# does not hold its prefix, which costs time; an engine's answers do not depend on the hashes.
 
 _MASK = (1 << 64) - 1
 _PRIME_1 = 0x9E3779B185EBCA87
@@ -214,7 +218,7 @@ try:
     import xxhash
 
     _hash = xxhash.xxh64_intdigest
-except ImportError:  # ours is slower, and right
+except ImportError:  # ours is slower
     pass
 
 
@@ -228,7 +232,7 @@ def _blocks(data: Buffer, block_bytes: int) -> list[bytes]:
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
     """Chained hashes of the whole blocks of ``data`` (uint64, maybe read-only); a rest is left out.
 
-    ``seed`` (its lower 64 bits) stands for all that comes before the first block: see the head of this file.
+    ``seed`` (its lower 64 bits) stands for everything before the first block.
     """
     previous, found = seed & _MASK, []
     for block in _blocks(data, block_bytes):
@@ -240,3 +244,24 @@ def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
     """XXH64 of each whole block of ``data`` by itself, seeded (uint64, maybe read-only); a rest is left out."""
     return np.array([_hash(block, seed & _MASK) for block in _blocks(data, block_bytes)], dtype=np.uint64)
+
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""Names and values, in their order and case."""
+
+
+def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
+    """The first value of each header name; names in lower case, in the order of their first occurrence."""
+    first: dict[bytes, bytes] = {}
+    for name, value in headers:
+        first.setdefault(name.lower(), value)
+    return first
+
+
+def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
+    """Header lines with their ends, without those whose names, in lower case, are ``left_out``."""
+    lines: list[bytes] = []
+    for name, value in headers:
+        if name.lower() not in left_out:
+            lines += (name, b": ", value, b"\r\n")
+    return b"".join(lines)

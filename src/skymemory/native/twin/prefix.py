@@ -1,9 +1,9 @@
-"""Which servers are believed to hold which blocks of prompts: the twin, and what the compiled table must do.
+"""Tables of the blocks that servers hold: ``PrefixTable`` believes (LRU), ``HolderTable`` follows engines' events.
 
-Blocks are uint64 chained hashes (``twin_hashes``): one names all before it. Servers are *slots*, small numbers. Each
-slot has a shelf of at most ``capacity`` blocks, in the order of their last use. Learning a chain uses its blocks from
-the last to the first, so that a block is always used after what follows it, and evicting the one whose use is longest
-ago never takes the head of a prefix before its end: what a slot holds is *prefix-closed*.
+Blocks are uint64 chained hashes (``backend.chain_hashes``): one names all before it. Servers are *slots*, small
+numbers. In a ``PrefixTable`` each slot has a shelf of at most ``capacity`` blocks, in the order of their last use.
+Learning a chain uses its blocks from the last to the first, so that a block is always used after those behind it, and
+evicting the least recently used never takes the head of a prefix before its end: a slot's blocks are *prefix-closed*.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 MAX_SLOTS = 65_536
 MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
-"""A block in a dump: its hash, the place of its parent in the same dump, and four bytes of nothing."""
+"""A block in a dump: its hash, the place of its parent in the same dump, and four zero bytes."""
 _NO_PARENT = 0xFFFFFFFF
 
 
 class PrefixTable:
-    """``capacity``: blocks per slot where ``set_capacity`` says nothing else.
+    """``capacity``: blocks per slot, unless ``set_capacity`` changes it.
 
-    ``secret`` (odd) makes the places of blocks unforeseeable: whoever may send prompts could else choose such as share
-    a place, and make the table slow. The twin's dictionaries do not use it.
+    ``secret`` (odd) makes the hash table's buckets unpredictable: else a client could choose prompts that share a
+    bucket, and make the table slow. The twin's dictionaries do not use it.
     """
 
     def __init__(self, capacity: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -47,7 +47,7 @@ class PrefixTable:
         """Each block's parent, by block, the one last used last."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """How many blocks from the first on, without a gap, each of ``slots`` holds. No use of them."""
+        """Number of leading blocks that each of ``slots`` holds. Does not count as a use."""
         depths = dict.fromkeys(slots, 0)
         left = 0
         for slot in depths:
@@ -65,7 +65,7 @@ class PrefixTable:
         return [depths[slot] for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """``slot`` holds this chain now, and uses it; what it then holds too much goes, unused longest first."""
+        """``slot`` holds this chain now, and uses it; evicts beyond its capacity, least recently used first."""
         _check_slot(slot)
         self._changes += 1
         capacity = self.capacity(slot)
@@ -78,7 +78,7 @@ class PrefixTable:
         self._trim(slot, capacity)
 
     def drop(self, slot: int, block: int) -> int:
-        """``slot`` holds neither ``block`` nor anything behind it: how many blocks that took away."""
+        """``slot`` holds neither ``block`` nor anything behind it; returns the number of removed blocks."""
         _check_slot(slot)
         self._changes += 1
         shelf = self._shelves.get(slot)
@@ -93,7 +93,7 @@ class PrefixTable:
         return len(gone)
 
     def forget(self, slot: int) -> None:
-        """``slot`` holds nothing, and has the table's capacity again."""
+        """Remove all blocks of ``slot``, and reset its capacity."""
         _check_slot(slot)
         self._changes += 1
         self._trim(slot, 0)
@@ -101,7 +101,7 @@ class PrefixTable:
         self._own.pop(slot, None)
 
     def set_capacity(self, slot: int, capacity: int) -> None:
-        """At most so many blocks for ``slot``, from now on."""
+        """Limit ``slot`` to ``capacity`` blocks from now on."""
         _check_slot(slot)
         _check_capacity(capacity)
         self._changes += 1
@@ -118,15 +118,15 @@ class PrefixTable:
         return len(self._shelves.get(slot, ()))
 
     def blocks(self) -> int:
-        """Different blocks that are held by any slot."""
+        """Number of different blocks, over all slots."""
         return len(self._holders)
 
     def changes(self) -> int:
-        """A number that is another after every change: what was matched before may be so no longer."""
+        """A number that differs after every change: earlier matches may be stale."""
         return self._changes
 
     def dump(self, slot: int) -> bytes:
-        """What ``slot`` holds, last used first: per block (16 bytes) its hash, its parent's place and zero."""
+        """The blocks of ``slot``, last used first: per block (16 bytes) its hash, its parent's place and zero."""
         _check_slot(slot)
         places: dict[int, int] = {}
         rows = []
@@ -136,7 +136,7 @@ class PrefixTable:
         return b"".join(rows)
 
     def load(self, slot: int, dump: Buffer) -> None:
-        """``slot`` holds what ``dump`` says, of which those used last if that is too much, and nothing else.
+        """Replace the blocks of ``slot`` by those of ``dump``, up to its capacity the most recently used ones.
 
         Raises:
             ValueError: bytes that no ``dump`` gives. The slot holds nothing then.
@@ -196,19 +196,15 @@ def _check_capacity(capacity: int) -> None:
         raise ValueError(f"a capacity of {capacity} blocks: expected 0 to {MAX_CAPACITY}")
 
 
-# Which servers hold which blocks, and in which medium: the twin, and what the compiled table must do.
-#
-# As ``twin_prefix``, but blocks come and go one by one, in any order, as engines tell of them: a slot may hold a block
-# whose prefix it does not hold. Media are numbers below ``MAX_MEDIA``.
-
-
 MAX_MEDIA = 16
 _RUN_BLOCKS = 128
 _MASK = (1 << 64) - 1
 
 
 class HolderTable:
-    """``secret`` (odd): as ``twin_prefix.PrefixTable``'s; the twin's dictionaries do not use it."""
+    """The blocks of each slot and medium (a number below ``MAX_MEDIA``). They come and go one by one, in any order, by
+    engines' events: a slot may hold a block without its prefix. ``secret``: as in ``PrefixTable``.
+    """
 
     def __init__(self, secret: int = 0x9E3779B97F4A7C15) -> None:
         if not 0 <= secret <= _MASK:
@@ -219,13 +215,13 @@ class HolderTable:
         """Per medium, for each block, the slots that hold it as bits; no block without a bit."""
 
     def add(self, medium: int, slot: int, block: int) -> None:
-        """``slot`` holds the block in that medium; it may have done so before."""
+        """``slot`` holds the block in that medium. May be repeated."""
         _check(medium, slot, block)
         held = self._media[medium]
         held[block] = held.get(block, 0) | 1 << slot
 
     def take(self, medium: int, slot: int, block: int) -> None:
-        """It holds it there no longer, if it did."""
+        """It no longer holds it there, if it did."""
         _check(medium, slot, block)
         held = self._media[medium]
         left = held.get(block, 0) & ~(1 << slot)
@@ -296,7 +292,7 @@ class HolderTable:
                 yield holders, sum(1 for _ in run)
 
     def blocks(self) -> int:
-        """Different blocks that are held, summed over the media."""
+        """Number of different blocks, summed over the media."""
         return sum(map(len, self._media))
 
 

@@ -1,9 +1,10 @@
-"""How long a request would wait at each server: the twin, and what the compiled queues must do.
+"""Work in progress at servers: ``PrefillQueues`` estimates how long a request would wait; ``UnderWay`` knows which
+prompts are being computed.
 
-A *queue* is what we sent to a slot and what has no first byte yet, and how far that must have come. The end of a
-prefill shows where its answer streams. Where the answer comes whole it does not: such a one is *unseen*, and believed
-to end when its estimated work is done, or when the server's report says that fewer wait than we thought, or, at the
-latest, when its answer or that of one behind it is there.
+A *queue* has the requests that we sent to a slot and that have no first byte yet, with an estimate of their progress.
+The end of a prefill is visible if its answer streams. If the answer comes whole it is not: such a request is *unseen*,
+and believed to end when its estimated work is done, or when the server reports fewer waiting requests than we count, or
+at the latest when its answer, or that of a later request, arrives.
 
 Servers are objects with ``slot`` and ``reported``: None, or an object with ``at_s`` and ``waiting`` that never changes.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 STALE_S = 5.0
-"""A report older than this says nothing."""
+"""An older report is ignored."""
 
 
 class Report(Protocol):
@@ -41,14 +42,14 @@ class Server(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """One that was sent: ``work_s`` is what it was estimated to take, alone."""
+    """A prefill that was sent; ``work_s`` is its estimated duration, alone."""
 
     work_s: float
     routed_s: float
     drain_s: float
-    """After ``work_s`` the next begins, and so much later this one is done: in a pipeline of machines."""
+    """In a pipeline of machines: the next prefill begins after ``work_s``, and this one ends ``drain_s`` later."""
     unseen: bool
-    """Its end will not show."""
+    """Its end is not visible."""
 
 
 @dataclass(slots=True)
@@ -64,22 +65,22 @@ class _Queue:
     since_s: float = 0.0
     """When the first began."""
     others: tuple[float, float] = (-1.0, 0.0)
-    """When a report was made, and how many requests that we did not send waited by it."""
+    """The time of a report, and the number of waiting requests in it that we did not send."""
     ended: deque[tuple[float, float]] = field(default_factory=deque)
-    """Of those that ended lately, when they were sent and when they ended."""
+    """Times of sending and ending of those that have ended recently."""
     guessed: bool = False
-    """Whether the last end is one that was believed, not seen."""
+    """Whether the last end was believed, not seen."""
     unseen: int = 0
     """Of those that wait."""
     believed_s: float = -1.0
-    """When the report was made that was last compared with who waits."""
+    """The time of the report that was last compared with the queue."""
 
 
 class PrefillQueues:
     """One queue per slot, first come first served.
 
-    ``overdue``: one that takes longer than estimated is believed to need at least this part of its time so far, so that
-    a server which hangs repels more and more.
+    ``overdue``: a prefill that takes longer than estimated is believed to need at least this fraction of its time so
+    far, so that a server that hangs gets ever longer estimates.
     """
 
     def __init__(self, overdue: float) -> None:
@@ -90,7 +91,7 @@ class PrefillQueues:
 
     @property
     def usual_s(self) -> float:
-        """What a prefill takes, lately, at any server: for requests that others sent. 0: nothing was sent yet."""
+        """The recent duration of a prefill at any server, for requests of other routers. 0: none was sent yet."""
         return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
@@ -119,7 +120,7 @@ class PrefillQueues:
         return waits
 
     def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> int:
-        """A prefill of ``work_s`` is sent. A ticket for ``remove``; never 0."""
+        """A prefill of ``work_s`` is sent. Returns a ticket for ``remove``, never 0."""
         _check_slot(slot)
         queue = self._queues.setdefault(slot, _Queue())
         if queue.unseen:
@@ -148,7 +149,7 @@ class PrefillQueues:
             while ticket in queue.waiting and (first := next(iter(queue.waiting))) != ticket:
                 if not queue.waiting[first].unseen:
                     break
-                _end(queue, first, now_s, guessed=True)  # who comes behind it is not done before it
+                _end(queue, first, now_s, guessed=True)  # a later one cannot end before it
             if ticket not in queue.waiting:
                 return None
         last_s = queue.ended[-1][1] if queue.ended else prefill.routed_s
@@ -200,7 +201,7 @@ def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
 
 
 def _of_others(queue: _Queue, report: Report) -> float:
-    """Requests that wait there, by the server's report, and that we did not send: counted once per report."""
+    """Waiting requests in the server's report that we did not send; counted once per report."""
     at_s = report.at_s
     if queue.others[0] != at_s:
         ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting.values())
@@ -209,24 +210,21 @@ def _of_others(queue: _Queue, report: Report) -> float:
     return queue.others[1]
 
 
-# Prompts that servers are computing: the twin, and what the compiled table must do.
-#
-# A chain of blocks (``twin_hashes``: equal hashes mean that all before them are equal) is *under way* at a slot from
-# ``add`` to ``drop``. Asked is how much of another chain is under way at each slot. The compiled one keeps a tree of
-# the
-# chains' common beginnings, so that a call costs as much as a chain has places where others leave it; the twin counts
-# block by block. Chains that contradict each other, which no prompts make, get answers that mean nothing from either.
-
-
 Blocks: TypeAlias = "Buffer | NDArray[np.uint64]"
-"""Hashes in a row: arrays are taken as they are, since every request brings one."""
+"""Hashes end to end; arrays are used without a copy, since every request brings one."""
 
 MAX_SLOTS = 65_536
 _MASK = (1 << 64) - 1
 
 
 class UnderWay:
-    """``most_blocks``: of one chain, no more count. ``secret`` (odd): as ``twin_prefix.PrefixTable``'s."""
+    """Prompts that servers are computing: a chain of blocks is *under way* at a slot from ``add`` to ``drop``, and
+    ``depths`` is how much of another chain is under way at each slot.
+
+    ``most_blocks``: blocks of a chain beyond this are ignored. ``secret`` (odd): as in ``PrefixTable``. The compiled
+    table keeps a tree of the chains' common prefixes, so that a call costs as much as a chain has branches; the twin
+    counts block by block. Contradictory chains, which no prompts make, get meaningless answers from both.
+    """
 
     def __init__(self, most_blocks: int, secret: int = 0x9E3779B97F4A7C15) -> None:
         if most_blocks < 0:
@@ -239,7 +237,7 @@ class UnderWay:
         self._open: dict[int, tuple[int, list[int]]] = {}
         """Slot and blocks, by ticket."""
         self._chains: dict[int, dict[int, int]] = {}
-        """For each block, how many of the chains at a slot have it, by slot; no zeros."""
+        """Per block and slot, the number of chains with it; no zeros."""
         self._tickets = self._changes = 0
 
     def __len__(self) -> int:
@@ -251,11 +249,11 @@ class UnderWay:
         return len(self._chains)
 
     def changes(self) -> int:
-        """A number that is another after every change: what was found before may be so no longer."""
+        """A number that differs after every change: earlier results may be stale."""
         return self._changes
 
     def add(self, slot: int, blocks: Blocks) -> int:
-        """The chain is under way at ``slot``. A ticket for ``drop``; never 0."""
+        """The chain is under way at ``slot``. Returns a ticket for ``drop``, never 0."""
         _check_slot(slot)
         self._changes += 1
         self._tickets += 1
@@ -266,7 +264,7 @@ class UnderWay:
         return self._tickets
 
     def drop(self, ticket: int) -> None:
-        """That chain is done, or failed. Nothing where it was dropped before."""
+        """That chain is done, or failed. May be repeated."""
         slot, chain = self._open.pop(ticket, (0, None))
         if chain is None:
             return
@@ -286,7 +284,7 @@ class UnderWay:
             self.drop(ticket)
 
     def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Leading blocks of a chain that are under way at each of ``slots``; none at all if nothing is anywhere."""
+        """Leading blocks of a chain that are under way at each of ``slots``; an empty list if none is anywhere."""
         for slot in slots:
             _check_slot(slot)
         asked = _hashes(blocks)

@@ -1,8 +1,8 @@
-"""Python twin of the calls that take whole runs: what a satellite opens, headers by the burst.
+"""Runs of packets: the chunks that a satellite stores, the answers that a client awaits, headers of bursts.
 
-A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls only
-take the plain case, a run whose packets all belong together; for anything else they say so, and the caller looks at
-the packets one by one.
+A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls take
+only the plain case, a run whose packets all belong together; for any other they return without effect, and the caller
+processes the packets one by one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Run = tuple[memoryview, int]
 """Packets end to end, and the bytes of each (the last maybe shorter)."""
 AnswerTerms = tuple[int, int, int, int, int, int]
-"""What an answer says beyond the GET and the chunks: slot and plane moves, credit in units of the wire, seconds and
-65,536ths of a second of now, the first sequence count.
+"""Fields of an answer beside those of the GET and the chunks: slot and plane moves, credit in units of the wire,
+seconds and 65,536ths of a second of now, the first sequence count.
 """
 
 _SAME_JOURNEY: Final = 20
@@ -99,8 +99,8 @@ def answer_get(
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
     """The DATA packets that answer a plain GET: its key, their sealed headers, their payloads.
 
-    ``shares`` holds, by key and 0-based index, (packed reference, payload). None unless the packet is one sound GET and
-    all that it wants is there: then nothing has been done, and the caller looks at it in its own way.
+    ``shares`` holds, by key and 0-based index, (packed reference, payload). None, without effect, unless the packet is
+    one sound GET and all its chunks are present.
     """
     view = memoryview(packet).cast("B")
     body_at = COMMAND_BYTES + SKY_BYTES
@@ -123,11 +123,11 @@ def answer_get(
 
 
 def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes, bytes]], int, int] | None:
-    """Verify and take apart SET or MIGRATE packets, those of the runs from ``first`` on up to the first run that does
-    not belong: 0-based indices, (reference, payload) of each, the bytes of all these, and how many runs they came in.
+    """Verify and parse SET or MIGRATE packets, in the runs from ``first`` on up to the first that does not belong:
+    0-based indices, (reference, payload) of each, their bytes, and the number of runs.
 
-    What belongs together is sound, of one request and one value on one server, in ascending order. None unless at
-    least the first run is.
+    Packets belong together if they are sound, of one request and one value on one server, in ascending order. None
+    unless at least those of the first run do.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -176,32 +176,25 @@ def _open(
 
 
 def _value(ref: bytes) -> tuple[bytes, bytes, bytes]:
-    """What the references of one value on one server have in common."""
+    """The fields that references of one value on one server share."""
     return ref[:_NUMBERS_AT], ref[36:40], ref[_COMMON_AT:]
 
 
-# Python twin of a client's receiving: what it awaits is put in its place as it comes.
-#
-# A *run* is what receive offload delivers: packets of one length, the last maybe shorter. Only the plain case is
-# placed,
-# a run whose packets all answer one awaited request; the caller looks at any other packet by packet.
-
-
 Landing = tuple[bytes, int, int, int, int, memoryview, bytearray, bytearray]
-"""Where a value is awaited: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs, as
+"""The destination of an awaited value: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs, as
 ``place_segments`` takes them.
 """
 Tally = tuple[int, int, int, int, int, int, int]
 """Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
 
 _ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
-"""What all packets of one answer have in common: operation, flags, status, addresses, ground host, request."""
+"""Fields that all packets of one answer share: operation, flags, status, addresses, ground host, request."""
 _MOST_SLOTS = 64
 
 
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]:
     """``place_segments`` for the runs from ``first`` on, up to the first that is not DATA for one awaited request (the
-    keys of ``awaited``) in all its segments. One tally a request, in the order in which they were first heard of.
+    keys of ``awaited``) in all its segments. One tally per request, in the order of their first answers.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -215,10 +208,10 @@ def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list
 def recv_runs(
     fd: int, scratch: memoryview, slots: int, calls: int, patience_us: int, awaited: dict[int, Landing]
 ) -> tuple[list[Tally], list[Run]]:
-    """Receive as ``recv_batch`` does (64 slots at most), and place what comes as ``place_runs`` does.
+    """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
-    Goes on until nothing has come for ``patience_us``, something has come ``calls`` times, a value is complete, or a
-    run has come that is not placed: that one and all behind it are the second list, views of ``scratch``.
+    Ends when nothing has come for ``patience_us``, when ``calls`` batches have come, when a value is complete, or at a
+    run that is not placed: that and all behind it are the second list, views of ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.

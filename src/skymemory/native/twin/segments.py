@@ -1,9 +1,12 @@
-"""Python twin of the loops over packets: sealing headers, verifying runs of segments, placing payloads.
+"""Loops over packets: sealing headers, verifying runs of segments, placing payloads, MACs.
 
-The offsets restate ``skymemory.protocol.wire`` (a floor above, so not importable here); a test holds the
-two together. A *segment* is one packet inside a run of equally long ones, as segmentation offload delivers
-them; the last may be shorter. All bytes are untrusted: whatever stands in them, nothing outside the given
-buffers is read or written.
+The offsets repeat ``skymemory.protocol.wire`` (a floor above, so not importable here); a test compares them. A
+*segment* is one packet of a run of equally long ones, as segmentation offload delivers them; the last may be shorter.
+All bytes are untrusted: no access goes beyond the given buffers, whatever the bytes are.
+
+A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
+the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body; the payload of SET, MIGRATE
+and DATA follows it and is not covered. ``protocol.auth`` says why.
 """
 
 from __future__ import annotations
@@ -67,20 +70,20 @@ def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
 
 
 def check_header(packet: memoryview) -> tuple[int, int]:
-    """As ``check_packet``, of a packet without a MAC: one with it is malformed to whoever asks this."""
+    """``check_packet`` for callers that accept no MAC: a packet with one is malformed."""
     code, ref = check_packet(packet)
     return (MALFORMED, 0) if not code and mac_bytes(packet) else (code, ref)
 
 
 def mac_bytes(packet: memoryview) -> int:
-    """How long the MAC at the end of the body of a sound packet is."""
+    """Length of the MAC at the end of a sound packet's body; 0 without one."""
     sky = COMMAND_BYTES if packet[0] & 0x10 else TELEMETRY_BYTES
     return MAC_BYTES if packet[sky + FLAGS_AT] & AUTHENTICATED else 0
 
 
 def check_packet(packet: memoryview) -> tuple[int, int]:
-    """Reason code, and where the chunk reference stands (0: the operation carries no payload). The MAC of an
-    authenticated packet is not looked at.
+    """Reason code, and the offset of the chunk reference (0: the operation carries no payload). MACs are not
+    checked.
     """
     size = len(packet)
     if size < COMMAND_BYTES:
@@ -193,18 +196,10 @@ def place_segments(
     return placed, duplicates, corrupt, foreign
 
 
-# Python twin of the loops over MACs: made, checked and taken off, for whole runs of packets.
-#
-# A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent),
-# and
-# the packet up to the MAC, its CRC and what forwarders change taken as zero. It ends the body; the payload of SET,
-# MIGRATE and DATA follows behind it and is not covered. ``protocol.auth`` says why.
-
-
 MAC_KEY_BYTES: Final = 32
 TIMESTAMP_AT, KEY_ID_AT = 24, 38
 MOST_SIGNED_CHUNK_BYTES = 65_507 - TELEMETRY_BYTES - SKY_BYTES - REF_BYTES - MAC_BYTES
-"""What fits into an answer beside its MAC; a larger chunk is none of ours."""
+"""The largest chunk that fits into an answer with a MAC."""
 _LONGEST_PACKET = 65_507
 _LEAST_TIME_US, _LAST_TIME_US = -(1 << 63), (1 << 63) - 1
 _COMMAND_BIT = 0x10
@@ -213,14 +208,14 @@ _BLOCK_BYTES = 64
 
 @lru_cache(maxsize=32)
 def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
-    """The inner and the outer hash of a key, begun: kept, they halve the time of a MAC."""
+    """The inner and the outer hash state of a key: caching them halves the time of a MAC."""
     padded = key.ljust(_BLOCK_BYTES, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in padded)) for pad in (0x36, 0x5C))
     return inner, outer
 
 
 def mac_of(key: bytes, time_high: int, head: Buffer, sky: int) -> bytes:
-    """The MAC that follows ``head``, a packet up to there."""
+    """The MAC of a packet that starts with ``head``, everything before the MAC."""
     covered = bytearray(head)
     covered[sky + MUTABLE_AT : sky + MUTABLE_END] = bytes(MUTABLE_END - MUTABLE_AT)
     covered[sky + CRC_AT : sky + SKY_BYTES] = bytes(SKY_BYTES - CRC_AT)
@@ -233,12 +228,12 @@ def mac_of(key: bytes, time_high: int, head: Buffer, sky: int) -> bytes:
 def sign_packets(
     headers: Buffer, header_bytes: int, sky_offset: int, key: bytes, key_id: int, time_us: int
 ) -> bytearray:
-    """Rows of ``header_bytes``, each a packet but for its payload, with their MACs: 16 bytes longer each, sealed.
+    """Add MACs to rows of ``header_bytes``, each a packet without its payload; returns them 16 bytes longer, sealed.
 
     ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0).
 
     Raises:
-        ValueError: a packet that would be too long, no whole number of rows, another offset or key id.
+        ValueError: a packet would be too long; or no whole number of rows, or an invalid offset or key id.
     """
     rows = memoryview(headers).cast("B")
     _check_offset(sky_offset)
@@ -270,10 +265,11 @@ def sign_packets(
 def check_macs(
     data: Buffer, segment_bytes: int, sky_offset: int, keys: Mapping[int, bytes], now_us: int, skew_us: int
 ) -> list[int | None]:
-    """When each packet of a run was sent, in microseconds (0 for telemetry); None for one that is not authentic.
+    """Per packet of a run, when it was sent, in microseconds (0 for telemetry); None for one that is not authentic.
 
-    Not authentic is what has no MAC, a wrong one, one by a key that is not among ``keys``, or (commands) a time more
-    than ``skew_us`` from ``now_us``; and a chunk that no answer could carry with its MAC. No checksum is looked at.
+    A packet is not authentic without a MAC, with a wrong one, one by a key not in ``keys``, or (commands) with a time
+    more than ``skew_us`` from ``now_us``; nor is a chunk that no answer could carry with its MAC. Checksums are not
+    checked.
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]
@@ -298,10 +294,10 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
 
 
 def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) -> bytearray:
-    """The packets of a run without their MACs, sealed, end to end: of those that ``keep`` (a byte each) is not 0 for.
+    """Remove the MACs of a run's packets: returns, end to end and sealed, those whose byte in ``keep`` is not 0.
 
     Raises:
-        ValueError: one to keep has no MAC, or ``keep`` is not as long as the run.
+        ValueError: one to keep has no MAC, or ``keep`` does not have a byte per packet.
     """
     _check_offset(sky_offset)
     packets, wanted = segments(data, segment_bytes), bytes(keep)
@@ -325,7 +321,7 @@ def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) 
 
 
 def _mac_end(packet: memoryview, sky: int) -> int:
-    """Where the MAC of such a packet ends: 0 for one without, or too short, or larger than any of ours."""
+    """Offset of the end of the MAC; 0 for a packet without one, or too short, or too large."""
     if len(packet) < sky + SKY_BYTES + MAC_BYTES or bool(packet[0] & _COMMAND_BIT) != (sky == COMMAND_BYTES):
         return 0
     if not packet[sky + FLAGS_AT] & AUTHENTICATED:

@@ -1,4 +1,4 @@
-"""Python twin of a satellite's shortest way: plain requests received, answered and sent in one call."""
+"""A satellite's fast path: plain GETs and SETs are received, executed and answered in one call."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Rest = tuple[bytearray, list[bytes] | None]
 """Headers (or a whole packet) and payloads that the kernel did not take."""
 Served = tuple[int, bytes, int, tuple[str, int], int, int, int, int, Rest | None]
-"""Operation, key, ground host, the endpoint it came from, chunks; of a SET also chunks and bytes replaced, and
-bytes added beyond these; what is yet to be sent.
+"""Operation, key, ground host, the sender's endpoint, chunks; of a SET also chunks and bytes replaced, and bytes added
+beyond these; what is still to be sent.
 """
 
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
@@ -56,7 +56,7 @@ def serve(
     terms: AnswerTerms,
     guard: Guard | None = None,
 ) -> tuple[list[Arrival], list[Served], int]:
-    """``recv_batch``, but plain requests that come first are served at once.
+    """``recv_batch``, but plain requests that come first are answered at once.
 
     Plain is what bears ``addresses`` (destination and source, packed), comes from an endpoint that is none of the
     ``neighbours``, and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
@@ -106,7 +106,7 @@ def serve(
 def _answer(
     packet: memoryview, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms, guard: Guard | None
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
-    """As ``answer_get``; of a GET with a MAC, if it is authentic and new."""
+    """``answer_get``, for a GET with a MAC, too, if it is authentic and new."""
     if guard is None:
         return answer_get(packet, shares, terms)
     keys, now_us, skew_us, is_first = guard
@@ -116,20 +116,20 @@ def _answer(
     answer = answer_get(strip_macs(packet, len(packet), COMMAND_BYTES, b"\1"), shares, terms)
     if answer is None:
         return None
-    # Only now: what is not answered here is looked at once more, and must then be new.
+    # Only now: a packet that is not answered here is processed again, and must then be new.
     sequence = int.from_bytes(packet[2:4], "big") & 0x3FFF
     return answer if is_first(bytes(packet[: COMMAND_BYTES + SKY_BYTES]), sent_us, [sequence]) else None
 
 
 def _runs_of_one_sender(view: memoryview, arrivals: list[Arrival]) -> list[Run]:
-    """Those that the first's sender sent, up to the first of another."""
+    """The first runs that have one sender."""
     sender = arrivals[0][3:]
     same = takewhile(lambda arrival: arrival[3:] == sender, arrivals)
     return [(view[at : at + size], segment_bytes) for at, size, segment_bytes, *_ in same]
 
 
 def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[bytes] | None) -> tuple[Rest | None, bool]:
-    """What was not sent, and whether the network refused it."""
+    """Returns what was not sent, and whether the network refused it."""
     count = 1 if payloads is None else len(payloads)
     width = len(headers) // count
     try:
@@ -139,9 +139,6 @@ def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[byte
     if sent == count:
         return None, False
     return (headers[sent * width :], payloads[sent:] if payloads is not None else None), False
-
-
-# Python twin of what a satellite does with plain SETs: verified, stored, acknowledged.
 
 
 ACK = 0x41
@@ -154,9 +151,9 @@ _FLAGS, _KEY_ID = COMMAND_BYTES + FLAGS_AT, slice(COMMAND_BYTES + KEY_ID_AT, COM
 Taken = tuple[int, int, int, int, int, bytearray]
 """Runs and chunks taken, of these replaced, bytes replaced and (without these) added; the acknowledging packet."""
 Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool]]
-"""Of a satellite that asks for MACs: what ``check_macs`` is told (keys by id, microseconds of now, tolerance), and whom
-to ask whether authentic packets are here for the first time. He is given the headers of the first up to the end of the
-SKY header, when they were sent, and their sequence counts; if all are new he remembers them, if not, none.
+"""For satellites that require MACs: arguments of ``check_macs`` (keys by id, microseconds of now, tolerance), and a
+replay check. That is called with the headers of the first packet up to the end of the SKY header, the time of sending,
+and the sequence counts; it returns whether all are new, and then records them.
 """
 
 
@@ -168,9 +165,9 @@ def take_sets(
     terms: AnswerTerms,
     guard: Guard | None = None,
 ) -> Taken | None:
-    """Store the chunks of the runs that make one request from the first on; None, and nothing done, if they are not
-    plain: SETs, sound, their numbers in equal steps, their tag ``settled``, all within ``room_bytes``. With a ``guard``
-    all have MACs that are right, of one key and one moment, and are here for the first time.
+    """Store the chunks of the first runs that are one request. None, without effect, unless they are plain: sound SETs,
+    with numbers in equal steps, a tag that is ``settled``, all within ``room_bytes``. With a ``guard`` all must have
+    right MACs, of one key and one moment, and be new.
     """
     view, signed = memoryview(runs[0][0]).cast("B"), runs
     ref_at = COMMAND_BYTES + SKY_BYTES
@@ -179,7 +176,7 @@ def take_sets(
     if guard is not None:
         runs = _plain(runs)
     opened = open_runs(runs, 0)
-    if opened is not None and not _steps(opened[0]):  # only as far as the numbers go on in equal steps
+    if opened is not None and not _steps(opened[0]):  # only as far as the numbers have equal steps
         whole = (open_runs(runs[:count], 0) for count in range(opened[3] - 1, 0, -1))
         opened = next((shorter for shorter in whole if shorter is not None and _steps(shorter[0])), None)
     if opened is None or opened[2] > room_bytes:
@@ -228,7 +225,7 @@ def _admitted(runs: list[Run], guard: Guard) -> bool:
 
 
 def _steps(indices: list[int]) -> int:
-    """The step in which these go on; 0 if there is none, or too many for one selection."""
+    """The step between these; 0 if it is not constant, or they are too many for one selection."""
     step = indices[1] - indices[0] if len(indices) > 1 else 1
     regular = indices == list(range(indices[0], indices[0] + step * len(indices), step))
     return step if regular and len(indices) <= _MOST_BITS else 0

@@ -1,7 +1,11 @@
-"""The least time to a first token: the twin, and what the compiled ranking must do, to the last digit.
+"""Ranking of servers by the time to a first token, equal to the compiled one to the last digit.
 
-``TtftRanker.rank`` is what ``conductor.strategies.least_ttft`` does for every request: match, see what is under way,
-estimate, price, and guard.
+``TtftRanker.rank`` is called by ``conductor.strategies.least_ttft`` for every request. For each server it
+
+1. matches the prompt's blocks, held and under way (``prefix``, ``queues``);
+2. estimates waiting (``queues``) and computing (``prefill_s`` by a fitted curve);
+3. adds the price of delaying later requests (``DelayPrice``, ``delays_s``);
+4. sets back servers that have had their share (``ShareGuard``).
 """
 
 from __future__ import annotations
@@ -21,21 +25,21 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
-"""By how much of itself the price of delay rises where all servers have endless queues."""
+"""The price of delay rises by up to this factor of itself, where all servers have endless queues."""
 SET_BACK_S = 1e9
-"""Taken off the score of a server that had its share: it comes after all others, and they keep their order."""
+"""Subtracted from the score of a server that has had its share: it ranks behind all others, which keep their order."""
 FIGURES = struct.Struct("=ddqq")
 """Of one server: seconds of waiting, seconds of computing, tokens matched, and blocks held."""
 CURVE = struct.Struct("=ddd")
-"""Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
+"""Fixed seconds, seconds per computed token, and the rise of the latter per token that it attends to (twice)."""
 Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
-"""Places of the best; of those set back; the best match where it was not worth following, else 0; scores (doubles);
-and ``FIGURES`` of each."""
+"""Positions of the best; of those set back; the best match if it was too short to follow, else 0; scores (doubles); and
+``FIGURES`` of each."""
 
 
 class DelayPrice:
-    """The rate by which ``delays_s`` counts what later requests wait: of those sent lately (exponentially, over
-    ``window_s``) their number and their work, of which at most ``most_busy`` is taken for business.
+    """The rate of ``delays_s``, from the number and work of recent requests (exponentially weighted over ``window_s``).
+    Servers count as at most ``most_busy`` busy.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -52,7 +56,7 @@ class DelayPrice:
         self._at_s = max(self._at_s, now_s)
 
     def rate(self, servers: int, now_s: float) -> float:
-        """Seconds of later requests' delay per second of work and second of queue, at one of so many servers (1/s)."""
+        """Seconds of later requests' delay per second of work and second of queue, at one of ``servers`` (1/s)."""
         if servers < 1:
             raise ValueError("a rate at less than one server")
         share = self._kept(now_s) / (self._window_s * servers)
@@ -64,7 +68,9 @@ class DelayPrice:
 
 
 class TtftRanker:
-    """``min_tokens``, ``min_ratio``: more than so much of a prompt must match to be worth following."""
+    """``min_tokens``, ``min_ratio``: a match is followed only if it is longer, in tokens and as a part of the
+    prompt.
+    """
 
     def __init__(
         self, queues: PrefillQueues, guard: ShareGuard, under_way: UnderWay, min_tokens: int, min_ratio: float
@@ -85,10 +91,9 @@ class TtftRanker:
         curves: Buffer,
         hear: Callable[[list[Any]], object],
     ) -> Ranked:
-        """``held``: the table to match ``blocks`` in, or how many of them each server holds. ``rate``: seconds of later
-        requests' delay per second of work and second of queue. ``curves``: a ``CURVE`` for all slots, then one for each
-        from 0 on, if there are any (a fixed part of NaN: the first holds). ``hear`` is given servers whose report it
-        was not given before.
+        """``held``: the table to match ``blocks`` in, or how many of them each server holds. ``rate``: that of
+        ``DelayPrice``. ``curves``: a ``CURVE`` for all slots, then optionally one for each slot from 0 on (a fixed part
+        of NaN: the first applies). ``hear`` is called with servers that have a new report.
         """
         if not servers:
             raise ValueError("no servers to rank")
@@ -129,7 +134,7 @@ class TtftRanker:
         return tied, held_back, unworthy, struct.pack(f"={len(scores)}d", *scores), figures
 
     def forget(self, slot: int) -> None:
-        """What the server of ``slot`` reported is new again."""
+        """The next report of ``slot`` counts as new, whatever it is."""
         self._heard.pop(slot, None)
 
     def _is_new(self, server: Server) -> bool:
@@ -140,7 +145,7 @@ class TtftRanker:
         return True
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> tuple[int, ...]:
-        """Set servers back that had their share, from the best down, until one is left that has not."""
+        """Set back servers that have had their share, from the best down, until the best has not."""
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -165,7 +170,7 @@ def _curve(curves: Sequence[Curve], slot: int) -> Curve:
 
 
 def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, rate: float) -> list[float]:
-    """Seconds that later requests wait longer in all, where this work is put behind the queue of each server
+    """Per server, the total seconds that later requests wait longer if this work is added to its queue
     (``conductor.strategies.estimates``).
     """
     shortest_s = min(waits_s)
@@ -177,22 +182,8 @@ def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float,
     ]
 
 
-# No server gets much more than its share of requests: the twin, and what the compiled guard must do.
-#
-# The rule holds for every run of consecutive requests that fits into ``window_s`` and has at least ``requests``
-# requests
-# (or ``mean`` per server): of ``n`` servers none has more than ``limit / n`` of the run. It holds even if traffic
-# stops
-# after any of them, so no window can be found later in which it is broken; and it is exact: a server is over only if
-# its next request would end such a run, or a shorter one that the requests missing to its length could not mend.
-#
-# How: a run from a server's own request number ``j`` to its next one, number ``k``, has ``k − j + 1`` of its requests
-# among ``q − p + 1`` of all, and is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The greatest
-# left side is a sliding maximum over ``j``, so that a request costs constant time, amortised.
-
-
 BARS = 4
-"""Numbers of servers for which a slot keeps a sliding maximum; beyond, all are made anew."""
+"""A slot keeps a sliding maximum for this many different numbers of servers; beyond, they are rebuilt."""
 
 
 @dataclass(slots=True)
@@ -200,9 +191,9 @@ class _Bar:
     """The sliding maximum over a server's requests, for one number of servers."""
 
     highest: deque[tuple[float, float]] = field(default_factory=deque)
-    """When a request was sent, and its bar; of those that a later one outweighs only the later is kept."""
+    """When a request was sent, and its bar; only those without a later one at least as high."""
     judged: int = 0
-    """The server's requests before this number have been through it."""
+    """The server's requests before this number are included."""
 
 
 @dataclass(slots=True)
@@ -210,14 +201,24 @@ class _Share:
     """One server's requests in the window."""
 
     sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """When, and how many requests to all servers came before it."""
+    """The time, and the number of earlier requests to all servers."""
     first: int = 0
     """The number of ``sent[0]`` among the server's own requests."""
     bars: dict[int, _Bar] = field(default_factory=dict)
 
 
 class ShareGuard:
-    """Says whether a server may get the next request."""
+    """Limits each server to little more than its share of requests.
+
+    In every run of consecutive requests that fits into ``window_s`` and has at least ``requests`` requests (or ``mean``
+    per server), none of ``n`` servers gets more than ``limit / n``. This holds even if traffic stops at any request;
+    and it is exact: a server is over only if its next request would end such a run, or a shorter one that no further
+    requests up to that length could repair.
+
+    How: a run from a server's own request number ``j`` to its next one, number ``k``, has ``k − j + 1`` of its requests
+    among ``q − p + 1`` of all, which is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The
+    greatest left side is a sliding maximum over ``j``, so that a request costs amortised constant time.
+    """
 
     def __init__(self, limit: float, window_s: float, requests: float, mean: float) -> None:
         if not (limit >= 1 and window_s > 0 and requests >= 1 and mean >= 0):
@@ -227,7 +228,7 @@ class ShareGuard:
         self._shares: dict[int, _Share] = {}
 
     def over(self, slot: int, servers: int, now_s: float) -> bool:
-        """Whether the server has had its share, as one of so many. Changes nothing that a caller can see."""
+        """Whether the server has had its share, as one of ``servers``. Changes nothing that a caller can see."""
         _check_slot(slot)
         share = self._shares.get(slot)
         if share is None or servers < 1 or self._limit >= servers:
@@ -271,29 +272,26 @@ class ShareGuard:
         self._shares.pop(slot, None)
 
 
-# Curves through what prefills took: the twin, and what the compiled fits must do, to the last digit.
-
-
 Curve = tuple[float, float, float]
-"""Fixed seconds, seconds per computed token, and how much of those again per token that it attends to (twice)."""
+"""Of a fitted curve, as in ``CURVE``."""
 
 
 def prefill_s(curve: Curve, tokens: int, cached: int) -> float:
-    """Seconds for a prompt of which so many tokens are cached."""
+    """Estimated seconds for a prompt of which ``cached`` tokens are cached."""
     fixed_s, per_token_s, bend = curve
     return fixed_s + per_token_s * (tokens - cached) * (1.0 + bend * (tokens + cached))
 
 
 BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
-"""What is tried: attention over weights, by the cost model's ``a / (b·d)``: 2.2e-5 for a width of 8192."""
+"""Candidates: attention over weights, by the cost model's ``a / (b·d)``: 2.2e-5 for a width of 8192."""
 MOST_POINTS = 4096
 
 
 def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0) -> Curve:
-    """The best curve through ``points`` (tokens, how many of them were cached, seconds) whose bend is ``bend`` or next
-    to it in ``BENDS``; more bend must be better by a twentieth.
+    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour of it in ``BENDS``; a
+    larger bend must be better by a twentieth.
 
-    Best is the least mean error, without the worst sixteenth of the points.
+    The best has the least mean error, without the worst sixteenth of the points.
     """
     if not 0 < len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 1 to {MOST_POINTS}")
@@ -319,9 +317,8 @@ def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0
 
 
 def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Least squares, then again without points more than three usual errors off the line: fixed, per work.
-
-    An error is usual for the point's size: three seconds are much for a short prompt and little for a long one.
+    """Least squares, repeated without outliers of more than three median errors: seconds fixed, and per work. Errors
+    are relative: three seconds are much for a short prompt and little for a long one.
     """
     fixed_s, per_work_s = _least_squares(work, seconds, [True] * len(work))
     for _ in range(2):
@@ -336,7 +333,7 @@ def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequence[bool]) -> tuple[float, float]:
-    """Never a negative part: prompts of one length only say what a token takes, not what is fixed."""
+    """Neither part is negative: prompts of one length show only the seconds per token, none fixed."""
     points = [point for point, counts in zip(zip(work, seconds, strict=True), near, strict=True) if counts]
     count = float(len(points))
     work_mean = _sum([done for done, _ in points]) / count
@@ -353,7 +350,7 @@ def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequen
 
 
 def _sum(terms: Sequence[float]) -> float:
-    """One after the other, from the first: ``sum`` adds in other ways in newer Pythons."""
+    """In order from the first: ``sum`` adds differently in newer Pythons."""
     total = 0.0
     for term in terms:
         total += term
@@ -361,16 +358,16 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 SURE = 4.0
-"""Standard errors that what a prompt's token takes must be above nothing: it is known within a half then."""
+"""The seconds per prompt token must be this many standard errors above 0: then they are known within a half."""
 ROUNDS = 4
 
 
 def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
-    """The same where what is known is the time of prefill and answer together: tokens, cached, tokens of the answer,
-    and seconds. Each token of an answer is taken to need the same time.
+    """``fit_prefills`` where only the time of prefill and answer together is known: tokens, cached, tokens of the
+    answer, and seconds. Each token of an answer is assumed to take the same time.
 
-    None where that does not show what a prompt's token takes: beside long answers, whose times differ by more than a
-    prefill takes, the likeliest figure may be next to nothing, and with it no cache would be worth a detour.
+    None if the seconds per prompt token are uncertain: beside long answers, whose times vary by more than a prefill
+    takes, the best fit may be close to 0, and then no cache would be worth a detour.
     """
     if not 3 <= len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")
@@ -397,7 +394,7 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
         kept = len(points) * 3 // 4
         error = _sum(sorted(errors)[:kept]) / kept
         both, sums = _product(work, outputs), (_product(work, work), _product(outputs, outputs))
-        off = _product(errors, errors) / (len(points) - 2)  # with those far off: they are part of the doubt
+        off = _product(errors, errors) / (len(points) - 2)  # with the outliers: they are part of the uncertainty
         sure = per_work_s / SURE
         shows = per_work_s > 0 and off * sums[1] <= sure * sure * (sums[0] * sums[1] - both * both)
         if shows and per_output_s >= 0 and (best is None or error < 0.95 * best[0]):
@@ -406,7 +403,7 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
 
 
 def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Least squares: seconds per work and per token of the answer; None where the points do not tell them apart."""
+    """Least squares: seconds per work and per token of the answer; None where the points do not separate the two."""
     works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
     work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
     if squares == 0.0:

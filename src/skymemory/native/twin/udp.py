@@ -1,8 +1,7 @@
-"""Python twin of the batched UDP calls: many datagrams a call, with segmentation offload where the kernel
-has it.
+"""Batched UDP calls: many datagrams per call, with segmentation offload where the kernel has it; and small packets.
 
-``UDP_SEGMENT`` lets one send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO``
-delivers such a run in one receive and names the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
+``UDP_SEGMENT`` lets one send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such
+a run in one receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
 """
 
 from __future__ import annotations
@@ -51,13 +50,11 @@ def borrowed(fd: int) -> socket.socket:
 
 
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
-    """All that waits at socket ``fd``, at most ``slots`` runs, run ``i`` at ``i * 65,536`` of writable
-    ``scratch``.
-
-    Never waits: an empty list when nothing is there.
+    """Receive what waits at socket ``fd``, at most ``slots`` runs, run ``i`` at ``i * 65,536`` of writable ``scratch``.
+    Never blocks.
 
     Raises:
-        OSError: the socket's pending error (an ICMP answer, say); the next call reads on.
+        OSError: the socket's pending error (an ICMP error, say); the next call continues.
     """
     view = memoryview(scratch).cast("B")
     if view.readonly:
@@ -109,7 +106,7 @@ def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
 def send_batch(
     fd: int, host: str, port: int, headers: Buffer, header_bytes: int, payloads: Sequence[Buffer] | None
 ) -> int:
-    """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; the number the kernel took.
+    """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; returns how many the kernel took.
 
     With ``payloads`` None, ``headers`` is a run of whole segments of ``header_bytes``, the last maybe
     shorter. Stops where the kernel's buffers are full; the caller sends the rest later. A device that
@@ -185,10 +182,6 @@ def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[m
     return sent
 
 
-# Python twin of the calls for small packets: made of one prefix, sent each to its own address, and
-# the acknowledgement read at once.
-
-
 _COUNT_AND_LENGTH = struct.Struct(">HH")
 _ROUTE = struct.Struct(">II")
 _WORD = struct.Struct(">I")
@@ -204,7 +197,7 @@ Ack = tuple[int, int, int, int, int, int, bytes, int, int, int]
 
 
 def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
-    """Sealed command packets that differ only in what each row says: destination, source, request id, body.
+    """Sealed command packets that differ only in their rows: destination, source, request id, body.
 
     ``prefix`` is the 52 bytes of both headers; sequence counts go up from ``sequence``.
     """
@@ -227,7 +220,7 @@ def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, in
 
 
 def open_ack(packet: Buffer) -> Ack | None:
-    """What a plain acknowledgement says; None unless it is a sound ACK of status 0, every bit of its selection set."""
+    """Parse a plain acknowledgement; None unless it is a sound ACK of status 0 with every bit of its selection set."""
     view = memoryview(packet).cast("B")
     bitmap_at = TELEMETRY_BYTES + SKY_BYTES + _SELECTION.size
     if len(view) <= bitmap_at or view[0] & 0x10 or view[TELEMETRY_BYTES + 1] != ACK or view[TELEMETRY_BYTES + 3]:
@@ -247,7 +240,8 @@ def open_ack(packet: Buffer) -> Ack | None:
 
 
 def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -> int:
-    """Send each of ``packets`` from ``first`` on, 64 at most, to its own host and port; the number the kernel took.
+    """Send each of ``packets`` from ``first`` on, 64 at most, to its own host and port; returns how many the kernel
+    took.
 
     Stops where the kernel's buffers are full, or at one that the network refuses.
 
