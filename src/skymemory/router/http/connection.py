@@ -25,7 +25,7 @@ from typing import Protocol, cast
 import httptools
 
 from skymemory import native
-from skymemory.native.twin.http_headers import RawHeaders
+from skymemory.native.twin.backend import RawHeaders
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import Tenant
 
