@@ -14,7 +14,7 @@ typedef struct {
     const uint8_t *bitmap;
 } Wanted;
 
-/* Whether the packet is one sound GET whose selection is well formed; anything else is for the caller to look at. */
+/* Whether the packet is one sound GET whose selection is well formed; the caller handles anything else. */
 static int is_plain_get(const uint8_t *packet, size_t size, Wanted *wanted)
 {
     size_t ref;
@@ -30,7 +30,7 @@ static int is_plain_get(const uint8_t *packet, size_t size, Wanted *wanted)
            size - BODY_AT - SELECTION_BYTES == (wanted->count + 7) / 8;
 }
 
-/* References and payloads of all chunks wanted, borrowed from the share; -1 where one is absent or not as stored. */
+/* References and payloads of all requested chunks, borrowed from the share; -1 where one is absent or not as stored. */
 static Py_ssize_t collect(PyObject *share, const Wanted *wanted, PyObject **refs, PyObject **payloads)
 {
     Py_ssize_t found = 0;
@@ -61,7 +61,7 @@ void sky_write_prefix(uint8_t *row, uint8_t op, const uint8_t *request, const An
     put32(row + 6, terms->seconds);
     put16(row + 10, terms->fraction);
     sky[0] = VERSION, sky[1] = op;
-    memcpy(sky + 4, asked + 8, 4); /* back to where it came from */
+    memcpy(sky + 4, asked + 8, 4); /* the source becomes the destination */
     memcpy(sky + 8, asked + 4, 4);
     memcpy(sky + 12, asked + 12, 8); /* ground host, request id */
     sky[MUTABLE_AT] = HOP_LIMIT;

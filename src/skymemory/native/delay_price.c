@@ -52,7 +52,7 @@ static PyObject *rate(PyObject *object, PyObject *const *args, Py_ssize_t given)
     return PyFloat_FromDouble(self->weight * self->requests * share / (1.0 - busy));
 }
 
-/* Not in ``tp_new``: what is made of it in Python checks first, and says more. */
+/* Not in ``tp_new``: Python callers check first, with better messages. */
 static int init(PyObject *object, PyObject *args, PyObject *named)
 {
     static char *keys[] = {"weight", "window_s", "most_busy", NULL};

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Below this many bytes a loop is over sooner than handing the interpreter lock around. */
+/* Below this many bytes a loop is faster than releasing the interpreter lock. */
 #define SKY_RELEASE_BYTES 16384
 
 /* crc.c */

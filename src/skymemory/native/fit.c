@@ -37,8 +37,8 @@ static void sort(double *numbers, size_t count)
     }
 }
 
-/* Of the points of which ``errors`` is at most ``most``. Never a negative part: prompts of one length only say what a
- * token takes, not what is fixed. */
+/* Of the points of which ``errors`` is at most ``most``. Neither part is negative: prompts of one length show only
+ * the seconds per token, none fixed. */
 static void least_squares(const double *work, const double *seconds, const double *errors, double most, size_t points,
                           double *fixed_s, double *per_work_s)
 {
@@ -174,7 +174,7 @@ PyObject *sky_py_fit_prefills(PyObject *module, PyObject *args)
 #define SURE 4.0
 enum { ROUNDS = 4 };
 
-/* The ``place``-th smallest, from 0; the numbers are put in another order. */
+/* The ``place``-th smallest, from 0; reorders the numbers. */
 static double smallest(double *numbers, size_t count, size_t place)
 {
     size_t low = 0, high = count - 1;
@@ -227,7 +227,7 @@ static int two_parts(const double *work, const double *output, const double *sec
     return 1;
 }
 
-/* ``columns``: tokens, cached, output, seconds, and room for three more. Whether a prompt's token shows. */
+/* ``columns``: tokens, cached, output, seconds, and room for three more. Whether the seconds per prompt token are certain. */
 static int fitted_whole(double *columns, size_t points, Curve *best)
 {
     const double *tokens = columns, *cached = columns + points, *output = columns + 2 * points;
@@ -261,7 +261,7 @@ static int fitted_whole(double *columns, size_t points, Curve *best)
             error += ordered[at];
         error /= (double)(points * 3 / 4);
         for (size_t at = 0; at < points; at++)
-            off += errors[at] * errors[at]; /* with those far off: they are part of the doubt */
+            off += errors[at] * errors[at]; /* with the outliers: they are part of the uncertainty */
         off /= (double)(points - 2);
         double sure = per_work_s / SURE;
         int shows = per_work_s > 0 && per_output_s >= 0 && off * outputs <= sure * sure * (works * outputs - both * both);

@@ -9,12 +9,12 @@ enum { BARS = 4 };
 
 typedef struct {
     long long servers; /* 0: none */
-    Ring highest;      /* when a request was sent, and its bar; of those that a later one outweighs only the later */
+    Ring highest;      /* when a request was sent, and its bar; only those without a later one at least as high */
     long long judged;
 } Bar;
 
 typedef struct {
-    Ring sent; /* when, and how many requests to all servers came before it */
+    Ring sent; /* the time, and the number of earlier requests to all servers */
     long long first;
     Bar bars[BARS];
 } Share;
@@ -55,7 +55,7 @@ int sky_guard_over(Guard *self, size_t slot, long long servers, double now_s)
     double mean = self->requests / (double)servers > self->mean ? self->requests / (double)servers : self->mean;
     double least = floor(self->limit * mean + 1e-9);
     if (least < 1)
-        least = 1; /* a run of less than one request is none */
+        least = 1; /* a run has at least one request */
     if ((double)share->sent.count < least)
         return 0;
     long long free_ones = (long long)least, upcoming = share->first + (long long)share->sent.count;

@@ -1,5 +1,5 @@
 /* XXH64 (Yann Collet's, by its specification) over the blocks of a prompt: chained, or each for itself.
- * Twin and contract: twin/backend.py; the judge of both is the xxhash library. */
+ * Twin and contract: twin/backend.py; both are tested against the xxhash library. */
 #include "fast.h"
 
 #include <string.h>

@@ -1,12 +1,12 @@
 /* Headers: their checksum, checked, sealed, and made for whole bursts. Twins: twin/segments.py, twin/runs.py. */
 #include "packet.h"
 
-/* CRC of packet[0:end] without the CRC field, the forwarders' four bytes taken as zero. */
+/* CRC of packet[0:end] without the CRC field, with the forwarders' four bytes as zero. */
 uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end)
 {
     uint8_t copy[LONGEST_BULK_HEADER];
     size_t head = sky + CRC_AT, rest = end - sky - SKY_BYTES;
-    if (sky > TELEMETRY_BYTES) { /* only seal_headers can ask for such an offset */
+    if (sky > TELEMETRY_BYTES) { /* only seal_headers has such offsets */
         const uint8_t zeros[MUTABLE_END - MUTABLE_AT] = {0};
         uint32_t crc = sky_crc32(0, packet, sky + MUTABLE_AT);
         crc = sky_crc32(crc, zeros, sizeof zeros);

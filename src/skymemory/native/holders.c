@@ -57,7 +57,7 @@ static PyObject *take(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A chain of one slot, whole: what it could not hold for want of memory it does not hold at all. */
+/* A whole chain of one slot; none of it if memory is short. */
 static PyObject *change_all(PyObject *self, PyObject *args, int adds)
 {
     Py_buffer blocks;
@@ -97,7 +97,7 @@ static PyObject *take_all(PyObject *self, PyObject *args)
 
 static int media_from(Object *self, PyObject *order, Walk *walk)
 {
-    PyObject *entries = PySequence_Tuple(order); /* our own: to read a weight may run other code */
+    PyObject *entries = PySequence_Tuple(order); /* a copy: reading a weight may run other code */
     if (!entries)
         return 0;
     Py_ssize_t given = PyTuple_GET_SIZE(entries);
@@ -156,7 +156,7 @@ static PyObject *walked(Walk *walk, const Py_buffer *blocks, const size_t *slots
     return both;
 }
 
-/* Slots are numbers of ours before anything else is done: a list could change while other code runs. */
+/* Slots are copied first: a list could change while other code runs. */
 static PyObject *match(PyObject *self, PyObject *args)
 {
     Py_buffer blocks;

@@ -11,14 +11,14 @@ typedef struct {
     size_t words, media;
     Rows *rows[MAX_MEDIA]; /* the best medium first */
     double weights[MAX_MEDIA];
-    uint64_t *left;   /* words: slots that hold every block so far, and are asked about */
+    uint64_t *left;   /* words: requested slots that hold every block so far */
     uint64_t *here;   /* media x words: those of them that this run of blocks counts for */
     uint64_t *now;    /* the same, of one block */
     uint32_t *counts; /* media x 64 words: blocks counted */
     uint32_t *depths; /* 64 words */
 } Walk;
 
-/* holders_walk.c. ``left`` and the media are given, all else is zero; ``depths`` and ``counts`` are what is found. */
+/* holders_walk.c. ``left`` and the media are inputs, all else is zero; ``depths`` and ``counts`` are results. */
 void sky_holders_walk(Walk *walk, const char *hashes, size_t count);
 
 #endif

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-enum { AHEAD = 12 }; /* blocks whose rows are fetched while earlier ones are looked at */
+enum { AHEAD = 12 }; /* blocks whose rows are prefetched */
 
 static void fetch(const Walk *walk, uint64_t key)
 {
@@ -14,7 +14,7 @@ static void fetch(const Walk *walk, uint64_t key)
     }
 }
 
-/* Each slot of the run that ends here gets its blocks. */
+/* Adds the run that ends here to each of its slots. */
 static void count_run(Walk *walk, uint32_t run)
 {
     for (size_t medium = 0; medium < walk->media; medium++)
@@ -23,7 +23,7 @@ static void count_run(Walk *walk, uint32_t run)
                 walk->counts[(medium * walk->words + word) * 64 + (size_t)__builtin_ctzll(held)] += run;
 }
 
-/* Fills ``now`` for one block: every slot in the best medium that has it. Whether any slot goes on. */
+/* Fills ``now`` for one block: every slot in the best medium that has it. Returns whether any slot has it. */
 static int look_at(Walk *walk, uint64_t key, uint32_t at)
 {
     const uint64_t *bits[MAX_MEDIA];

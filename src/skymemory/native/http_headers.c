@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* The header at a place, borrowed; 0 with an exception where there is none. */
+/* The header at an index, borrowed; 0 with an exception if there is none. */
 static int header_at(PyObject *headers, Py_ssize_t at, PyObject **name, PyObject **value)
 {
     PyObject *pair = PySequence_Fast_GET_ITEM(headers, at);
@@ -17,7 +17,7 @@ static int header_at(PyObject *headers, Py_ssize_t at, PyObject **name, PyObject
     return 0;
 }
 
-/* As bytes.lower has it: itself where nothing is in capitals. */
+/* Like bytes.lower; the object itself if it has no capitals. */
 static PyObject *lowered(PyObject *name)
 {
     const char *from = PyBytes_AS_STRING(name);
@@ -46,7 +46,7 @@ PyObject *sky_py_first_values(PyObject *self, PyObject *given)
     return first;
 }
 
-/* Whether a header is passed on; -1 with an exception. */
+/* Whether a header is kept; -1 with an exception. */
 static int stays(PyObject *name, PyObject *left_out)
 {
     PyObject *low = lowered(name);
@@ -61,7 +61,7 @@ static char *put(char *to, const char *from, Py_ssize_t size)
     return to + size;
 }
 
-/* The lines of those in ``headers`` whose places are marked. */
+/* The lines of the marked headers. */
 static PyObject *lines_of(PyObject *headers, const char *marks, Py_ssize_t bytes)
 {
     PyObject *lines = PyBytes_FromStringAndSize(NULL, bytes), *name, *value;
@@ -83,7 +83,7 @@ PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "header_lines: expected headers and a set of names");
         return NULL;
     }
-    /* A tuple of its own: looking names up in a set may run other code, which could change a list. */
+    /* A copy as a tuple: looking names up in a set may run other code, which could change a list. */
     PyObject *headers = PySequence_Tuple(args[0]), *lines = NULL, *name, *value;
     char *marks = headers ? PyMem_Malloc((size_t)PyTuple_GET_SIZE(headers) + 1) : NULL;
     Py_ssize_t bytes = 0, at = 0;

@@ -8,7 +8,7 @@
 
 enum {
     ANSWER_AT = TELEMETRY_BYTES + 1,
-    ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: what one answer has in common */
+    ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: fields that the packets of one answer share */
     MOST_SLOTS = 64,
 };
 
@@ -18,7 +18,7 @@ typedef struct {
     Py_ssize_t runs, placed, duplicates, corrupt, foreign;
 } Tally;
 
-/* The values awaited, by request; the one that the last run was for is kept open. */
+/* The awaited values, by request; that of the last run is cached. */
 typedef struct {
     PyObject *awaited, *landing;
     Py_buffer key, out, arrived, crcs;
@@ -79,7 +79,7 @@ static Tally *tally_of(Landings *to, uint32_t request)
     return tally;
 }
 
-/* Place a run that answers, in all its segments alike, one request: 1 done, 0 it is no such run, -1 an exception. */
+/* Place a run whose segments all answer one request: 1 placed, 0 no such run, -1 an exception. */
 static int land(Landings *to, const uint8_t *data, size_t size, Py_ssize_t segment_bytes)
 {
     size_t segment = (size_t)segment_bytes;
@@ -165,7 +165,7 @@ static int64_t now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* What waits at the socket, looked for again and again for so long; how many runs, or -1 with errno. */
+/* Polls the socket until runs arrive or the time is over; the number of runs, or -1 with errno. */
 static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned slots, Py_ssize_t patience_us)
 {
     int64_t until_us = 0;

@@ -60,12 +60,12 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
     *sent_us = 0;
     if (!end)
         return 0;
-    if (sky == COMMAND_BYTES) { /* the low half of the time is sent, the other is that which brings it nearest to now */
+    if (sky == COMMAND_BYTES) { /* the low half of the time is sent; the high half is the one nearest to now */
         uint32_t low = be32(packet + sky + TIMESTAMP_AT) - (uint32_t)(unsigned long long)check->now_us;
         long long ahead_us = (long long)low - (low >= 1u << 31 ? 1LL << 32 : 0);
         if ((ahead_us < 0 ? -ahead_us : ahead_us) > check->skew_us)
             return 0;
-        if (__builtin_add_overflow(check->now_us, ahead_us, sent_us)) /* a clock at the end of all numbers */
+        if (__builtin_add_overflow(check->now_us, ahead_us, sent_us)) /* a clock at the limit of the type */
             return *sent_us = 0;
     }
     int known = find_key(check, (long)be16(packet + sky + KEY_ID_AT));
@@ -74,7 +74,7 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
     uint8_t expected[MAC_BYTES], wrong = 0;
     uint32_t time_high = (uint32_t)((unsigned long long)*sent_us >> 32);
     sky_mac_of(&check->mac, time_high, packet, sky, end - MAC_BYTES, expected);
-    for (int i = 0; i < MAC_BYTES; i++) /* in the same time wherever they differ */
+    for (int i = 0; i < MAC_BYTES; i++) /* in constant time */
         wrong |= expected[i] ^ packet[end - MAC_BYTES + i];
     return !wrong;
 }

@@ -66,7 +66,7 @@ static inline void put32(uint8_t *p, uint32_t value)
     put16(p, value >> 16), put16(p + 2, value);
 }
 
-/* The value whose chunks are awaited, and the tally of what came. */
+/* The value whose chunks are awaited, and the tally of its answers. */
 typedef struct {
     const uint8_t *key;
     uint64_t chunks, chunk_bytes, value_bytes;
@@ -75,10 +75,10 @@ typedef struct {
     Py_ssize_t placed, duplicates, corrupt, foreign;
 } Value;
 
-/* headers.c: CRC of packet[0:end] without the CRC field, the forwarders' four bytes taken as zero. */
+/* headers.c: CRC of packet[0:end] without the CRC field, with the forwarders' four bytes as zero. */
 uint32_t sky_header_crc(const uint8_t *packet, size_t sky, size_t end);
-/* The reason code of a packet's headers; *ref is where its chunk reference stands, 0 where it carries no payload. The MAC
- * of an authenticated packet is not looked at. */
+/* The reason code of a packet's headers; *ref is the offset of its chunk reference, 0 if it carries no payload. MACs are not
+ * checked. */
 int sky_check_packet(const uint8_t *packet, size_t size, size_t *ref);
 /* The same of a packet without a MAC; MALFORMED for one with, which this caller does not accept. */
 int sky_check_header(const uint8_t *packet, size_t size, size_t *ref);
@@ -90,10 +90,10 @@ Py_ssize_t sky_count_segments(const Py_buffer *data, Py_ssize_t segment);
 int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
                    unsigned long value_crc, const Py_buffer *out, const Py_buffer *arrived, const Py_buffer *crcs);
 
-/* runs.c: what the first packet of a request that brings chunks has in common with all of them. */
+/* runs.c: the fields of a request's first packet with chunks that all of them share. */
 enum { RUN_START_BYTES = COMMAND_BYTES + SKY_BYTES + REF_BYTES };
 /* Whether a run of sound SETs or MIGRATEs continues what ``first`` (so many bytes) began after chunk number *after (0
- * where nothing is taken yet); *after moves on if so. Each has a MAC of ``mac`` bytes (0: none), which is not looked at. */
+ * where nothing is taken yet); *after moves on if so. Each has a MAC of ``mac`` bytes (0: none), which is not checked. */
 int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, size_t mac,
                       uint32_t *after);
 /* (reference, payload) of one such packet. */

@@ -63,7 +63,7 @@ static inline RowPart *sky_part(Rows *rows, uint64_t key)
     return &rows->parts[key % ROW_PARTS];
 }
 
-/* Where the search for a key begins. */
+/* The first cell of the search for a key. */
 static inline size_t sky_home(const Rows *rows, const RowPart *part, uint64_t key)
 {
     return sky_place(rows->secret, key, part->shift);
@@ -102,10 +102,10 @@ size_t sky_rows_bytes(const Rows *rows);
 /* Room for ``blocks``. -1: no memory, and nothing has changed. */
 int sky_shelf_reserve(Shelf *shelf, uint64_t secret, size_t blocks);
 uint32_t sky_shelf_find(const Shelf *shelf, uint64_t secret, uint64_t key);
-/* For a shelf with room: begin to read what ``sky_shelf_find`` will look at. */
+/* For a shelf with room: prefetch for ``sky_shelf_find``. */
 void sky_shelf_fetch_bucket(const Shelf *shelf, uint64_t secret, uint64_t key);
 void sky_shelf_fetch_entry(const Shelf *shelf, uint64_t secret, uint64_t key);
-/* A block that is not there, as the newest (there must be room); its entry. */
+/* Adds an absent block as the newest (there must be room); its entry. */
 uint32_t sky_shelf_push(Shelf *shelf, uint64_t secret, uint64_t key);
 void sky_shelf_use(Shelf *shelf, uint32_t at);
 void sky_shelf_remove(Shelf *shelf, uint64_t secret, uint32_t at);
@@ -115,22 +115,22 @@ void sky_shelf_free(Shelf *shelf);
 typedef struct {
     Rows rows;
     Shelf *shelves;
-    size_t slots;     /* shelves there are, and words of bits for them */
+    size_t slots;     /* number of shelves, and words of bits for them */
     size_t capacity;  /* of a shelf without its own */
-    uint32_t *depths; /* per slot: what the last walk found */
+    uint32_t *depths; /* per slot: result of the last walk */
     unsigned long long changes;
 } Table;
 
 uint64_t sky_hash_at(const char *hashes, size_t at);
 size_t sky_table_capacity(const Table *table, size_t slot);
-/* The shelf of a slot, made if need be, with all below it; NULL: no memory. */
+/* The shelf of a slot, created with all below it if missing; NULL: no memory. */
 Shelf *sky_table_shelf(Table *table, size_t slot);
 void sky_table_trim(Table *table, size_t slot, size_t capacity);
-/* Fills ``depths`` for the slots whose bits are in ``left``, which it uses up. */
+/* Fills ``depths`` for the slots whose bits are in ``left``, which it clears. */
 void sky_table_walk(Table *table, const char *hashes, size_t count, uint64_t *left);
 /* -1: no memory; the slot holds nothing then. */
 int sky_table_learn(Table *table, size_t slot, const char *hashes, size_t count);
-/* How many blocks went; -1: no memory, and nothing has changed. */
+/* Number of removed blocks; -1: no memory, and nothing has changed. */
 long long sky_table_drop(Table *table, size_t slot, uint64_t key);
 /* Into ``out``, ``DUMP_ROW_BYTES`` per block of the slot. -1: no memory. */
 int sky_table_dump(const Table *table, size_t slot, char *out);

@@ -57,7 +57,7 @@ static int count_of(const Py_buffer *blocks, size_t *count)
     return 0;
 }
 
-/* Slots are read twice, and numbers cannot change; a list can, but only while other code runs, and none does here. */
+/* Slots are read twice: a list could change only while other code runs, which none does here. */
 static int fill_depths(Table *table, const Py_buffer *blocks, PyObject *slots, PyObject *depths)
 {
     uint64_t left[MAX_SLOTS / 64];

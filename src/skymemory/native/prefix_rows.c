@@ -30,7 +30,7 @@ static int part_move(Rows *rows, RowPart *part, size_t size, size_t words)
     return 0;
 }
 
-/* Room for the bits of ``slots`` slots. All cells are made before any is given up: there may be no memory for the last. */
+/* Room for the bits of ``slots`` slots. All new cells are allocated before any old one is freed: the last may fail. */
 int sky_rows_widen(Rows *rows, size_t slots)
 {
     size_t words = (slots + 63) / 64;
@@ -94,7 +94,7 @@ int sky_rows_add(Rows *rows, uint64_t key, size_t slot)
     return 0;
 }
 
-/* Frees a row and moves those behind it that would not be found any more. */
+/* Frees a row and moves those behind it that a search would miss. */
 static void part_close(Rows *rows, RowPart *part, size_t hole)
 {
     size_t row_bytes = (1 + rows->words) * sizeof(uint64_t), mask = part->size - 1;
@@ -126,7 +126,7 @@ void sky_rows_take(Rows *rows, uint64_t key, size_t slot)
         free(part->cells);
         *part = (RowPart){0};
     } else if (part->size > FIRST_ROWS && part->used < part->size / 8) {
-        part_move(rows, part, part->size / 2, rows->words); /* without memory it stays as large as it is */
+        part_move(rows, part, part->size / 2, rows->words); /* if memory is short it keeps its size */
     }
 }
 

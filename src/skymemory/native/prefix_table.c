@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AHEAD = 12 }; /* blocks whose rows and entries are fetched while earlier ones are looked at */
+enum { AHEAD = 12 }; /* blocks whose rows and entries are prefetched */
 
 uint64_t sky_hash_at(const char *hashes, size_t at)
 {
@@ -86,7 +86,7 @@ void sky_table_walk(Table *table, const char *hashes, size_t count, uint64_t *le
             table->depths[64 * word + (size_t)__builtin_ctzll(held)] = (uint32_t)count;
 }
 
-/* What evicting this entry will look at, and which will go after it. A guess: an entry that is used meanwhile stays. */
+/* Prefetch for evicting this entry, and the next victim. A guess: an entry that is used meanwhile stays. */
 static uint32_t fetch_victim(Table *table, const Shelf *shelf, uint32_t at)
 {
     const Entry *entry = &shelf->entries[at];
@@ -98,7 +98,7 @@ static uint32_t fetch_victim(Table *table, const Shelf *shelf, uint32_t at)
 }
 
 /* From the last block to the first, so that the head is the newest. Tables are larger than caches, so nearly all of its
- * time would be waiting for memory: buckets and rows are asked for first, then the entries that the buckets name. */
+ * time would be waiting for memory: buckets and rows are prefetched, then the entries in the buckets. */
 static int use_chain(Table *table, size_t slot, const char *hashes, size_t count, size_t capacity)
 {
     Rows *rows = &table->rows;

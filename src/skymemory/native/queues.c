@@ -15,7 +15,7 @@ typedef struct {
 } Prefill;
 
 typedef struct {
-    PyObject *report; /* the one that was read last, or NULL */
+    PyObject *report; /* the last one read, or NULL */
     double report_at_s, report_waiting;
     int known; /* something was sent to the slot */
     int guessed;
@@ -171,7 +171,7 @@ static Prefill *prefill_at(const Queues *self, uint32_t number)
     return &self->prefills[number];
 }
 
-/* Without memory the one that ended longest ago is forgotten, or this one: it only counts what reports count twice. */
+/* If memory is short the oldest end is dropped, or this one: ends only correct for what reports count twice. */
 static void note_end(Queue *queue, double routed_s, double at_s)
 {
     if (sky_ring_push(&queue->ended, routed_s, at_s) < 0) {
@@ -228,7 +228,7 @@ static double sent_by(const Queues *self, const Queue *queue, double at_s)
     return ours;
 }
 
-/* Ends the first ones whose end does not show and whose time is over, or that do not wait any more by the report. */
+/* Ends the first unseen prefills whose time is over, or that the report no longer has. */
 static void pass_unseen(Queues *self, Queue *queue, const Asked *asked, double now_s)
 {
     double surplus = 0;
@@ -252,7 +252,7 @@ static void pass_unseen(Queues *self, Queue *queue, const Asked *asked, double n
     }
 }
 
-/* Requests that wait there by the report and that we did not send: counted once per report. */
+/* Waiting requests in the report that we did not send; counted once per report. */
 static double of_others(const Queues *self, Queue *queue, const Asked *asked)
 {
     if (queue->others_at_s != asked->at_s) {
@@ -408,7 +408,7 @@ static PyObject *removed(PyObject *object, PyObject *const *args, Py_ssize_t giv
     if (ticket == (unsigned long long)-1 && PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_OverflowError))
             return NULL;
-        PyErr_Clear(); /* no ticket of ours */
+        PyErr_Clear(); /* not a valid ticket */
         Py_RETURN_NONE;
     }
     uint32_t number = (uint32_t)ticket, generation = (uint32_t)(ticket >> 32);
@@ -417,7 +417,7 @@ static PyObject *removed(PyObject *object, PyObject *const *args, Py_ssize_t giv
     Queue *queue = &self->queues[slot];
     if (queue->unseen) {
         pass_unseen(self, queue, NULL, now_s);
-        /* Who comes behind it is not done before it. */
+        /* A later one cannot end before it. */
         while (waits(self, number, generation, slot) && queue->first != number &&
                prefill_at(self, queue->first)->unseen)
             end(self, queue, queue->first, now_s, 1);

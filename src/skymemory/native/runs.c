@@ -2,7 +2,7 @@
 #include "packet.h"
 
 enum {
-    SAME_JOURNEY = 20, /* of the SKY header: everything up to what forwarders change */
+    SAME_JOURNEY = 20, /* bytes of the SKY header before the forwarders' fields */
     REF_SERVERS_AT = 56,
     REF_SERVER_AT = 58,
 };
@@ -49,7 +49,7 @@ PyObject *sky_chunk_of(const uint8_t *packet, size_t size, size_t mac)
     return chunk;
 }
 
-/* Append index, and (reference, payload), of every packet; the bytes of these, or -1 with an exception. */
+/* Append index and (reference, payload) of every packet; their bytes, or -1 with an exception. */
 static Py_ssize_t take_apart(const uint8_t *data, size_t size, size_t segment, PyObject *indices, PyObject *chunks)
 {
     Py_ssize_t size_bytes = 0;

@@ -10,8 +10,8 @@ enum {
     SOME_PAYLOADS = 128,
 };
 
-/* Send headers (a bytearray) and payloads (a list of bytes, or NULL): what the kernel did not take as (headers,
- * payloads or None), None if nothing is left; NULL with an exception. */
+/* Send headers (a bytearray) and payloads (a list of bytes, or NULL): returns what the kernel did not take as (headers,
+ * payloads or None), None if it took all; NULL with an exception. */
 static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject *headers, PyObject *payloads)
 {
     Py_ssize_t count = payloads ? PyList_GET_SIZE(payloads) : 1;
@@ -31,7 +31,7 @@ static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject 
     if (held != some)
         PyMem_Free(held);
     if (error && !sent && !sky_try_later(error)) {
-        service->send_errors++; /* the network refused it: lost, and asked for again */
+        service->send_errors++; /* the network refused it: lost, and requested again */
         Py_RETURN_NONE;
     }
     if (sent == (size_t)count)
@@ -66,7 +66,7 @@ static PyObject *answer_authentic_get(Service *service, const uint8_t *packet, s
     sky_strip_mac(packet, size, COMMAND_BYTES, size, plain);
     PyObject *answer = sky_answer_plain_get(plain, size - MAC_BYTES, service->shares, &service->terms);
     PyMem_Free(plain);
-    if (answer) { /* only now: what is not answered here is looked at once more, and must then be new */
+    if (answer) { /* only now: a packet that is not answered here is processed again, and must then be new */
         PyObject *sequences = Py_BuildValue("[i]", (int)(be16(packet + 2) & 0x3FFF));
         if (sky_is_first(service, packet, sent_us, sequences) != 1)
             Py_CLEAR(answer);
@@ -74,7 +74,7 @@ static PyObject *answer_authentic_get(Service *service, const uint8_t *packet, s
     return answer;
 }
 
-/* What answers a lone GET, as ``sky_answer_plain_get`` has it. */
+/* The answer to a single GET, like ``sky_answer_plain_get``. */
 static PyObject *answer_get(Service *service, const uint8_t *packet, size_t size)
 {
     return service->first ? answer_authentic_get(service, packet, size)
@@ -119,7 +119,7 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     return PyErr_Occurred() ? -1 : messages;
 }
 
-/* As ``serve``, for whatever the message is. */
+/* ``serve`` for a message of either kind. */
 static int serve_if_ours(Service *service, int at, PyObject *served)
 {
     size_t size, segment;
@@ -155,7 +155,7 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
                               &service.check.skew_us, &service.first))
             goto done;
     }
-    int guarded_blindly = service.first && !sky_sha_ready(); /* nothing to check MACs with: all is for the machine */
+    int guarded_blindly = service.first && !sky_sha_ready(); /* MACs cannot be checked here: the machine gets everything */
     if (addresses.len != ADDRESSES_BYTES) {
         PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses.len, (int)ADDRESSES_BYTES);
     } else if ((served = PyList_New(0)) != NULL && sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {

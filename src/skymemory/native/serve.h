@@ -10,7 +10,7 @@ typedef struct {
     int fd, send_errors;
     const uint8_t *addresses; /* destination and source, as such requests bear them */
     PyObject *neighbours, *shares, *settled;
-    PyObject *first; /* borrowed, NULL where packets carry no MACs: asked whether authentic ones are here the first time */
+    PyObject *first; /* borrowed, NULL where packets carry no MACs: called to check that authentic ones are new */
     MacCheck check;
     Py_ssize_t room_bytes;
     AnswerTerms terms;
@@ -31,9 +31,9 @@ typedef struct {
 } Taken;
 
 /* Store the SETs that begin with message ``first``: how many messages these were; 0 where they are not plain, and
- * nothing has been done; -1 with an exception. *ack is the packet that says so, a new reference. */
+ * nothing has been done; -1 with an exception. *ack is the acknowledgement, a new reference. */
 /* Whether authentic packets with these sequence counts (a list, whose reference is taken), all sent at ``sent_us`` with
- * the headers of ``packet``, are here for the first time: -1 with an exception. */
+ * the headers of ``packet``, are new: -1 with an exception. */
 int sky_is_first(const Service *service, const uint8_t *packet, long long sent_us, PyObject *sequences);
 int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack);
 

@@ -11,20 +11,20 @@ typedef struct {
     _Alignas(16) uint8_t bytes[128];
 } ShaState;
 
-/* The two hash states that depend on the key alone: kept, they halve the time of a MAC. */
+/* The two hash states that depend on the key alone: caching them halves the time of a MAC. */
 typedef struct {
     ShaState inner, outer;
 } MacKey;
 
 /* Whether there is a library; looked for once. */
 int sky_sha_ready(void);
-/* For tests: do as if there were none (0), or look again (1). */
+/* For tests: disable the library (0), or look for it again (1). */
 int sky_sha_select(int wanted);
 void sky_mac_key(MacKey *mac, const uint8_t *key);
 /* The MAC that stands at packet[end], over the packet up to there; ``sky`` is where its SKY header begins. */
 void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, uint8_t *out);
 
-/* macs.c: who checks, and against when. ``keys``: 32 bytes by key id. */
+/* macs.c: the keys and the time to check against. ``keys``: 32 bytes by key id. */
 typedef struct {
     PyObject *keys;
     long long now_us, skew_us;
@@ -32,7 +32,7 @@ typedef struct {
     MacKey mac;
 } MacCheck;
 
-/* Where the MAC of such a packet ends: 0 for one without, or too short, or larger than any of ours. */
+/* Where the MAC of such a packet ends: 0 for one without, or too short, or too large. */
 size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky);
 /* 1 and when it was sent, in microseconds (0 in telemetry), for an authentic packet; 0 for any other; -1: exception. */
 int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sky, long long *sent_us);

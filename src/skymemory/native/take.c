@@ -8,14 +8,14 @@ enum {
     REF_AT = COMMAND_BYTES + SKY_BYTES,
 };
 
-/* Which messages are one run, and which chunks they bring: number, number + step, …, ``chunks`` of them. */
+/* The messages of one run, and their chunks: number, number + step, …, ``chunks`` of them. */
 typedef struct {
     int messages;
     uint32_t number, step, chunks;
     Py_ssize_t bytes;
 } Extent;
 
-/* Whether the numbers of a run go on in equal steps; the extent moves on if so. */
+/* Whether the numbers of a run continue in equal steps; extends the extent if so. */
 static int in_steps(const uint8_t *data, size_t size, size_t segment, size_t mac, Extent *extent)
 {
     Extent next = *extent;
@@ -58,14 +58,14 @@ static Extent measure(const Service *service, int first)
     return extent;
 }
 
-/* The share of ``key``, borrowed; made where there is none. */
+/* The share of ``key``, borrowed; created if there is none. */
 static PyObject *share_of(PyObject *shares, PyObject *key)
 {
     PyObject *share = PyDict_GetItemWithError(shares, key);
     if (share || PyErr_Occurred())
         return share && PyDict_Check(share) ? share : NULL;
     share = PyDict_New();
-    if (share && PyObject_SetItem(shares, key, share) < 0) /* an OrderedDict, which keeps its order only in this way */
+    if (share && PyObject_SetItem(shares, key, share) < 0) /* an OrderedDict: its order needs this call */
         Py_CLEAR(share);
     Py_XDECREF(share);
     return share;
@@ -110,8 +110,8 @@ static PyObject *acknowledgement(const Service *service, const uint8_t *request,
     return packet;
 }
 
-/* Whether all packets of the extent are authentic, of one sender and one moment, and here for the first time: then that is
- * remembered. If not, nothing is. -1 with an exception. */
+/* Whether all packets of the extent are authentic, of one sender and one moment, and new: then that is
+ * recorded. If not, nothing is. -1 with an exception. */
 static int is_admitted(Service *service, int first, const Extent *extent)
 {
     size_t size, segment;

@@ -159,7 +159,7 @@ static Curve curve_at(const Py_buffer *curves, size_t at)
     return curve;
 }
 
-/* What each server would compute, by its curve. The best match where it is not worth following, else 0; -1: an
+/* What each server would compute, by its curve. The best match if it is too short to follow, else 0; -1: an
  * error. */
 static long long fill_works(const Ranker *self, const Question *question, const Asked *asked, Row *rows,
                             Py_ssize_t servers)
@@ -210,7 +210,7 @@ static double best_of(const Row *rows, Py_ssize_t servers)
     return best;
 }
 
-/* Sets servers back that had their share, from the best down, until one is left that has not; their places go into
+/* Sets back servers that have had their share, from the best down, until the best has not; their positions go into
  * ``places``. How many; -1: no memory. */
 static Py_ssize_t hold_back(Ranker *self, const Asked *asked, Row *rows, Py_ssize_t servers, double now_s,
                             uint32_t *places)
@@ -278,7 +278,7 @@ static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places
     return all;
 }
 
-/* Servers are read, and all other code runs, before anything is looked at that it could change. */
+/* Servers are read first: that may run other code, which could change anything read before. */
 static PyObject *ranked(Ranker *self, const Question *question, PyObject *servers)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(servers), held_back;

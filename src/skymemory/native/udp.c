@@ -209,7 +209,7 @@ size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *er
     return sent;
 }
 
-/* Hold the payloads' buffers; the number held, which falls short of ``count`` with an exception set. */
+/* Acquire the payloads' buffers; returns their number, less than ``count`` with an exception set. */
 static Py_ssize_t hold(PyObject *payloads, Py_buffer *held, Py_ssize_t count, size_t width)
 {
     for (Py_ssize_t i = 0; i < count; i++) {

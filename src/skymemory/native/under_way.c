@@ -2,9 +2,9 @@
  *
  * A tree: each node is a run of blocks that some chains share, its parent the run before. Equal hashes mean equal
  * prefixes, so a run's first hash finds it without its parent, and how far a chain follows it is found by halving.
- * A node counts the chains through it by slot, and goes with the last. Chains are not copied: a node keeps the memory
- * of the one that it was made of alive. Parents are followed by pointer, never by content, so whatever the memory
- * says by then, what was counted is taken back where it was counted. */
+ * A node counts the chains through it by slot, and is removed with the last. Chains are not copied: a node keeps the memory
+ * of the chain that it was created from alive. Parents are followed by pointer, never by content, so even if the memory
+ * has changed, counts are taken back where they were added. */
 #include "ttft.h"
 
 #include <stdlib.h>
@@ -92,7 +92,7 @@ static int reserve(UnderWay *self)
     return 0;
 }
 
-/* Takes a cell away; those behind it move up as far as their search needs it. */
+/* Removes a cell; those behind it move up as far as their search needs it. */
 static void take(UnderWay *self, const Node *node)
 {
     size_t mask = self->size - 1, hole = home_of(self, node->key);
@@ -107,7 +107,7 @@ static void take(UnderWay *self, const Node *node)
     self->cells[hole] = NULL;
 }
 
-/* To release memory may run other code: callers do it when the tree is as it shall be. */
+/* Releasing memory may run other code: callers do it when the tree is consistent. */
 static void let_go(Memory *memory)
 {
     if (--memory->uses == 0) {
@@ -121,7 +121,7 @@ static uint64_t hash_of(const Node *node, uint32_t block)
     return sky_hash_at(node->memory->view.buf, block);
 }
 
-/* How many of a chain's blocks from ``at`` on are the node's. */
+/* Number of a chain's blocks from ``at`` on that are the node's. */
 static uint32_t shared_with(const Node *node, const char *hashes, uint32_t at, uint32_t count)
 {
     uint32_t low = 0, high = node->end - node->begin;
@@ -183,8 +183,8 @@ static int count_chain(Node *node, uint32_t slot)
     return 0;
 }
 
-/* Takes one chain of a slot from the nodes up to ``until``, and the nodes away through which none goes any more. Their
- * memory is linked up by ``freed``, for who calls. */
+/* Removes one chain of a slot from the nodes up to ``until``, and nodes without any chain. Their memory is linked up by
+ * ``freed``, for the caller to release. */
 static void uncount(UnderWay *self, Node *node, const Node *until, uint32_t slot, Node **freed)
 {
     while (node != until) {
@@ -232,7 +232,7 @@ static Node *new_node(UnderWay *self, uint64_t key, Node *parent, Memory *memory
     return node;
 }
 
-/* Makes two of a node: its first ``shared`` blocks are a new one, its parent. NULL: no memory, or another has the key
+/* Splits a node: its first ``shared`` blocks are a new one, its parent. NULL: no memory, or another has the key
  * that the rest would have. */
 static Node *split(UnderWay *self, Node *node, uint32_t shared)
 {
@@ -281,7 +281,7 @@ static uint32_t new_record(UnderWay *self)
     return self->made + 1;
 }
 
-/* Where a chain ends in the tree: as many of its blocks are in it as could be. */
+/* The node where a chain ends in the tree, after as many of its blocks as could be inserted. */
 static Node *insert(UnderWay *self, Memory *memory, uint32_t count)
 {
     const char *hashes = memory->view.buf;
@@ -299,7 +299,7 @@ static Node *insert(UnderWay *self, Memory *memory, uint32_t count)
         if (shared && shared < node->end - node->begin)
             node = split(self, node, shared);
         if (!shared || !node)
-            return end; /* no prompt makes such a chain, or there is no memory */
+            return end; /* a contradictory chain, or memory is short */
         end = node;
         at += shared;
     }
@@ -334,7 +334,7 @@ static PyObject *add(PyObject *object, PyObject *const *args, Py_ssize_t given)
     if (count > self->most_blocks)
         count = self->most_blocks;
     uint32_t number = new_record(self);
-    /* A node that was made just now has room for the count, so what cannot be counted has other chains. */
+    /* A new node has room for the count, so one without room has other chains. */
     Node *end = number ? insert(self, memory, (uint32_t)count) : NULL, *counted = end;
     while (counted && count_chain(counted, (uint32_t)slot) == 0)
         counted = counted->parent;
@@ -353,7 +353,7 @@ static PyObject *add(PyObject *object, PyObject *const *args, Py_ssize_t given)
     uint32_t generation = record->generation;
     self->open++;
     self->changes++;
-    let_go(memory); /* runs nothing if the tree uses it; else the tree is whole by now */
+    let_go(memory); /* runs no code if the tree uses it; else the tree is consistent by now */
     return PyLong_FromUnsignedLongLong((unsigned long long)generation << 32 | number);
 }
 
@@ -377,7 +377,7 @@ static PyObject *drop(PyObject *object, PyObject *ticket)
     if (given == (unsigned long long)-1 && PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_OverflowError))
             return NULL;
-        PyErr_Clear(); /* no ticket of ours */
+        PyErr_Clear(); /* not a valid ticket */
         Py_RETURN_NONE;
     }
     uint32_t number = (uint32_t)given, generation = (uint32_t)(given >> 32);
@@ -410,7 +410,7 @@ static PyObject *depths(PyObject *object, PyObject *const *args, Py_ssize_t give
         PyErr_SetString(PyExc_TypeError, "depths: expected blocks and slots");
         return NULL;
     }
-    PyObject *asked = PySequence_Tuple(args[1]); /* our own: a list could change while other code runs */
+    PyObject *asked = PySequence_Tuple(args[1]); /* a copy: a list could change while other code runs */
     if (!asked)
         return NULL;
     if (PyObject_GetBuffer(args[0], &blocks, PyBUF_SIMPLE) < 0) {
