@@ -129,7 +129,7 @@ class SimulatedConstellation:
         if self._limits is not None:
             longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
             config = replace(
-                config, credit_bytes=self._limits.buffer_bytes // 2, neighbour_patience_s=PATIENCE_S + 2 * longest_s
+                config, credit_bytes=self._limits.buffer_bytes // 2, neighbour_timeout_s=PATIENCE_S + 2 * longest_s
             )
         clock, lateness = self._clocks.get(here, self.clock), self._lateness.get(here)
         return SatelliteMachine(config, self.sky, clock, self.now_s, lateness)

@@ -193,7 +193,7 @@ class UdpHost:
             credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement,
             eviction=self.spec.eviction,
-            neighbour_patience_s=PATIENCE_S + 2 * max(self._link_s.values()),
+            neighbour_timeout_s=PATIENCE_S + 2 * max(self._link_s.values()),
             authority=self.spec.authority,
         )
         pushed_at_ms, pushed = self._pushed

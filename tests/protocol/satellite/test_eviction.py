@@ -179,7 +179,7 @@ def test_a_suspicion_from_before_a_move_says_nothing_after_it(world, value_of):
     store = sky.sim.satellites[here].store
     store.remove((info.key, min(store.shares[info.key])))
     sky.sim.settle(10.5)
-    assert sky.sim.satellites[here]._sweep.is_suspect(info.key)
+    assert info.key in sky.sim.satellites[here]._sweep._suspects
     sky.advance(1)
     sky.sim.settle(14.0)
     assert store.shares.get(info.key), "it is suspected anew by the next sweep"

@@ -122,4 +122,4 @@ def test_a_burst_whose_chunks_were_all_stored_anew_keeps_no_other_key_from_resti
     (burst,) = handover.bursts_to_send(0.0)
     handover.keep(b"k" * 32, [0])
     assert burst.names == []
-    assert handover.rests(b"o" * 32, [0])
+    assert handover.is_settled(b"o" * 32, [0])

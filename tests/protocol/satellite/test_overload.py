@@ -111,7 +111,7 @@ def test_when_overload_ends_the_lost_are_asked_at_once():
     links.it.used(EAST, 0.0)
     links.run(30.0)
     asked = len(links.said)
-    links.it.relieved(30.1)
+    links.it.probe_down(30.1)
     links.it.handle_timer(30.1)
     assert [(when_s, to) for when_s, to, body in links.said[asked:] if body.answer_me] == [(30.1, EAST)]
 
@@ -291,7 +291,7 @@ def test_relief_starts_every_back_off_from_its_shortest_but_for_who_is_full():
     for burst in handover.bursts_to_send(now_s):
         handover.refused(burst.request_id, now_s, full=burst.names == [full])
     assert handover.strays_due(now_s + 1.0) == []
-    handover.relieved(now_s + 1.0)
+    handover.retry_unanswered(now_s + 1.0)
     assert handover.strays_due(now_s + 1.0) == [unreachable]
     handover.enqueue(THERE, [unreachable])
     for burst in handover.bursts_to_send(now_s + 1.0):
@@ -305,7 +305,7 @@ def test_relief_that_comes_too_often_is_put_off_and_not_lost():
         handover.enqueue(THERE, [name])
         for burst in handover.bursts_to_send(now_s):
             handover.refused(burst.request_id, now_s)
-        handover.relieved(now_s)
+        handover.retry_unanswered(now_s)
         relieved_s, due = now_s, handover.strays_due(now_s)
         while not due:
             now_s = handover.next_timer_s() or 999.0
@@ -324,7 +324,7 @@ def test_a_chunk_that_was_stored_anew_waits_for_whoever_is_full_like_any_other()
         handover.enqueue(THERE, [name])
         for burst in handover.bursts_to_send(0.0):
             handover.refused(burst.request_id, 0.0, full=full)
-    handover.relieved(1.0)
+    handover.retry_unanswered(1.0)
     assert handover.strays_due(1.0) == []
 
 
@@ -474,9 +474,9 @@ def test_moves_that_were_missed_are_one_handover():
 def test_before_the_plan_is_made_nothing_is_known_to_rest():
     """A MISS then proves no loss: the chunk may be one that is to leave for here."""
     handover = Handover(4, 0.1, 1.0)
-    assert handover.rests(KEY, [0])
+    assert handover.is_settled(KEY, [0])
     handover.moved = True
-    assert not handover.rests(KEY, [0]) and not handover.idle
+    assert not handover.is_settled(KEY, [0]) and not handover.idle
 
 
 def test_on_time_again_what_waited_is_done_without_being_asked_for():

@@ -89,7 +89,7 @@ class SatelliteConfig:
     replacement: str = DEFAULT_REPLACEMENT
     """One of ``eviction.policies.REPLACEMENTS``: which keys are evicted first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
-    neighbour_patience_s: float = 0.05
+    neighbour_timeout_s: float = 0.05
     """How long a neighbour may take to answer a probe; depends on the length of the links."""
     authority: Authority | None = field(default=None, repr=False)
     """The keys whose commands it obeys; None: any command."""

@@ -142,9 +142,9 @@ class Handover:
         """Back-off by destination and key since the last move: when to try again, and the length of that wait."""
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
         """Strays whose destination did not answer or was unreachable: the entry of ``_retries`` they wait for."""
-        self._relief = Throttle()
-        self._relief_waits = False
-        """``relieved`` was called while throttled: repeat it later."""
+        self._retry_throttle = Throttle()
+        self._retry_waits = False
+        """``retry_unanswered`` was called while throttled: repeat it later."""
         self._plans = 0
         self._some_leave_as_others = False
         """Whether any chunk may leave as another copy: most satellites never see one, and need not look for them."""
@@ -160,7 +160,7 @@ class Handover:
         """``idle``, and nothing awaits deletion: chunks that are stored do not concern the handover."""
         return self.idle and not self._copied
 
-    def rests(self, key: bytes, indices: Iterable[int]) -> bool:
+    def is_settled(self, key: bytes, indices: Iterable[int]) -> bool:
         """Whether none of these chunks of a key, which are here, leaves or awaits deletion."""
         if self.at_rest:
             return True
@@ -172,6 +172,8 @@ class Handover:
             return False
         names = [(key, index) for index in indices]
         return not any(name in waiting for waiting in (self._queued, self._strays, self._copied) for name in names)
+
+    # --- Plan and queue ---
 
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
         """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
@@ -259,6 +261,8 @@ class Handover:
         else:
             self.stray(other, self._strays.pop(name, 0.0))
 
+    # --- Strays ---
+
     def stray(self, name: Leaving, due_s: float) -> None:
         """The chunk is here and belongs elsewhere; examine it again at ``due_s``."""
         if name not in self._strays and name not in self._queued:
@@ -268,8 +272,8 @@ class Handover:
 
     def strays_due(self, now_s: float) -> list[Leaving]:
         """Strays to examine now; each is returned once."""
-        if self._relief_waits:
-            self.relieved(now_s)
+        if self._retry_waits:
+            self.retry_unanswered(now_s)
         due = []
         while self._stray_times and self._stray_times[0][0] <= now_s:
             time_s, name = heapq.heappop(self._stray_times)
@@ -278,6 +282,8 @@ class Handover:
                 self._unanswered.pop(name, None)
                 due.append(name)
         return due
+
+    # --- Bursts and their answers ---
 
     @property
     def window_bursts(self) -> int:
@@ -378,14 +384,14 @@ class Handover:
         off = max(1.0 - (round_trip_s - shortest_s) / _TARGET_DELAY_S, -_MOST_DECREASE)
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
-    def relieved(self, now_s: float) -> None:
+    def retry_unanswered(self, now_s: float) -> None:
         """Our host is on time again, or a link came up: satellites that did not answer may do so now. Back-offs restart
         from the shortest, and what waited for them leaves as soon as the throttle allows.
         """
-        self._relief_waits = bool(self._unanswered) and not self._relief.is_open(now_s)
-        if self._relief_waits or not self._unanswered:
+        self._retry_waits = bool(self._unanswered) and not self._retry_throttle.is_open(now_s)
+        if self._retry_waits or not self._unanswered:
             return
-        self._relief.done(now_s)
+        self._retry_throttle.done(now_s)
         for name, case in self._unanswered.items():
             self._retries.pop(case, None)
             if name in self._strays:
@@ -412,6 +418,8 @@ class Handover:
             self.stray(name, due_s)
             if not full:
                 self._unanswered[name] = case
+
+    # --- Deletions, timers ---
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
         """Copied chunks whose grace period is over, each once; except those that have yet to leave as another copy."""
@@ -446,8 +454,8 @@ class Handover:
             times.append(self.next_deletion_s())
         if self._stray_times:
             times.append(self._stray_times[0][0])
-        if self._relief_waits:
-            times.append(self._relief.open_s)
+        if self._retry_waits:
+            times.append(self._retry_throttle.open_s)
         if self._queue and len(self._in_flight) < int(self._window):
             times.append(self._fresh_from_s())
         return min(times) if times else None

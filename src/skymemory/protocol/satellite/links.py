@@ -70,7 +70,7 @@ class Neighbours:
         """When operators last moved the box (Unix time), as far as known."""
         self._here = state.here
         self._torus = state.sky.torus
-        self._timeout_s = state.config.neighbour_patience_s
+        self._timeout_s = state.config.neighbour_timeout_s
         self._locator = state.locator
         self._outbox = state.outbox
         self._lateness = state.lateness
@@ -208,7 +208,7 @@ class Neighbours:
             self.links.discard_trees(now_s)
         self._send_news(now_s)
 
-    def relieved(self, now_s: float) -> None:
+    def probe_down(self, now_s: float) -> None:
         """Our host is on time again: probe those that are down as if they had just gone down."""
         for neighbour in self._neighbours.values():
             if neighbour.down:

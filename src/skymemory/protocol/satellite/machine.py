@@ -322,7 +322,7 @@ class SatelliteMachine:
         """Batches with the link each leaves by; each is returned once."""
         if self._healed != self._state.links.healed:
             self._healed = self._state.links.healed
-            self.handover.relieved(now_s)
+            self.handover.retry_unanswered(now_s)
         self._chunks.acknowledge(now_s)
         self._gossip.gather(now_s)
         batches = self._outbox.take()
@@ -353,8 +353,8 @@ class SatelliteMachine:
         late, was_late = self.lateness.is_late(now_s), self._was_late
         self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
         if was_late and not late:
-            self.neighbours.relieved(now_s)
-            self.handover.relieved(now_s)
+            self.neighbours.probe_down(now_s)
+            self.handover.retry_unanswered(now_s)
 
     def _run_background(self, now_s: float) -> None:
         self._state.timers_wait = False

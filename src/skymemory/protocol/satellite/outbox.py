@@ -83,13 +83,13 @@ class Outbox:
         flags: int = 0,
     ) -> None:
         """One control packet to the sender of ``request``."""
-        header = self._answer(request, op, status)._replace(flags=flags)
+        header = self._answer(request, op, status, flags)
         packet = messages.build_packet(header, bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
         """DATA: one packet per chunk."""
-        self._send(self._bulk(self._answer(request, Op.DATA, Status.OK), chunks, now_s), request.source, now_s)
+        self._send(self._bulk(self._answer(request, Op.DATA), chunks, now_s), request.source, now_s)
 
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
@@ -150,39 +150,39 @@ class Outbox:
         there = Address(self._address.plane, self._address.slot, GROUND_SHELL)
         hosts = self._router.heard_last(most)
         for ground in hosts:
-            header = self._header(op, there)._replace(ground=ground)
+            header = self._header(op, there, ground=ground)
             self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), there, now_s)
         return len(hosts)
 
     # --- Headers, sequence counts, signatures ---
 
-    def _header(self, op: Op, there: Address, request_id: int = 0, timestamp_us: int = 0) -> SkyHeader:
+    def _answer(self, request: SkyHeader, op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
+        there, echo_us = request.source, request.timestamp_us
+        return self._header(op, there, request.request_id, echo_us, request.ground, status, flags)
+
+    def _header(
+        self,
+        op: Op,
+        there: Address,
+        request_id: int = 0,
+        timestamp_us: int = 0,
+        ground: int = 0,
+        status: Status = Status.OK,
+        flags: int = 0,
+    ) -> SkyHeader:
         slot_moves, plane_moves = self._locator.moves
         return SkyHeader(
             op,
             there,
             self._address,
-            0,
+            ground,
             request_id,
+            status,
             timestamp_us=timestamp_us,
             slot_moves=slot_moves,
             plane_moves=plane_moves,
             credit=self._credit,
-        )
-
-    def _answer(self, request: SkyHeader, op: Op, status: Status) -> SkyHeader:
-        slot_moves, plane_moves = self._locator.moves
-        return SkyHeader(
-            op,
-            request.source,
-            self._address,
-            request.ground,
-            request.request_id,
-            status,
-            timestamp_us=request.timestamp_us,
-            slot_moves=slot_moves,
-            plane_moves=plane_moves,
-            credit=self._credit,
+            flags=flags,
         )
 
     def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:

@@ -68,4 +68,4 @@ class SatelliteState:
             return False  # a packet that waits here may carry the very chunk
         if self.history.is_being_written(key, now_s):
             return False  # it may not have been sent yet
-        return self.handover.rests(key, indices)
+        return self.handover.is_settled(key, indices)

@@ -281,9 +281,6 @@ class Sweep:
 
     # --- Suspicions ---
 
-    def is_suspect(self, key: bytes) -> bool:
-        return key in self._suspects
-
     def next_confirmation_s(self) -> float:
         if not self._suspects:
             return math.inf
