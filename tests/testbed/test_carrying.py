@@ -43,7 +43,7 @@ def test_a_slow_machine_carries_less_and_is_told_how_much(monkeypatch: pytest.Mo
     monkeypatch.setattr(carrying, "speed", lambda: 1.0)
     most = _most() * 2 / 1.5
     check_time_scale(make_plan(time_scale=most * 0.99))
-    with pytest.raises(InvalidInput, match=r"more than 2 processors here can do; choose --time-scale") as raised:
+    with pytest.raises(InvalidInput, match=r"exceed the 2 processors here; use --time-scale") as raised:
         check_time_scale(make_plan(time_scale=most * 1.01))
     named = re.search(r"--time-scale ([0-9.e+]+) or less", str(raised.value))
     assert named is not None and 0.67 * most < float(named[1]) <= 0.75 * most
@@ -68,4 +68,4 @@ def test_this_machine_has_a_speed_and_processors() -> None:
 def test_up_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--time-scale", "100000", "--base-port", "auto", "--run-dir", str(tmp_path / "run")]
     assert main(["constellation", "up", *words]) == 2
-    assert "choose --time-scale" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert "use --time-scale" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -50,7 +50,7 @@ def test_keys_that_others_may_read_are_refused(tmp_path: Path, mode: int) -> Non
     path = tmp_path / "keys"
     new_keys(path)
     path.chmod(mode)
-    with pytest.raises(InvalidInput, match="read by others"):
+    with pytest.raises(InvalidInput, match="readable by others"):
         read_keys(path)
 
 
@@ -97,7 +97,7 @@ def test_a_follower_takes_new_keys_and_keeps_the_old_where_the_file_is_spoilt(tm
     os.truncate(path, 10)
     follower.refresh()
     follower.refresh()
-    assert follower.authority.ring == rotated and len(said) == 1 and "go on being used" in said[0]
+    assert follower.authority.ring == rotated and len(said) == 1 and "still using the previous keys" in said[0]
     path.unlink()
     follower.refresh()
     assert follower.authority.ring == rotated

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.testbed.run_directory import PREFIX, RunDirectory, passing_folder, remove_left_behind
+from skymemory.testbed.run_directory import PREFIX, RunDirectory, remove_left_behind, temporary_run_directory
 
 LATER_S = 3600.0
 
@@ -23,8 +23,8 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def left_by_a_killed_process(parent: Path) -> Path:
     code = (
-        "import os, signal\nfrom skymemory.testbed.run_directory import passing_folder\n"
-        "with passing_folder() as folder:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal\nfrom skymemory.testbed.run_directory import temporary_run_directory\n"
+        "with temporary_run_directory() as folder:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(parent), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False)
@@ -33,7 +33,7 @@ def left_by_a_killed_process(parent: Path) -> Path:
 
 
 def test_it_is_gone_at_the_end_with_what_is_in_it(temporary: Path) -> None:
-    with pytest.raises(RuntimeError), passing_folder("motion-") as folder:
+    with pytest.raises(RuntimeError), temporary_run_directory("motion-") as folder:
         (folder / "host.log").write_text("words")
         assert folder.parent == temporary and folder.name.startswith("skymemory-demo-motion-")
         raise RuntimeError
@@ -44,13 +44,13 @@ def test_that_of_a_killed_demo_goes_with_the_next(temporary: Path) -> None:
     left = left_by_a_killed_process(temporary)
     old_s = time.time() - LATER_S
     os.utime(left, (old_s, old_s))
-    with passing_folder() as folder:
+    with temporary_run_directory() as folder:
         assert not left.exists() and folder.exists()
 
 
 def test_what_somebody_holds_is_young_or_lives_stays(temporary: Path) -> None:
     later_s = time.time() + LATER_S
-    with passing_folder() as held:
+    with temporary_run_directory() as held:
         assert remove_left_behind(temporary, later_s) == [] and held.exists()
     left = left_by_a_killed_process(temporary)
     assert remove_left_behind(temporary) == [], "somebody may have made it just now"

@@ -131,7 +131,7 @@ def test_the_centre_is_the_anchor_of_the_plans_host() -> None:
     preset = PRESETS["kuiper-a"]
     assert plan.centre == anchor(preset.shell, GroundHost(-33.9, 18.4), preset.epoch_unix_s, 0.0).satellite
     elsewhere = json.loads(to_json(plan)) | {"centre": {"plane": 0, "slot": 0}}
-    with pytest.raises(InvalidInput, match=r"centre \(0, 0\): over the host of the plan is"):
+    with pytest.raises(InvalidInput, match=r"centre \(0, 0\): expected .* overhead"):
         from_json(json.dumps(elsewhere))
     assert make_plan(ground=Ground(-33.9, 18.4)).centre == make_plan().centre, "the testbed's centre is fixed"
 

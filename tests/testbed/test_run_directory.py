@@ -63,7 +63,7 @@ def test_a_record_tells_the_living_from_the_dead(directory: RunDirectory, sleepe
     sleeper.wait()
     assert not record.alive
     assert directory.living() == {}
-    with pytest.raises(ConstellationError, match="gone already"):
+    with pytest.raises(ConstellationError, match="has already ended"):
         directory.write_record("host-0", sleeper.pid)
 
 
@@ -163,7 +163,7 @@ def test_no_plan_is_no_constellation_and_a_dead_one_neither(
     assert directory.running_plan() == make_plan()
     sleeper.kill()
     sleeper.wait()
-    with pytest.raises(NoConstellation, match="has died"):
+    with pytest.raises(NoConstellation, match="have died"):
         directory.running_plan()
 
 

@@ -201,7 +201,7 @@ def test_what_a_crash_left_behind_is_swept_by_the_next_up(
         directory.pid_path(host).write_text(f'{{"pid": {os.getpid()}, "start": "another boot/1"}}', "utf-8")
     supervisor.start(directory, plan)
     assert sorted(directory.living()) == directory.recorded_hosts() == ["host-0", "host-1", "host-2"]
-    assert SharedIndex(directory.index_path).standing.complete and len(SharedIndex(directory.index_path)) == 0
+    assert SharedIndex(directory.index_path).journal_state.complete and len(SharedIndex(directory.index_path)) == 0
     assert "old words" not in directory.log_tail("host-0")
 
 
@@ -317,7 +317,7 @@ def test_1584_ports_are_found_among_those_of_others(
     save_plan(made, tmp_path / "plan")
     assert load_plan(tmp_path / "plan") == made
     monkeypatch.setattr(run_directory, "_bind_error", lambda address: errno.EADDRINUSE * (address[1] % 60 > 0))
-    with pytest.raises(ConstellationError, match=r"no 1584 free UDP ports on 127.0.0.1, there are 1075"):
+    with pytest.raises(ConstellationError, match=r"1075 free UDP ports on 127.0.0.1, expected 1584"):
         free_ports(1584)
     monkeypatch.setattr(run_directory, "_bind_error", bind_error)
     assert free_ports(95).skipped == ()

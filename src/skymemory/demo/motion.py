@@ -24,7 +24,7 @@ from skymemory.testbed.child import Child, end_children
 from skymemory.testbed.connect import clock_of, store_of
 from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
-from skymemory.testbed.run_directory import RunDirectory, passing_folder
+from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import SignalGate, Started, revive, start_on_free_ports
 from skymemory.units import format_size
 from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
@@ -108,7 +108,7 @@ class _Flight:
 @contextmanager
 def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
     """The testbed on its lines to us: its processes end when we do, however that is. Nothing is left of it."""
-    with passing_folder("motion-") as folder:
+    with temporary_run_directory("motion-") as folder:
         directory = RunDirectory(folder)
         started: Started | None = None
         try:

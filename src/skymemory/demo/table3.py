@@ -18,7 +18,7 @@ from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s
 from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
-from skymemory.testbed.run_directory import RunDirectory, passing_folder
+from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Started, start_on_free_ports
 from skymemory.units import format_duration
 
@@ -29,7 +29,7 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
     whatever happens.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is below runs before we end
-    with passing_folder() as folder:
+    with temporary_run_directory() as folder:
         directory = RunDirectory(folder)
         started: Started | None = None
         try:

@@ -1,8 +1,8 @@
-"""How fast a constellation's clock may run on this machine: what its moves cost, and the processors there are.
+"""Upper bound of the time scale on this machine, from the cost of moves and the available processors.
 
-When the box moves, satellites hand their chunks over. A clock that runs faster than they can do it leaves ever more
-behind, so the time scale is bounded by what satellites half full would have to carry. Measured on 95 satellites
-in five processes (``docs/benchmarks/sky.md``, Time scales), on a machine on which ``_work`` takes ``_REFERENCE_S``.
+When the box moves, satellites hand their chunks over. With a clock that is too fast a growing backlog remains, so the
+time scale is bounded by the handovers of half-full satellites. Costs were measured on 95 satellites in five processes
+(``docs/benchmarks/sky.md``, Time scales), on a machine on which ``_work`` takes ``_REFERENCE_S``.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.units import format_size
 
 FILLED = 0.5
-"""How full the satellites of the box are taken to be. Beyond that chunks stay behind for a while, and answer there."""
+"""Assumed fill of the box's satellites. Above it chunks stay behind for a while, and are served there."""
 SHARE = 0.75
-"""Of the processors, for the scale that is named: the rest is for answers, and for other programs."""
+"""Share of the processors for the suggested scale; the rest is for requests and other programs."""
 _SATELLITE_S = 40e-6
-"""What a move costs each satellite, whatever it holds."""
+"""CPU time of a move per satellite, whatever it holds."""
 _CHUNK_S = {"off": 63e-6, "on": 85e-6, "every": 85e-6}
-"""To hand a chunk over: both ends, by what is authenticated."""
+"""CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
-"""More for each chunk where faults are injected: datagrams go one by one."""
+"""Added per chunk with injected faults: datagrams are sent one by one."""
 _DELAY_S = 18e-6
-"""More for each where links are as slow as light."""
+"""Added per chunk with link delays."""
 _REFERENCE_S = 1.65e-3
 _TURNS = 5
 
 
 def _work() -> None:
-    """What hosts do all day: headers packed, looked up and taken apart."""
+    """A sample of a host's work: packing, looking up and unpacking headers."""
     header, seen = struct.Struct(">HHHIHI32s"), dict[bytes, int]()
     for number in range(4000):
         packet = header.pack(1, 2, 3, number, 5, 6, number.to_bytes(32, "big"))
@@ -47,8 +47,8 @@ def _work() -> None:
 
 
 def speed() -> float:
-    """This machine's, of the one that the costs were measured on: the best of some turns, in processor time, so that
-    other programs do not count.
+    """Speed of this machine relative to the reference: best of several runs in CPU time, so that other programs do not
+    count.
     """
     times_s = []
     for _ in range(_TURNS):
@@ -59,7 +59,7 @@ def speed() -> float:
 
 
 def processors() -> float:
-    """So many this process may use: those it is bound to, and no more than its control group's quota."""
+    """Processors available to this process: its affinity, limited by the control group's quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
@@ -69,7 +69,7 @@ def processors() -> float:
 
 
 def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
-    """The fastest clock whose moves cost at most so many of the reference machine's processors."""
+    """The largest time scale whose moves take at most ``processor_s_per_s`` processors of the reference machine."""
     if plan.access == "onboard":
         return float("inf")
     shell, placement = shell_of(plan), sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
@@ -83,7 +83,7 @@ def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
 
 
 def check_time_scale(plan: ConstellationPlan) -> None:
-    """Raise ``InvalidInput`` for a plan whose moves would take more than all processors of this machine."""
+    """Raises ``InvalidInput`` for a plan whose moves would exceed all processors of this machine."""
     if plan.time_scale == 0:
         return
     count = processors()
@@ -92,7 +92,7 @@ def check_time_scale(plan: ConstellationPlan) -> None:
         step = 10.0 ** (math.floor(math.log10(SHARE * most)) - 1)
         memory = format_size(plan.memory_per_satellite_bytes)
         raise InvalidInput(
-            f"time scale {plan.time_scale:g}: with memories of {memory} half full its moves are more than {count:g} "
-            f"processors here can do; choose --time-scale {math.floor(SHARE * most / step) * step:g} or less, or "
+            f"time scale {plan.time_scale:g}: moves with half-full memories of {memory} exceed the {count:g} "
+            f"processors here; use --time-scale {math.floor(SHARE * most / step) * step:g} or less, or "
             "a smaller --memory-per-satellite"
         )

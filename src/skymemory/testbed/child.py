@@ -1,9 +1,8 @@
-"""One host process as its supervisor sees it: started with a line to it, told apart from strangers, stopped
-for good.
+"""Host processes as seen by their supervisor: spawning, signals, termination, CPU demand.
 
-The line is a socket pair. The child says ``ready`` once its satellites listen; the supervisor says ``stay``
-when it leaves the constellation running in the background. A child whose line ends before it was told to
-stay stops: so a supervisor that dies in the middle of starting, or in the foreground, leaves nothing behind.
+Supervisor and child share a socket pair. The child sends ``ready`` once its satellites listen; the supervisor sends
+``stay`` to leave the constellation running in the background. A child whose socket closes before ``stay`` stops: a
+supervisor that dies while starting, or in the foreground, leaves nothing running.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ _LOOK_S = 0.5
 
 @dataclass(slots=True)
 class Child:
-    """A host process just started, and our end of the line to it."""
+    """A host process and our end of its socket pair."""
 
     host: HostShare
     process: subprocess.Popen[bytes]
     line: socket.socket
 
     def release(self) -> None:
-        """Let it outlive us."""
+        """Lets it run on without us."""
         self.line.sendall(STAY)
         self.line.close()
 
     def exit_words(self) -> str:
-        """How it ended, for people."""
+        """How it ended, as text."""
         try:
             code = self.process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
-            return "closed its line but runs on"
+            return "closed its socket but still runs"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
-    """How to run one host: the very command that a person would type, with the line added."""
+    """The ``skymemory satellite`` command of one host, with its end of the socket pair."""
     return [
         sys.executable,
         "-m",
@@ -70,9 +69,9 @@ def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line
 
 
 def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
-    """Start the process of ``host`` in its own session, its output in its log, its line open."""
+    """Starts the process of ``host`` in its own session, logging to its log file."""
     ours, theirs = socket.socketpair()
-    # A linear algebra library would otherwise start a thread per core, with its buffers, in every process.
+    # Otherwise BLAS starts a thread per core, with buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     try:
         with directory.open_log(host.name) as log:
@@ -95,7 +94,7 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
 
 
 def send_signal(record: ProcessRecord, number: signal.Signals) -> None:
-    """Signal exactly the process of ``record``; one that has ended, or another by its number, is left alone."""
+    """Signals the process of ``record``, and no other process that reuses its pid."""
     try:
         handle = os.pidfd_open(record.pid) if hasattr(os, "pidfd_open") else None
     except ProcessLookupError:
@@ -103,7 +102,7 @@ def send_signal(record: ProcessRecord, number: signal.Signals) -> None:
     try:
         if not record.alive:
             return
-        # With a handle opened before the check, the number cannot come to name another process in between.
+        # The handle was opened before the check, so the pid cannot be reused in between.
         if handle is not None:
             signal.pidfd_send_signal(handle, number)
         else:
@@ -116,14 +115,14 @@ def send_signal(record: ProcessRecord, number: signal.Signals) -> None:
 
 
 def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) -> int:
-    """Ask these processes to end, and end those that do not. Returns how many needed that.
+    """Terminates these processes, and kills those that do not end. Returns how many were killed.
 
-    One has ``grace_s`` from when it last wanted the processor: a busy one comes to the signal, a hung one never does.
+    The grace period restarts while a process is busy: a busy one will handle the signal, a hung one will not.
     """
     asked = [record for record in records if record.alive]
     for record in asked:
         send_signal(record, signal.SIGTERM)
-        send_signal(record, signal.SIGCONT)  # one that was stopped would not see the other
+        send_signal(record, signal.SIGCONT)  # a stopped process would not handle SIGTERM
     _await_end(lambda: {str(record.pid): record.pid for record in asked if record.alive}, grace_s)
     remaining = [record for record in asked if record.alive]
     for record in remaining:
@@ -133,8 +132,8 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
 
 
 def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
-    """Until none of them (pids by name) lives; while one wants the processor ``grace_s`` begin anew, for so long as
-    ``MOST_GRACE_S`` says.
+    """Waits until none of them (pids by name) lives. The grace period restarts while one is busy, up to
+    ``MOST_GRACE_S``.
     """
     began_s = progress_s = look_s = time.monotonic()
     demand, every_s = Demand(living()), min(_LOOK_S, grace_s / 2)
@@ -149,7 +148,7 @@ def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
-    """End children that we started, as ``end_processes``, and collect them."""
+    """As ``end_processes``, for our own children; reaps them."""
     started = list(children)
     for child in started:
         child.line.close()
@@ -163,17 +162,14 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
         child.process.wait()
 
 
-# Which processes want the processor: they run, or wait for their turn. Such a process is late, not hung.
-
-
 SHARE = 0.3
-"""So much of the time since the last look a busy process ran or waited to run."""
+"""Share of the time since the last check that a busy process ran or waited to run."""
 
 
 def wanted_s(pid: int) -> float | None:
-    """Seconds that a process has run or waited for a processor since it started; None where the system does not tell.
+    """Seconds that a process has run or waited for a CPU since its start; None if unknown.
 
-    From the scheduler's figures; where a kernel keeps none, the time it ran, which is less.
+    From schedstat; on kernels without it only the time it ran.
     """
     try:
         ran_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text("ascii").split())
@@ -193,7 +189,7 @@ def _is_runnable(pid: int) -> bool:
 
 
 class Demand:
-    """Looks again and again at the same processes, by name."""
+    """Detects which processes are busy: running or waiting for a CPU, so late but not hung."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
@@ -201,7 +197,7 @@ class Demand:
         self._seen = {name: (now_s, wanted_s(pid)) for name, pid in pids.items()}
 
     def busy(self) -> set[str]:
-        """Those that wanted the processor for most of the time since the last look."""
+        """Processes that were busy since the last call."""
         found = set()
         now_s = time.monotonic()
         for name, pid in self._pids.items():
@@ -209,7 +205,7 @@ class Demand:
             wanted = wanted_s(pid)
             self._seen[name] = now_s, wanted
             grew_s = wanted - before_s if wanted is not None and before_s is not None else 0.0
-            # A wait counts only when it ends, and may have lasted since the last look.
+            # A wait counts only when it ends, and may have lasted since the last call.
             if grew_s >= SHARE * (now_s - since_s) > 0 or _is_runnable(pid):
                 found.add(name)
         return found

@@ -1,4 +1,4 @@
-"""From a run directory (or a plan) to a store: how engines, verbs and demos reach a running constellation."""
+"""Opens stores over running constellations, and builds satellites' and clients' configuration from a plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from skymemory.transport.udp_socket import source_address
 
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
-    """Round trip to the farthest server, by the geometry of now that the plan holds packets for."""
+    """Round trip to the farthest server by the current geometry and the plan's delay scale."""
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
     sky_s, moves = 0.0, (0, 0)
     if plan.time_scale:
@@ -56,18 +56,18 @@ def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | N
 
 
 def check_access(plan: ConstellationPlan, access: str) -> Access:
-    """``access`` if clients of this plan can have it.
+    """``access``, if clients of this plan can use it.
 
     Raises:
-        InvalidInput: no such mode; or one is on board and the other on the ground, where the box moves otherwise.
+        InvalidInput: unknown mode, or a mix of on board and ground, whose boxes move differently.
     """
     found = next((mode for mode in ACCESS_MODES if mode == access), None)
     if found is None:
         raise InvalidInput(f"access {access!r}: expected one of {', '.join(ACCESS_MODES)}")
     if (found == "onboard") != (plan.access == "onboard"):
         raise InvalidInput(
-            f"access {access!r} to a constellation whose plan says {plan.access!r}: the box of a host on board stands "
-            "still, that of one on the ground moves; start it with `skymemory constellation up --access ...`"
+            f"access {access!r} to a constellation with access {plan.access!r}: its box moves differently; start it "
+            f"with `skymemory constellation up --access {access}`"
         )
     return found
 
@@ -81,11 +81,11 @@ def open_constellation(
 ) -> ConstellationStore:
     """The store over the constellation of ``run_dir`` (default: this user's).
 
-    ``use_index=False`` does without the local index, as after its loss: the satellites are asked instead.
-    ``access`` overrides the plan's. Close it after use.
+    ``use_index=False`` queries the satellites instead of the local index, as after its loss. ``access`` overrides the
+    plan's. Close it after use.
 
     Raises:
-        NoConstellation: none is running there.
+        NoConstellation: none runs there.
     """
     directory = RunDirectory(run_dir)
     plan = directory.running_plan()
@@ -97,7 +97,7 @@ def open_constellation(
 
 
 def sealed(store: Store, keys: KeyFollower) -> SealedStore:
-    """The store with its values sealed for the tenant of these keys."""
+    """The store with its values encrypted by the tenant's keys."""
 
     def ring() -> KeyRing:
         keys.refresh()
@@ -123,31 +123,27 @@ def store_of(
     return ConstellationStore(client, sky_of(plan), settings, index=index)
 
 
-# From a plan to the objects that satellites and clients are made of: the one place where the testbed meets
-# the transport.
-
-
 BIND_SETTING = "SKYMEMORY_BIND"
-"""Environment variable: the address that clients on this computer listen at."""
+"""Environment variable with the address that clients bind."""
 _LEAST_ROUND_TRIPS = 3
-"""So many are waited for at least: with stretched delays (``x100``) one may take longer than any usual patience."""
+"""Minimum timeout in round trips: with long delays (``x100``) one may exceed the usual timeout."""
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
-    """The orbits whose lengths and periods the plan takes."""
+    """The orbits of the plan's preset."""
     return preset_named(plan.preset).shell
 
 
 def sky_of(plan: ConstellationPlan) -> SkyMap:
-    """Where every server is, and what the host sees; links as long as the preset's, which ``cost`` placement weighs."""
+    """Locations of servers and what the host sees; link lengths for ``cost`` placement."""
     shell = shell_of(plan)
     sight = plan.ground.sight(preset_named(plan.preset))
     return SkyMap(plan.torus, plan.centre, shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane"), sight)
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
-    """How far the box has moved, for satellites and clients alike: by the anchor of the plan's host where the preset
-    has a real orbit, at the pace of its shell where it has none. Over a host on board nothing ever moves.
+    """Clock of the box's moves, for satellites and clients: by the host's ground track for presets with a real orbit,
+    else by the shell's periods. With a host on board the box never moves.
     """
     shell = shell_of(plan)
     pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
@@ -158,7 +154,7 @@ def clock_of(plan: ConstellationPlan) -> MoveClock:
 
 
 def tolerated_skew_s(plan: ConstellationPlan) -> float:
-    """How far a clock may be wrong: half a slot move, so that no two satellites differ by more than one step."""
+    """Tolerated clock error: half a slot move, so that no two satellites differ by more than one move."""
     if plan.time_scale == 0 or plan.access == "onboard":
         return math.inf
     return slot_move_period_s(shell_of(plan)) / plan.time_scale / 2
@@ -167,8 +163,8 @@ def tolerated_skew_s(plan: ConstellationPlan) -> float:
 def host_spec(
     plan: ConstellationPlan, host: HostShare, listen: str | None = None, authority: Authority | None = None
 ) -> HostSpec:
-    """What the process of ``host`` runs. ``listen`` is the address to bind where it is not the plan's; ``authority``
-    the keys of a plan that asks for MACs.
+    """Configuration of the process of ``host``. ``listen``: address to bind instead of the plan's; ``authority``: keys,
+    for plans with MACs.
     """
     mine = {satellite: (listen or ip, port) for satellite, (ip, port) in plan.addresses_of(host)}
     faults = plan.faults
@@ -197,22 +193,22 @@ def host_spec(
 
 
 def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
-    """The longest there and back by a beam to any of ``satellites``, as the plan holds packets."""
+    """Longest direct round trip to any of ``satellites``, with the plan's delay scale."""
     shell, torus = shell_of(plan), plan.torus
     slants_s = [shell.slant_one_way_s(*torus.delta(plan.centre, satellite)) for satellite in satellites]
     return 2 * max(slants_s) * plan.delay_scale
 
 
 def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
-    """A client that asks each satellite by its own beam, so that one dead host never hides another."""
+    """A client with a direct link to each satellite, so that a dead host hides no other."""
     return client_of(plan, "los", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
 
 
 def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, give_up_s: float) -> UdpClient:
-    """A ground host by a number of its own, listening where ``bind_ip_of`` says."""
+    """A client with a random ground id, bound to ``bind_ip_of``."""
     keys = follower_of(plan)
     config = ClientConfig(
-        ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 is what satellites write where no ground host asked
+        ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host
         access=access,
         expected_rtt_s=expected_rtt_s,
         give_up_s=max(give_up_s, _LEAST_ROUND_TRIPS * expected_rtt_s),
@@ -223,11 +219,11 @@ def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, gi
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:
-    """Where a client of this plan listens: ``$SKYMEMORY_BIND``, else our address on the way to its hosts.
+    """Address that a client binds: ``$SKYMEMORY_BIND``, else our source address towards the hosts.
 
     Raises:
-        InvalidInput: the setting is no IPv4 address.
-        ConstellationError: there is no way to any of the hosts.
+        InvalidInput: not an IPv4 address.
+        ConstellationError: no route to any host.
     """
     chosen = os.environ.get(BIND_SETTING)
     if chosen:
@@ -238,7 +234,7 @@ def bind_ip_of(plan: ConstellationPlan) -> str:
     found = source_address(host.ip for host in plan.hosts)
     if found is None:
         raise ConstellationError(
-            f"no route to any host of the constellation, the first is {plan.hosts[0].ip}: connect this computer to "
-            f"their network, or name the address to use in ${BIND_SETTING}"
+            f"no route to any host of the constellation, such as {plan.hosts[0].ip}: connect this computer to their "
+            f"network, or set ${BIND_SETTING} to the address to bind"
         )
     return found

@@ -1,4 +1,9 @@
-"""What an operator asks of running satellites: who answers, what they hold, and to move on."""
+"""Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
+
+A thousand requests at once, each retransmitted within a second, would keep an overloaded host from answering, and later
+answers would be dropped. So a survey limits requests in flight, retransmits less often to hosts with many unanswered
+requests, accepts answers whenever they come, and waits for a host as long as it makes progress.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +30,19 @@ from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
 MOST_PATIENCES = 10
-"""A host that goes on answering, or is busy, is waited for so many times as long."""
+"""Limit of the wait for a host that makes progress or is busy, in timeouts."""
 _START_PATIENCE_S = 5.0
-"""Where faults are injected, some twenty questions to the last satellites fit into it."""
+"""With injected faults about twenty retransmissions fit into it."""
 _MOST_START_S = 300.0
 _LOOK_S = 0.5
-"""How often it is asked which hosts are busy."""
+"""Interval of checks for busy hosts."""
 _OFF = ""
-"""In a survey, the host of those who are expected to be silent."""
+"""In a survey, the host of satellites that are expected to be silent."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _QUIET_S = 0.3
-"""A handover is over when nothing has changed for so long: later than that none begins. Not a number of polls, which of
-many satellites far away take longer than the box stands still.
+"""A handover is complete when nothing has changed for this time. Not a number of polls, which may take longer than the
+box stands still.
 """
 
 Housekeeping = dict[str, int]
@@ -45,7 +50,7 @@ Housekeeping = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What one ``rotate`` did. Moves are (slot, plane); chunks and satellites are counts."""
+    """Result of a ``rotate``. Moves are (slot, plane)."""
 
     moves_before: tuple[int, int]
     moves_after: tuple[int, int]
@@ -61,10 +66,10 @@ class Rotation:
 
 
 class Silence:
-    """How long silent satellites are waited for, and who of the hosts is only busy.
+    """Timeouts of silent satellites.
 
-    ``patience_s`` beside the round trip; as much again whenever their host has answered or been ``busy``, up to
-    ``most_s``. Of the satellites that are ``off`` no answer is expected: they get ``patience_s`` and no more.
+    ``patience_s`` plus the round trip, restarted when their host answers or is ``busy``, up to ``most_s``. Satellites
+    that are ``off`` get ``patience_s`` only.
     """
 
     def __init__(
@@ -81,7 +86,6 @@ class Silence:
         self.off = frozenset(off)
 
     def survey(self, plan: ConstellationPlan, satellites: Collection[SatelliteId]) -> Survey:
-        """A survey of these satellites."""
         hosts = {host.name: [one for one, _ in plan.addresses_of(host) if one in satellites] for host in plan.hosts}
         expected = {host: [one for one in mine if one not in self.off] for host, mine in hosts.items()}
         expected[_OFF] = [one for mine in hosts.values() for one in mine if one in self.off]
@@ -91,15 +95,13 @@ class Silence:
 def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
-    """Each satellite's answer; None from one that gave none. Raises ``CommandsRefused`` where that is all that
-    they say to a PING.
-    """
+    """Each satellite's answer, None without one. Raises ``CommandsRefused`` if all answers to a PING are refusals."""
     refused = False
     answers: dict[SatelliteId, Finished | None] = dict.fromkeys(satellites)
     if not answers:
         return answers
     survey = silence.survey(plan, answers.keys())
-    under_way: dict[int, SatelliteId] = {}
+    in_flight: dict[int, SatelliteId] = {}
     with client.lock:
         every_s = min(_LOOK_S, silence.patience_s / 2)
         look_s = client.now_s() + every_s
@@ -109,16 +111,17 @@ def _ask_all(
                 survey.busy(silence.busy(), now_s)
                 look_s = now_s + every_s
             for satellite in survey.to_ask(now_s):
-                under_way[client.machine.ask(op, body, satellite, now_s, once=True)] = satellite
+                in_flight[client.machine.ask(op, body, satellite, now_s, once=True)] = satellite
             if not survey.waiting:
                 break
-            for number, answer in client.run_any(under_way, min(survey.next_s(now_s), look_s)).items():
-                satellite = under_way.pop(number)
-                refused |= op is Op.PING and answer.report.failure == "refused"  # an ADVANCE may be, for going far
+            for number, answer in client.run_any(in_flight, min(survey.next_s(now_s), look_s)).items():
+                satellite = in_flight.pop(number)
+                # An ADVANCE may be refused for its range.
+                refused |= op is Op.PING and answer.report.failure == "refused"
                 if answer.ok:
                     answers[satellite] = answers[satellite] or answer
                     survey.answered(satellite, client.now_s())
-        for number in under_way:
+        for number in in_flight:
             client.machine.cancel(number)
     if refused and not any(answers.values()):
         raise CommandsRefused()
@@ -133,7 +136,7 @@ def _ping(
 
 
 def _housekeeping(answer: Finished) -> Housekeeping:
-    """What the satellite says, and ``clock_off_us``: by how much its clock is wrong, or ours, at the very least."""
+    """The housekeeping with ``clock_off_us``, a lower bound of the clock difference."""
     off_s = max(0.0, abs(answer.report.clock_ahead_s) - answer.report.seconds / 2)
     return {**unpack_housekeeping(answer.body), "clock_off_us": round(off_s * 1e6)}
 
@@ -141,8 +144,8 @@ def _housekeeping(answer: Finished) -> Housekeeping:
 def ping_all(
     plan: ConstellationPlan, silence: Silence | float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
-    """The housekeeping (fields of ``HOUSEKEEPING_FIELDS``, and ``clock_off_us``) of each satellite, or of these; None
-    where none came in time: ``silence``, or so many seconds beside the round trip.
+    """Housekeeping (``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of each satellite, or of these; None without an
+    answer within ``silence``, timeouts or seconds.
     """
     silence = silence if isinstance(silence, Silence) else Silence(silence)
     client = control_client(plan, 2 * silence.most_s)
@@ -153,9 +156,7 @@ def ping_all(
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
-    """Raise ``ConstellationError`` naming the hosts some of whose satellites do not answer, although they are not
-    ``busy``.
-    """
+    """Raises ``ConstellationError`` for hosts with silent satellites that are not ``busy``."""
     answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
@@ -167,31 +168,30 @@ def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[st
 
 
 def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
-    """How far operators have moved the box by hand, as most satellites that answered have it."""
-    told = Counter(
+    """Moves that operators added by hand, by the majority of the answers."""
+    reported = Counter(
         (found.get("pushed_slot_moves", 0), found.get("pushed_plane_moves", 0)) for found in answers if found
     )
-    if not told:
-        raise NoConstellation("no satellite answers: see `skymemory constellation status`")
-    return told.most_common(1)[0][0]
+    if not reported:
+        raise NoConstellation("no satellite answers; see `skymemory constellation status`")
+    return reported.most_common(1)[0][0]
 
 
 def _migrated(answers: dict[SatelliteId, Housekeeping | None]) -> tuple[int, int]:
-    """Chunks handed over so far: (by those who gave, by those who took)."""
+    """Chunks handed over so far: (sent, received)."""
     alive = [found for found in answers.values() if found]
     return sum(f["chunks_migrated_out"] for f in alive), sum(f["chunks_migrated_in"] for f in alive)
 
 
 def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_s: float = 10.0) -> Rotation:
-    """Advance the overhead point by hand and wait until the satellites have handed their chunks over.
+    """Moves the overhead satellite by hand and waits for the handovers.
 
-    Satellites are told the total of pushed moves, so that asking again changes nothing. Those that do not
-    answer keep their old view until their next packet tells them.
+    The command has the total of moves, so it is idempotent. Satellites that do not answer learn it from a later packet.
     """
     if not (abs(slot_moves) <= MAX_MOVES and abs(plane_moves) <= MAX_MOVES):
-        raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: at most {MAX_MOVES} at once")
+        raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: expected at most {MAX_MOVES} at once")
     if plan.access == "onboard":
-        raise InvalidInput("the host flies with its satellite and its box with both: there is nothing to rotate")
+        raise InvalidInput("cannot rotate with access onboard: the box is fixed to the host's satellite")
     silence = Silence()
     client = control_client(plan, 2 * silence.most_s)
     satellites = plan.torus.satellites()
@@ -201,7 +201,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
         moves_before = pushed_moves(before.values())
         moves_after = (moves_before[0] + slot_moves, moves_before[1] + plane_moves)
         if max(map(abs, moves_after)) > MOST_PUSHED:
-            raise InvalidInput(f"pushed moves {moves_after}: satellites take {MOST_PUSHED} in all, so move back first")
+            raise InvalidInput(f"total moves {moves_after}: expected at most {MOST_PUSHED}; rotate back first")
         living = [satellite for satellite in satellites if before[satellite] is not None]
         answers = _ask_all(client, plan, Op.ADVANCE, pack_moves(*moves_after), living, silence)
         acknowledged = sum(answer is not None for answer in answers.values())
@@ -222,7 +222,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
-    """Ask until what was handed over has stopped changing and all of it has arrived."""
+    """Polls until the handovers have stopped; whether they did by the deadline."""
     last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
@@ -237,19 +237,17 @@ def _settle(
         time.sleep(_SETTLE_POLL_S)
 
 
-# Satellites that an operator has disabled: a file in the run directory that the hosts read when they are told to.
-#
-# What should be dead is written down, so a host that starts later knows it too; SIGHUP says that it has changed.
+# Disabled satellites are in a file of the run directory, which hosts read at their start and on SIGHUP.
 
 
 _MAX_FILE_BYTES = 1 << 22
 _PATIENCE_S = 3.0
 _PING_S = 0.15
-"""A satellite that does not answer in this (and a round trip) is taken to be dead while we wait for it to be."""
+"""Timeout (plus a round trip) of pings that wait for satellites to be disabled."""
 
 
 def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
-    """The satellites that are to be dead. Raises ``InvalidInput`` for a damaged file."""
+    """Disabled satellites. Raises ``InvalidInput`` for a damaged file."""
     path = directory.outages_path
     try:
         found = json.loads(read_bounded(path, _MAX_FILE_BYTES))
@@ -262,7 +260,7 @@ def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
     match found:
         case {"disabled": list(pairs)} if all(_is_pair(pair) for pair in pairs):
             return frozenset(SatelliteId(*pair) for pair in pairs)
-    raise InvalidInput(f"{path}: expected an object with a list of [plane, slot] as disabled")
+    raise InvalidInput(f'{path}: expected {{"disabled": [[plane, slot], ...]}}')
 
 
 def _is_pair(pair: object) -> bool:
@@ -270,17 +268,17 @@ def _is_pair(pair: object) -> bool:
 
 
 def disable(directory: RunDirectory, satellites: Collection[SatelliteId]) -> frozenset[SatelliteId]:
-    """Let these die: they neither answer nor forward, and what they hold is lost. All that are dead then.
+    """Disables satellites: they neither answer nor forward, and lose their chunks. Returns all disabled ones.
 
     Raises:
-        InvalidInput: a satellite that the constellation has not, or one whose host runs on another computer.
-        ConstellationError: a host did not do as it was told.
+        InvalidInput: an unknown satellite, or one on another computer.
+        ConstellationError: a host did not react.
     """
     return _change(directory, satellites, alive=False)
 
 
 def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) -> frozenset[SatelliteId]:
-    """Let these (None: all) come back, empty. All that are still dead then. Raises as ``disable``."""
+    """Enables these (None: all), empty. Returns all that are still disabled. Raises as ``disable``."""
     return _change(directory, satellites, alive=True)
 
 
@@ -309,7 +307,7 @@ def _mine(plan: ConstellationPlan, host: str) -> Iterable[SatelliteId]:
 def _hosts_of(
     plan: ConstellationPlan, satellites: Collection[SatelliteId], directory: RunDirectory, everywhere: bool
 ) -> set[str]:
-    """The hosts that run these satellites, all of them on this computer."""
+    """Hosts of these satellites, which must be on this computer."""
     unknown = [one for one in satellites if one not in plan.torus]
     if unknown:
         raise InvalidInput(
@@ -321,14 +319,12 @@ def _hosts_of(
         host for host in hosts if directory.read_record(host) is None and not plan.host_named(host).is_loopback
     ]
     if elsewhere and not everywhere:
-        raise InvalidInput(
-            f"{elsewhere[0]} runs on another computer: say this there, with the run directory of its host"
-        )
+        raise InvalidInput(f"{elsewhere[0]} runs on another computer: run this command there, with its --run-dir")
     return hosts - set(elsewhere)
 
 
 def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) -> None:
-    """Until they all answer, or none does."""
+    """Waits until all of them answer, or none does."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while satellites:
         answers = ping_all(plan, _PING_S, satellites)
@@ -341,29 +337,21 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
             )
 
 
-# Asking every satellite one thing without adding to the trouble of a busy host; no I/O, no clock: see ``control``.
-#
-# A thousand questions at once, each repeated within a second, are what keeps an overloaded host from answering; and an
-# answer that comes after that second is thrown away. So few questions are under way at a time, an unanswered one is
-# repeated ever more seldom where many of its host are unanswered, any answer counts whenever it comes, and a host is
-# waited for as long as it makes progress.
-
-
 WINDOW = 64
-"""Questions under way. One that is overdue (``OVERDUE_S``) does not count: the dead would hold up the living."""
+"""Limit of requests in flight. Overdue ones (``OVERDUE_S``) do not count: dead satellites would block others."""
 OVERDUE_S = 0.25
-"""Beside the round trip. After it a question is repeated, and then each time after twice as long, while its host gets
-more than ``REPEATED_PER_S``: where packets are lost, not late, a few silent satellites cost nothing to ask again.
+"""Retransmission timeout beyond the round trip. It doubles each time while its host gets more than ``REPEATED_PER_S``:
+retransmitting to a few silent satellites, whose packets were lost, is cheap.
 """
 REPEATED_PER_S = 10.0
-"""Repeated questions to one host: fewer than the most overloaded one that still makes progress can answer."""
+"""Retransmissions to one host: fewer than an overloaded host can answer."""
 
 
 class Survey:
-    """Whom to ask when, and how long to wait for whom. ``hosts``: the satellites to be asked, by host.
+    """When to send one request to each satellite, and when to give up; no I/O, no clock. ``hosts``: satellites by host.
 
-    A host is given up when none of its satellites has answered for ``patience_s``, it has not been ``busy`` meanwhile,
-    and each has been asked; at the latest ``most_s`` after it was first asked.
+    A host is given up when all of its satellites have been asked, and none has answered nor the host been ``busy`` for
+    ``patience_s``; at the latest ``most_s`` after its first request.
     """
 
     def __init__(
@@ -371,31 +359,31 @@ class Survey:
     ) -> None:
         self._host_of = {satellite: host for host, satellites in hosts.items() for satellite in satellites}
         self._open = {host: set(satellites) for host, satellites in hosts.items() if satellites}
-        # One of each host in turn: they answer side by side.
+        # Hosts in turn, so that they answer in parallel.
         turns = chain.from_iterable(zip_longest(*hosts.values()))
         self._unasked = [satellite for satellite in turns if satellite is not None][::-1]
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Questions under way, by when they are overdue, in that order."""
+        """Requests in flight by the time at which they are overdue, in that order."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
-        """When those were asked last whose questions are overdue."""
+        """Last request of satellites that are overdue."""
         self._began_s: dict[str, float] = {}
         self._progress_s: dict[str, float] = {}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """How many satellites of each host have not answered, of the hosts that are still waited for."""
+        """Unanswered satellites per host, for hosts not given up."""
         return {host: len(satellites) for host, satellites in self._open.items()}
 
     def to_ask(self, now_s: float) -> list[SatelliteId]:
-        """Ask these now; empty ``waiting`` ends the survey."""
-        self._let_go(now_s)
+        """Satellites to ask now. The survey ends when ``waiting`` is empty."""
+        self._expire(now_s)
         again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
         asked: list[SatelliteId] = []
         while len(self._fresh) < WINDOW and (self._unasked or again):
-            # Those who had no turn yet come first.
+            # First requests go before retransmissions.
             satellite = self._unasked.pop() if self._unasked else again.pop(0)[1]
             if satellite in self._open.get(self._host_of[satellite], ()):
                 self._ask(satellite, now_s)
@@ -407,27 +395,27 @@ class Survey:
         self._overdue.pop(satellite, None)
         self._fresh[satellite] = now_s + self._overdue_s
         wait_s = self._waits_s.get(satellite)
-        if wait_s is None:  # its host's time begins with the last of its satellites
+        if wait_s is None:  # the host's timeout starts with its last first request
             self._began_s.setdefault(host, now_s)
             self._progress_s[host] = now_s
             self._waits_s[satellite] = self._overdue_s
         else:
             self._waits_s[satellite] = 2 * wait_s
 
-    def _seldom_s(self, host: str) -> float:
-        """The longest wait between two questions to one of its satellites, as many as are unanswered now."""
+    def _max_interval_s(self, host: str) -> float:
+        """Longest retransmission interval of a host, by its unanswered satellites."""
         return max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
 
     def _again_s(self) -> Iterator[tuple[float, SatelliteId]]:
-        """When to ask those again whose questions are overdue. A wait shrinks as others of the host answer: the last
-        ones would otherwise wait for their turn among many until the host's patience is over.
+        """Times of the next retransmissions. Intervals shrink as others of the host answer: the last ones would
+        otherwise wait until the host is given up.
         """
-        seldom_s = {host: self._seldom_s(host) for host in self._open}
+        max_s = {host: self._max_interval_s(host) for host in self._open}
         for satellite, asked_s in self._overdue.items():
-            yield asked_s + min(self._waits_s[satellite], seldom_s[self._host_of[satellite]]), satellite
+            yield asked_s + min(self._waits_s[satellite], max_s[self._host_of[satellite]]), satellite
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
-        """It has, however late; a second answer of one that was asked twice is progress of its host, too."""
+        """The satellite answered, however late; duplicate answers count as progress of the host too."""
         host = self._host_of[satellite]
         self._fresh.pop(satellite, None)
         self._overdue.pop(satellite, None)
@@ -439,13 +427,13 @@ class Survey:
                 del self._open[host]
 
     def busy(self, hosts: Iterable[str], now_s: float) -> None:
-        """These processes want the processor: their silence says nothing yet."""
+        """These hosts are busy: their timeouts restart."""
         for host in hosts:
             if host in self._open:
                 self._progress_s[host] = max(now_s, self._progress_s.get(host, now_s))
 
-    def _let_go(self, now_s: float) -> None:
-        """What is overdue, and the hosts that are given up."""
+    def _expire(self, now_s: float) -> None:
+        """Marks overdue requests and gives up hosts."""
         for satellite, until_s in list(self._fresh.items()):
             if until_s <= now_s:
                 del self._fresh[satellite]
@@ -459,7 +447,7 @@ class Survey:
                     self._overdue.pop(satellite, None)
 
     def next_s(self, now_s: float) -> float:
-        """When to call ``to_ask`` again at the latest."""
+        """Time of the next ``to_ask``."""
         ends = (self._progress_s.get(host, now_s) + self._patience_s for host in self._open)
         again = (at_s for at_s, _ in self._again_s()) if len(self._fresh) < WINDOW else ()
         return min([*self._fresh.values(), *again, *ends], default=now_s)

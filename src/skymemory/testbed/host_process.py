@@ -1,6 +1,4 @@
-"""What one host process does: serve its satellites until it is told to stop, by a signal or by the line it
-hangs on.
-"""
+"""A host process: serves its satellites until a signal, or until its supervisor's socket closes."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ _AGAIN_S = 0.25
 
 
 class _Line:
-    """Our end of the line to the supervisor; ``stop`` is set when it ends before we were told to stay."""
+    """Our end of the supervisor's socket; sets ``stop`` if it closes before ``STAY``."""
 
     def __init__(self, fd: int, stop: asyncio.Event) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(False)
         self._stop = stop
-        asyncio.get_running_loop().add_reader(self._socket, self._heard)
+        asyncio.get_running_loop().add_reader(self._socket, self._received)
 
-    def _heard(self) -> None:
+    def _received(self) -> None:
         if self._socket.recv(len(STAY)) != STAY:
             self._stop.set()
         self.close()
@@ -48,9 +46,7 @@ class _Line:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed (less time per lone packet; whole batches cost the same), else the
-    standard one.
-    """
+    """uvloop if installed (faster for single packets, equal for batches), else the standard loop."""
     try:
         import uvloop
     except ImportError:
@@ -60,7 +56,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _follow(keys: KeyFollower) -> None:
-    """Keys that are rotated count while the satellites fly on."""
+    """Reloads rotated keys."""
     while True:
         await asyncio.sleep(LOOK_S / 4)
         keys.refresh()
@@ -85,14 +81,14 @@ async def _serve(
 
     def ready(shortfall: str) -> None:
         if shortfall:
-            say(f"{host.name}: {shortfall}; bursts may be lost and sent again")
+            say(f"{host.name}: {shortfall}; bursts may be lost and retransmitted")
         say(f"{host.name}: {len(host.planes) * plan.slots_per_plane} satellites listen")
         if line is not None:
             line.ready()
 
     def follow_outages(served: UdpHost) -> None:
-        """The satellites that operators have disabled are dead, now and at each SIGHUP. One that cannot come back, for
-        somebody has its port, is tried again: who looks for free ports has each of them for a moment.
+        """Applies disabled satellites, now and at each SIGHUP. Enabling one whose port is taken is retried: a search
+        for free ports binds each of them for a moment.
         """
         trouble, again = "", loop.call_soon(lambda: None)
 
@@ -130,22 +126,22 @@ def run_host(
     supervisor_fd: int | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serve ``host`` of ``plan``; returns when told to stop. With a ``directory``, note the process in it.
+    """Serves ``host`` of ``plan`` until it is stopped. With a ``directory``, records the process in it.
 
-    Raises ``InvalidInput`` where other computers could command it without a key, unless ``insecure`` says so.
+    Raises ``InvalidInput`` if other computers could command it without a key, unless ``insecure``.
     """
     check_exposure(plan, host, listen, insecure)
     if directory is not None:
         earlier = directory.read_record(host.name)
         if earlier is not None and earlier.alive and earlier.pid != os.getpid():
-            raise ConstellationError(f"{host.name} runs already, as process {earlier.pid}, in {directory.path}")
+            raise ConstellationError(f"{host.name} already runs as process {earlier.pid}, in {directory.path}")
         directory.write_record(host.name, os.getpid())
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(plan, host, listen, supervisor_fd, say, directory))
     except OSError as error:
         check_host_ports(plan, host, listen)
-        raise ConstellationError(f"{host.name} cannot serve its satellites: {error}") from error
-    # After a crash the record stays, so that `status` can tell a host that died from one that was stopped.
+        raise ConstellationError(f"{host.name} cannot serve its satellites: {error.strerror or error}") from error
+    # After a crash the record stays, so that `status` can distinguish a crash from a stop.
     if directory is not None:
         directory.forget(host.name)

@@ -1,7 +1,4 @@
-"""Key files: rings of secret keys that only their owner may read, written whole or not at all, read strictly.
-
-Who uses a ring follows its file: a key that is added or retired counts within a second, without a restart.
-"""
+"""Key files: rings of secret keys, readable by their owner only, replaced atomically, reloaded within a second."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from skymemory.protocol.auth import Authority
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 65_536
 LOOK_S = 1.0
-"""How often a ring's file is looked at."""
+"""Interval of checks for a changed file."""
 
 
 def new_secret() -> bytes:
@@ -39,19 +36,19 @@ def _key(found: Any, where: str) -> SecretKey:
             try:
                 return SecretKey(key_id, bytes.fromhex(text), float(from_s))
             except OverflowError:
-                raise InvalidInput(f"{where}: key {key_id} is used from a time beyond all numbers") from None
-            except ValueError as error:  # its own complaints are ValueErrors too, and tell no secret
-                said = str(error) if isinstance(error, InvalidInput) else "its key is not hexadecimal"
-                raise InvalidInput(f"{where}: {said}") from None
+                raise InvalidInput(f"{where}: key {key_id}: from_s is too large") from None
+            except ValueError as error:  # InvalidInput is a ValueError too, and contains no secret
+                reason = str(error) if isinstance(error, InvalidInput) else "its key is not hexadecimal"
+                raise InvalidInput(f"{where}: {reason}") from None
     raise InvalidInput(f"{where}: each key needs id, key (64 hexadecimal digits) and from_s, and nothing else")
 
 
 def from_json(text: str, where: str) -> KeyRing:
-    """The ring in ``text``. Raises ``InvalidInput``, which never repeats what might be a secret."""
+    """The ring in ``text``. Raises ``InvalidInput``, whose message contains no secret."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidInput(f"{where}: not JSON, so no key file") from None
+        raise InvalidInput(f"{where}: not JSON; expected a key file") from None
     match found:
         case {"version": int(version)} if version > FORMAT_VERSION:
             raise LaterFile(f"{where}: a key file of version {version}; a later release wrote it")
@@ -64,14 +61,16 @@ def from_json(text: str, where: str) -> KeyRing:
 
 
 def read_keys(path: Path) -> KeyRing:
-    """Read and check a key file; one that others may read is refused, for then it is no secret."""
+    """Reads a key file; refuses one that others may read."""
     try:
         with open_file(path) as file:
             status = os.fstat(file.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077:
-                raise InvalidInput(f"{path} can be read by others: make new keys, or `chmod 600 {path}` if none has")
+                raise InvalidInput(
+                    f"{path} is readable by others: make new keys, or `chmod 600 {path}` if none was read"
+                )
             if status.st_size > MAX_FILE_BYTES:
-                raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no key file is")
+                raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes; expected a key file")
             text = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         raise InvalidInput(
@@ -83,11 +82,11 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
-    """Write a key file, readable by its owner only; a reader sees the old ring or the new one."""
+    """Replaces a key file atomically, readable by its owner only."""
     if not path.name:
         raise InvalidInput(f"cannot write the keys to {path}: it is a folder, expected a file's name")
     try:
-        write_private(path, to_json(ring), replace=replace, durable=True)  # keys that are gone open nothing
+        write_private(path, to_json(ring), replace=replace, durable=True)  # lost keys cannot be recovered
     except FileExistsError:
         raise InvalidInput(f"{path} exists: `skymemory keys rotate` adds a key to it") from None
     except OSError as error:
@@ -95,14 +94,15 @@ def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
 
 
 def new_keys(path: Path) -> KeyRing:
-    """A new file with one new key. Raises ``InvalidInput`` where there is a file already."""
+    """Makes a file with one new key. Raises ``InvalidInput`` if the file exists."""
     ring = first_ring(new_secret())
     write_keys(ring, path, replace=False)
     return ring
 
 
 class KeyFollower:
-    """Keeps an ``Authority`` at what its key file says. A file that cannot be read changes nothing: ``say`` is told."""
+    """Keeps an ``Authority`` up to date with its key file. An unreadable file is reported to ``say`` and changes
+    nothing."""
 
     def __init__(
         self, path: Path, every_packet: bool = False, say: Callable[[str], None] | None = None, look_s: float = LOOK_S
@@ -122,7 +122,7 @@ class KeyFollower:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; costs nothing more than once every ``look_s``."""
+        """Reloads the file if it has changed; checks at most every ``look_s``."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -135,4 +135,4 @@ class KeyFollower:
             self.authority.ring = read_keys(self._path)
         except InvalidInput as error:
             if self._say is not None:
-                self._say(f"{error}; the keys of before go on being used")
+                self._say(f"{error}; still using the previous keys")

@@ -1,4 +1,4 @@
-"""From an address to a store: one tier, or several as one. Engines, verbs and benchmarks open what users name."""
+"""Opens stores by address: one tier, or a hierarchy of tiers from a TOML file or an address."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPECTED = (
 
 _YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
-"""Options that say what of the writes is stored, and how, whatever the store is."""
+"""Options about writes that any store accepts."""
 
 
 def open_store(where: str = "constellation") -> Store:
@@ -42,19 +42,18 @@ def open_store(where: str = "constellation") -> Store:
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
     ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``constellation`` (this user's, as started
     by ``skymemory constellation up``), ``constellation:///run/dir`` or
-    ``constellation:///run/dir?index=no&access=gateway``. All but the last take ``name=NAME``, what reports and metrics
-    call them.
+    ``constellation:///run/dir?index=no&access=gateway``. All but the last take ``name=NAME``, for reports and
+    metrics.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
     within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``hierarchy_plan``).
 
-    Each may end in ``?admit=second`` (what is offered once is not stored), ``?tenant=NAME&quota=SIZE`` (so many bytes
-    at most for this tenant) and ``?seal=FILE`` (values are sealed with the tenant's keys in that file, which
-    `skymemory keys new` makes).
+    Each may end in ``?admit=second`` (stores only what is offered twice), ``?tenant=NAME&quota=SIZE`` (a limit for the
+    tenant) and ``?seal=FILE`` (encrypts values with the tenant's key file, from `skymemory keys new`).
 
     Raises:
-        InvalidInput: an address that is none; the message says what was expected.
-        NoConstellation: none is running there.
+        InvalidInput: an invalid address.
+        NoConstellation: none runs there.
     """
     kind, place, pairs = _parts(where)
     rules = {name: value for name, value in pairs if name in _RULES}
@@ -64,19 +63,19 @@ def open_store(where: str = "constellation") -> Store:
 
 
 def _parts(where: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Kind, place and options of an address; the options in order, for tiers have one."""
+    """Kind, place and options of an address, in order."""
     head, _, query = where.partition("?")
     kind, _, place = head.partition(":")
     return kind, place.removeprefix("//"), parse_qsl(query, keep_blank_values=True)
 
 
 def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
-    """The store behind its rules about writes."""
+    """The store with its options about writes."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
             raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
         if bool(rules.get("tenant")) != ("quota" in rules):
-            raise InvalidInput(f"store {where!r}: a quota is a tenant's: expected tenant=NAME&quota=SIZE")
+            raise InvalidInput(f"store {where!r}: expected tenant=NAME&quota=SIZE together")
         if "seal" in rules:
             store = sealed(store, KeyFollower(Path(rules["seal"])))
         if "quota" in rules:
@@ -120,7 +119,7 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:
-    """redis-py takes what is no database for the first one, and joins the digits of two."""
+    """Checks the database: redis-py would take an invalid one for 0, and join the digits of two."""
     if kind == "unix":
         if not place:
             raise InvalidInput(f"store {where!r}: expected unix:///REDIS.sock")
@@ -133,9 +132,7 @@ def _check_redis(kind: str, place: str, where: str) -> None:
 def _name(kind: str, options: dict[str, str], where: str) -> str:
     name = options.get("name", kind)
     if not name.isidentifier():
-        raise InvalidInput(
-            f"store {where!r}: name={name}: expected letters, digits and _, for metrics are called by it"
-        )
+        raise InvalidInput(f"store {where!r}: name={name}: expected letters, digits and _, as in metric names")
     return name
 
 
@@ -146,17 +143,17 @@ def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> N
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
-    """The hierarchy; what was opened before a tier that cannot be is closed again."""
+    """The hierarchy. If a tier fails to open, those opened before are closed."""
     if place and options:
         raise InvalidInput(f"store {where!r}: unknown option {options[0][0]!r}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
     if "seal" in rules and any(tier.settings.verify for tier in plan.tiers):
-        raise InvalidInput(f"store {where!r}: sealed values do not look like blocks: seal without verify")
+        raise InvalidInput(f"store {where!r}: seal and verify exclude each other: sealed values are no blocks")
     tiers: list[tuple[Store, TierSettings]] = []
     try:
         for tier in plan.tiers:
             if _parts(tier.address)[0] == "tiers":
-                raise InvalidInput(f"{tier.address!r} is a hierarchy itself: name its tiers instead")
+                raise InvalidInput(f"{tier.address!r} is a hierarchy itself: list its tiers instead")
             tiers.append((open_store(tier.address), tier.settings))
         return TieredStore(tiers, plan.settings)
     except BaseException as error:
@@ -168,45 +165,45 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
 
 
 def _number(plan: HierarchyPlan, opened: list[tuple[Store, TierSettings]]) -> str:
-    """Which of the plan's tiers it was; nothing where all opened and do not go together."""
+    """Number of the tier that failed; empty if all opened but do not fit together."""
     return f"{len(opened) + 1}: " if len(opened) < len(plan.tiers) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
+    """One tier of a hierarchy: address and settings."""
+
     address: str
     settings: TierSettings
 
 
 @dataclass(frozen=True, slots=True)
 class HierarchyPlan:
-    """A file of several tiers as one, in TOML: settings of the whole, then ``tiers``, the nearest first.
+    """A hierarchy of tiers, the nearest first, as in a TOML file. Only `store` is required::
 
-    All but `store` may be left out::
+    promote = "second hit"          # always | second hit | never
+    demote = true
+    write_back = true
+    load_deadline = "10s"
+    close_deadline = "10s"
+    outbound = "256MiB"             # values in transfer between tiers
+    in_flight = "256MiB"            # expected bytes of loads from tiers with threads
 
-        promote = "second hit"          # always | second hit | never
-        demote = true
-        write_back = true
-        load_deadline = "10s"
-        close_deadline = "10s"
-        outbound = "256MiB"             # values on their way between tiers
-        in_flight = "256MiB"            # expected bytes of loads from tiers with threads
+    [[tier]]
+    store = "memory://4GiB"
 
-        [[tier]]
-        store = "memory://4GiB"
+    [[tier]]
+    store = "disk:///var/cache/skymemory?budget=60GiB"
 
-        [[tier]]
-        store = "disk:///var/cache/skymemory?budget=60GiB"
-
-        [[tier]]
-        store = "constellation"
-        ask_deadline = "500ms"          # look-ups, leases, pins, deletions
-        load_deadline = "5s"
-        store_deadline = "10s"
-        threads = 2
-        local = false                   # true: called in the caller's thread, without deadlines; memory is
-        verify = "blocks"               # delete what is not the block of its key (only where all values are KV blocks)
-        breaker = { failures = 3, first_wait = "500ms", last_wait = "30s" }
+    [[tier]]
+    store = "constellation"
+    ask_deadline = "500ms"          # look-ups, leases, pins, deletions
+    load_deadline = "5s"
+    store_deadline = "10s"
+    threads = 2
+    local = false                   # true (default for memory): in the caller's thread, no deadlines
+    verify = "blocks"               # delete corrupt blocks (only if all values are KV blocks)
+    breaker = { failures = 3, first_wait = "500ms", last_wait = "30s" }
     """
 
     tiers: tuple[PlannedTier, ...]
@@ -218,7 +215,7 @@ Reader = Callable[[Any], Any]
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise InvalidInput(f"expected a text in quotes, got {value!r}")
+        raise InvalidInput(f"expected text in quotes, got {value!r}")
     return value
 
 
@@ -282,7 +279,7 @@ _OF_THE_WHOLE: dict[str, tuple[str, Reader]] = {
 
 
 def _read(given: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[str, Any]:
-    """The settings that were given, under the names that the code has for them."""
+    """The given settings, by field name."""
     found = {}
     for name, value in given.items():
         if name not in known:
@@ -298,14 +295,14 @@ def _read(given: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[s
 def _tier(given: dict[str, Any]) -> PlannedTier:
     address = given.pop("store", None)
     if not isinstance(address, str):
-        raise InvalidInput('a tier needs its store\'s address, such as store = "memory://4GiB"')
+        raise InvalidInput('a tier without store; expected an address, such as store = "memory://4GiB"')
     settings = {"local": address.partition(":")[0].partition("?")[0] == "memory", **_read(given, _OF_A_TIER)}
     return PlannedTier(address, TierSettings(**settings))
 
 
 def _plan(whole: dict[str, Any], tiers: Any) -> HierarchyPlan:
     if not isinstance(tiers, list) or not tiers or not all(isinstance(tier, dict) for tier in tiers):
-        raise InvalidInput('a hierarchy needs tiers, the nearest first: [[tier]] with store = "memory://4GiB", ...')
+        raise InvalidInput('no tiers; expected some, the nearest first: [[tier]] with store = "memory://4GiB", ...')
     settings = HierarchySettings(**_read(whole, _OF_THE_WHOLE))
     planned = []
     for number, tier in enumerate(tiers, 1):
@@ -320,7 +317,7 @@ def read_file(path: Path) -> HierarchyPlan:
     """The plan in a TOML file.
 
     Raises:
-        InvalidInput: it cannot be read, or something in it is not what was expected, which the message names.
+        InvalidInput: an unreadable file, or an invalid setting, which the message names.
     """
     try:
         content = tomllib.loads(read_bounded(path).decode("utf-8"))
@@ -336,7 +333,7 @@ def read_file(path: Path) -> HierarchyPlan:
 
 
 def read_options(options: list[tuple[str, str]], where: str) -> HierarchyPlan:
-    """The plan in the options of ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have their defaults there.
+    """The plan in the options of ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings.
 
     Raises:
         InvalidInput: as ``read_file``.

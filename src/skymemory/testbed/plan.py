@@ -1,7 +1,7 @@
-"""The plan of a constellation of processes: everything its hosts and its clients must agree on.
+"""The plan of a constellation: the configuration that its hosts and clients share.
 
-One frozen object, one file (``constellation.json``, see ``plan_file``): five processes on one computer or
-five computers read the same plan and each knows its share. Nothing here opens a socket or starts a process.
+One frozen object, one file (``constellation.json``, see ``plan_file``), read by processes of one or several computers.
+Nothing here opens a socket or starts a process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 from skymemory.testbed.key_file import KeyFollower
 
-# What a constellation's satellites do with a full memory and with dead blocks: a part of the plan.
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """``eviction``: names of ``protocol.satellite.config`` with commas between, or ``none``; ``sweep_s``: between
-    sweeps.
+    """Memory policy of the satellites. ``eviction``: comma-separated names of ``protocol.satellite.config``, or
+    ``none``; ``sweep_s``: interval of sweeps.
     """
 
     eviction: str = "lazy"
@@ -48,25 +46,22 @@ class MemoryPolicy:
         if self.replacement not in REPLACEMENTS:
             raise InvalidInput(f"replacement {self.replacement!r}: expected one of {', '.join(REPLACEMENTS)}")
         if not 0.1 <= self.sweep_s <= 1e6:
-            raise InvalidInput(f"a sweep every {self.sweep_s} s: expected 0.1 to 1000000")
+            raise InvalidInput(f"sweep_s {self.sweep_s}: expected 0.1 to 1000000")
 
     @property
     def lazy(self) -> bool:
-        """Whether a client that finds a hole evicts the rest."""
+        """Whether clients evict the rest of a block that lost a chunk."""
         return "lazy" in parse_policies(self.eviction)
 
     def satellites(self, replicas: int = 1) -> EvictionConfig:
-        """What the satellites do of it, where so many copies are kept."""
+        """The satellites' part of it."""
         return EvictionConfig.of(parse_policies(self.eviction), self.sweep_s, replicas)
-
-
-# The ground's side of a plan: where the host is, how it moves, how low it sees, which satellite is its gateway.
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Degrees north, east and above the horizon. With ``waypoints`` the host follows them, by the satellites' time
-    since the epoch, and latitude and longitude do not count. ``gateway`` is a ``GATEWAY_RULES``.
+    """Position of the host, its elevation mask, and its gateway rule (``GATEWAY_RULES``); degrees. With ``waypoints``,
+    in the satellites' time since the epoch, the host moves and latitude and longitude are ignored.
     """
 
     latitude_deg: float = DEFAULT_HOST.latitude_deg
@@ -90,7 +85,7 @@ class Ground:
         return GroundHost(self.latitude_deg, self.longitude_deg)
 
     def track(self, preset: Preset) -> Track | None:
-        """The overhead point's; None for a preset whose centre is fixed, because its grid is no orbit."""
+        """Track of the overhead point; None for presets with a fixed centre."""
         if preset.fixed_centre is not None:
             return None
         return track_over(preset.shell, self.place, preset.epoch_unix_s)
@@ -109,7 +104,7 @@ class Ground:
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
-"""Below the range from which kernels take ports for clients (32768 and up on Linux)."""
+"""Below the ephemeral port range (32768 and up on Linux)."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
 MAX_PUSHED_MOVES = MOST_PUSHED
@@ -130,13 +125,13 @@ def check_ip(text: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """UDP ports in ascending order: from ``base_port`` upwards without ``skipped`` (first and last of each gap)."""
+    """UDP ports from ``base_port`` upwards, without the gaps ``skipped`` (first, last)."""
 
     base_port: int
     skipped: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> list[int]:
-        """The first ``count`` of them; what lies beyond the last port there is must be refused by the caller."""
+        """The first ``count`` ports, which may exceed ``MAX_PORT``."""
         found: list[int] = []
         at = self.base_port
         for gap_first, gap_last in self.skipped:
@@ -147,8 +142,8 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """One host process's part: it runs all satellites of ``planes``, one UDP port each, from ``base_port``
-    upwards; ``skipped_ports`` are others' (the first and the last of each gap, in ascending order).
+    """One host process: all satellites of ``planes``, with one UDP port each from ``base_port`` upwards;
+    ``skipped_ports`` are gaps (first, last) in ascending order.
     """
 
     name: str
@@ -167,7 +162,7 @@ class HostShare:
             1 <= self.base_port <= MAX_PORT,
             f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}",
         )
-        _require(len(self.planes) > 0, f"{self.name} has no planes: give each host at least one")
+        _require(len(self.planes) > 0, f"{self.name} has no planes: expected at least one")
         gaps = [(self.base_port, self.base_port), *self.skipped_ports]
         _require(
             all(len(gap) == 2 and gap[0] <= gap[1] for gap in gaps)
@@ -177,7 +172,7 @@ class HostShare:
         )
 
     def ports(self, slots_per_plane: int) -> list[int]:
-        """The ports of its satellites, in ascending order."""
+        """Ports of its satellites, ascending."""
         return Ports(self.base_port, self.skipped_ports).first(len(self.planes) * slots_per_plane)
 
     @property
@@ -187,9 +182,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that the satellites inject into what they receive, as shares of packets (0 to 1), from one
-    seed.
-    """
+    """Faults that satellites inject into received packets, as shares (0 to 1), seeded."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -210,11 +203,11 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class ConstellationPlan:
-    """What runs where. Sizes in bytes, times in seconds (Unix time for the epoch), indices from 0.
+    """A constellation's configuration. Bytes, seconds (Unix time for the epoch), indices from 0.
 
-    ``centre`` is the satellite overhead at no moves; ``delay_scale`` 1 holds packets as long as light takes,
-    0 not at all; ``time_scale`` 0 keeps the overhead point still (``rotate`` moves it), 1 lets it run in
-    real time from ``epoch_s``. With access ``onboard`` the host is the satellite ``centre`` and stays there.
+    ``centre``: the satellite overhead without moves. ``delay_scale``: link delays relative to light, 0 none.
+    ``time_scale``: speed of the clock from ``epoch_s`` on, 0 stands still (``rotate`` moves the box). With access
+    ``onboard`` the host is the satellite ``centre``.
     """
 
     preset: str
@@ -235,12 +228,12 @@ class ConstellationPlan:
     replicas: int = 1
     pushed_slot_moves: int = 0
     pushed_plane_moves: int = 0
-    """Moves that operators added to the clock by hand: ``rotate`` writes them here, for hosts that start later."""
+    """Moves that ``rotate`` added to the clock, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
-    """One of ``protection.AUTH_MODES``."""
+    """One of ``AUTH_MODES``."""
     keys_file: str = ""
-    """Where the keys are, if ``auth`` is not off; in a plan file relative to its folder."""
+    """Key file, if ``auth`` is not off; in a plan file relative to its folder."""
 
     def __post_init__(self) -> None:
         preset = preset_named(self.preset)
@@ -253,13 +246,13 @@ class ConstellationPlan:
         check_servers(self.servers, torus)
         box = layout(parse_strategy(self.strategy), self.servers, torus).box
         most = min(255, box.width * box.height)
-        _require(1 <= self.replicas <= most, f"{self.replicas} replicas of a chunk: the box has room for 1 to {most}")
+        _require(1 <= self.replicas <= most, f"{self.replicas} replicas: expected 1 to {most}, the box's satellites")
         _require(self.access in ACCESS_MODES, f"access {self.access!r}: expected one of {', '.join(ACCESS_MODES)}")
         _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
         overhead = self.ground.centre(preset)
         _require(
             preset.fixed_centre is not None or self.centre == overhead,
-            f"centre {tuple(self.centre)}: over the host of the plan is {tuple(overhead)} at the epoch",
+            f"centre {tuple(self.centre)}: expected {tuple(overhead)}, overhead the plan's host at the epoch",
         )
         _require(
             64 <= self.chunk_bytes <= MAX_CHUNK_BYTES,
@@ -308,21 +301,21 @@ class ConstellationPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of all satellites together."""
+        """Memory of all satellites."""
         return self.planes * self.slots_per_plane * self.memory_per_satellite_bytes
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
-        """The satellites of one host with their addresses, in the order of their ports."""
+        """Satellites of a host with their addresses, by port."""
         satellites = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
         for satellite, port in zip(satellites, host.ports(self.slots_per_plane), strict=True):
             yield satellite, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
-        """Every satellite's ``(ip, port)``."""
+        """``(ip, port)`` of every satellite."""
         return {satellite: address for host in self.hosts for satellite, address in self.addresses_of(host)}
 
     def host_named(self, which: str) -> HostShare:
-        """A host by its name or its number (from 0)."""
+        """A host by name or number (from 0)."""
         for number, host in enumerate(self.hosts):
             if which in (host.name, str(number)):
                 return host
@@ -330,12 +323,12 @@ class ConstellationPlan:
 
 
 def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
-    """Planes dealt out to hosts in unbroken runs, as evenly as they go."""
+    """Contiguous runs of planes per host, as even as possible."""
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
 def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
-    """``hosts`` processes on one computer, their ports one after the other from the first of ``ports``."""
+    """``hosts`` processes on one computer, with consecutive ports."""
     torus = preset_named(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
     ports = Ports(ports) if isinstance(ports, int) else ports
@@ -350,7 +343,7 @@ def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.
 
 
 def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
-    """One host per ``(ip, base port)``: what five computers share."""
+    """One host per ``(ip, base port)``, for several computers."""
     torus = preset_named(preset).torus
     _require(
         1 <= len(addresses) <= torus.planes,
@@ -382,8 +375,8 @@ def make_plan(
     auth: str = "off",
     keys_file: str = "",
 ) -> ConstellationPlan:
-    """A plan with the preset's own defaults where nothing is said; ``hosts`` defaults to five on this
-    computer, the strategy of a host on board to ``hop``.
+    """A plan with the preset's defaults; ``hosts`` defaults to five on this computer, the strategy with access
+    ``onboard`` to ``hop``.
     """
     chosen = preset_named(preset)
     ground = ground or Ground()
@@ -411,37 +404,34 @@ def make_plan(
     )
 
 
-# Whether a constellation asks for MACs, and that none listens beyond this computer without.
-
-
 AUTH_MODES = ("off", "on", "every")
 """No MACs, MACs on commands, MACs on every packet."""
 
 
 def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
-    """Raise ``InvalidInput`` for a plan that cannot be authenticated as it says."""
+    """Raises ``InvalidInput`` for invalid authentication settings."""
     if auth not in AUTH_MODES:
         raise InvalidInput(f"auth {auth!r}: expected one of {', '.join(AUTH_MODES)}")
     if auth != "off" and not keys_file:
-        raise InvalidInput(f"auth {auth} without a keys_file: name one, `skymemory keys new` makes it")
+        raise InvalidInput(f"auth {auth} without keys_file: expected a file of `skymemory keys new`")
     if auth != "off" and chunk_bytes > MAX_SIGNED_CHUNK_BYTES:
         raise InvalidInput(
-            f"chunks of {chunk_bytes} bytes with MACs: at most {MAX_SIGNED_CHUNK_BYTES}, or more with --auth off"
+            f"chunks of {chunk_bytes} bytes with MACs: expected at most {MAX_SIGNED_CHUNK_BYTES}, or --auth off"
         )
 
 
 def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = None) -> KeyFollower | None:
-    """The keys of a plan, which must be there; None where it asks for no MACs."""
+    """The plan's keys; None without MACs."""
     if plan.auth == "off":
         return None
     return KeyFollower(Path(plan.keys_file), plan.auth == "every", say)
 
 
 def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None, insecure: bool) -> None:
-    """Refuse to bind an address that other computers reach where anybody could then evict, move and fill."""
+    """Refuses to bind a non-loopback address without MACs: any computer could then command the satellites."""
     address = listen or host.ip
     if plan.auth == "off" and not insecure and not ipaddress.IPv4Address(address).is_loopback:
         raise InvalidInput(
-            f"{host.name} would take commands from anybody who reaches {address}: make the plan with --auth on, "
-            "or say --insecure on a network of your own"
+            f"{host.name} would accept commands from any computer that reaches {address}: make the plan with --auth "
+            "on, or use --insecure on a network that only your computers reach"
         )

@@ -1,4 +1,4 @@
-"""``constellation.json``: a plan people can read and edit, written whole or not at all, read strictly."""
+"""``constellation.json``: the plan as an editable file, replaced atomically, parsed strictly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _POLL_S = 0.02
 
 
 def to_json(plan: ConstellationPlan) -> str:
-    """The file's text: indented, one key per field, ``version`` first."""
+    """The plan as indented JSON, ``version`` first."""
     fields = dataclasses.asdict(plan)
     fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
     for host in fields["hosts"]:
         if not host["skipped_ports"]:
-            del host["skipped_ports"]  # which earlier versions do not know
+            del host["skipped_ports"]  # unknown to earlier versions
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 
@@ -39,9 +39,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
-    """Unknown and missing keys are errors: an ignored typo would run another constellation than the one
-    meant.
-    """
+    """Refuses unknown and missing keys: an ignored typo would start another constellation."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in found:
         if key not in fields:
@@ -74,7 +72,7 @@ def _mapping(value: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def _build(kind: type[Part], fields: dict[str, Any], where: str) -> Part:
-    """``kind(**fields)``, its complaints with the file's name before them."""
+    """``kind(**fields)``, with ``where`` before its errors."""
     try:
         return kind(**fields)
     except InvalidInput as error:
@@ -88,7 +86,7 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
-    """The plan in ``text``. Raises ``InvalidInput`` naming ``where``, the key and what was expected."""
+    """The plan in ``text``. Raises ``InvalidInput`` with ``where``, the key and what was expected."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -150,14 +148,14 @@ def load_plan(path: Path) -> ConstellationPlan:
     except OSError as error:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path}: not a text file, so not a plan") from error
+        raise InvalidInput(f"{path}: not a text file; expected a plan") from error
 
 
 @contextmanager
 def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
-    """Hold the folder of the plan at ``path``, for whoever moves what it describes by what it is now.
+    """Locks the folder of the plan at ``path`` for read-modify-write, among the processes of this computer.
 
-    Among the processes of one computer, and without leaving a file. Raises ConstellationError after ``patience_s``.
+    Leaves no file. Raises ConstellationError after ``patience_s``.
     """
     deadline_s = time.monotonic() + patience_s
     handle = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -168,7 +166,9 @@ def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline_s:
-                    raise ConstellationError(f"another skymemory is moving the constellation of {path}") from error
+                    raise ConstellationError(
+                        f"another skymemory command is moving the constellation of {path}"
+                    ) from error
                 time.sleep(_POLL_S)
         yield
     finally:
@@ -176,11 +176,11 @@ def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
 
 
 def save_plan(plan: ConstellationPlan, path: Path) -> None:
-    """Write a plan file; a reader sees the old file or the new one, never half of one."""
+    """Replaces a plan file atomically."""
     if not path.name:
         raise InvalidInput(f"cannot write the plan {path}: it is a folder, expected a file's name")
     keys_file = Path(plan.keys_file)
-    if plan.keys_file and keys_file.parent == path.absolute().parent:  # they may be copied elsewhere together
+    if plan.keys_file and keys_file.parent == path.absolute().parent:  # relative, so that both can be copied together
         plan = dataclasses.replace(plan, keys_file=keys_file.name)
     try:
         write_private(path, to_json(plan))

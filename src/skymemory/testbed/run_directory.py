@@ -1,8 +1,7 @@
-"""The run directory: the plan of what runs here, a pid file and a log per host process, and one lock.
+"""The run directory of a constellation: its plan, a pid file and a log per host process, and a lock; free UDP ports.
 
-Default: ``$SKYMEMORY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/skymemory``, else ``skymemory-<uid>`` among the
-temporary files. A pid file holds the process id with the time the process started, so that a number which the
-kernel has since given to another process is recognised as stale and that process is never touched.
+Default: ``$SKYMEMORY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/skymemory``, else ``skymemory-<uid>`` in the folder of
+temporary files. A pid file has the process's start time, so that a reused pid is recognised as stale.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _POLL_S = 0.02
 
 
 def default_run_directory() -> Path:
-    """Where this user's constellation is, unless an option says otherwise."""
+    """Default run directory of this user."""
     chosen = os.environ.get("SKYMEMORY_RUN_DIR")
     if chosen:
         return Path(chosen)
@@ -52,9 +51,9 @@ def default_run_directory() -> Path:
 
 
 def process_start(pid: int) -> str | None:
-    """When process ``pid`` started, as an opaque word; None if there is no such process (or only its zombie).
+    """Start time of process ``pid`` as an opaque string; None without such a process (or only a zombie).
 
-    Clock ticks since boot with the boot's id from ``/proc``; where there is none, what ``ps`` says.
+    Boot id and clock ticks since boot from ``/proc``, else from ``ps``.
     """
     try:
         line = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
@@ -63,7 +62,7 @@ def process_start(pid: int) -> str | None:
         return None if Path("/proc/self/stat").exists() else _process_start_by_ps(pid)
     except (ProcessLookupError, PermissionError):
         return None
-    # The command's name stands in brackets and may hold anything, so count the fields after its last bracket.
+    # The command's name is in brackets and may contain anything: count fields after the last bracket.
     fields = line.rpartition(")")[2].split()
     state, start_ticks = fields[0], fields[19]
     return None if state in ("Z", "X") else f"{boot}/{start_ticks}"
@@ -77,7 +76,7 @@ def _process_start_by_ps(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """What a pid file says: a process by its number and its start, which together name it for good."""
+    """A process by pid and start time, which together identify it."""
 
     pid: int
     start: str
@@ -88,7 +87,7 @@ class ProcessRecord:
 
 
 class RunDirectory:
-    """One run directory; files are made when first needed, readable by this user only."""
+    """A run directory. Files are made on demand, readable by this user only."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = (path or default_run_directory()).absolute()
@@ -99,17 +98,17 @@ class RunDirectory:
 
     @property
     def index_path(self) -> Path:
-        """Where the ground keeps its index of what it has stored in this constellation."""
+        """The ground's index of stored values."""
         return self.path / INDEX_NAME
 
     @property
     def outages_path(self) -> Path:
-        """Which satellites operators have disabled."""
+        """Disabled satellites."""
         return self.path / OUTAGES_NAME
 
     @property
     def keys_path(self) -> Path:
-        """The keys of a constellation that was started here and not given any."""
+        """Keys of a constellation started here without a key file."""
         return self.path / KEYS_NAME
 
     def log_path(self, host: str) -> Path:
@@ -119,9 +118,8 @@ class RunDirectory:
         return self.path / f"{host}.pid"
 
     def create(self) -> None:
-        """Make the directory; one of another user, or that others may write in, is refused, for it decides what we
-        would kill.
-        """
+        """Makes the directory. Refuses one of another user or writable by others: it determines which processes we
+        kill."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.stat()
@@ -131,25 +129,23 @@ class RunDirectory:
             raise InvalidInput(f"{self.path} belongs to user {status.st_uid}: choose another with --run-dir")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise InvalidInput(
-                f"others may write in {self.path}, and what is there says which processes we stop: "
-                f"`chmod 700 {self.path}`, or choose another with --run-dir"
+                f"{self.path} is writable by others, and its files say which processes to stop: "
+                f"run `chmod 700 {self.path}`, or choose another with --run-dir"
             )
 
     def open_log(self, host: str) -> BinaryIO:
-        """A host's log, to be written on."""
+        """Opens a host's log for appending."""
         how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(self.log_path(host), how, 0o600), "ab")
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Hold the directory while starting or stopping; a second starter is told so instead of waiting for longer
-        than ``patience_s``.
-        """
+        """Locks the directory while starting or stopping. Raises ConstellationError after ``patience_s``."""
         handle = self._lock(time.monotonic() + patience_s)
         try:
             yield
         finally:
-            # What we alone made, we remove: an empty directory would look like a constellation that was.
+            # Remove a directory that has only our lock.
             if [path.name for path in self.path.glob("*")] == ["lock"]:
                 (self.path / "lock").unlink()
                 with suppress(OSError):
@@ -169,22 +165,22 @@ class RunDirectory:
                     time.sleep(_POLL_S)
                     continue
                 raise ConstellationError(
-                    f"another skymemory is starting or stopping the constellation of {self.path}: "
+                    f"another skymemory command is starting or stopping the constellation of {self.path}: "
                     "wait for it, or choose another --run-dir"
                 ) from error
-            # Whoever held it before may have removed the file that we opened: then ours locks nothing.
+            # The previous holder may have removed the file that we opened: then ours locks nothing.
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 return handle
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Note what runs here, with new keys if it asks for them and was not given any."""
+        """Writes the plan, and new keys if it needs them."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
 
     def read_plan(self) -> ConstellationPlan:
-        """The plan of the constellation here. Raises ``NoConstellation`` when there is none."""
+        """The plan here. Raises ``NoConstellation`` without one."""
         if not self.plan_path.exists():
             raise NoConstellation(f"no constellation in {self.path}: start one with `skymemory constellation up`")
         try:
@@ -193,25 +189,25 @@ class RunDirectory:
             raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
-        """The plan of a constellation that can be asked: not one whose processes here have all died."""
+        """The plan of a running constellation. Raises ``NoConstellation`` if all its processes here have died."""
         plan = self.read_plan()
         if self.recorded_hosts() and not self.living():
             raise NoConstellation(
-                f"the constellation in {self.path} has died: see `skymemory constellation status`, "
-                "start another with `skymemory constellation up`"
+                f"all host processes of the constellation in {self.path} have died: see "
+                "`skymemory constellation status`, start it again with `skymemory constellation up`"
             )
         return plan
 
     def write_record(self, host: str, pid: int) -> None:
-        """Note that process ``pid`` serves ``host``."""
+        """Records that process ``pid`` serves ``host``."""
         start = process_start(pid)
         if start is None:
-            raise ConstellationError(f"process {pid} of {host} is gone already")
+            raise ConstellationError(f"process {pid} of {host} has already ended")
         write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start}) + "\n")
 
     def read_record(self, host: str) -> ProcessRecord | None:
-        """The process noted for ``host``, alive or not; None where none is noted. Where the file is damaged, the
-        process that runs as this host, if there is one.
+        """The recorded process of ``host``, alive or not; None without a record. If the file is damaged, the running
+        process of this host, if any.
         """
         try:
             found = json.loads(read_bounded(self.pid_path(host), _MAX_PID_FILE_BYTES))
@@ -225,9 +221,7 @@ class RunDirectory:
         return self.running().get(host)
 
     def running(self) -> dict[str, ProcessRecord]:
-        """The host processes that were started for this directory and run, by host, whatever its files say: by their
-        command lines. Empty where there is no ``/proc``.
-        """
+        """Running host processes of this directory by their command lines. Empty without ``/proc``."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -248,7 +242,7 @@ class RunDirectory:
         return sorted(path.stem for path in self.path.glob("*.pid")) if self.path.is_dir() else []
 
     def living(self) -> dict[str, ProcessRecord]:
-        """The host processes of this directory that run now, by host."""
+        """Running host processes of this directory by their records."""
         records = {host: self.read_record(host) for host in self.recorded_hosts()}
         return {host: record for host, record in records.items() if record is not None and record.alive}
 
@@ -256,7 +250,7 @@ class RunDirectory:
         self.pid_path(host).unlink(missing_ok=True)
 
     def log_tail(self, host: str, lines: int = 8) -> str:
-        """The last lines of a host's log, for error messages; empty if it wrote none."""
+        """Last lines of a host's log; empty without any."""
         try:
             with self.log_path(host).open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
@@ -266,7 +260,7 @@ class RunDirectory:
         return "\n".join(text.strip().splitlines()[-lines:])
 
     def sweep(self) -> None:
-        """Remove what a constellation leaves: plan, pid files, index and logs. Call it with the lock held."""
+        """Removes plan, pid files, index and logs. The lock must be held."""
         patterns = (
             "*.pid",
             "*.log",
@@ -285,15 +279,15 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
 
-# Are the UDP ports of a plan free? Asked before any process is started, so that the answer can name one.
+# UDP ports are checked before processes are started, so that errors can name one.
 
 
 class PortTaken(ConstellationError):
-    """A port of the plan is somebody else's."""
+    """A port of the plan is in use."""
 
 
 _LAST_BASE_PORT = 32_768
-"""From here on kernels hand out ports to clients, which come and go."""
+"""Start of the ephemeral port range."""
 
 
 def _bind_error(address: tuple[str, int]) -> int:
@@ -307,13 +301,13 @@ def _bind_error(address: tuple[str, int]) -> int:
 
 
 def check_ports(plan: ConstellationPlan) -> None:
-    """Raise ``ConstellationError`` naming the first satellite of the plan whose port cannot be bound here."""
+    """Raises ``ConstellationError`` for the first satellite whose port cannot be bound here."""
     for host in plan.hosts:
         check_host_ports(plan, host)
 
 
 def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
-    """The same for one host, which may ``listen`` on another address than the plan's."""
+    """As ``check_ports`` for one host, which may ``listen`` on another address."""
     for satellite, (planned_ip, port) in plan.addresses_of(host):
         ip = listen or planned_ip
         number = _bind_error((ip, port))
@@ -334,44 +328,40 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 
 
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
-    """``count`` free UDP ports: in a row where there are so many between the default one and those of clients, else all
-    that are free from there on, whatever lies between.
+    """``count`` free UDP ports: consecutive ones below the ephemeral range, else any free ones.
 
-    Where the search begins depends on the process and the ``attempt``, so that two that search at once find others.
+    The start of the search depends on the process and the ``attempt``, so that parallel searches differ.
     """
     starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
     first = (os.getpid() + attempt) % max(1, len(starts))
     for base_port in (*starts[first:], *starts[:first]):
         if all(_bind_error((ip, port)) == 0 for port in range(base_port, base_port + count)):
             return Ports(base_port)
-    # The higher the port, the likelier a client gets it from the kernel while we start.
+    # Low ports first: ephemeral ones may be taken by clients while we start.
     for some in (range(DEFAULT_BASE_PORT, _LAST_BASE_PORT), range(1024, _LAST_BASE_PORT), range(1024, MAX_PORT + 1)):
         free = [port for port in some if _bind_error((ip, port)) == 0][:count]
         if len(free) == count:
             gaps = ((low + 1, high - 1) for low, high in pairwise(free) if high > low + 1)
             return Ports(free[0], tuple(gaps))
     raise ConstellationError(
-        f"no {count} free UDP ports on {ip}, there are {len(free)}: stop what uses them, or start fewer satellites"
+        f"{len(free)} free UDP ports on {ip}, expected {count}: stop programs that use them, or start fewer satellites"
     )
-
-
-# A run directory for as long as a demo lasts. What a killed demo left behind is removed by the next one.
 
 
 PREFIX = "skymemory-demo-"
 _HELD = "held"
 _YOUNG_S = 60.0
-"""A folder younger than this may have been made just now by somebody who has not locked it yet."""
+"""A younger folder may not be locked by its maker yet."""
 
 
 @contextmanager
-def passing_folder(kind: str = "") -> Iterator[Path]:
-    """A new temporary folder, gone at the end; those of this user that nobody holds any more go first."""
+def temporary_run_directory(kind: str = "") -> Iterator[Path]:
+    """A temporary run directory, removed at the end; those of killed demos of this user are removed first."""
     remove_left_behind(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
     handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # it ends with this process, however that ends
+        fcntl.flock(handle, fcntl.LOCK_EX)  # released when this process ends
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -379,7 +369,7 @@ def passing_folder(kind: str = "") -> Iterator[Path]:
 
 
 def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
-    """Remove the folders in ``parent`` whose demo was killed, and whose satellites are gone; which they were."""
+    """Removes and returns folders in ``parent`` of killed demos without running satellites."""
     now_s = time.time() if now_s is None else now_s
     removed = []
     for folder in sorted(parent.glob(f"{PREFIX}*")):
@@ -391,7 +381,7 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 
 
 def _is_left_behind(folder: Path, now_s: float) -> bool:
-    """Raises OSError where the folder cannot be looked at, or is just going."""
+    """Raises OSError if the folder is inaccessible or vanishes."""
     status = folder.lstat()
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_ours or now_s - status.st_mtime < _YOUNG_S or RunDirectory(folder).living():

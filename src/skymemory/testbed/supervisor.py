@@ -1,6 +1,6 @@
-"""Start, watch and stop the host processes of a constellation on this computer.
+"""Starts, watches and stops the host processes of a constellation on this computer.
 
-Whatever happens in ``start``, either every host runs or none does and the run directory is as it was.
+``start`` is atomic: either every host runs, or none does and the run directory is as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skymemory.testbed.plan import ConstellationPlan, Ports
 from skymemory.testbed.run_directory import PortTaken, RunDirectory, check_host_ports, check_ports, free_ports
 
 START_PATIENCE_S = 30.0
-"""A host that does not even want the processor for so long does not come any more."""
+"""Timeout of a host that neither is ready nor busy."""
 MOST_START_S = 600.0
 POLL_S = 0.05
 _LOOK_S = 1.0
@@ -31,18 +31,16 @@ FREE_PORT_ATTEMPTS = 5
 
 
 Confirm = Callable[[ConstellationPlan, Callable[[], Collection[str]]], None]
-"""Asks what has been started whether all is well; the second argument says which hosts are busy."""
+"""Checks a started constellation; the second argument returns the busy hosts."""
 
 
 class AlreadyRunning(ConstellationError):
-    """A constellation runs in this run directory already."""
+    """A constellation already runs in this run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """One host of the plan as its process stands: ``running``, ``dead``, or ``elsewhere`` (not started
-    here).
-    """
+    """State of a host's process: ``running``, ``dead``, or ``elsewhere`` (not started here)."""
 
     name: str
     state: str
@@ -53,7 +51,7 @@ class HostState:
 
 @dataclass(slots=True)
 class Started:
-    """What ``start`` started. ``children`` is empty once they have been released to the background."""
+    """A started constellation. ``children`` is empty if they run in the background."""
 
     plan: ConstellationPlan
     seconds: float
@@ -61,9 +59,7 @@ class Started:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Memory of a process in RAM (its share of common pages counted whole); None where the system does not
-    tell.
-    """
+    """Resident memory of a process, shared pages included; None if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -93,12 +89,12 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
     except PortTaken as taken:
         return taken
     tail = directory.log_tail(child.host.name)
-    log = f"; its log ends:\n{tail}" if tail else "; its log is empty"
-    return ConstellationError(f"{child.host.name} did not start ({words}), so all hosts were stopped{log}")
+    log = f"; its log ends with:\n{tail}" if tail else "; its log is empty"
+    return ConstellationError(f"{child.host.name} did not start ({words}); all hosts were stopped{log}")
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
-    """Until each child has said that its satellites listen: on a busy computer for as long as it makes progress."""
+    """Waits until the satellites of each child listen, as long as any makes progress."""
     began_s = progress_s = look_s = time.monotonic()
     demand = Demand({child.host.name: child.process.pid for child in children})
     with selectors.DefaultSelector() as selector:
@@ -131,12 +127,10 @@ def start(
     confirm: Confirm | None = None,
     gate: SignalGate | None = None,
 ) -> Started:
-    """Start every host of ``plan`` here and return when all of them listen.
+    """Starts every host of ``plan`` here; returns when all listen.
 
-    ``confirm`` is called with the plan when they do, and with what says which hosts are busy (it may ping them); if it
-    raises, all are stopped. With ``foreground`` the children are kept on their lines, to be watched; they end when this
-    process does.
-    A ``gate`` that the caller has entered already leaves no moment without one between here and ``watch``.
+    Then ``confirm`` is called; if it raises, all are stopped. With ``foreground`` the children stay attached, to be
+    watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``.
     Raises ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing behind.
     """
     began_s = time.monotonic()
@@ -165,10 +159,10 @@ def start(
 
 
 def revive(directory: RunDirectory, gate: SignalGate | None = None, kept: list[Child] | None = None) -> list[str]:
-    """Start the dead hosts of this computer again and return when their satellites listen: the names of these hosts.
+    """Restarts the dead hosts of this computer; returns their names when their satellites listen.
 
-    They come back empty, know of pushed moves by the plan, and learn of later ones from their neighbours. Either all
-    of them run then, or those that were dead still are. Where ``kept`` is given they stay on their lines, in it.
+    They are empty, take pushed moves from the plan, and later ones from their neighbours. Atomic: all of them run, or
+    none. With ``kept`` they stay attached, and are added to it.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
@@ -199,7 +193,7 @@ def start_on_free_ports(
     confirm: Confirm | None = None,
     gate: SignalGate | None = None,
 ) -> Started:
-    """``start`` with the plan that ``plan_at`` makes for free ports; with others if another process was faster."""
+    """``start`` on free ports, with other ports if another process takes them first."""
     for attempt in range(FREE_PORT_ATTEMPTS):
         plan = plan_at(free_ports(satellites, attempt=attempt))
         try:
@@ -211,9 +205,9 @@ def start_on_free_ports(
 
 
 def watch(directory: RunDirectory, started: Started, say: Callable[[str], None], gate: SignalGate | None = None) -> int:
-    """Stay with a constellation in the foreground until a signal or the last host's end; then stop it all.
+    """Watches a constellation in the foreground until a signal or the end of the last host; then stops it.
 
-    Returns 0 after a signal, 1 when all hosts died by themselves.
+    Returns 0 after a signal, 1 if all hosts died.
     """
     alive = list(started.children)
     with gate or SignalGate() as gate:
@@ -222,17 +216,15 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
             for child in [child for child in alive if child.process.poll() is not None]:
                 alive.remove(child)
                 say(f"{child.host.name} died ({child.exit_words()}); {directory.log_tail(child.host.name)}")
-        with directory.locked(patience_s=START_PATIENCE_S):  # somebody may just be reviving or disabling something
+        with directory.locked(patience_s=START_PATIENCE_S):  # another command may be reviving or disabling
             end_children(started.children)
-            end_processes(directory.living().values())  # those that were revived
+            end_processes(directory.living().values())  # revived ones
             directory.sweep()
     return 0 if gate.closed else 1
 
 
 def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
-    """Stop every host process of this directory and remove its files: ``(stopped, of them killed by
-    force)``.
-    """
+    """Stops every host process of this directory and removes its files. Returns (stopped, of them killed)."""
     if not directory.path.is_dir():
         return 0, 0
     with directory.locked(), SignalGate():
@@ -243,7 +235,7 @@ def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
 
 
 def inspect(directory: RunDirectory) -> list[HostState]:
-    """The processes of the plan's hosts. Raises ``NoConstellation`` when there is no plan here."""
+    """States of the plan's hosts. Raises ``NoConstellation`` without a plan here."""
     states = []
     for host in directory.read_plan().hosts:
         record = directory.read_record(host.name)
@@ -258,24 +250,22 @@ def inspect(directory: RunDirectory) -> list[HostState]:
 
 
 def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
-    """Note the plan of a constellation that runs on other computers, so that this one can use it."""
+    """Records the plan of a constellation that runs on other computers, to use it from here."""
     with directory.locked():
         _refuse_if_running(directory)
         directory.sweep()
         directory.write_plan(plan)
 
 
-# Ctrl-C at a moment of our choosing: recorded when it comes, acted on where nothing is half done.
-
-
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalGate:
-    """While entered, SIGINT, SIGTERM and SIGHUP only set ``closed``; ``check`` raises KeyboardInterrupt then.
+    """Defers SIGINT, SIGTERM and SIGHUP: while entered they only set ``closed``, and ``check`` raises
+    KeyboardInterrupt.
 
-    May be entered again while it is entered, so that one gate spans several steps with no gap between them.
-    Outside the main thread Python delivers no signals, and the gate is always open.
+    Reentrant, so that one gate covers several steps. Outside the main thread Python delivers no signals, and the gate
+    stays open.
     """
 
     def __init__(self) -> None:
@@ -301,6 +291,6 @@ class SignalGate:
                 signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if somebody asked us to stop."""
+        """Raises KeyboardInterrupt after a signal."""
         if self.closed:
             raise KeyboardInterrupt

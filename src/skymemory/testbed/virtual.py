@@ -1,4 +1,4 @@
-"""A plan over virtual time: the constellation that its processes would be, exact to the event, in one object."""
+"""A plan's constellation simulated in virtual time, in one process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConste
 
 
 class VirtualConstellation:
-    """All satellites of a plan; links and beams as long as the geometry of the plan makes them, at every moment.
+    """All satellites of a plan, with link delays by its geometry at every moment.
 
-    Virtual time starts at 0, so a plan whose sky begins with it has ``epoch_s`` 0. ``clocks`` are of satellites whose
-    clocks are wrong.
+    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks``: of satellites with wrong clocks.
     """
 
     def __init__(
@@ -57,13 +56,13 @@ class VirtualConstellation:
         return self._sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
     def connect(self, access: str | None = None, ground: int = 1) -> SimulatedClient:
-        """A host; ``access`` overrides the plan's."""
+        """A client; ``access`` overrides the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s)
         return self.simulated.connect(ClientConfig(ground, mode, expected_rtt_s=rtt_s))
 
     def store(self, access: str | None = None, index: SharedIndex | None = None, ground: int = 1) -> ConstellationStore:
-        """The store over it."""
+        """A store over it."""
         plan = self.plan
         settings = SkySettings(
             plan.strategy,
