@@ -19,8 +19,8 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.router.envoy.ext_proc_server import _Stream
 from skymemory.router.envoy.grpc import http2 as h
-from skymemory.router.envoy.grpc.door import Door
 from skymemory.router.envoy.grpc.health import SERVING, HealthBook
+from skymemory.router.envoy.grpc.server import GrpcServer
 from skymemory.router.envoy.messages import SERVICE
 
 _LIFE = 40
@@ -87,7 +87,7 @@ class GrpcTarget:
         self._service, book = a_service(), HealthBook()
         book.set("readiness", SERVING)
         methods = {**book.methods(), f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers)}
-        self._door = Door(methods, _MOST_BYTES, 8, self._fault)
+        self._door = GrpcServer(methods, _MOST_BYTES, 8, self._fault)
         self._connection = self._door.connect()
         self._transport: Any = _Transport()
         self._connection._transport = self._transport

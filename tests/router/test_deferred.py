@@ -13,7 +13,7 @@ from skymemory.conductor.fleet import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.grpc.door import Connection
+from skymemory.router.envoy.grpc.server import Connection
 from skymemory.router.envoy.picker_service import NO_PROMPT
 from skymemory.router.request_account import DeferredWork, RequestAccount
 

@@ -62,7 +62,7 @@ def test_it_leaves_when_the_promise_cannot_be_kept_any_more_or_its_time_is_over(
     [(left, refusal)] = one.expire(1.5)
     assert left is hurried and refusal.kind == "ttft"
     assert refusal.reason == (
-        "its first token cannot come within the 2 s that are promised: it waited 1.5 s, and a server needs 0.5 s"
+        "its first token cannot come within the promised 2 s: it waited 1.5 s, and a server needs 0.5 s"
     )
     assert one.next_deadline_s == 10.0
     [(left, refusal)] = one.expire(12.0)

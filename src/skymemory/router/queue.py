@@ -1,26 +1,26 @@
-"""Requests that wait at the router because no server has room: who goes next, and who leaves without having gone.
+"""The queue of requests that wait until a server has room: the order of service, and the order of eviction.
 
-The rule of admission says who may come in at all; the queue says in which order they go who may. Tenants, priorities,
-weights and refusals are the same there and here. In this order it is decided who goes next:
+The admission rule decides which requests are admitted; the queue, in which order they are served. Tenants, priorities,
+weights and refusals are the same for both. The next request is chosen by:
 
-1. **Priority**, the higher first, strictly. What has the lowest may wait in vain: it leaves when its time is over.
-2. **Tenants of one priority share its service by weight**, in work: prompt tokens to compute and tokens to generate.
-   It is start-time fair queueing (Goyal et al., 1996) with one tag a tenant: the virtual time at which its next request
-   starts. The lowest goes, and rises by work / weight. Between any two tenants that wait all the while, what they got
-   per weight differs by at most one request of each. Who comes new starts at the level's virtual time, which also
-   rises by the work given out over the weight of all who wait (as in weighted fair queueing): so that even endlessly
-   many new tenants cannot keep an old one waiting. What a request took in the end corrects its tenant's tag
-   (``corrected``): ``max_tokens`` is seldom used up.
-3. **Of one tenant, the earliest deadline first**: when its promised first token could no longer come in time, or its
-   time in the queue is over, whichever comes first. All have one, so that nothing waits behind its like for ever.
+1. **Priority**, strictly: higher goes first. Requests of the lowest may never be served; they leave at their deadline.
+2. **Fair shares** between tenants of one priority, by weight, in work: prompt tokens to compute and tokens to generate.
+   This is start-time fair queueing (Goyal et al., 1996) with one tag per tenant: the virtual time at which its next
+   request starts. The tenant with the lowest tag is served, and its tag rises by work / weight. Between two tenants
+   that wait all the time, service per weight differs by at most one request of each. A new tenant starts at the level's
+   virtual time, which also rises by work over the weight of all waiting tenants (as in weighted fair queueing), so that
+   even a stream of new tenants cannot starve an old one. The work a request really took corrects its tenant's tag
+   (``corrected``): few requests use up ``max_tokens``.
+3. **Earliest deadline** among one tenant's requests: the time when its promised first token would be late, or when its
+   time in the queue ends, whichever is earlier. Each has one, so no request starves among its tenant's.
 
-When more waits than may, in requests or bytes, the least urgent leaves, the arriving one included: of the lowest
-priority, of the tenant with the biggest part of the room per weight, the one with the latest deadline. Deadlines come
-last there, or tenants could push others out by promising themselves less time.
+When the queue is over its limit, in requests or bytes, the least urgent request is evicted, which may be the new one:
+of the lowest priority, of the tenant with the largest part of the queue per weight, the one with the latest deadline.
+The deadline comes last, or a tenant could evict others by promising itself less time.
 
-Entries of one ``group`` can go to the same servers. Whether one fits is asked once for a group, and what does not fit
-holds nothing up behind it. All heaps hold numbers of entries, and forget late which of them are gone: nothing is kept
-alive, and every operation costs O(log n), amortised; ``next`` besides O(log n) for every tenant that it skips.
+Entries of one ``group`` can go to the same servers: ``fits`` is asked once per group, and a group that does not fit
+does not block others. Heaps hold entries' numbers, and drop those of removed entries late: every operation costs
+O(log n), amortised, and ``next`` as much again for each tenant that it skips.
 """
 
 from __future__ import annotations
@@ -38,50 +38,50 @@ from skymemory.errors import InvalidInput
 from skymemory.router.setting_values import duration, setting, size, whole
 
 USUAL_OUTPUT_TOKENS = 256
-"""What a request is taken to generate that does not say."""
+"""Assumed where a request does not limit its output."""
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 _RATE_HALF_S = 10.0
-"""How soon half of what is known of the rate of service is forgotten."""
-_MOST_IDLE = 4096
-"""Tenants that do not wait and whose tags are kept."""
+"""Half-life of the measured service rate."""
+_MAX_IDLE = 4096
+"""Tenants without waiting requests whose tags are kept."""
 _SLACK = 64
-"""Items of a heap that may be of entries long gone."""
+"""Stale items that a heap may have, beside as many as live ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """How many may wait for a server with room, and how long."""
+    """The queue of requests that wait for a server with room."""
 
     most_requests: int = setting("max_requests", whole, 0, "requests that may wait; 0: none, they are refused at once")
-    most_bytes: int = setting("max_bytes", size, 256 << 20, "of their bodies, together")
-    most_wait_s: float = setting("max_wait", duration, 30.0, "before one leaves without having been served")
+    most_bytes: int = setting("max_bytes", size, 256 << 20, "of their bodies, in total")
+    most_wait_s: float = setting("max_wait", duration, 30.0, "before a request is refused")
 
     def __post_init__(self) -> None:
         if not 0 < self.most_wait_s < math.inf:
-            raise InvalidInput(f"max_wait is {self.most_wait_s:g} s; expected above 0, and an end")
+            raise InvalidInput(f"max_wait is {self.most_wait_s:g} s; expected a finite time above 0")
         if self.most_bytes < 1:
             raise InvalidInput("max_bytes: expected above 0")
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request that waits. The queue sets what begins with an underscore."""
+    """A waiting request. The queue sets the fields with an underscore."""
 
     request: Request
-    """Of it the queue sees tenant and priority."""
+    """The queue uses its tenant and priority."""
     work: float
     """Tokens to compute and to generate (``work_of``)."""
     size_bytes: int
-    """What is kept in memory for it."""
+    """Of memory."""
     arrived_s: float
     slo: Slo | None = None
-    """What it was promised. Without: only its time in the queue ends."""
+    """Promised times; None: only ``max_wait`` limits its waiting."""
     need_s: float = 0.0
-    """Estimated, at the least: from leaving the queue to the first token."""
+    """Estimated least time from leaving the queue to the first token."""
     group: Hashable = None
-    """Equal for those that can go to the same servers: model, adapter, a subset that was asked for."""
+    """Equal for requests that can go to the same servers: model, adapter, subset."""
     item: object = None
-    """The caller's own."""
+    """The caller's."""
 
     _number: int = field(default=0, init=False)
     _leave_s: float = field(default=math.inf, init=False)
@@ -89,47 +89,45 @@ class Entry:
 
     @property
     def leave_s(self) -> float:
-        """When it leaves, served or not. Of one that was offered."""
+        """Its deadline, once it was offered."""
         return self._leave_s
 
 
 def work_of(request: Request, matched_tokens: int = 0, usual_output_tokens: int = USUAL_OUTPUT_TOKENS) -> float:
-    """Tokens that a server computes and generates for ``request``, having ``matched_tokens`` of its prompt."""
+    """Tokens that a server computes and generates for ``request``, with ``matched_tokens`` in its cache."""
     output = usual_output_tokens if request.output_tokens is None else request.output_tokens
     return float(max(0, request.prompt.tokens - matched_tokens) + output)
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """It waits."""
+    """The request was queued."""
 
     expected_s: float | None
-    """For how long, by the rate of service lately, if nothing more urgent comes. None: nothing is known of that."""
+    """Expected waiting time, by the recent service rate, if nothing more urgent comes; None: unknown."""
     turned_away: tuple[tuple[Entry, Refusal], ...] = ()
-    """Less urgent ones that waited, and had to leave for it."""
+    """Less urgent entries evicted for it."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one priority and one class of tenants: for metrics."""
+    """Metrics of one priority and class of tenants."""
 
     requests: int = 0
-    """That wait now."""
+    """Waiting now."""
     size_bytes: int = 0
     served: int = 0
-    """That waited and went to a server."""
     waited_s: float = 0.0
-    """By those, together."""
+    """Of those served, in total."""
     refused: dict[str, int] = field(default_factory=dict)
-    """By the kind of their refusal."""
+    """By kind of refusal."""
     cancelled: int = 0
 
 
 class RequestQueue:
-    """Does no I/O and reads no clock; ``now_s`` must not run back. Not for several threads at once.
+    """Pure; ``now_s`` must not decrease. Not thread-safe.
 
-    A request that comes while nothing waits (``if not queue``) and a server has room goes past it: that costs a tenth
-    of a microsecond, to wait and to go some twenty.
+    Where the queue is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of some 20.
     """
 
     def __init__(
@@ -138,11 +136,11 @@ class RequestQueue:
         weights: Mapping[str, float] = _NO_WEIGHTS,
         known_tenants: Collection[str] = (),
     ) -> None:
-        """``weights``: of tenants, where not 1, as fairness has them. ``figures`` name these and ``known_tenants``."""
+        """``weights``: of tenants, by default 1. ``figures`` name these tenants and ``known_tenants``."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0
-        """Of all that wait."""
+        """Of all entries."""
         self._weights = weights
         self._named = {*weights, *known_tenants}
         self._waiting: dict[int, Entry] = {}
@@ -151,7 +149,7 @@ class RequestQueue:
         """Priorities in use, negated: the highest first."""
         self._deadlines: list[tuple[float, int]] = []
         self._left: list[tuple[Entry, Refusal]] = []
-        """Whose time was seen to be over, until somebody asks for them."""
+        """Expired entries, until ``expire`` returns them."""
         self._numbers = 0
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
@@ -162,19 +160,19 @@ class RequestQueue:
     def configure(
         self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS, known_tenants: Collection[str] = ()
     ) -> None:
-        """New settings while it runs. Who waits keeps his place; who is too many by them leaves at the next offer."""
+        """Change the settings. Waiting requests stay; those beyond a lower limit are evicted at the next offer."""
         self.settings, self._weights, self._named = settings, weights, {*weights, *known_tenants}
 
     @property
     def next_deadline_s(self) -> float:
-        """When ``expire`` has something to give; infinite: nothing waits."""
+        """When ``expire`` has entries to return; infinite: the queue is empty."""
         if self._left:
             return -math.inf
         self._drop_stale(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def offer(self, entry: Entry, now_s: float) -> Waits | Refusal:
-        """Let it wait, or turn it away. Others that must leave for it are named in what is returned."""
+        """Queue it, or refuse it. ``Waits`` names the entries evicted for it."""
         self._sweep(now_s)
         settings = self.settings
         entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
@@ -204,9 +202,9 @@ class RequestQueue:
         return Waits(self._work_from(entry.request.priority) / rate if rate else None, away)
 
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
-        """The entry that goes now; it waits no longer. None: none that waits ``fits``.
+        """Remove and return the entry to be served now; None: none ``fits``.
 
-        ``fits`` says whether a server has room for an entry, and so for all of its group.
+        ``fits``: whether a server has room for an entry, and so for all of its group.
         """
         self._sweep(now_s)
         if not self._waiting:
@@ -222,13 +220,13 @@ class RequestQueue:
         return entry
 
     def expire(self, now_s: float) -> list[tuple[Entry, Refusal]]:
-        """Those whose time is over, each with the reason; they wait no longer."""
+        """Remove and return the entries past their deadlines, with their refusals."""
         self._sweep(now_s)
         left, self._left = self._left, []
         return left
 
     def cancel(self, entry: Entry) -> bool:
-        """Nobody waits for its answer any more. False: it did not wait."""
+        """Remove an entry whose client is gone. False: it was not waiting."""
         if self._waiting.get(entry._number) is not entry:
             return False
         self._remove(entry)
@@ -236,10 +234,10 @@ class RequestQueue:
         return True
 
     def corrected(self, entry: Entry, work: float) -> None:
-        """What an entry that ``next`` gave took in the end: its tenant has had that, and not what was estimated."""
+        """Correct the tenant's share by the work that a served entry really took."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
-            return  # nothing of that time is waiting any more, and tags began anew
+            return  # the level was empty meanwhile, and its tags have restarted
         by = (work - entry.work) / self._weight(tenant)
         flow = level.flows.get(tenant)
         if flow is not None:
@@ -248,21 +246,20 @@ class RequestQueue:
             level.idle[tenant] += by
 
     def retry_after_s(self, priority: int, now_s: float) -> float:
-        """Seconds until what waits at this priority and above has gone, at the rate of service lately."""
+        """Seconds until all entries of this and higher priorities are served, by the recent service rate."""
         rate = self._rate.of(now_s)
         return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
-        """By priority and class of tenants: those with a weight or a key by name, ``other``, ``unknown`` (no name).
-
-        So there are as many as priorities times tenants that the operator named, and two.
+        """By priority and class of tenants: those with a weight or a key by name, ``other``, and ``unknown`` (no name).
+        Their number is bounded by the tenants that the operator named.
         """
         return MappingProxyType(self._figures)
 
-    # Who goes
+    # Service
 
     def _first_of(self, level: _Level, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
-        """The first in line of a level that fits. Tenants that are skipped keep their place before who goes."""
+        """The first entry of a level that fits. Skipped tenants stay before the one that is served."""
         skipped: list[_Flow] = []
         entry = None
         while (flow := level.first()) is not None:
@@ -271,7 +268,7 @@ class RequestQueue:
                 break
             skipped.append(level.skip())
         for each in skipped:
-            # It could not have used what others now get: it is still first, and saves nothing up.
+            # It could not use the server that another now gets: it stays first, and accumulates no credit.
             level.move(each, each.start if entry is None or flow is None else max(each.start, flow.start))
         return entry
 
@@ -298,16 +295,16 @@ class RequestQueue:
         figures.served += 1
         figures.waited_s += now_s - entry.arrived_s
 
-    # Who leaves
+    # Refusal and eviction
 
     def _hopeless(self, entry: Entry, now_s: float) -> Refusal | None:
         if now_s >= entry._leave_s:
             return self._over(entry, now_s)
         settings = self.settings
         if not settings.most_requests:
-            return Refusal("no server has room, and no request may wait", RETRY_S, kind="queue")
+            return Refusal("no server has room, and queueing is off", RETRY_S, kind="queue")
         if entry.size_bytes > settings.most_bytes:
-            words = f"it has {entry.size_bytes:,} bytes; those that wait may have {settings.most_bytes:,} together"
+            words = f"it has {entry.size_bytes:,} bytes; the queue may have {settings.most_bytes:,} in total"
             return Refusal(words, self.retry_after_s(entry.request.priority, now_s), kind="queue")
         return None
 
@@ -323,13 +320,11 @@ class RequestQueue:
         waited_s = max(0.0, now_s - entry.arrived_s)
         if entry.slo is not None and _promise_s(entry) <= self.settings.most_wait_s:
             words = (
-                f"its first token cannot come within the {entry.slo.ttft_s:.3g} s that are promised: "
+                f"its first token cannot come within the promised {entry.slo.ttft_s:.3g} s: "
                 f"it waited {waited_s:.3g} s, and a server needs {entry.need_s:.3g} s"
             )
             return Refusal(words, retry_s, kind="ttft")
-        return Refusal(
-            f"it waited {waited_s:.3g} s for a server with room, the longest there is", retry_s, kind="queue"
-        )
+        return Refusal(f"it waited {waited_s:.3g} s for a server with room, the longest allowed", retry_s, kind="queue")
 
     def _least_urgent(self) -> Entry:
         flow = self._levels[self._order[-1]].largest()
@@ -346,10 +341,10 @@ class RequestQueue:
         words = f"a request {why} took its place: no more than {len(self._waiting)} wait"
         return Refusal(words, self.retry_after_s(entry.request.priority, now_s), kind=kind)
 
-    # The books
+    # Bookkeeping
 
     def _put(self, entry: Entry, start: float | None = None, virtual: float = 0.0) -> None:
-        """``start``, ``virtual``: what tags were before, where it is put back."""
+        """``start``, ``virtual``: its former tags, where an entry is put back."""
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
         if level is None:
@@ -401,11 +396,11 @@ class RequestQueue:
             flow.part = self._part(flow)
         else:
             level.leave(flow)
-        if not level.flows:  # tags count only between those that wait at once
+        if not level.flows:  # tags only matter between tenants that wait at the same time
             del self._levels[negated]
             self._order.remove(negated)
         if not self._waiting:
-            self.work = 0.0  # what rounding left
+            self.work = 0.0  # remove rounding errors
             self._deadlines.clear()
 
     def _part(self, flow: _Flow) -> float:
@@ -448,33 +443,33 @@ class RequestQueue:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """What one tenant has waiting at one priority."""
+    """The waiting requests of one tenant at one priority."""
 
     tenant: str
     weight: float
     number: int
-    """Of its first entry: who came first goes first where tags are equal."""
+    """Of its first entry: breaks ties between equal tags."""
     start: float
     """Virtual time at which its next request starts."""
     lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
-    """Of each group, deadlines and numbers, the earliest first."""
+    """By group, a heap of deadlines and numbers."""
     counts: dict[Hashable, int] = field(default_factory=dict)
-    """Of each group, how many wait: lanes may have more."""
+    """By group, the number of waiting entries (its heap may have stale ones)."""
     latest: list[tuple[float, int]] = field(default_factory=list)
-    """Both negated, the latest deadline first."""
+    """A heap of the same, both negated: the latest deadline first."""
     requests: int = 0
     size_bytes: int = 0
     part: float = 0.0
-    """Of the queue's room, in requests or bytes, whichever is more, per weight."""
+    """Of the queue's limit, in requests or bytes, whichever is more, per weight."""
     listed: float = -1.0
-    """Its part as the level's list of parts has it; never less than it is."""
+    """Its part in the level's heap of parts; never less than ``part``."""
     at: int = 0
     listed_at: int = 0
-    """Serial numbers of the items that count; 0: it does not wait."""
+    """Serial numbers of its valid items in the level's heaps; 0: none."""
 
 
 class _Level:
-    """The tenants that wait at one priority, from when one does until none does."""
+    """The waiting tenants of one priority; exists while there are any."""
 
     def __init__(self, virtual: float = 0.0) -> None:
         self.virtual = virtual
@@ -483,12 +478,12 @@ class _Level:
         self.flows: dict[str, _Flow] = {}
         self.groups: dict[Hashable, int] = {}
         self.idle: dict[str, float] = {}
-        """Tags of tenants of which nothing waits just now: who comes back soon has had what it had."""
+        """Tags of tenants without waiting requests: one that returns soon keeps its share's history."""
         self._serial = 0
         self._order: list[tuple[float, int, int, _Flow]] = []
-        """By tags. An item counts while its flow has its serial number."""
+        """A heap by tags. An item is valid while its flow has its serial number (``at``)."""
         self._parts: list[tuple[float, int, int, _Flow]] = []
-        """By parts, negated; likewise."""
+        """A heap by parts, negated; valid by ``listed_at``."""
 
     def join(self, tenant: str, weight: float, number: int, start: float | None) -> _Flow:
         if start is None:
@@ -504,15 +499,15 @@ class _Level:
         self.weight -= flow.weight
         flow.at = flow.listed_at = 0
         self.idle[flow.tenant] = flow.start
-        if len(self.idle) > _MOST_IDLE:
+        if len(self.idle) > _MAX_IDLE:
             ahead = [(tenant, start) for tenant, start in self.idle.items() if start > self.virtual]
-            self.idle = dict(ahead[-_MOST_IDLE // 2 :])
+            self.idle = dict(ahead[-_MAX_IDLE // 2 :])
         if len(self._order) > 2 * len(self.flows) + _SLACK:
             self._order = [item for item in self._order if item[3].at == item[2]]
             heapify(self._order)
 
     def move(self, flow: _Flow, start: float) -> None:
-        """Into its place by this tag."""
+        """Give it this tag, and its place by it."""
         self._serial += 1
         flow.start, flow.at = start, self._serial
         heappush(self._order, (start, flow.number, self._serial, flow))
@@ -524,7 +519,7 @@ class _Level:
         return order[0][3] if order else None
 
     def skip(self) -> _Flow:
-        """Take out the first, until it is moved."""
+        """Remove the first tenant, until it is moved."""
         return heappop(self._order)[3]
 
     def grown(self, flow: _Flow, part: float) -> None:
@@ -536,7 +531,7 @@ class _Level:
                 heapify(self._parts)
 
     def largest(self) -> _Flow:
-        """The tenant with the biggest part; of equal ones, who came last."""
+        """The tenant with the largest part; of equal ones, the last to come."""
         while True:
             _, _, serial, flow = self._parts[0]
             if flow.listed_at == serial and flow.part == flow.listed:
@@ -552,14 +547,14 @@ class _Level:
 
 
 class _Rate:
-    """Work per second that leaves the queue, of the last seconds in which something waited."""
+    """Work per second that left the queue, recently and while the queue was not empty."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._since_s = 0.0
 
     def begins(self, now_s: float) -> None:
-        """Something waits, and nothing did before."""
+        """The queue is no longer empty."""
         self._since_s = now_s
 
     def served(self, work: float, now_s: float) -> None:
@@ -570,11 +565,11 @@ class _Rate:
         self._since_s = now_s
 
     def of(self, now_s: float) -> float:
-        """0: not known."""
+        """0: unknown."""
         seconds = self._seconds + max(0.0, now_s - self._since_s)
         return self._work / seconds if seconds > 0 else 0.0
 
 
 def _promise_s(entry: Entry) -> float:
-    """Seconds it can wait and still have its first token when that is promised."""
+    """Seconds it can wait and still get its first token as promised."""
     return math.inf if entry.slo is None else entry.slo.ttft_s - entry.need_s

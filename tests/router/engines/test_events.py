@@ -482,7 +482,7 @@ def test_a_medium_of_unknown_name_is_said_once(caplog: pytest.LogCaptureFixture)
         feed.offer(number, msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [7], 1, None, medium]]]))
     said = [record.getMessage() for record in caplog.records]
     assert said[:2] == [
-        f"events of a: medium {name!r} is not known, and is taken for the slowest" for name in ("tape", "Punched cards")
+        f"events of a: unknown medium {name!r}, treated as the slowest" for name in ("tape", "Punched cards")
     ]
     assert len(said) == 8 and index.counters.get("events_of_unknown_media") == 104
 
@@ -505,7 +505,7 @@ def test_it_goes_as_well_in_the_loop_that_the_router_runs_in() -> None:
 
 def test_an_endpoint_that_is_none_is_refused() -> None:
     async def scene(events: KvEvents, held: Held) -> None:
-        with pytest.raises(InvalidInput, match="is no endpoint"):
+        with pytest.raises(InvalidInput, match="is no ZMQ endpoint"):
             events.follow("a", SLOT, "nonsense", model="small")
 
     run(scene)

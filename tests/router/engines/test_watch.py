@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.router.engines.engine_texts import SGLANG, VLLM
 
 from skymemory.conductor.fleet import Fleet, LoadReport
-from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, scrape
+from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, fetch_metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -97,8 +97,8 @@ async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
 @pytest.mark.parametrize(
     ("handler", "why"),
     [
-        (hangs, "did not answer in 0.3 s"),
-        (trickles, "did not answer in 0.3 s"),
+        (hangs, "did not answer within 0.3 s"),
+        (trickles, "did not answer within 0.3 s"),
         (floods, "more than 4194304 B"),
         (fails, "answered 500"),
         (moves_away, "answered 302"),
@@ -111,9 +111,9 @@ def test_a_look_ends_and_says_what_was_wrong(handler: Handler, why: str) -> None
         async with Engines() as engines:
             engines.handlers["bad"] = handler
             with pytest.raises(UnreadableMetrics, match=why):
-                await scrape(engines.session, engines.url("bad"), timeout_s=0.3 if "0.3" in why else 20.0)
+                await fetch_metrics(engines.session, engines.url("bad"), timeout_s=0.3 if "0.3" in why else 20.0)
             engines.handlers["good"] = says(VLLM)
-            assert (await scrape(engines.session, engines.url("good"))).waiting == 3
+            assert (await fetch_metrics(engines.session, engines.url("good"))).report.waiting == 3
 
     asyncio.run(run())
 
@@ -123,7 +123,7 @@ def test_an_address_where_nobody_is_says_so(url: str) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             with pytest.raises(UnreadableMetrics):
-                await scrape(session, url)
+                await fetch_metrics(session, url)
 
     asyncio.run(run())
 
@@ -186,7 +186,7 @@ def test_a_report_is_as_old_as_the_question() -> None:
     async def run() -> LoadReport:
         async with Engines() as engines:
             engines.handlers["a"] = slowly
-            return await scrape(engines.session, engines.url("a"), clock=lambda: now_s[0])
+            return (await fetch_metrics(engines.session, engines.url("a"), clock=lambda: now_s[0])).report
 
     assert asyncio.run(run()).at_s == 100.0
 
@@ -220,7 +220,7 @@ def test_what_a_dialect_lacks_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, "skymemory.router"):
         asyncio.run(run())
     told = [record.getMessage() for record in caplog.records]
-    assert sum("without vllm:num_requests_waiting" in message for message in told) == 1
+    assert sum("lack vllm:num_requests_waiting" in message for message in told) == 1
     assert sum("cannot be read" in message for message in told) == 1
 
 

@@ -181,7 +181,7 @@ def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
 
 def test_a_body_that_does_not_end_is_not_held_at_the_cost_of_others() -> None:
     async def test(server: PickerServer) -> None:
-        server._doors[0].most_held_bytes = 150_000
+        server._servers[0].most_held_bytes = 150_000
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             long, short = a_call(channel), a_call(channel)
             for call in (long, short):

@@ -71,7 +71,7 @@ def test_blocks_of_another_size(checked: Checked, url: str, monkeypatch: pytest.
     assert code == 0 and "vllm: 96 blocks of 32 tokens" in said and "prompts are cut" not in said
     with a_publisher() as publisher:
         code, said = checked({"url": url, "events": publisher.endpoint}, precise=True)
-    assert code == 1 and "its blocks have 32 tokens, and prompts are cut into blocks of 4" in said
+    assert code == 1 and "its blocks have 32 tokens, and `block_tokens` is 4" in said
 
 
 def test_events(checked: Checked, url: str) -> None:
@@ -91,9 +91,9 @@ def test_events_that_nobody_publishes_or_that_are_not_said(
     checked: Checked, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, said = checked({"url": url, "events": "tcp://127.0.0.1:1"}, precise=True)
-    assert code == 1 and "nobody answers at tcp://127.0.0.1:1" in said
+    assert code == 1 and "no publisher at tcp://127.0.0.1:1" in said
     code, said = checked({"url": url}, precise=True)
-    assert code == 1 and "`events` does not say where they are" in said
+    assert code == 1 and "`events`, their address, is missing" in said
     sources = [{"data_parallel_rank": 0, "endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": None, "topic": ""}]
     monkeypatch.setattr(mock_engine.MockEngine, "event_sources", sources)
     code, said = checked({"url": url}, precise=True)

@@ -82,18 +82,18 @@ def test_who_leaves_is_heard_no_more_and_who_comes_is(run: Callable[..., Running
 def test_a_server_without_events_is_named_once(run: Callable[..., Running], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "skymemory.router"):
         running = run(1, **PRECISE)
-        until(lambda: "goes by events" in caplog.text)
+        until(lambda: "uses KV events" in caplog.text)
         running.close_server()
         running.restart(strategy="least-load", backends=[{"url": running.engines[0].url, "events": "ipc:///none"}])
-        until(lambda: "does not go by them" in caplog.text)
-    assert caplog.text.count("goes by events") == 1
+        until(lambda: "does not use them" in caplog.text)
+    assert caplog.text.count("uses KV events") == 1
 
 
 def test_settings_that_could_never_match_are_refused() -> None:
     backend = {"backends": ["http://127.0.0.1:1"]}
     with pytest.raises(InvalidInput, match="engines' tokenizer"):
         ProxyServer(settings_from({**backend, "strategy": "precise"}))
-    with pytest.raises(InvalidInput, match="block_tokens is 32, and prompts are cut into blocks of 4"):
+    with pytest.raises(InvalidInput, match="block_tokens is 32, and prompts: block_tokens is 4"):
         ProxyServer(settings_from({**backend, **PRECISE, "options": {"block_tokens": 32}}))
     server = ProxyServer(settings_from({**backend, **PRECISE}))
     assert server.picker.scorer.index.block_tokens == BLOCK_TOKENS  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ def test_what_was_promised_too_soon_is_refused_and_told_when_to_come_again(run: 
     late = running.complete({"x-slo-ttft-ms": "200", "x-skymemory-decision": "1"}, prompt="late")
     assert 0.15 < time.monotonic() - began_s < 1.9, "before there is room"
     assert late.status == 429 and int(late.headers["Retry-After"]) >= 1
-    assert "0.2 s that are promised" in late.json["error"]["message"] and late.json["error"]["code"] == "overloaded"
+    assert "promised 0.2 s" in late.json["error"]["message"] and late.json["error"]["code"] == "overloaded"
     assert json.loads(late.headers["x-skymemory-decision"])["refused"] == "ttft"
     assert first.answer.status == 200 and prompts(running) == ["first"]
     bad = running.complete({"x-slo-ttft-ms": "soon"})

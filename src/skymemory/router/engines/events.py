@@ -1,4 +1,11 @@
-"""KV events of the servers behind a proxy, for strategies whose index they feed."""
+"""KV events of engines over ZMQ, which feed the prefix index of strategies that use one (``precise``).
+
+1. ``EventsWatch`` follows the servers that publish events, as servers come and go.
+2. ``KvEvents`` has a subscription for each (``follower``); messages are put in order and applied (``feed``).
+
+All of it runs in the router's event loop, in slices of ``follower.SLICE_S``, of which one engine has one per turn of
+the loop. A flood waits in the socket's bounded queue; when that is full the publisher drops messages: a gap.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +29,14 @@ from skymemory.router.settings import Backend, Settings
 from skymemory.router.tasks import cancel
 
 LOOK_S = 0.5
-"""Between two looks at which servers there are, and which models they serve."""
+"""Period of checking for new servers, and for the models they serve."""
 log = logging.getLogger("skymemory.router")
 Followed = tuple[int, str, str, str, str]
 """Slot, model, endpoint, replay endpoint, topic."""
 
 
 class Publisher(Protocol):
-    """A server that may say where its events are."""
+    """A server, which may publish events."""
 
     @property
     def backend(self) -> Backend: ...
@@ -37,7 +44,7 @@ class Publisher(Protocol):
     def server(self) -> Server: ...
     @property
     def models(self) -> Mapping[str, Mapping[str, Any]]:
-        """What it lists at /v1/models, by id."""
+        """Its /v1/models, by id."""
         ...
 
 
@@ -47,28 +54,28 @@ class Publishers(Protocol):
 
 
 def event_index(scorer: Scorer) -> PreciseIndex | None:
-    """The index of a strategy that events feed."""
+    """The strategy's index, if events feed it."""
     index = getattr(scorer, "index", None)
     return index if isinstance(index, PreciseIndex) else None
 
 
 def strategy_options(settings: Settings) -> Mapping[str, Any]:
-    """The strategy's options, with the size that prompts are cut by where it wants to know that of the engines' blocks.
+    """The strategy's options, with ``block_tokens`` of the prompts where it needs the engines' block size.
 
     Raises:
-        InvalidInput: the two are said and differ. Nothing would ever match.
+        InvalidInput: both are set, and differ: no block would ever match.
     """
     for name in ("index", "cost"):
-        if name in settings.options:  # arguments of `named` that are no options
+        if name in settings.options:  # arguments of ``named``, and no options
             raise InvalidInput(f"options: no strategy has an option {name!r}")
     named = STRATEGIES.get(settings.strategy or DEFAULT)
     if named is None or all(field.name != "block_tokens" for field in dataclasses.fields(named.settings)):
         return settings.options
     cut = settings.prompts.block_tokens
-    said = settings.options.get("block_tokens", cut)
-    if said != cut:
+    block_tokens = settings.options.get("block_tokens", cut)
+    if block_tokens != cut:
         raise InvalidInput(
-            f"options: block_tokens is {said}, and prompts are cut into blocks of {cut} (prompts: block_tokens); "
+            f"options: block_tokens is {block_tokens}, and prompts: block_tokens is {cut}; "
             "both must be the engines' block size"
         )
     return {**settings.options, "block_tokens": cut}
@@ -77,24 +84,24 @@ def strategy_options(settings: Settings) -> Mapping[str, Any]:
 def check_events(settings: Settings, scorer: Scorer) -> None:
     """
     Raises:
-        InvalidInput: the strategy goes by events, and prompts are not read in the engines' tokens.
+        InvalidInput: the strategy uses KV events, and there is no tokenizer.
     """
     if event_index(scorer) is not None and settings.prompts.tokenizer is None:
         raise InvalidInput(
-            f"strategy {scorer.name!r} goes by events, in which engines tell their blocks' tokens: prompts have to be "
-            "read with the engines' tokenizer (--tokenizer PATH)"
+            f"strategy {scorer.name!r} uses KV events, which name the tokens of blocks: it needs the engines' "
+            "tokenizer (--tokenizer PATH)"
         )
 
 
 class EventsWatch:
-    """Follows the events of every backend that says where they are, and lets go of who left."""
+    """Follows the events of every backend that publishes them, until the backend is removed."""
 
     def __init__(self, scorer: Scorer, backends: Publishers) -> None:
         self._index = event_index(scorer)
         self._strategy = scorer.name
         self._backends = backends
         self._followed: dict[str, Followed] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._events: KvEvents | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -105,20 +112,20 @@ class EventsWatch:
     def start(self) -> None:
         if self._index is not None:
             self._events = KvEvents(self._index)
-        self._task = asyncio.create_task(self._look_on(), name="KV events")
+        self._task = asyncio.create_task(self._keep_following(), name="KV events")
 
     async def stop(self) -> None:
         await cancel([self._task])
         if self._events is not None:
             await self._events.close()
 
-    async def _look_on(self) -> None:
+    async def _keep_following(self) -> None:
         while True:
             self.follow()
             await asyncio.sleep(LOOK_S)
 
     def follow(self) -> None:
-        """Hear those that are there now, and nobody else."""
+        """Subscribe to the present servers, and to no others."""
         events = self._events
         known_now = self._backends.known
         for name in [each for each in self._followed if each not in known_now or not known_now[each].backend.events]:
@@ -128,7 +135,7 @@ class EventsWatch:
         for name, known in self._backends.known.items():
             if events is None:
                 if known.backend.events:
-                    self._tell(name, f"its events are not read: strategy {self._strategy!r} does not go by them")
+                    self._warn(name, f"its KV events are ignored: strategy {self._strategy!r} does not use them")
                 continue
             wanted = self._wanted(known)
             if wanted is None or self._followed.get(name) == wanted:
@@ -143,30 +150,32 @@ class EventsWatch:
     def _wanted(self, known: Publisher) -> Followed | None:
         backend, name = known.backend, known.backend.name
         if not backend.events:
-            why = f"strategy {self._strategy!r} goes by events, and where it publishes them (`events`) is not said"
-            self._tell(name, f"{why}: no prompt will be known to be cached there")
+            why = f"strategy {self._strategy!r} uses KV events, and `events`, their address, is missing"
+            self._warn(name, f"{why}: no prompt will match there")
             return None
         models = backend.models or tuple(each for each, entry in known.models.items() if not entry.get("parent"))
         if not models:
-            return None  # until it has told which it serves
+            return None  # until its models are known
         if len(models) > 1:
-            self._tell(name, f"it serves one model by several names: prompts are matched for {models[0]!r} only")
+            self._warn(name, f"it serves several models or names of one: only prompts for {models[0]!r} will match")
         return known.server.slot, models[0], backend.events, backend.replay, backend.topic
 
-    def _tell(self, server: str, what: str) -> None:
-        if (server, what) not in self._told:
-            self._told.add((server, what))
+    def _warn(self, server: str, what: str) -> None:
+        if (server, what) not in self._warned:
+            self._warned.add((server, what))
             log.warning("server %s: %s", server, what)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """For Prometheus."""
+        """Prometheus metrics."""
         labels, prefix = ["server"], "skymemory_router_server_events_"
-        whole = GaugeMetricFamily(f"{prefix}whole", "1: every message of its events was heard", labels=labels)
-        blocks = GaugeMetricFamily(f"{prefix}blocks", "Blocks that it holds, by its events", labels=labels)
+        whole = GaugeMetricFamily(f"{prefix}whole", "1: every message of its events was applied", labels=labels)
+        blocks = GaugeMetricFamily(f"{prefix}blocks", "Blocks in its cache, by its events", labels=labels)
         batches = CounterMetricFamily(f"{prefix}batches", "Batches of events that were applied", labels=labels)
-        gaps = CounterMetricFamily(f"{prefix}gaps", "Times that batches were missing", labels=labels)
-        losses = CounterMetricFamily(f"{prefix}losses", "Times that all was forgotten for a loss", labels=labels)
-        text = "Messages that were not taken: cannot be read, are too long, or have blocks of another size"
+        gaps = CounterMetricFamily(f"{prefix}gaps", "Gaps in the sequence of batches", labels=labels)
+        losses = CounterMetricFamily(
+            f"{prefix}losses", "Gaps that were not filled: its blocks were forgotten", labels=labels
+        )
+        text = "Messages refused: malformed, too long, or with blocks of another size"
         refused = CounterMetricFamily(f"{prefix}refused", text, labels=[*labels, "reason"])
         for name, feed in self.feeds.items():
             whole.add_metric([name], feed.state is FeedState.WHOLE)
@@ -184,14 +193,6 @@ class EventsWatch:
         yield from (whole, blocks, batches, gaps, losses, refused)
 
 
-# Engines' KV events over ZMQ: one subscription per engine, gaps filled over its replay socket, restarts noticed.
-#
-# Everything happens in the router's event loop, in slices of ``kv_follower.SLICE_S`` of which one engine has one per
-# turn
-# of the loop: a flood waits in the socket's bounded queue, is dropped by the publisher when that is full, and is a gap
-# then.
-
-
 class KvEvents:
     """Follows engines from ``follow`` until ``unfollow`` or ``close``. Lives in one event loop."""
 
@@ -206,16 +207,16 @@ class KvEvents:
     def follow(
         self, server: str, slot: int, endpoint: str, *, model: str, replay_endpoint: str = "", topic: str = ""
     ) -> Feed:
-        """Hear ``endpoint`` (``tcp://host:5557``) for the server of ``slot``.
+        """Subscribe to ``endpoint`` (``tcp://host:5557``) for the server of ``slot``.
 
         Args:
-            model: that it serves, by the name that requests give.
-            replay_endpoint: where the engine hands out messages again (vLLM: ``replay_endpoint`` of its
-                ``--kv-events-config``); without one, whatever is lost costs all that is known of the server.
-            topic: what the messages' topics begin with; empty: all of them.
+            model: that it serves, as requests name it.
+            replay_endpoint: where the engine sends messages again (vLLM: ``replay_endpoint`` of its
+                ``--kv-events-config``); without one, each loss forgets all blocks of the server.
+            topic: prefix of the messages' topics; empty: all.
 
         Raises:
-            InvalidInput: an endpoint that is none.
+            InvalidInput: an invalid endpoint.
         """
         self.unfollow(server)
         feed = Feed(server, slot, model, self._index)
@@ -226,7 +227,7 @@ class KvEvents:
         return feed
 
     def unfollow(self, server: str) -> None:
-        """Hear it no more, and believe nothing of it. Who leaves goes before who comes: slots are given again."""
+        """Unsubscribe, and forget the server's blocks. Call it before its slot is given to another server."""
         task = self._tasks.pop(server, None)
         if task is not None:
             task.cancel()

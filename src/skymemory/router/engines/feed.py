@@ -1,6 +1,11 @@
-"""One engine's events on their way into the index: what is in order is applied, what was lost is not glossed over.
+"""One engine's stream of KV events: puts messages in order, applies them to the index, and forgets blocks after a loss.
 
-Without sockets: ``kv_events`` brings messages and says what became of the connection.
+1. ``Feed.offer`` takes a message, from the subscription or a replay; ``Order`` sorts it by its number.
+2. ``go_on`` applies messages in order, in pieces, so that the event loop is not blocked.
+3. A gap that cannot be filled, a restart or an unreadable message makes the index forget the server's blocks.
+
+Numbers grow by one per message, from 0. The same number with other bytes, or a number from long ago, means that the
+engine has restarted. No I/O: ``follower`` reads the sockets and reports the state of the connection.
 """
 
 from __future__ import annotations
@@ -21,27 +26,33 @@ from skymemory.router.engines.pieces import BLOCKS, Piece, pieces
 from skymemory.router.engines.wire import MalformedEvents, Tally, TooLong
 
 WARN_EVERY_S = 10.0
-"""An engine whose every message is lost or broken does not fill the log; losses are counted all the same."""
+"""Least time between two warnings about losses of one engine; all are counted."""
 UNKNOWN_MEDIA = 8
-"""Names of media that are not known, of one engine, that are told in the log."""
+"""Unknown media of one engine that are logged, at most."""
+REMEMBERED = 4096
+"""Messages whose checksum is kept, to tell duplicates from messages of a restarted engine."""
+HELD = 256
+"""Messages that may wait for a missing one before it is given up."""
+END_BYTES = 64 << 10
+"""Of each end of a long message, for its checksum."""
 _log = logging.getLogger("skymemory.router")
 
 
 class Index(Protocol):
-    """What takes events: ``conductor.prefix_index.precise.PreciseIndex``. It is given them in order, without gaps."""
+    """The index: ``conductor.prefix_index.precise.PreciseIndex``. It gets events in order, without gaps."""
 
     def follow(self, slot: int, model: str) -> object:
-        """An engine that holds nothing and counts from 0."""
+        """A new engine, with an empty cache, that counts from 0."""
         ...
 
     def resume_empty(self, slot: int, sequence: int) -> object:
-        """Nothing is known of what it holds, and ``sequence`` comes next."""
+        """Forget its blocks; ``sequence`` comes next."""
         ...
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> object:
-        """``more``: the batch goes on, in another call.
+        """``more``: the batch continues in another call.
 
-        Raises ``InvalidInput``: events that cannot be followed (``trouble`` says why), or a forgotten slot.
+        Raises ``InvalidInput``: unusable events (``trouble`` says why), or a forgotten slot.
         """
         ...
 
@@ -52,40 +63,39 @@ class Index(Protocol):
 
 class FeedState(enum.Enum):
     WAITING = "waiting"
-    """Nothing heard yet: not connected, or nothing published since."""
+    """No message yet: not connected, or nothing published."""
     WHOLE = "whole"
-    """Every message since the engine began was applied."""
+    """Every message since the engine started was applied."""
     PARTIAL = "partial"
-    """What is believed is true; the engine may hold more, from before what was heard."""
+    """The index is correct but incomplete: the engine may hold blocks from before."""
     LOST = "lost"
-    """The connection is gone. What is believed is as of then."""
+    """Disconnected: the index is as of then."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a feed met, in messages where nothing else is said."""
+    """Counters of a feed, in messages unless their names say otherwise."""
 
     batches: int = 0
     stored_blocks: int = 0
     old: int = 0
-    """That came twice."""
+    """Duplicates."""
     gaps: int = 0
-    """Times that something was missing."""
     replayed: int = 0
     losses: int = 0
-    """Gaps that nobody could fill: the engine's blocks were forgotten."""
+    """Gaps that were not filled: the engine's blocks were forgotten."""
     restarts: int = 0
     malformed: int = 0
     too_long: int = 0
-    """That were not read since they are longer than is allowed; what they said is lost."""
+    """Longer than allowed, and therefore lost."""
     unknown_events: int = 0
     unusable_events: int = 0
     refused: int = 0
-    """That the index cannot follow, because blocks have another size than those that prompts are cut into."""
+    """With blocks of another size than those of prompts."""
 
 
 class Feed:
-    """Events of the server that has ``slot`` and serves ``model``, which prompts' chains of blocks are seeded with."""
+    """Events of the server in ``slot``; ``model`` seeds the hashes of its blocks, as it does those of prompts."""
 
     def __init__(self, server: str, slot: int, model: str, index: Index, order: Order | None = None) -> None:
         self.server = server
@@ -94,19 +104,19 @@ class Feed:
         self.connected = False
         self.counts = Counts()
         self.errors: dict[str, str] = {}
-        """What is wrong with this feed now, by kind."""
+        """Present errors, by kind."""
         self.order = Order() if order is None else order
         self.wiped = False
-        """Somebody else, who thinks that the server restarted, told the index to forget it: all is wanted again."""
+        """Another part of the router made the index forget the server: a full replay is due."""
         self._state = FeedState.WAITING
         self._index = index
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._unknown_media: set[str] = set()
         self._warned_s = -WARN_EVERY_S
         self._ready = False
-        """The index awaits the number that is next here."""
+        """The index expects the same number next as ``order``."""
         self._reading: tuple[int, Iterator[Piece]] | None = None
-        """A message of which some is applied."""
+        """A message that is partly applied."""
         index.follow(slot, model)
 
     @property
@@ -117,17 +127,17 @@ class Feed:
 
     @property
     def heard(self) -> bool:
-        """Something was applied of what the engine's present life, as far as is known, has published."""
+        """A message was applied since the engine's last known start."""
         return bool(self.order.next)
 
     @property
     def busy(self) -> bool:
-        """Something is in order, and not yet applied."""
+        """Messages in order are still to be applied."""
         return self._reading is not None or self.order.ready
 
     def offer(self, number: int, payload: bytes, until_s: float = math.inf) -> None:
-        """A message, whichever way it came. What is in order now is applied, as far as that goes until ``until_s``, by
-        `time.perf_counter`; the rest by ``go_on``.
+        """Take a message, from the subscription or a replay, and apply what is in order until ``until_s`` (by
+        `time.perf_counter`); ``go_on`` applies the rest.
         """
         offer = self.order.offer(number, payload)
         if offer is Offer.RESTARTED:
@@ -141,30 +151,30 @@ class Feed:
         self.go_on(until_s)
 
     def restarted(self) -> None:
-        """The engine began anew: it holds nothing of before, and counts from 0."""
+        """The engine restarted: its cache is empty, and it counts from 0."""
         self.counts.restarts += 1
         self._reading = None
         self._index.follow(self.slot, self.model)
         self._ready = False
         self.order.restart(0)
         self._state = FeedState.WAITING
-        _log.info("%s restarted: what it held is forgotten", self.server)
+        _log.info("%s restarted: its blocks are forgotten", self.server)
 
     def nothing_published(self) -> None:
-        """The engine says that it has nothing: its first message is number 0, whichever we hear first."""
+        """The engine has published nothing yet: the first message is number 0, also if another arrives first."""
         if self.order.next is None:
             self.order.restart(0)
 
     def lost(self) -> None:
-        """What is missing before the messages that wait will not come: forget, and go on with those."""
+        """Give up a gap: forget the blocks, and continue with the messages after it."""
         if self.heard:
-            self._forget("some were lost")
+            self._forget("messages were lost")
         self.order.skip()
         self._state = FeedState.PARTIAL
         self.go_on(0.0)
 
     def from_the_start(self) -> None:
-        """As on the first day: whatever the engine still has is wanted."""
+        """Start again: a full replay follows."""
         self._reading = None
         self.wiped = False
         self._index.follow(self.slot, self.model)
@@ -173,20 +183,20 @@ class Feed:
         self._state = FeedState.WAITING
 
     def unsure(self) -> None:
-        """Whether what is believed still holds cannot be told: forget it, and take whatever comes."""
+        """Messages may have been missed, and cannot be replayed: forget the blocks, and continue with any message."""
         self._reading = None
         if self.heard:
-            self._forget("the connection was lost, and what was missed cannot be asked for")
+            self._forget("the connection was lost, and there is no replay of what was missed")
         self.order.restart(None)
         self._state = FeedState.WAITING
 
     def broken(self, why: str) -> None:
-        """A message that cannot be read. What it said is lost, and its number is not worth asking for again."""
+        """Count a malformed message, which is lost: a replay would bring the same."""
         self.counts.malformed += 1
         self.complain("broken", why)
 
     def go_on(self, until_s: float = math.inf) -> None:
-        """Apply what is in order. At least some of it, and no more than that after ``until_s``."""
+        """Apply messages in order until ``until_s``, at least a piece of one."""
         while True:
             if self._reading is None:
                 message = self.order.take()
@@ -205,10 +215,10 @@ class Feed:
         now_s = time.monotonic()
         if now_s - self._warned_s >= WARN_EVERY_S:
             self._warned_s = now_s
-            _log.warning("events of %s: %s; what it held is forgotten", self.server, why)
+            _log.warning("events of %s: %s; its blocks are forgotten", self.server, why)
 
     def _read_on(self, number: int, coming: Iterator[Piece], until_s: float) -> None:
-        """A message's next pieces. When there are none left, the next message may come."""
+        """Apply the next pieces of a message."""
         counts, events, work, more = self.counts, list[Event](), 0, False
         try:
             for piece in coming:
@@ -231,7 +241,7 @@ class Feed:
             else:
                 self.broken(str(error))
             # A replay would bring the same message again.
-            self._forget("one is too long" if isinstance(error, TooLong) else "one cannot be read")
+            self._forget("a message is too long" if isinstance(error, TooLong) else "a message cannot be read")
             self._state = FeedState.PARTIAL
             return
         if not more:
@@ -265,46 +275,31 @@ class Feed:
             name = event.medium[:40]
             if name not in self._unknown_media and len(self._unknown_media) < UNKNOWN_MEDIA:
                 self._unknown_media.add(name)
-                _log.warning("events of %s: medium %r is not known, and is taken for the slowest", self.server, name)
+                _log.warning("events of %s: unknown medium %r, treated as the slowest", self.server, name)
 
     def complain(self, kind: str, why: str) -> None:
         self.errors[kind] = why
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             _log.error("events of %s: %s", self.server, why)
 
     def fine(self, kind: str) -> None:
-        """What was complained about is over; if it comes back, it is said again."""
+        """The error is over; if it recurs, it is logged again."""
         self.errors.pop(kind, None)
-        self._told.discard(kind)
-
-
-# One publisher's messages in the order of their numbers, with what is missing noticed. No I/O.
-#
-# Numbers grow by one per message from 0. A message that was had before has the same number and the same bytes; the
-# same
-# number with other bytes, or a number from long ago, is another life of the engine: it restarted and counts anew.
-
-
-REMEMBERED = 4096
-"""Messages of which the checksum is kept, to tell what came twice from what another life of the engine sends."""
-HELD = 256
-"""Messages that wait for one before them; beyond, waiting has no end in sight."""
-
-END_BYTES = 64 << 10
+        self._logged.discard(kind)
 
 
 class Offer(enum.Enum):
     TAKEN = enum.auto()
-    """It is next, or waits for what is missing before it: ``take`` says."""
+    """It is next, or waits for missing ones: see ``take``."""
     OLD = enum.auto()
-    """It was had before."""
+    """A duplicate."""
     RESTARTED = enum.auto()
-    """The engine began anew, and what it held is gone. ``restart``, then offer it again."""
+    """The engine restarted: call ``restart``, then offer it again."""
 
 
 class Order:
-    """``next``: the number that comes next; None before the first message, whatever number that has."""
+    """Messages of one publisher in the order of their numbers. ``next``: the number expected; None: any."""
 
     def __init__(self, remembered: int = REMEMBERED, held: int = HELD) -> None:
         self.next: int | None = None
@@ -325,7 +320,7 @@ class Order:
         return Offer.TAKEN
 
     def take(self) -> tuple[int, bytes] | None:
-        """The next message, if it is here. It counts as had."""
+        """Remove the next message, if it is here."""
         if self.next is None or self.next not in self._held:
             return None
         number, payload = self.next, self._held.pop(self.next)
@@ -337,7 +332,7 @@ class Order:
 
     @property
     def gap(self) -> bool:
-        """Something is here, and what comes before it is not."""
+        """Messages wait for a missing one."""
         return bool(self._held) and self.next not in self._held
 
     @property
@@ -350,24 +345,24 @@ class Order:
         return len(self._held) >= self._most_held
 
     def skip(self) -> None:
-        """Give up what is missing: the least number that is here comes next."""
+        """Give up the missing messages: continue with the least number here."""
         if self._held:
             self.next = min(self._held)
 
     def had(self, number: int, payload: bytes) -> bool:
-        """This very message was had."""
+        """Whether this very message was taken before."""
         return self._seen.get(number) == _checksum(payload)
 
     def restart(self, at: int | None = 0) -> None:
-        """Begin anew: ``at`` comes next (None: whatever comes)."""
+        """Forget all messages; ``at`` is expected next (None: any)."""
         self.next = at
         self._seen.clear()
         self._held.clear()
 
 
 def _checksum(payload: bytes) -> int:
-    """Of a long message its ends alone, and its length: all of it would keep the event loop for 10 ms, and a message of
-    another life has another time in its first bytes.
+    """Of a long message, only of its ends and its length: all of it would block the event loop for 10 ms. After a
+    restart messages differ in the timestamp, which is in the first bytes.
     """
     if len(payload) > 2 * END_BYTES:
         payload = payload[:END_BYTES] + payload[-END_BYTES:] + len(payload).to_bytes(8, "big")

@@ -1,9 +1,13 @@
-"""One engine's subscription: messages taken in slices, gaps filled over its replay socket, restarts noticed.
+"""One engine's subscription: reads messages in slices, fills gaps over its replay socket, detects restarts.
 
-What the connection does matters as much as what it brings. A publisher drops what was sent while nobody was connected,
-and one that restarted counts from 0 again, maybe past the number that we await. So after a connection was lost nothing
-is believed until the engine's replay socket has shown the last message that was had; without such a socket what was
-believed is forgotten.
+The state of the connection matters as much as the messages. A publisher drops messages while the connection is down,
+and after a restart it counts from 0 again, maybe past the number expected next. So after each lost connection nothing
+is applied until the engine's replay begins with the last message received; without a replay socket the server's blocks
+are forgotten.
+
+The replay socket is a ROUTER: asked with an empty frame and a number (8 bytes, big-endian), it sends all messages it
+keeps from that number on, then the number -1 with an empty payload. It drops what exceeds its own queue, so the answer
+may have gaps.
 """
 
 from __future__ import annotations
@@ -23,34 +27,35 @@ from skymemory.errors import InvalidInput
 from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.wire import MAX_RECEIVED_BYTES, SEQUENCE_BYTES, MalformedEvents, sequence_of
 
-# Messages that an engine still has, asked for again over its replay socket.
-#
-# A ROUTER at the engine's end: asked with an empty frame and a number (8 bytes, big-endian), it sends every message it
-# keeps from that number on, then the number -1 with nothing behind it. It drops what its own queue cannot take, so an
-# answer may have holes: whoever reads it minds the numbers.
-
-
 TIMEOUT_S = 2.0
-"""For the next messages: the engine looks at the socket between two batches, and every 0.1 s when it has none."""
+"""For the first messages of a replay: engines look at the socket between batches, or every 0.1 s."""
 BETWEEN_S = 0.5
-"""Once it answers, it sends all at once. Its last word may be among what it dropped."""
+"""For the next: an engine sends them all at once, and may drop the end mark."""
 QUEUE_MESSAGES = 20_000
-"""More than engines keep: what they send at once should not be dropped for our slowness."""
+"""More than engines keep, so that a slow reader drops none of a replay."""
 AT_ONCE = 64
 END = b"\xff" * SEQUENCE_BYTES
+SLICE_S = 0.001
+"""Of the event loop's time in one piece."""
+REPLAYS = 64
+"""Replays for one gap, as long as each fills some of it."""
+SILENCES = 3
+"""Unanswered replays before a gap is given up: the engine may be busy."""
+_CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_log = logging.getLogger("skymemory.router")
 
 
 class NoReplay(Exception):
-    """The answer did not come, or stopped short of its end."""
+    """No answer to a request for a replay, or an incomplete one."""
 
 
 async def replay(
     context: zmq.asyncio.Context, endpoint: str, first: int, timeout_s: float = TIMEOUT_S
 ) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-    """Numbers and payloads of what the engine at ``endpoint`` keeps from ``first`` on, up to ``AT_ONCE`` together.
+    """Numbers and payloads of messages from ``first`` on, in lists of up to ``AT_ONCE``.
 
     Raises:
-        NoReplay: nothing within ``timeout_s`` of what came last, or an answer that is none.
+        NoReplay: no further message within ``timeout_s``, or a malformed answer.
     """
     socket = context.socket(zmq.DEALER)
     answers: zmq.Socket[bytes] = zmq.Socket(shadow=socket.underlying)
@@ -66,7 +71,7 @@ async def replay(
         wait_s = timeout_s
         while True:
             if not await socket.poll(round(wait_s * 1000)):
-                raise NoReplay(f"{endpoint} did not answer in {wait_s:g} s")
+                raise NoReplay(f"{endpoint} did not answer within {wait_s:g} s")
             wait_s = min(timeout_s, BETWEEN_S)
             messages, ended = _waiting(answers, endpoint)
             if messages:
@@ -78,7 +83,7 @@ async def replay(
 
 
 def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
-    """What is here, and whether that was the end."""
+    """The messages received by now, and whether the end mark was among them."""
     messages: list[tuple[int, bytes]] = []
     while len(messages) < AT_ONCE:
         try:
@@ -86,37 +91,28 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
         except zmq.Again:
             break
         if len(frames) < 2 or len(frames[-2]) != SEQUENCE_BYTES:
-            raise NoReplay(f"{endpoint} answered with {len(frames)} frames that are no message")
+            raise NoReplay(f"{endpoint} sent a malformed message of {len(frames)} frames")
         if frames[-2] == END:
             return messages, True
         messages.append((int.from_bytes(frames[-2], "big"), frames[-1]))
     return messages, False
 
 
-SLICE_S = 0.001
-REPLAYS = 64
-"""Replays in a row for one gap, as long as each brings it further."""
-SILENCES = 3
-"""Replays in vain before an engine that is too busy to answer is given up."""
-_CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_log = logging.getLogger("skymemory.router")
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long is waited, and how much may wait."""
+    """Timeouts, and the length of the queue."""
 
     patience_s: float = 0.05
-    """For what is missing to come late, before it is asked for."""
+    """For a missing message to arrive late, before a replay is requested."""
     probe_s: float = 10.0
-    """An engine that was silent for so long is asked whether that is so: the last message may have been dropped."""
+    """After so long without a message a replay is requested: the last message may have been dropped."""
     replay_timeout_s: float = TIMEOUT_S
     queue_messages: int = 256
-    """That may wait in the socket, however long each is. More wait at the engine (vLLM keeps 100,000)."""
+    """Of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
 
 
 class Follower:
-    """One engine's subscription."""
+    """One engine's subscription, until its task is cancelled."""
 
     def __init__(
         self,
@@ -134,9 +130,9 @@ class Follower:
         self._context = context
         self._one_at_a_time = one_at_a_time
         self._early: tuple[int, bytes] | None = None
-        """Came on a connection of which it is not known yet what goes before."""
+        """The first message of a new connection, until ``_resume_feed`` has found out what was missed before it."""
         self._resume = False
-        """Connected, and not yet sure how what comes goes together with what was had."""
+        """Newly connected: ``_resume_feed`` is due."""
         self._gap_since_s: float | None = None
         self._heard_s = time.monotonic()
         self._socket = context.socket(zmq.SUB)
@@ -151,8 +147,8 @@ class Follower:
         ):
             self._socket.setsockopt(option, value)
         self._monitor = self._socket.get_monitor_socket(_CHANGES)
-        # Messages are taken without waiting from the same sockets' blocking selves: a future for each would cost more
-        # than what is in it.
+        # Messages are read without waiting, through blocking sockets over the same ones: a future for each message
+        # would cost more than applying it.
         self._messages: zmq.Socket[bytes] = zmq.Socket(shadow=self._socket.underlying)
         self._changes: zmq.Socket[bytes] = zmq.Socket(shadow=self._monitor.underlying)
         self._socket.subscribe(topic)
@@ -160,7 +156,9 @@ class Follower:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise InvalidInput(f"events of {feed.server}: {endpoint!r} is no endpoint: {error}") from error
+            raise InvalidInput(
+                f"events of {feed.server}: {endpoint!r} is no ZMQ endpoint ({error}); expected tcp://HOST:PORT"
+            ) from error
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -169,7 +167,7 @@ class Follower:
         while True:
             try:
                 await self._turn()
-            except Exception:  # nothing that an engine sends may end the listening to it
+            except Exception:  # no message of an engine's may end the subscription
                 _log.exception("events of %s", self._feed.server)
                 self._feed.unsure()
                 self._resume = self._feed.connected
@@ -179,18 +177,18 @@ class Follower:
         if not (self._resume or self._feed.wiped or self._feed.busy):
             wait_s = self._pace.patience_s if self._feed.order.gap else self._pace.probe_s
             await self._poller.poll(round(wait_s * 1000) + 1)
-        self._mind_connection()
+        self._check_connection()
         if self._feed.wiped:
             self._feed.from_the_start()
             self._resume = self._feed.connected
         if self._resume:
-            await self._go_on()
-        await self._take()
-        await self._mind_gap()
+            await self._resume_feed()
+        await self._read()
+        await self._fill_gap()
         await self._probe()
 
-    async def _take(self) -> None:
-        """What the socket has."""
+    async def _read(self) -> None:
+        """Read and apply what the socket has."""
         more = True
         while more:
             async with self._one_at_a_time:
@@ -198,7 +196,7 @@ class Follower:
                 await asyncio.sleep(0)
 
     def _slice(self) -> bool:
-        """Some of it. Whether to go on."""
+        """For ``SLICE_S``; whether there is more."""
         end_s = time.perf_counter() + SLICE_S
         while time.perf_counter() < end_s:
             if self._feed.busy:
@@ -213,8 +211,8 @@ class Follower:
             except zmq.Again:
                 return False
             self._heard_s = time.monotonic()
-            # The news of a new connection is there before its first message is.
-            self._mind_connection()
+            # The event of a new connection comes before its first message.
+            self._check_connection()
             try:
                 _, number, payload = sequence_of(frames)
             except MalformedEvents as error:
@@ -228,7 +226,7 @@ class Follower:
                 return False
         return True
 
-    def _mind_connection(self) -> None:
+    def _check_connection(self) -> None:
         while True:
             try:
                 frames = self._changes.recv_multipart(zmq.NOBLOCK)
@@ -237,8 +235,8 @@ class Follower:
             self._feed.connected = parse_monitor_message(frames)["event"] != zmq.EVENT_DISCONNECTED
             self._resume = self._feed.connected
 
-    async def _go_on(self) -> None:
-        """Just connected: find out whether this is the engine that was heard before, and what was missed."""
+    async def _resume_feed(self) -> None:
+        """After connecting: find out whether the engine has restarted, and apply what was missed."""
         self._resume = False
         feed, early = self._feed, self._early
         self._early = None
@@ -258,7 +256,7 @@ class Follower:
         self._heard_s = time.monotonic()
 
     async def _same_life(self) -> bool:
-        """Whether the engine's replay begins with the last message that was had; if so, what follows is taken in."""
+        """Whether the replay begins with the last message received: then apply what follows it."""
         last, same = (self._feed.order.next or 0) - 1, False
         async with aclosing(self._replay(last)) as answer:
             async for messages in answer:
@@ -275,7 +273,7 @@ class Follower:
         async with aclosing(self._replay(first)) as answer:
             async for messages in answer:
                 await self._offer_all(messages)
-                if self._feed.order.crowded:  # behind a hole: asked for again from there
+                if self._feed.order.crowded:  # a gap in the replay: the next one begins there
                     return
         self._feed.fine("replay")
 
@@ -296,7 +294,7 @@ class Follower:
                         at += 1
                 await asyncio.sleep(0)
 
-    async def _mind_gap(self) -> None:
+    async def _fill_gap(self) -> None:
         feed, order = self._feed, self._feed.order
         if not order.gap:
             self._gap_since_s = None
@@ -323,7 +321,7 @@ class Follower:
         feed.lost()
 
     async def _probe(self) -> None:
-        """Of an engine that was silent for long: was the last that it said dropped?"""
+        """After a long silence, request the messages after the last: they may have been dropped."""
         feed = self._feed
         now_s = time.monotonic()
         if not self._replay_endpoint or not feed.connected or now_s - self._heard_s < self._pace.probe_s:

@@ -1,7 +1,11 @@
-"""What an engine's ``/metrics`` text says, in vLLM's and SGLang's dialects, as a ``LoadReport``.
+"""Engines' load, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
 
-A line reader for the dozen names that matter, since an engine's text is tens to hundreds of kilobytes of histograms
-that nobody here reads: each name is searched for by itself. ``prometheus_client.parser`` is the judge in the tests.
+``MetricsWatch`` scrapes each engine in a task of its own, so that one that hangs delays neither another nor a request.
+Reports go to ``Server.reported``, dated by the clock that routing uses (``time.monotonic``); after failures they age
+until ``Server.fresh_report`` ignores them.
+
+The text is tens to hundreds of kilobytes, most of it histograms that routing does not need: the dozen metrics that
+matter are searched for by name. ``prometheus_client.parser`` is the reference in the tests.
 
 Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` and its metrics collector
 (``sglang:page_size`` and ``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
@@ -26,11 +30,19 @@ from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
 MAX_SERIES = 4096
-"""Series of one name that are read; an engine has one per data-parallel rank."""
+"""Of one name; an engine has one per data-parallel rank."""
 MAX_ADAPTERS = 4096
 MAX_LINE_BYTES = 256 * 1024
-"""A line with more adapters than that names is not believed."""
+"""Longer lines (with very many adapters) are skipped."""
+TIMEOUT_S = 2.0
+MAX_BYTES = 4 * 1024 * 1024
+EVERY_S = 0.5
+SLOWEST_S = 10.0
+"""The longest period of scraping an engine that keeps failing."""
+JITTER = 0.2
+"""Random part of the period."""
 _LARGEST = 1e12
+_log = logging.getLogger("skymemory.router")
 
 _LABEL = rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*+)"[ \t]*'
 _EACH_LABEL = re.compile(_LABEL)
@@ -39,7 +51,7 @@ _ESCAPES = re.compile(r"\\(.)")
 
 
 class UnreadableMetrics(SkyMemoryError):
-    """A text that is no engine's metrics, or more of it than we read; the message says what was wrong."""
+    """No answer, no engine's metrics, or too many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +68,12 @@ class EngineMetrics:
     dialect: str
     """``vllm`` or ``sglang``."""
     missing: tuple[str, ...]
-    """Metrics that routing uses and this engine does not tell; the report has its defaults there."""
+    """Metrics that routing uses and this engine does not have; the report has defaults for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Names of one engine's metrics, today's first and older ones behind."""
+    """Names of one engine's metrics, the newest first."""
 
     name: str
     waiting: tuple[str, ...]
@@ -75,7 +87,7 @@ class Dialect:
     adapters: str = ""
     adapter_slots: str = ""
     prefills: tuple[str, str, str] | None = None
-    """Histograms of requests that have ended: tokens of the prompt, those computed, and seconds of the prefill."""
+    """Histograms of completed requests: prompt tokens, computed prompt tokens, and seconds of the prefill."""
 
 
 VLLM = Dialect(
@@ -109,10 +121,10 @@ DIALECTS = (VLLM, SGLANG)
 
 
 def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
-    """The report in ``text``, as of ``at_s``. Ranks of one engine are added up; their cache use is averaged.
+    """The report in ``text``, dated ``at_s``. An engine's ranks are added up; their cache use is averaged.
 
     Raises:
-        UnreadableMetrics: no dialect that is known, or one name with more than ``MAX_SERIES`` series.
+        UnreadableMetrics: neither vLLM's nor SGLang's metrics, or a name with more than ``MAX_SERIES`` series.
     """
     dialect = next((dialect for dialect in DIALECTS if dialect.name.encode() + b":" in text), None)
     if dialect is None:
@@ -145,7 +157,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
 
 
 def samples(text: bytes, name: str) -> list[Sample]:
-    """Every series of ``name`` in ``text``, which begins with a line feed. Lines that are no samples are left out."""
+    """All series of ``name`` in ``text``, which begins with a line feed. Malformed lines are skipped."""
     found: list[Sample] = []
     start = b"\n" + name.encode()
     at = text.find(start)
@@ -153,7 +165,7 @@ def samples(text: bytes, name: str) -> list[Sample]:
         at += len(start)
         end = text.find(b"\n", at)
         end = len(text) if end < 0 else end
-        # A longer name that begins like ours goes on with a letter.
+        # A letter here would make it another, longer name.
         if end - at <= MAX_LINE_BYTES and text[at : at + 1] in (b"{", b" ", b"\t"):
             sample = _sample(text[at:end])
             if sample is not None:
@@ -180,12 +192,12 @@ def _sample(line: bytes) -> Sample | None:
 
 
 def _unescape(match: re.Match[str]) -> str:
-    # The text format knows three escapes; another one stands for itself.
+    # The text format has three escapes; any other is literal.
     return {"n": "\n", "\\": "\\", '"': '"'}.get(match[1], match[0])
 
 
 def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
-    """Series of the first name that has any which can be used: a figure, not below zero."""
+    """Usable series (finite, not negative) of the first name that has any."""
     for name in names:
         usable = [sample for sample in samples(text, name) if 0.0 <= sample.value <= _LARGEST]
         if usable:
@@ -194,7 +206,7 @@ def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
 
 
 def _by_rank(found: list[Sample]) -> list[float]:
-    """One value per engine (vLLM) or data-parallel rank (SGLang): tensor-parallel ranks all tell the same."""
+    """One value per engine (vLLM) or data-parallel rank (SGLang): tensor-parallel ranks all report the same."""
     values: dict[tuple[str, ...], float] = {}
     for sample in found:
         rank = tuple(sample.labels.get(label, "") for label in ("model_name", "engine", "dp_rank"))
@@ -203,7 +215,7 @@ def _by_rank(found: list[Sample]) -> list[float]:
 
 
 def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
-    """Blocks of the cache and tokens of a block; ranks add up, if their blocks are of one size."""
+    """Blocks of the cache, added up over ranks, and tokens of a block; None if ranks differ in the block size."""
     by_rank: dict[tuple[str, str], tuple[int, int]] = {}
     for sample in samples(text, dialect.cache_info):
         blocks = _count(sample.labels.get(dialect.blocks_label, ""))
@@ -222,7 +234,7 @@ def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
 
 
 def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
-    """Sums over all series; None unless all three histograms have seen the same requests."""
+    """Sums over all series; None unless all three histograms count the same requests."""
     if dialect.prefills is None:
         return None
     sums = [sum(sample.value for sample in _first(text, (f"{name}_sum",))) for name in dialect.prefills]
@@ -234,15 +246,15 @@ def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
 
 
 def _count(word: str) -> int | None:
-    """A number above zero: vLLM writes ``None`` before it has laid out its cache."""
+    """A number above zero: vLLM writes ``None`` until it has allocated its cache."""
     return int(word) if word.isascii() and word.isdigit() and 0 < len(word) <= 12 and int(word) > 0 else None
 
 
 def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
-    """Adapters that run or wait, and how many the engine can hold at once.
+    """Adapters of running and waiting requests, and how many the engine can hold at once.
 
-    vLLM leaves a series behind for every state it was ever in, and the value says when that was: the newest counts.
-    SGLang tells how many it can hold and not which it holds.
+    vLLM has a series for each state it was ever in, whose value is its time: the newest counts. SGLang reports only how
+    many adapters it can hold.
     """
     if dialect.adapters:
         states = [sample for sample in samples(text, dialect.adapters) if math.isfinite(sample.value)]
@@ -257,25 +269,6 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
     return frozenset(), round(min(slots)) or None if slots else None
 
 
-# One look at an engine's metrics over HTTP: bounded in time and in bytes.
-
-
-TIMEOUT_S = 2.0
-MAX_BYTES = 4 * 1024 * 1024
-
-
-async def scrape(
-    session: aiohttp.ClientSession,
-    url: str,
-    *,
-    timeout_s: float = TIMEOUT_S,
-    max_bytes: int = MAX_BYTES,
-    clock: Callable[[], float] = time.monotonic,
-) -> LoadReport:
-    """What the engine at ``url`` (its ``/metrics``) says of itself; see ``fetch_metrics``."""
-    return (await fetch_metrics(session, url, timeout_s=timeout_s, max_bytes=max_bytes, clock=clock)).report
-
-
 async def fetch_metrics(
     session: aiohttp.ClientSession,
     url: str,
@@ -285,74 +278,56 @@ async def fetch_metrics(
     clock: Callable[[], float] = time.monotonic,
     access: Access = Access(),  # noqa: B008 - it cannot be changed
 ) -> EngineMetrics:
-    """One reading, dated by ``clock`` when it was asked for: an answer that took its time is as old as the question.
+    """Scrape ``url`` once; the report is dated when it was requested, by ``clock``.
 
     Raises:
-        UnreadableMetrics: no answer in ``timeout_s``, no connection, a status other than 200, more than ``max_bytes``,
-            or a text in no dialect that is known.
+        UnreadableMetrics: no connection, no answer within ``timeout_s``, a status other than 200, more than
+            ``max_bytes``, or neither vLLM's nor SGLang's metrics.
     """
     at_s = clock()
     try:
         async with asyncio.timeout(timeout_s):
-            # Compression is not offered: a few bytes could unpack to gigabytes.
+            # No compression: a few bytes could expand to gigabytes.
             headers = {"Accept-Encoding": "identity", **access.headers}
             async with session.get(url, headers=headers, allow_redirects=False, ssl=access.tls or True) as answer:
                 if answer.status != 200:
                     raise UnreadableMetrics(f"{url} answered {answer.status}")
                 if "Content-Encoding" in answer.headers:
-                    raise UnreadableMetrics(f"{url} answered compressed, which was not asked for")
+                    raise UnreadableMetrics(f"{url} answered compressed, though identity was requested")
                 text = bytearray()
                 async for piece in answer.content.iter_chunked(64 * 1024):
                     text += piece
                     if len(text) > max_bytes:
                         raise UnreadableMetrics(f"{url} answered more than {max_bytes} B")
     except TimeoutError as error:
-        raise UnreadableMetrics(f"{url} did not answer in {timeout_s:g} s") from error
+        raise UnreadableMetrics(f"{url} did not answer within {timeout_s:g} s") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise UnreadableMetrics(f"{url}: {error or type(error).__name__}") from error
     return read_metrics(bytes(text), at_s)
 
 
-# Every engine looked at on a schedule of its own, so that one that hangs delays neither another nor a request.
-#
-# What was read is put on ``Server.reported``; what could not be read ages there until ``Server.fresh_report`` no
-# longer
-# hands it out. Reports are dated by the clock that routing asks with (``time.monotonic``).
-
-
-EVERY_S = 0.5
-SLOWEST_S = 10.0
-"""An engine that keeps failing is asked ever more rarely, down to this."""
-JITTER = 0.2
-"""Part of the interval by which each look is put forward or off."""
-_log = logging.getLogger("skymemory.router")
-
-
 @dataclass(slots=True, eq=False)
 class Watched:
-    """One engine's metrics: where they are and how reading them goes."""
+    """State of scraping one engine."""
 
     server: str
     url: str
     access: Access = field(default=Access(), repr=False)
     dialect: str = ""
-    """Empty until it was first read."""
+    """Empty until its first report."""
     missing: tuple[str, ...] = ()
     error: str = ""
-    """Why the last look failed; empty where it did not."""
+    """Why the last scrape failed; empty: it did not."""
     looks: int = 0
     failures: int = 0
     failures_in_a_row: int = 0
     last_s: float | None = None
-    """When what was last read had been asked for."""
-    complained: set[tuple[str, ...]] = field(default_factory=set)
+    """When the last report was requested."""
+    warned: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class MetricsWatch:
-    """Looks at engines from ``follow`` until ``unfollow`` or ``close``. Lives in one event loop.
-
-    The first look comes at once.
-    """
+    """Scrapes engines from ``follow``, at once and then periodically, until ``unfollow`` or ``close``."""
 
     def __init__(
         self,
@@ -366,7 +341,7 @@ class MetricsWatch:
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """``read``: told of each server whose report is new."""
+        """``read``: called with each server that has a new report."""
         self.watched: dict[str, Watched] = {}
         self._fleet = fleet
         self._session = session
@@ -374,15 +349,15 @@ class MetricsWatch:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._told = read
+        self._on_read = read
         self._dice = random.Random(seed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, server: str, url: str, access: Access = Access()) -> Watched:  # noqa: B008 - it cannot be changed
-        """Look at ``url`` for the server of that name from now on; what was followed for it before is let go."""
+        """Scrape ``url`` for this server from now on, in place of any former URL."""
         self.unfollow(server)
         watched = self.watched[server] = Watched(server, url, access)
-        self._tasks[server] = asyncio.create_task(self._look_on(watched), name=f"metrics of {server}")
+        self._tasks[server] = asyncio.create_task(self._keep_scraping(watched), name=f"metrics of {server}")
         return watched
 
     def unfollow(self, server: str) -> None:
@@ -397,14 +372,14 @@ class MetricsWatch:
             self.unfollow(server)
         await cancel(tasks)
 
-    async def _look_on(self, watched: Watched) -> None:
+    async def _keep_scraping(self, watched: Watched) -> None:
         while True:
-            await self._look(watched)
+            await self._scrape(watched)
             wait_s = self.every_s * 2.0 ** min(watched.failures_in_a_row, 16)
             wait_s = min(wait_s, max(SLOWEST_S, self.every_s))
             await asyncio.sleep(wait_s * (1.0 + JITTER * (2.0 * self._dice.random() - 1.0)))
 
-    async def _look(self, watched: Watched) -> None:
+    async def _scrape(self, watched: Watched) -> None:
         watched.looks += 1
         try:
             metrics = await fetch_metrics(
@@ -417,7 +392,7 @@ class MetricsWatch:
             )
         except UnreadableMetrics as error:
             self._failed(watched, str(error))
-        except Exception as error:  # one engine's answer must not end the watch over it
+        except Exception as error:  # no answer of an engine's may end its task
             self._failed(watched, f"{type(error).__name__}: {error}")
         else:
             self._read(watched, metrics)
@@ -435,15 +410,11 @@ class MetricsWatch:
         watched.error, watched.failures_in_a_row = "", 0
         watched.dialect, watched.missing = metrics.dialect, metrics.missing
         watched.last_s = metrics.report.at_s
-        if metrics.missing and metrics.missing not in watched.complained:
-            watched.complained.add(metrics.missing)
-            _log.warning(
-                "%s speaks %s's dialect without %s: routing does without",
-                watched.server,
-                metrics.dialect,
-                ", ".join(metrics.missing),
-            )
+        if metrics.missing and metrics.missing not in watched.warned:
+            watched.warned.add(metrics.missing)
+            missing = ", ".join(metrics.missing)
+            _log.warning("metrics of %s (%s) lack %s; defaults are used", watched.server, metrics.dialect, missing)
         server = self._fleet.servers.get(watched.server)
         if server is not None:
             server.reported = metrics.report
-            self._told(watched.server)
+            self._on_read(watched.server)

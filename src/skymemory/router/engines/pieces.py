@@ -1,12 +1,12 @@
-"""A batch of KV events piece by piece: what takes long, or would be large, is never done or held at once.
+"""Decodes a batch of KV events in pieces, so that a long one blocks no event loop and needs no large memory.
 
-A short message is decoded whole (``kv_messages.decode``) and only cut. A long one is walked through where it lies: its
-events one after the other, each by a few blocks at a time, of which only those are decoded. So the memory that a
-message takes is little more than its own, whatever it holds, and whoever reads it can stop after each piece.
+A short message is decoded at once (``wire.decode``) and cut. A long one is scanned in place: its events one after the
+other, each a few blocks at a time, and only those are decoded. So a message needs little more memory than its own
+bytes, whatever its content, and its reader can pause after each piece.
 
     batch     [ts, [event, ...], ...]   or the same as maps
     stored    [kind, hashes, parent, tokens, block size, ...]
-               where  hashes --+   tokens --+   keys --+      three cursors, which go on by BLOCKS each
+                      hashes --+   tokens --+   keys --+      three cursors, each advanced by BLOCKS at a time
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from skymemory.router.engines.wire import (
 )
 
 SHORT_BYTES = 32 << 10
-"""Of a message that is decoded whole: 0.5 ms."""
+"""Shorter messages are decoded at once: 0.5 ms."""
 BLOCKS = 64
-"""Of an event, in one piece: 0.6 ms in the index."""
+"""In one piece of an event: 0.6 ms in the index."""
 PIECE_TOKENS = 4096
-"""Likewise, where blocks are long."""
+"""In one piece, where blocks are long."""
 MAX_BLOCK_TOKENS = 4096
-"""Of one block: LMCache's chunks have 256. Longer ones cannot be cut, and are left out."""
+"""In one block: LMCache's chunks have 256. Events with longer ones are skipped."""
 MAX_BLOCKS = 1 << 18
-"""Of one message, stored and removed: four million tokens in blocks of 16. Each takes some 10 µs, so that it is the
-number that tells how long a message keeps us, and not its length."""
+"""In one message, stored and removed: four million tokens in blocks of 16. Each takes some 10 µs, so their number, and
+not the message's length, bounds the time it takes."""
 STEPS = 4096
-"""Values that are walked over between two pauses: 0.5 ms."""
+"""Values skipped between two pauses: 0.5 ms."""
 _FIELDS = (
     "type",
     "block_hashes",
@@ -76,15 +76,15 @@ _keys = msgspec.msgpack.Decoder(list[list[Any] | None])
 _timestamp = msgspec.msgpack.Decoder(float)
 
 Piece = Event | Tally | None
-"""An event, or a part of one; an event that tells nothing; nothing yet."""
+"""An event or a part of one, an event that is only counted, or None: a pause."""
 
 
 def pieces(payload: bytes) -> Iterator[Piece]:
-    """What is in ``payload``, in order. None where some time was spent and there is nothing to show for it yet.
+    """The events of ``payload``, in order; None after some time without one, so that the reader can pause.
 
     Raises:
-        TooLong: more than ``MAX_MESSAGE_BYTES``, seen before anything is read, or more blocks than ``MAX_BLOCKS``.
-        MalformedEvents: no batch. What came before it was told nevertheless.
+        TooLong: more than ``MAX_MESSAGE_BYTES`` (before the first piece), or more blocks than ``MAX_BLOCKS``.
+        MalformedEvents: no batch; valid pieces before the error were yielded.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
         raise TooLong(f"a batch of {len(payload)} B; at most {MAX_MESSAGE_BYTES} are read")
@@ -130,7 +130,7 @@ def _cut(event: BlocksStored) -> Iterator[Event]:
         )
 
 
-# How many bytes a value takes, by its first one; 0: it says itself.
+# Bytes of a msgpack value by its first byte; 0: it has a length, or is a container.
 _SIZES = bytes(
     1
     if first < 0x80 or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3)
@@ -156,11 +156,11 @@ _SIZES = bytes(
     for first in range(256)
 )
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Of bytes, of extensions (which have a byte more) and of text: bytes of the length behind the first."""
+"""Bytes of the length of byte strings, extensions (which have one byte more) and text, by the first byte."""
 
 
 class _Long:
-    """One long message, and where in it we are."""
+    """A cursor in one long message."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -174,20 +174,20 @@ class _Long:
 
     def _batch(self) -> Iterator[Piece]:
         mapped, count = self._container()
-        told = 0
+        read = 0
         for number in range(count):
             name = self._name() if mapped else ("ts", "events")[number] if number < 2 else ""
             start = self._at
             if name == "events":
-                told += 1
+                read += 1
                 yield from self._events()
                 continue
             yield from self._pass_over(1)
             if name == "ts":
-                told += 1
+                read += 1
                 _timestamp.decode(self._data[start : self._at])
-        if told != 2 or self._at != len(self._data):
-            raise MalformedEvents("not a batch of KV events: times and events, and nothing behind them")
+        if read != 2 or self._at != len(self._data):
+            raise MalformedEvents("not a batch of KV events: expected a time and events, and nothing after them")
 
     def _events(self) -> Iterator[Piece]:
         mapped, count = self._container()
@@ -197,7 +197,7 @@ class _Long:
             yield from self._event()
 
     def _event(self) -> Iterator[Piece]:
-        """Where each of its fields begins; then what they say."""
+        """Scan the event for the places of its fields, then decode them."""
         mapped, count = self._container()
         spans: dict[str, tuple[int, int]] = {}
         names: tuple[str, ...] = _FIELDS
@@ -210,7 +210,7 @@ class _Long:
                 names = _REMOVED_FIELDS
         end, kind = self._at, self._get(spans, "type", _text, None)
         if kind is None:
-            raise MalformedEvents("an event that does not say of which kind it is")
+            raise MalformedEvents("an event without its kind")
         if kind not in KNOWN:
             yield Tally.UNKNOWN
         elif kind == "AllBlocksCleared":
@@ -271,23 +271,23 @@ class _Long:
                 yield BlocksStored(hashes, None, (), 0, medium, group=group)
                 continue
             self._at = tokens_at
-            told = yield from self._take(some * size, _tokens)
+            piece_tokens = yield from self._take(some * size, _tokens)
             tokens_at = self._at
             own = None
             if keys is not None:
                 self._at = keys_at
                 own = yield from self._take(some, _keys)
                 keys_at = self._at
-            if not token_range(told):
+            if not token_range(piece_tokens):
                 yield Tally.UNUSABLE
                 return
-            yield BlocksStored(hashes, parent, told, size, medium, adapter, own, group, goes_on=left < blocks)
+            yield BlocksStored(hashes, parent, piece_tokens, size, medium, adapter, own, group, goes_on=left < blocks)
             parent, left = hashes[-1], left - some
 
-    # Where values begin and end
+    # The cursor
 
     def _container(self) -> tuple[bool, int]:
-        """Whether what begins here is a map, and how much is in it."""
+        """Enter a list or map: whether it is a map, and its number of entries."""
         first = self._data[self._at]
         self._at += 1
         if first & 0xF0 in (0x80, 0x90):
@@ -304,16 +304,16 @@ class _Long:
         return int.from_bytes(self._data[at : at + size], "big")
 
     def _name(self) -> str:
-        """The key of a map's next field, in as many bytes as those that we know have."""
+        """The key of a map's next field."""
         start = self._at
         first = self._data[start]
         if not (0xA0 <= first < 0xC0 or first == 0xD9):
-            raise MalformedEvents("a field without a name")
+            raise MalformedEvents("a field whose name is no short text")
         self._at += first - 0xA0 + 1 if first < 0xC0 else 2 + self._data[start + 1]
         return _text.decode(self._data[start : self._at]) or ""
 
     def _enter(self, span: tuple[int, int]) -> int:
-        """Stand before the first of a list's values. How many there are."""
+        """Go to a list's first value; the number of its values."""
         self._at = span[0]
         mapped, count = self._container()
         if mapped:
@@ -332,8 +332,8 @@ class _Long:
         return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
 
     def _pass_over(self, values: int) -> Iterator[None]:
-        """Go behind the next ``values`` values, whatever they are. What a container holds is values that follow it: no
-        stack is needed, and none can overflow.
+        """Skip the next ``values`` values. A container's entries are counted as values that follow it, so no stack is
+        needed that nested input could overflow.
         """
         data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
         steps = 0
@@ -353,7 +353,7 @@ class _Long:
                 at = self._at + length + (0xC7 <= first <= 0xC9)
                 values -= 1
             elif first == 0xC1:
-                raise MalformedEvents(f"byte {at}: no value begins so")
+                raise MalformedEvents(f"byte {at}: no msgpack value begins with 0xc1")
             else:
                 mapped, count = self._container()
                 values += (2 * count if mapped else count) - 1

@@ -1,9 +1,9 @@
-"""The bytes of engines' KV events, decoded into ``conductor.prefix_index.events``.
+"""Decodes engines' KV events (msgpack) into ``conductor.prefix_index.events``.
 
 vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack (msgspec's
-encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in how many fields an event has, at its
-end, and lately in whether structs are arrays or maps: both are read, what is missing has its default, what is new is
-passed over. Kinds of events that are not known are counted.
+encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in the number of an event's fields, and
+lately in whether structs are arrays or maps: both are read, missing fields have their defaults, new ones are skipped.
+Unknown kinds of events are counted.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from skymemory.conductor.prefix_index.events import (
 from skymemory.errors import SkyMemoryError
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""A prompt of a million tokens takes five. What is longer is not read."""
+"""Longer messages are refused; a prompt of a million tokens takes 5 MB."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""What is longer than even that the socket does not take, and drops the connection of whoever sends it."""
+"""Longer ones make the socket drop the connection."""
 MAX_EVENTS = 1 << 16
-"""Of one batch, which is one step of an engine."""
+"""In one batch, which is one step of an engine."""
 SEQUENCE_BYTES = 8
 _TOKENS = 1 << 32
 _Hash = int | bytes
 
 
 class MalformedEvents(SkyMemoryError, ValueError):
-    """A message that is no batch of events: what the engine holds is unknown from there on."""
+    """A message that is no batch of events: from there on the engine's cache is unknown."""
 
 
 class TooLong(MalformedEvents):
-    """More than is read at all."""
+    """A message longer than the limit."""
 
 
 class Tally(enum.Enum):
-    """Events that tell nothing."""
+    """Events that are only counted."""
 
     UNKNOWN = "unknown"
-    """Of a kind that is not known here."""
+    """Of an unknown kind."""
     UNUSABLE = "unusable"
-    """Of stored blocks that cannot be hashed: their tokens are not told, or not all of them."""
+    """Stored blocks that cannot be hashed: some or all of their tokens are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
     """Topic, sequence number and payload of a message's frames.
 
     Raises:
-        MalformedEvents: other frames than three, or a number that has not eight bytes.
+        MalformedEvents: not three frames, or a number without eight bytes.
     """
     if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
         raise MalformedEvents(f"expected topic, 8 bytes and a batch, got frames of {[len(f) for f in frames[:8]]} B")
@@ -158,7 +158,7 @@ def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def decode(sequence: int, payload: bytes) -> Decoded:
-    """The batch in ``payload``, whole. ``kv_pieces`` reads long ones.
+    """The batch in ``payload``, decoded at once. ``pieces`` reads long ones.
 
     Raises:
         MalformedEvents: no msgpack, or no batch.
@@ -192,25 +192,25 @@ def _is_map(data: bytes) -> bool:
 
 
 def _event(raw: bytes) -> _Wire | None:
-    """One event; None where its kind is not known."""
+    """One event; None: of an unknown kind."""
     mapped = _is_map(raw)
     try:
         wire: _Wire = (_event_map if mapped else _event_row).decode(raw)
         return wire
     except msgspec.ValidationError:
-        # What stands behind its kind is passed over, not unpacked.
+        # Only its kind is decoded.
         if (_kind_map if mapped else _kind_row).decode(raw).type in KNOWN:
             raise
         return None
 
 
 def _medium(wire: _StoredRow | _StoredMap | _RemovedRow | _RemovedMap) -> str:
-    """A store that vLLM calls remote is no disk of the server's, whatever its medium."""
+    """The medium; a remote store is none of the server's own media, whatever its name."""
     return REMOTE if wire.locality == REMOTE else wire.medium or GPU
 
 
 def token_range(tokens: Sequence[int]) -> bool:
-    """Whether each of them can be a token."""
+    """Whether all are valid token numbers."""
     return not tokens or 0 <= min(tokens) <= max(tokens) < _TOKENS
 
 

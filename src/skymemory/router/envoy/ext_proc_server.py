@@ -22,8 +22,8 @@ try:
     from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
     from google.protobuf.message import DecodeError
 
-    from skymemory.router.envoy.grpc.door import INTERNAL, UNKNOWN, Answers, Call, Door
     from skymemory.router.envoy.grpc.health import NOT_SERVING, SERVING, HealthBook
+    from skymemory.router.envoy.grpc.server import INTERNAL, UNKNOWN, Answers, Call, GrpcServer
 except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
@@ -73,7 +73,7 @@ class PickerServer:
         self._health_listen = health_listen
         self._health = HealthBook()
         self._listeners: list[asyncio.Server] = []
-        self._doors: list[Door] = []
+        self._servers: list[GrpcServer] = []
         self.port = self.health_port = 0
 
     async def start(self) -> None:
@@ -91,12 +91,12 @@ class PickerServer:
             f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers, long_bodies),
         }
         # Envoy's pieces are at most its buffer, by default 1 MiB.
-        door = self._door(methods, most.most_body_bytes + (1 << 16), most.most_streams + SPARE_STREAMS)
+        server = self._grpc_server(methods, most.most_body_bytes + (1 << 16), most.most_streams + SPARE_STREAMS)
         context = None if self._certificate is None else _context(self._certificate)
-        self.port = await self._serve(door, self._listen, context)
+        self.port = await self._serve(server, self._listen, context)
         if self._health_listen is not None:
-            door = self._door(self._health.methods(), HEALTH_BYTES, HEALTH_STREAMS)
-            self.health_port = await self._serve(door, self._health_listen, None)
+            server = self._grpc_server(self._health.methods(), HEALTH_BYTES, HEALTH_STREAMS)
+            self.health_port = await self._serve(server, self._health_listen, None)
 
     async def ready(self) -> None:
         """Report readiness: endpoints are known."""
@@ -108,29 +108,31 @@ class PickerServer:
         self._health.close()
         for listener in self._listeners:
             listener.close()
-        await asyncio.gather(*(door.close(grace_s) for door in self._doors))
+        await asyncio.gather(*(server.close(grace_s) for server in self._servers))
         self._service.close()
 
-    def _door(self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int) -> Door:
-        door = Door(
+    def _grpc_server(
+        self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int
+    ) -> GrpcServer:
+        server = GrpcServer(
             methods,
             most_bytes,
             most_streams,
             faults=lambda: self._service.counters.add("faults_total"),
             refused=lambda reason: self._service.counters.add("door_refusals_total", label=reason),
         )
-        self._doors.append(door)
-        return door
+        self._servers.append(server)
+        return server
 
-    async def _serve(self, door: Door, listen: str, context: ssl.SSLContext | None) -> int:
+    async def _serve(self, server: GrpcServer, listen: str, context: ssl.SSLContext | None) -> int:
         host, port = host_and_port(listen)
         try:
             listener = await asyncio.get_running_loop().create_server(
-                door.connect,
+                server.connect,
                 host,
                 port,
                 ssl=context,
-                ssl_handshake_timeout=None if context is None else door.preface_s,
+                ssl_handshake_timeout=None if context is None else server.preface_s,
                 backlog=1024,
             )
         except OSError as error:

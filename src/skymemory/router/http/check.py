@@ -1,4 +1,4 @@
-"""What a router would find behind it, asked before it runs: who answers, what is told, what cannot go together."""
+"""``skymemory route --check``: asks every server for its health, metrics, models and KV events; reports problems."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from skymemory.router.settings import Backend, Settings
 from skymemory.router.tls import Access, Authorities
 
 EVENTS_S = 3.0
-"""How long an engine's events are waited for."""
+"""For an engine's KV events."""
 MAX_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class Found:
-    """Of one server. It may be used if ``problems`` is empty."""
+    """Result for one server, which is usable if ``problems`` is empty."""
 
     name: str
     url: str
@@ -37,19 +37,19 @@ class Found:
     models: list[str] = field(default_factory=list)
     events: str = ""
     problems: list[str] = field(default_factory=list)
-    """What keeps it from being routed to, or its cache from being known."""
+    """Reasons why it gets no requests, or its cache stays unknown."""
     notes: list[str] = field(default_factory=list)
-    """What routing can do without."""
+    """Missing or different, but not required."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 async def check(settings: Settings) -> list[Found]:
-    """Every backend, all at once.
+    """Check all backends, concurrently.
 
     Raises:
-        InvalidInput: settings that no server could be right for.
+        InvalidInput: contradictory settings.
     """
     scorer = named(settings.strategy or DEFAULT, **strategy_options(settings))
     check_events(settings, scorer)
@@ -64,7 +64,7 @@ class _NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A server, and how it is asked."""
+    """A server, and how requests to it are secured."""
 
     session: aiohttp.ClientSession
     url: str
@@ -88,7 +88,7 @@ class _Asked:
                         raise _NoAnswer(f"answered more than {MAX_BYTES} B")
                 return bytes(body)
         except TimeoutError:
-            raise _NoAnswer(f"no answer in {self.timeout_s:g} s") from None
+            raise _NoAnswer(f"no answer within {self.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _NoAnswer(str(error) or type(error).__name__) from error
 
@@ -113,7 +113,7 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
     if by_events:
         await _check_events(asked, settings, backend, found)
     elif backend.events:
-        found.notes.append("its events are not read: the strategy does not go by them")
+        found.notes.append("its KV events are ignored: the strategy does not use them")
     return found
 
 
@@ -132,9 +132,7 @@ async def _check_metrics(asked: _Asked, settings: Settings, by_events: bool, fou
     if metrics.missing:
         found.notes.append(f"metrics without {', '.join(metrics.missing)}")
     if settings.prompts.tokenizer is not None and report.block_tokens not in (None, cut):
-        differs = (
-            f"its blocks have {report.block_tokens} tokens, and prompts are cut into blocks of {cut} (block_tokens)"
-        )
+        differs = f"its blocks have {report.block_tokens} tokens, and `block_tokens` is {cut}"
         (found.problems if by_events else found.notes).append(differs)
 
 
@@ -147,18 +145,18 @@ async def _check_models(asked: _Asked, backend: Backend, found: Found) -> None:
         return
     for name in (*backend.models, *backend.adapters):
         if name not in found.models:
-            found.problems.append(f"it does not list {name!r}, which the settings say it serves")
+            found.problems.append(f"it does not list {name!r}, which the settings name for it")
 
 
 async def _check_events(asked: _Asked, settings: Settings, backend: Backend, found: Found) -> None:
     if not backend.events:
         found.events = "not followed"
-        told = await _event_sources(asked)
-        found.problems.append(f"the strategy goes by events, and `events` does not say where they are{told}")
+        sources = await _event_sources(asked)
+        found.problems.append(f"the strategy uses KV events, and `events`, their address, is missing{sources}")
         return
     models = backend.models or tuple(found.models)
     if not models:
-        found.problems.append("its events cannot be followed: it does not tell which model it serves")
+        found.problems.append("its KV events cannot be used: it lists no model")
         return
     index = PreciseIndex(settings.prompts.block_tokens)
     events = KvEvents(index, Pace(replay_timeout_s=EVENTS_S / 2))
@@ -166,23 +164,23 @@ async def _check_events(asked: _Asked, settings: Settings, backend: Backend, fou
         feed = events.follow(
             backend.name, 0, backend.events, model=models[0], replay_endpoint=backend.replay, topic=backend.topic
         )
-        await _heard(feed)
+        await _settled(feed)
         if not feed.connected:
-            found.events = "nobody publishes"
-            found.problems.append(f"nobody answers at {backend.events}")
+            found.events = "no publisher"
+            found.problems.append(f"no publisher at {backend.events}")
             return
         found.events = f"{feed.state.value}: {index.blocks_of(0)} blocks, {feed.counts.batches} batches"
         found.problems += [f"events: {error}" for error in feed.errors.values()]
         if not backend.replay:
-            found.notes.append("without `replay`, whatever is lost costs all that is known of its cache")
+            found.notes.append("without `replay`, each lost message forgets all its blocks")
     except InvalidInput as error:
         found.problems.append(str(error))
     finally:
         await events.close()
 
 
-async def _heard(feed: Feed) -> None:
-    """Until something was heard and nothing more comes, or the time is over."""
+async def _settled(feed: Feed) -> None:
+    """Wait until messages have come and no more follow, or for ``EVENTS_S``."""
     loop = asyncio.get_running_loop()
     end_s, before = loop.time() + EVENTS_S, -1
     while loop.time() < end_s:
@@ -193,10 +191,10 @@ async def _heard(feed: Feed) -> None:
 
 
 async def _event_sources(asked: _Asked) -> str:
-    """Where vLLM says that it publishes (0.32 and later): a list with an entry for each rank."""
+    """The endpoints that vLLM (0.32 and later) says it publishes at, one per rank."""
     try:
         sources = json.loads(await asked.get("/kv_event_sources"))
-        told: Sequence[str] = [str(each["endpoint"]) for each in sources]
+        endpoints: Sequence[str] = [str(each["endpoint"]) for each in sources]
     except (_NoAnswer, ValueError, KeyError, TypeError):
         return ""
-    return f"; it publishes at {', '.join(told)}" if told else ""
+    return f"; it publishes at {', '.join(endpoints)}" if endpoints else ""

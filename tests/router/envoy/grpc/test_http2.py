@@ -39,7 +39,7 @@ class Peer:
     def ended(self, stream: int) -> None:
         self.told.append(("ended", stream, None))
 
-    def broke_off(self, stream: int) -> None:
+    def aborted(self, stream: int) -> None:
         self.told.append(("broke off", stream, None))
 
     def refused(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""gRPC's health protocol (`grpc.health.v1`): Check and Watch, by the name of what is asked about."""
+"""gRPC's health protocol (`grpc.health.v1`): Check and Watch, by service name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from skymemory.router.envoy.grpc.door import INTERNAL, NOT_FOUND, OK, UNAVAILABLE, Answers, Call
+from skymemory.router.envoy.grpc.server import INTERNAL, NOT_FOUND, OK, UNAVAILABLE, Answers, Call
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN_SERVICE = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class HealthBook:
-    """How each name is, and who wants to hear of it."""
+    """The state of each service name, and its watchers."""
 
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
@@ -33,13 +33,13 @@ class HealthBook:
         self._states[name] = state
         for watch in list(self._watches):
             if watch.name == name:
-                watch.tell()
+                watch.send_state()
 
     def state(self, name: str) -> int | None:
         return self._states.get(name)
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """End all watches."""
         for watch in list(self._watches):
             watch.end()
 
@@ -55,18 +55,18 @@ class _Check(Call):
         self._book, self._answers = book, answers
 
     def message(self, data: bytes) -> None:
-        name = _asked(self._answers, data)
+        name = _requested(self._answers, data)
         if name is None:
             return
         state = self._book.state(name)
         if state is None:
             self._answers.finish(NOT_FOUND, "unknown service")
             return
-        self._answers.send(_told(state))
+        self._answers.send(_response(state))
         self._answers.finish(OK)
 
     def ended(self) -> None:
-        self._answers.finish(INTERNAL, "no request came")
+        self._answers.finish(INTERNAL, "the call had no request")
 
     def gone(self) -> None:
         pass
@@ -79,33 +79,33 @@ class _Watch(Call):
         self._book, self._answers = book, answers
 
     def message(self, data: bytes) -> None:
-        self.name = _asked(self._answers, data)
+        self.name = _requested(self._answers, data)
         if self.name is not None:
             self._book.join(self)
-            self.tell()
+            self.send_state()
 
-    def tell(self) -> None:
+    def send_state(self) -> None:
         state = None if self.name is None else self._book.state(self.name)
-        self._answers.send(_told(UNKNOWN_SERVICE if state is None else state))
+        self._answers.send(_response(UNKNOWN_SERVICE if state is None else state))
 
     def end(self) -> None:
         self._answers.finish(UNAVAILABLE, "the picker stops")
 
     def ended(self) -> None:
         if self.name is None:
-            self._answers.finish(INTERNAL, "no request came")
+            self._answers.finish(INTERNAL, "the call had no request")
 
     def gone(self) -> None:
         self._book.part(self)
 
 
-def _asked(answers: Answers, data: bytes) -> str | None:
+def _requested(answers: Answers, data: bytes) -> str | None:
     try:
         return str(health_pb2.HealthCheckRequest.FromString(data).service)
     except DecodeError:
-        answers.finish(INTERNAL, "this is no HealthCheckRequest")
+        answers.finish(INTERNAL, "expected a HealthCheckRequest")
         return None
 
 
-def _told(state: int) -> bytes:
+def _response(state: int) -> bytes:
     return bytes(health_pb2.HealthCheckResponse(status=state).SerializeToString())

@@ -1,14 +1,18 @@
-"""The server's side of one HTTP/2 connection, as gRPC needs it (RFC 9113): bytes in, calls and bytes out.
+"""The server side of one HTTP/2 connection (RFC 9113), as far as gRPC needs it: bytes in, callbacks and bytes out.
 
-No I/O and no clock. ``receive`` takes what came, ``handle`` deals with some of it, ``data_to_send`` is what goes back:
-whoever has the socket decides how much of one connection is dealt with before others have their turn. Left out is what
-a server of gRPC never does or is never sent: pushes, priorities (checked and passed over, as RFC 9113 has it), the
-upgrade from HTTP/1.1. Headers are read by `hpack`.
+No I/O and no clock:
 
-A rule of a stream that is broken ends the stream (RST_STREAM), a rule of the connection ends the connection (GOAWAY).
-So does a peer that keeps us busy for nothing. Envoy resets every stream once it has had its answers, so a reset says
-nothing by itself: what counts is a stream given up before anything was answered, and frames that carry nothing. Each
-kind has a `Budget`.
+1. ``receive`` buffers input; ``handle`` processes some frames of it, and reports streams to ``Calls``. So the owner of
+   the socket decides how much of one connection is processed before others have their turn.
+2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's flow-control windows.
+3. ``data_to_send`` returns the output.
+
+Not implemented, since gRPC servers do not use it: push, priorities (checked and ignored, as in RFC 9113), the upgrade
+from HTTP/1.1. Headers are decoded by `hpack`.
+
+A stream error ends the stream (RST_STREAM), a connection error the connection (GOAWAY). So does a flood. Envoy resets
+each stream after its answers, so resets alone are no flood: streams given up before anything was answered are, and
+frames without content. Each kind has a `Budget`.
 """
 
 from __future__ import annotations
@@ -23,32 +27,33 @@ from hpack.hpack import decode_integer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
-"""Of a frame that we take: the least that RFC 9113 allows. Envoy sends no larger ones, whatever it is told."""
+"""Of a received frame: the least that RFC 9113 allows. Envoy sends no larger ones in any case."""
 WINDOW_BYTES = 1 << 20
-"""That a stream may have sent and we not yet dealt with; the connection has sixteen times as much."""
+"""Receive window of a stream; the connection has sixteen times as much."""
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
-"""Of one request, packed or unpacked: as much as gRPC's own servers take. Envoy's are 0.3 KB."""
+"""Of one request, compressed or not, as in gRPC's own servers. Envoy's requests have 0.3 KB."""
 MAX_CONTINUATIONS = 16
-"""Frames that one request's headers go on in: one would do for as many bytes as are taken."""
+"""Of one request; a single one has room for all bytes allowed."""
 MAX_SIZE_UPDATES = 2
-"""Of the table of headers, before one request's (RFC 7541, 4.2: the least it was, and what it is)."""
+"""Of the header table, before one request (RFC 7541, 4.2: the least size it had, and the present one)."""
 MAX_PENDING_BYTES = 1 << 20
-"""While more than this waits for the peer's window of a stream, the peer gets no more of ours for it."""
+"""A stream with more unsent data gets no further receive window."""
 UNANSWERED_PER_S = 1_000
-"""Streams that a peer may give up, or get refused, before anything was answered. As many at once as it may have open:
-all its clients may hang up together. Beyond that rate it makes us work for nothing (CVE-2023-44487, CVE-2025-8671)."""
+"""Streams reset or refused before anything was answered; at once, as many as may be open, since all clients may
+disconnect together. Beyond that it is a flood (CVE-2023-44487, CVE-2025-8671).
+"""
 IDLE_FRAMES = 5_000
-"""At once, that carry nothing: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, headers that go on. Every frame of
-ours with an answer in it earns one more, since windows are given back for those. gRPC's clients send some ten a
-second of their own accord."""
+"""At once, without content: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame of an answer
+earns one more, since peers send WINDOW_UPDATEs for those. gRPC's clients send some ten a second by themselves.
+"""
 IDLE_FRAMES_PER_S = 1_000
 REMEMBERED_STREAMS = 1_024
-"""That are over, and of which it is known how they ended: what is still under way for them is judged by that."""
+"""Closed streams whose end is remembered: late frames for them are judged by it."""
 REASONABLE_BLOCK = 64
-"""Units of work that reading a request's headers takes: 32 fields of 64 bytes. Each beyond that is one for nothing."""
+"""Units of work to decode a request's headers: 32 fields of 64 bytes. Work beyond counts as empty frames."""
 REMEMBERED_BLOCKS, REMEMBERED_BLOCK_BYTES, REMEMBERED_FIELDS = 16, 512, 32
-"""Headers that mean the same as long as the table stays as it is: Envoy's are byte by byte those of the one before."""
+"""Cache of decoded headers, valid while the header table does not change: Envoy repeats the same bytes."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
@@ -59,7 +64,7 @@ ENHANCE_YOUR_CALM = 11
 SET_PUSH, SET_MAX_STREAMS, SET_INITIAL_WINDOW, SET_MAX_FRAME, SET_MAX_HEADER_LIST = range(2, 7)
 LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
 FIRST_WINDOW, FIRST_FRAME_BYTES, LARGEST_FRAME_BYTES = 65_535, 16_384, (1 << 24) - 1
-"""Of a peer that has said nothing else."""
+"""Defaults of the peer's settings."""
 HEAD = struct.Struct(">HBBBL")
 WORD = struct.Struct(">L")
 SETTING = struct.Struct(">HL")
@@ -74,7 +79,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Fault(Exception):
-    """The peer broke a rule of the connection; ``code`` is RFC 9113's, ``reason`` what it is counted under."""
+    """A connection error of the peer; ``code`` is RFC 9113's, ``reason`` a metric label."""
 
     def __init__(self, code: int, message: str, reason: str = "protocol") -> None:
         super().__init__(message)
@@ -83,29 +88,29 @@ class Fault(Exception):
 
 
 class Calls(Protocol):
-    """Who is told what comes. Each method may answer on the spot."""
+    """Callbacks for received frames. Each may answer at once."""
 
     def opened(self, stream: int, headers: Headers) -> None: ...
 
     def came(self, stream: int, data: bytes) -> None:
-        """Give it back by ``consumed`` when it is dealt with."""
+        """Call ``consumed`` when it is processed."""
         ...
 
     def ended(self, stream: int) -> None:
-        """The peer has said all."""
+        """The peer has sent the end of the stream."""
         ...
 
-    def broke_off(self, stream: int) -> None:
-        """The stream is gone; nothing more may be said on it."""
+    def aborted(self, stream: int) -> None:
+        """The stream was reset."""
         ...
 
     def refused(self, reason: str) -> None:
-        """A stream was not taken, or ended by us, for a fault of the peer's."""
+        """A stream was refused or reset because of an error of the peer."""
         ...
 
 
 class Budget:
-    """So much at once, and ``per_s`` after that."""
+    """A token bucket: ``at_once``, refilled at ``per_s``."""
 
     __slots__ = ("_at_once", "_left", "_per_s", "since_s")
 
@@ -118,7 +123,7 @@ class Budget:
             self._left += 1
 
     def spend(self, amount: float, now_s: float) -> bool:
-        """False: there was less. What time brings is only reckoned when it is needed."""
+        """False: the bucket is empty. It is refilled lazily."""
         self._left -= amount
         if self._left < 0:
             self._left = min(self._at_once, self._left + (now_s - self.since_s) * self._per_s)
@@ -127,23 +132,23 @@ class Budget:
 
 
 class _Block(NamedTuple):
-    """One block of headers, read."""
+    """One decoded block of headers."""
 
     headers: Headers
     bad_request: str
-    """What makes it no request (RFC 9113, 8.1.1); empty: it is one."""
+    """Why it is no valid request (RFC 9113, 8.1.1); empty: it is."""
     bad_trailers: str
     length: int | None
     """``content-length``."""
 
 
 class Stream:
-    """One call: what both sides may still send, and what waits."""
+    """State of one stream: windows, and unsent data."""
 
     __slots__ = (
-        "all_heard",
         "answered",
         "finished",
+        "half_closed",
         "length",
         "owed",
         "pending",
@@ -155,30 +160,30 @@ class Stream:
 
     def __init__(self, sends: int) -> None:
         self.sends = sends
-        """Bytes that the peer takes; after a change of its settings perhaps below 0."""
+        """The peer's receive window; may be negative after a change of its settings."""
         self.receives = WINDOW_BYTES
         self.owed = 0
-        """Bytes dealt with whose window the peer has not got back."""
+        """Processed bytes not yet returned to the peer's window."""
         self.length: int | None = None
-        """Bytes that are still to come, where the peer has said how many."""
+        """Bytes still to come, by ``content-length``."""
         self.pending: deque[bytes] = deque()
         self.pending_bytes = 0
         self.answered = False
-        """Something of an answer was made."""
+        """The answer has begun."""
         self.finished = False
-        """All of the answer was made; the stream is over when it is out."""
+        """The answer is complete; the stream closes when it is sent."""
         self.trailers: bytes | None = None
-        """The headers that end it; None: it ends with its data."""
-        self.all_heard = False
+        """Headers at its end; None: it ends with its data."""
+        self.half_closed = False
 
 
 class Http2:
-    """``fault``: why the peer is not listened to any more."""
+    """One connection. ``fault``: the error that has ended it."""
 
     def __init__(self, calls: Calls, most_streams: int) -> None:
         self.fault: Fault | None = None
         self.begun = False
-        """Whether the peer has shown that it speaks HTTP/2: its preface is the magic bytes and its settings."""
+        """The peer's preface is complete: the magic bytes and its settings."""
         self._calls = calls
         self._most_streams = most_streams
         self._now_s = 0.0
@@ -189,24 +194,24 @@ class Http2:
         self._magic = False
         self._leaving = False
         self._last = self._highest = 0
-        """Streams that were dealt with, and that were seen at all."""
+        """The last stream processed, and the highest seen."""
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Of headers that go on in the next frame: stream, whether they end it, whether they are wrong already."""
+        """Headers that await CONTINUATION: stream, END_STREAM, whether they are invalid already."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._blocks: dict[bytes, _Block] = {}
         self._over: dict[int, int] = {}
-        """How streams ended, of the last ones."""
+        """How the last closed streams ended."""
 
         self._out: list[bytes] = []
         self._tail: tuple[int, int, int] | None = None
-        """Where ``_out`` ends with data: stream, where its frame's head is, bytes. More of that stream goes there."""
+        """The DATA frame at the end of ``_out``: stream, index of its head, bytes; more data is appended."""
         self._open: dict[int, Stream] = {}
         self.pending_bytes = 0
-        """Of all answers, that the peer has no room for yet."""
+        """Unsent data of all streams."""
         self._blocked: dict[int, None] = {}
-        """Streams that wait for the connection's window, first come first served."""
+        """Streams that wait for the connection's send window, in order."""
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
         self._first_window, self._peer_frame = FIRST_WINDOW, FIRST_FRAME_BYTES
         ours = {
@@ -218,46 +223,46 @@ class Http2:
         self._frame(WINDOW_UPDATE, 0, 0, WORD.pack(CONNECTION_WINDOW_BYTES - FIRST_WINDOW))
 
     def __len__(self) -> int:
-        """Streams under way."""
+        """Open streams."""
         return len(self._open)
 
     @property
     def waiting(self) -> int:
-        """Bytes that came and were not handled."""
+        """Received bytes not yet handled."""
         return len(self._buffer) - self._at
 
     def data_to_send(self) -> bytes:
-        """All there is; it counts as sent."""
+        """Take the output."""
         data = b"".join(self._out)
         self._out.clear()
         self._tail = None
         return data
 
     def leave(self) -> None:
-        """No new streams; those under way go on."""
+        """Refuse new streams (GOAWAY); open ones continue."""
         if not self._leaving and self.fault is None:
             self._leaving = True
             self._frame(GOAWAY, 0, 0, WORD.pack(self._last) + WORD.pack(NO_ERROR))
 
-    # What comes
+    # Input
 
     def receive(self, data: bytes) -> None:
-        """Keep ``data`` until ``handle`` gets to it."""
+        """Buffer ``data`` for ``handle``."""
         if self.fault is None:
             self._buffer = self._buffer[self._at :] + data if self._at < len(self._buffer) else data
             self._at = 0
 
     def drop(self) -> None:
-        """Its connection is gone. What had come goes with it, and not when the collector comes to this circle: under a
-        flood that is tens of megabytes.
+        """The connection is closed: free its buffers now, not when the garbage collector does; in a flood they
+        are tens of megabytes.
         """
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 
     def handle(self, most: int, now_s: float) -> bool:
-        """Deal with what came, at most ``most`` units of work (a frame is one; what costs more is more).
+        """Process input, at most ``most`` units of work (a frame is one or more).
 
-        True: there may be more to deal with.
+        True: there may be more.
         """
         if self.fault is not None:
             return False
@@ -275,7 +280,7 @@ class Http2:
         buffer = self._buffer
         if not self._magic:
             if not PREFACE.startswith(buffer[: len(PREFACE)]):
-                raise Fault(PROTOCOL_ERROR, "this is not HTTP/2", "preface")
+                raise Fault(PROTOCOL_ERROR, "no HTTP/2 preface", "preface")
             if len(buffer) < len(PREFACE):
                 return False
             self._magic, self._at = True, len(PREFACE)
@@ -292,66 +297,66 @@ class Http2:
             if end > len(buffer):
                 return False
             self._at = end
-            work -= self._hear(kind, flags, stream & LARGEST_STREAM, buffer[end - size : end])
+            work -= self._on_frame(kind, flags, stream & LARGEST_STREAM, buffer[end - size : end])
         return len(buffer) > self._at
 
-    def _hear(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
-        """One frame. What it cost, in frames."""
+    def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
+        """Process one frame; its cost, in frames."""
         if self._unfinished is not None and kind != CONTINUATION:
-            raise Fault(PROTOCOL_ERROR, "headers that do not go on")
+            raise Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
             if kind != SETTINGS or flags & ACK:
-                raise Fault(PROTOCOL_ERROR, "settings come first", "preface")
+                raise Fault(PROTOCOL_ERROR, "the first frame must be SETTINGS", "preface")
             self.begun = True
         if kind == DATA:
-            self._hear_data(flags, stream, payload)
+            self._on_data(flags, stream, payload)
         elif kind == HEADERS:
-            return self._hear_headers(flags, stream, payload)
+            return self._on_headers(flags, stream, payload)
         elif kind == CONTINUATION:
-            return self._hear_continuation(flags, stream, payload)
+            return self._on_continuation(flags, stream, payload)
         elif kind == WINDOW_UPDATE:
-            self._hear_window(stream, payload)
+            self._on_window(stream, payload)
         elif kind == RST_STREAM:
-            self._hear_reset(stream, payload)
+            self._on_reset(stream, payload)
         elif kind == SETTINGS:
-            return self._hear_settings(flags, stream, payload)
+            return self._on_settings(flags, stream, payload)
         elif kind == PING:
             if stream:
-                raise Fault(PROTOCOL_ERROR, "a ping of a stream")
+                raise Fault(PROTOCOL_ERROR, "PING with a stream")
             if len(payload) != 8:
-                raise Fault(FRAME_SIZE_ERROR, "a ping of another size")
+                raise Fault(FRAME_SIZE_ERROR, "PING of a wrong size")
             self._spend("pings")
             if not flags & ACK:
                 self._frame(PING, ACK, 0, payload)
         elif kind == PRIORITY:
-            self._hear_priority(stream, payload)
+            self._on_priority(stream, payload)
         elif kind == PUSH_PROMISE or (kind == GOAWAY and stream):
-            raise Fault(PROTOCOL_ERROR, "a frame that no client sends")
+            raise Fault(PROTOCOL_ERROR, "PUSH_PROMISE, or GOAWAY with a stream, from a client")
         elif kind == GOAWAY and len(payload) < 8:
-            raise Fault(FRAME_SIZE_ERROR, "a farewell of another size")
+            raise Fault(FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
         else:
             self._spend("unknown-frames")
         return 1
 
-    def _hear_data(self, flags: int, stream: int, payload: bytes) -> None:
+    def _on_data(self, flags: int, stream: int, payload: bytes) -> None:
         state = self._open.get(stream)
         if state is None:
             self._must_not_be_idle(stream)
         size = len(payload)
         self._receives -= size
         if self._receives < 0:
-            raise Fault(FLOW_CONTROL_ERROR, "more than the connection's window")
+            raise Fault(FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
         data = unpadded(flags, payload)
         ends = bool(flags & END_STREAM)
         if state is None:
             self.consumed(stream, size)
             if self._over.get(stream) == _RESET_HERE:
-                self._spend("late-frames")  # the peer may not have known
+                self._spend("late-frames")  # it was sent before the peer saw the reset
             else:
                 self._refuse(stream, STREAM_CLOSED)
             return
-        if state.finished and not state.all_heard:
-            state.all_heard = ends
+        if state.finished and not state.half_closed:
+            state.half_closed = ends
             self.consumed(stream, size)
             return
         state.receives -= size
@@ -359,7 +364,7 @@ class Http2:
             state.length -= len(data)
         wrong = (
             STREAM_CLOSED
-            if state.all_heard
+            if state.half_closed
             else FLOW_CONTROL_ERROR
             if state.receives < 0
             else PROTOCOL_ERROR
@@ -370,48 +375,48 @@ class Http2:
             self.consumed(stream, size)
             self._refuse(stream, wrong)
             return
-        state.all_heard = ends
+        state.half_closed = ends
         if size != len(data):
             self.consumed(stream, size - len(data))
         if data:
             self._calls.came(stream, data)
         elif not ends:
             self._spend("empty-data")
-        if ends and self._is_heard(stream):
+        if ends and self._awaits_input(stream):
             self._calls.ended(stream)
 
     # Headers
 
-    def _hear_headers(self, flags: int, stream: int, payload: bytes) -> int:
+    def _on_headers(self, flags: int, stream: int, payload: bytes) -> int:
         if not stream % 2:
-            raise Fault(PROTOCOL_ERROR, "a stream that no client opens")
+            raise Fault(PROTOCOL_ERROR, "a client's stream must be odd")
         block, ends, wrong = unpadded(flags, payload), bool(flags & END_STREAM), False
         if flags & HAS_PRIORITY:
             if len(block) < 5:
-                raise Fault(FRAME_SIZE_ERROR, "headers without the priority that they announce")
+                raise Fault(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
             wrong = WORD.unpack_from(block)[0] & LARGEST_STREAM == stream
             block = block[5:]
         if flags & END_HEADERS:
-            return self._hear_block(stream, ends, wrong, block)
+            return self._on_block(stream, ends, wrong, block)
         self._unfinished, self._block, self._continuations = (stream, ends, wrong), bytearray(block), 0
         return 1
 
-    def _hear_continuation(self, flags: int, stream: int, payload: bytes) -> int:
+    def _on_continuation(self, flags: int, stream: int, payload: bytes) -> int:
         if self._unfinished is None or self._unfinished[0] != stream:
-            raise Fault(PROTOCOL_ERROR, "headers that go on out of nowhere")
+            raise Fault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._spend("continuations")
         self._continuations += 1
         self._block += payload
         if self._continuations > MAX_CONTINUATIONS or len(self._block) > MAX_HEADER_BYTES:
-            raise Fault(ENHANCE_YOUR_CALM, "headers without end", "continuations")
+            raise Fault(ENHANCE_YOUR_CALM, "too many CONTINUATION frames", "continuations")
         if not flags & END_HEADERS:
             return 1
         _, ends, wrong = self._unfinished
         self._unfinished = None
-        return self._hear_block(stream, ends, wrong, bytes(self._block))
+        return self._on_block(stream, ends, wrong, bytes(self._block))
 
-    def _hear_block(self, stream: int, ends: bool, wrong: bool, block: bytes) -> int:
-        # Also of a stream that is refused or over: what headers mean depends on all that went before.
+    def _on_block(self, stream: int, ends: bool, wrong: bool, block: bytes) -> int:
+        # Also for closed streams: the header table depends on all blocks.
         read = self._blocks.get(block)
         cost = 1
         if read is None:
@@ -422,7 +427,7 @@ class Http2:
                 self._spend("headers", cost / 4)
         state = self._open.get(stream)
         if state is not None:
-            self._hear_trailers(stream, state, ends, wrong or bool(read.bad_trailers))
+            self._on_trailers(stream, state, ends, wrong or bool(read.bad_trailers))
         elif stream > self._highest:
             self._open_stream(stream, ends, wrong, read)
         elif (how := self._over.get(stream)) == _RESET_HERE:
@@ -430,21 +435,21 @@ class Http2:
         elif how == _RESET_THERE:
             self._refuse(stream, STREAM_CLOSED)
         elif how == _ENDED:
-            raise Fault(STREAM_CLOSED, "headers of a stream that is over")
+            raise Fault(STREAM_CLOSED, "HEADERS on a closed stream")
         else:
-            raise Fault(PROTOCOL_ERROR, "a stream before the one before it")
+            raise Fault(PROTOCOL_ERROR, "stream numbers must increase")
         return cost
 
-    def _hear_trailers(self, stream: int, state: Stream, ends: bool, bad: bool) -> None:
-        if state.all_heard:
+    def _on_trailers(self, stream: int, state: Stream, ends: bool, bad: bool) -> None:
+        if state.half_closed:
             self._refuse(stream, STREAM_CLOSED)
         elif state.finished:
-            state.all_heard = ends
+            state.half_closed = ends
         elif bad or not ends or state.length:
             self._refuse(stream, PROTOCOL_ERROR)
         else:
-            state.all_heard = True
-            if self._is_heard(stream):
+            state.half_closed = True
+            if self._awaits_input(stream):
                 self._calls.ended(stream)
 
     def _open_stream(self, stream: int, ends: bool, wrong: bool, read: _Block) -> None:
@@ -459,15 +464,16 @@ class Http2:
             self._refuse(stream, PROTOCOL_ERROR)
             return
         state = self._open[stream] = Stream(self._first_window)
-        state.all_heard, state.length = ends, read.length
+        state.half_closed, state.length = ends, read.length
         self._calls.opened(stream, read.headers)
-        if ends and self._is_heard(stream):
+        if ends and self._awaits_input(stream):
             self._calls.ended(stream)
 
     def _read_block(self, block: bytes) -> _Block:
-        """
+        """Decode a block of headers.
+
         Raises:
-            Fault: the table of headers is not what the peer thinks any more.
+            Fault: it cannot be decoded, so the header table is out of step with the peer's.
         """
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
@@ -477,24 +483,24 @@ class Http2:
         try:
             headers = [(bytes(each[0]), bytes(each[1])) for each in self._decoder.decode(block, raw=True)]
         except OversizedHeaderListError as error:
-            raise Fault(ENHANCE_YOUR_CALM, "headers that swell", "headers") from error
+            raise Fault(ENHANCE_YOUR_CALM, "headers too large when decompressed", "headers") from error
         except (HPACKError, IndexError, ValueError) as error:
-            raise Fault(COMPRESSION_ERROR, f"headers that cannot be read: {error}") from error
-        read = _Block(headers, *_judge(headers))
+            raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
+        read = _Block(headers, *_validate(headers))
         after = (entries[0] if entries else None, len(entries), table.maxsize)
         if before[0] is not after[0] or before[1:] != after[1:]:
-            self._blocks.clear()  # what they mean has changed
+            self._blocks.clear()  # the header table has changed
         elif len(block) <= REMEMBERED_BLOCK_BYTES and len(headers) <= REMEMBERED_FIELDS:
             if len(self._blocks) >= REMEMBERED_BLOCKS:
                 self._blocks.clear()
             self._blocks[block] = read
         return read
 
-    # What comes of streams and of the connection
+    # Control frames
 
-    def _hear_reset(self, stream: int, payload: bytes) -> None:
+    def _on_reset(self, stream: int, payload: bytes) -> None:
         if len(payload) != WORD.size:
-            raise Fault(FRAME_SIZE_ERROR, "a reset of another size")
+            raise Fault(FRAME_SIZE_ERROR, "RST_STREAM of a wrong size")
         state = self._open.get(stream)
         if state is None:
             self._must_not_be_idle(stream)
@@ -502,22 +508,22 @@ class Http2:
             return
         self._close(stream, _RESET_THERE)
         if not state.finished:
-            self._calls.broke_off(stream)
+            self._calls.aborted(stream)
         if not state.answered:
             self._waste("resets")
 
-    def _hear_priority(self, stream: int, payload: bytes) -> None:
+    def _on_priority(self, stream: int, payload: bytes) -> None:
         if not stream:
-            raise Fault(PROTOCOL_ERROR, "a priority of no stream")
+            raise Fault(PROTOCOL_ERROR, "PRIORITY without a stream")
         self._spend("priorities")
         if len(payload) != 5:
             self._refuse(stream, FRAME_SIZE_ERROR)
         elif WORD.unpack_from(payload)[0] & LARGEST_STREAM == stream:
             self._refuse(stream, PROTOCOL_ERROR)
 
-    def _hear_window(self, stream: int, payload: bytes) -> None:
+    def _on_window(self, stream: int, payload: bytes) -> None:
         if len(payload) != WORD.size:
-            raise Fault(FRAME_SIZE_ERROR, "a window of another size")
+            raise Fault(FRAME_SIZE_ERROR, "WINDOW_UPDATE of a wrong size")
         self._spend("window-updates")
         more = WORD.unpack(payload)[0] & LARGEST_WINDOW
         if not stream:
@@ -533,25 +539,25 @@ class Http2:
         elif state.pending or state.finished:
             self._send_pending(stream, state)
 
-    def _hear_settings(self, flags: int, stream: int, payload: bytes) -> int:
+    def _on_settings(self, flags: int, stream: int, payload: bytes) -> int:
         if stream:
-            raise Fault(PROTOCOL_ERROR, "settings of a stream")
+            raise Fault(PROTOCOL_ERROR, "SETTINGS with a stream")
         if len(payload) % SETTING.size or (flags & ACK and payload):
-            raise Fault(FRAME_SIZE_ERROR, "settings of another size")
+            raise Fault(FRAME_SIZE_ERROR, "SETTINGS of a wrong size")
         self._spend("settings")
         if flags & ACK:
             return 1
         cost = 1
         for name, value in SETTING.iter_unpack(payload):
             if name == SET_PUSH and value > 1:
-                raise Fault(PROTOCOL_ERROR, "neither push nor no push")
+                raise Fault(PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
             if name == SET_MAX_FRAME:
                 if not FIRST_FRAME_BYTES <= value <= LARGEST_FRAME_BYTES:
-                    raise Fault(PROTOCOL_ERROR, "frames of a size that cannot be")
+                    raise Fault(PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
                 self._peer_frame = value
             elif name == SET_INITIAL_WINDOW:
                 if value > LARGEST_WINDOW:
-                    raise Fault(FLOW_CONTROL_ERROR, "a window that cannot be")
+                    raise Fault(FLOW_CONTROL_ERROR, "invalid window size")
                 if value != self._first_window:
                     cost += len(self._open) // 16
                     self._spend("settings", 1 + len(self._open) / 64)
@@ -559,34 +565,34 @@ class Http2:
         self._frame(SETTINGS, ACK, 0, b"")
         return cost
 
-    def _is_heard(self, stream: int) -> bool:
-        """Whether somebody still listens to it: it is neither over nor answered."""
+    def _awaits_input(self, stream: int) -> bool:
+        """Whether its handler still awaits input: it is neither closed nor answered."""
         state = self._open.get(stream)
         return state is not None and not state.finished
 
     def _must_not_be_idle(self, stream: int) -> None:
         if not stream % 2 or stream > self._highest:
-            raise Fault(PROTOCOL_ERROR, "a frame of a stream that nobody opened")
+            raise Fault(PROTOCOL_ERROR, "a frame for an idle stream")
 
     def _refuse(self, stream: int, code: int, reason: str = "protocol") -> None:
-        """End a stream for a fault of the peer's (RFC 9113, 5.4.2), open or not."""
+        """Reset a stream, open or not, for an error of the peer (RFC 9113, 5.4.2)."""
         state = self._open.get(stream)
         self._calls.refused(reason)
         self._close(stream, _RESET_HERE)
         self._frame(RST_STREAM, 0, stream, WORD.pack(code))
         if state is not None and not state.finished:
-            self._calls.broke_off(stream)
+            self._calls.aborted(stream)
         self._waste(reason)
 
     def _waste(self, reason: str) -> None:
-        """A stream was for nothing."""
+        """Count a stream that ended before anything was answered."""
         if not self._unanswered.spend(1, self._now_s):
-            raise Fault(ENHANCE_YOUR_CALM, "streams that are given up or refused, one after the other", reason)
+            raise Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
     def _spend(self, reason: str, amount: float = 1) -> None:
-        """A frame was for nothing."""
+        """Count frames without content."""
         if not self._idle.spend(amount, self._now_s):
-            raise Fault(ENHANCE_YOUR_CALM, f"{reason} without end", reason)
+            raise Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
 
     def _close(self, stream: int, how: int) -> None:
         state = self._open.pop(stream, None)
@@ -598,7 +604,7 @@ class Http2:
         if len(over) > REMEMBERED_STREAMS:
             del over[next(iter(over))]
 
-    # What goes
+    # Output
 
     def headers(self, stream: int, block: bytes) -> None:
         state = self._open.get(stream)
@@ -608,7 +614,7 @@ class Http2:
             self._idle.earn()
 
     def data(self, stream: int, data: bytes) -> None:
-        """Now, or when the peer has room."""
+        """Send data, now or when the windows allow it."""
         state = self._open.get(stream)
         if state is None or state.finished:
             return
@@ -621,7 +627,7 @@ class Http2:
         self._send_pending(stream, state)
 
     def finish(self, stream: int, trailers: bytes | None) -> None:
-        """The last headers, behind all data; None: there are none. Nothing of the stream is told any more."""
+        """End the answer, with ``trailers`` if not None; no further callbacks follow for the stream."""
         state = self._open.get(stream)
         if state is not None and not state.finished:
             state.answered = state.finished = True
@@ -629,13 +635,13 @@ class Http2:
             self._send_pending(stream, state)
 
     def reset(self, stream: int, code: int) -> None:
-        """End a stream for a reason of ours."""
+        """Reset a stream for a reason of the server's."""
         if stream in self._open:
             self._close(stream, _RESET_HERE)
             self._frame(RST_STREAM, 0, stream, WORD.pack(code))
 
     def consumed(self, stream: int, count: int) -> None:
-        """So many bytes that came were dealt with: the peer may send as many again."""
+        """``count`` received bytes are processed: return them to the peer's windows."""
         self._owed += count
         if self._owed >= CONNECTION_WINDOW_BYTES // 4:
             self._frame(WINDOW_UPDATE, 0, 0, WORD.pack(self._owed))
@@ -648,7 +654,7 @@ class Http2:
                 self._give_back(stream, state)
 
     def pending(self, stream: int) -> int:
-        """Bytes of the answer that the peer has no room for yet."""
+        """Unsent data of a stream."""
         state = self._open.get(stream)
         return 0 if state is None else state.pending_bytes
 
@@ -662,7 +668,7 @@ class Http2:
         self._tail = None
 
     def _data_frame(self, stream: int, state: Stream, data: bytes) -> None:
-        """One more frame, or more in the last one: what is said together goes together."""
+        """Write a DATA frame, or extend the last one."""
         size = len(data)
         state.sends -= size
         self._sends -= size
@@ -678,7 +684,7 @@ class Http2:
         self._tail = (stream, at, size)
 
     def _give_back(self, stream: int, state: Stream) -> None:
-        if state.owed >= WINDOW_BYTES // 4 and state.pending_bytes <= MAX_PENDING_BYTES and not state.all_heard:
+        if state.owed >= WINDOW_BYTES // 4 and state.pending_bytes <= MAX_PENDING_BYTES and not state.half_closed:
             self._frame(WINDOW_UPDATE, 0, stream, WORD.pack(state.owed))
             state.receives += state.owed
             state.owed = 0
@@ -705,17 +711,17 @@ class Http2:
         else:
             self._frame(HEADERS, END_HEADERS | END_STREAM, stream, state.trailers)
         self._idle.earn()
-        if state.all_heard:
+        if state.half_closed:
             self._close(stream, _ENDED)
         else:
-            self.reset(stream, NO_ERROR)  # RFC 9113, 8.1: all is said, and the rest of the request is not needed
+            self.reset(stream, NO_ERROR)  # RFC 9113, 8.1: the rest of the request is not needed
 
-    # What the peer takes
+    # The peer's windows
 
     def _grow(self, more: int) -> None:
         self._sends += more
         if not more or self._sends > LARGEST_WINDOW:
-            raise Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "a window that cannot be")
+            raise Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "invalid window size")
         while self._sends > 0 and self._blocked:
             stream = next(iter(self._blocked))
             del self._blocked[stream]
@@ -724,34 +730,35 @@ class Http2:
     def _set_first_window(self, value: int) -> None:
         """
         Raises:
-            Fault: a stream's window would be nothing that a window can be.
+            Fault: a stream's window would overflow.
         """
         more = value - self._first_window
         self._first_window = value
         for stream, state in list(self._open.items()):
             state.sends += more
             if state.sends > LARGEST_WINDOW:
-                raise Fault(FLOW_CONTROL_ERROR, "a window that cannot be")
+                raise Fault(FLOW_CONTROL_ERROR, "invalid window size")
             if state.pending:
                 self._send_pending(stream, state)
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """
+    """The payload without its padding.
+
     Raises:
-        Fault: there is less than the padding.
+        Fault: the payload is shorter than its padding.
     """
     if not flags & PADDED:
         return payload
     if not payload:
-        raise Fault(FRAME_SIZE_ERROR, "no room for the padding's length")
+        raise Fault(FRAME_SIZE_ERROR, "a padded frame without a padding length")
     if payload[0] >= len(payload):
-        raise Fault(PROTOCOL_ERROR, "more padding than there is")
+        raise Fault(PROTOCOL_ERROR, "padding longer than the frame")
     return payload[1 : len(payload) - payload[0]]
 
 
 def literals(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A block of headers that says them as they are: it means the same whatever went before."""
+    """Encode headers as literals, independent of the header table."""
     return b"".join(b"\x00" + _length(len(name)) + name + _length(len(value)) + value for name, value in headers)
 
 
@@ -769,20 +776,20 @@ def _length(count: int) -> bytes:
 
 
 def _check_size_updates(block: bytes) -> None:
-    """Of the table, at the beginning of a block. `hpack` would read a frame full of them, at 1.5 µs each."""
+    """Limit table size updates at a block's beginning: `hpack` would process a frame full of them, at 1.5 µs each."""
     at = count = 0
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
         if count > MAX_SIZE_UPDATES:
-            raise Fault(COMPRESSION_ERROR, "the size of the table is said again and again", "headers")
+            raise Fault(COMPRESSION_ERROR, "too many table size updates", "headers")
         try:
             at += decode_integer(block[at : at + 8], 5)[1]
         except HPACKError as error:
-            raise Fault(COMPRESSION_ERROR, f"headers that cannot be read: {error}") from error
+            raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
 
 
-def _judge(headers: Headers) -> tuple[str, str, int | None]:
-    """What is wrong with them as a request's and as trailers (RFC 9113, 8.2 and 8.3), and the length they tell."""
+def _validate(headers: Headers) -> tuple[str, str, int | None]:
+    """Errors as a request and as trailers (RFC 9113, 8.2 and 8.3; empty: none), and ``content-length``."""
     bad_request = bad_trailers = ""
     pseudo: set[bytes] = set()
     regular = False
@@ -792,24 +799,24 @@ def _judge(headers: Headers) -> tuple[str, str, int | None]:
         if name[:1] == b":":
             bad_trailers = "a pseudo-header in trailers"
             if regular or name not in _PSEUDO or name in pseudo:
-                bad = "a pseudo-header behind others, twice, or that no request has"
+                bad = "a misplaced, repeated or unknown pseudo-header"
             pseudo.add(name)
             if name == b":path" and not value:
-                bad = "no path"
+                bad = "an empty :path"
         else:
             regular = True
             if not name or name.translate(None, _NO_NAME) != name or b":" in name:
-                bad = "a name that none can be"
+                bad = "an invalid header name"
             elif name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
-                bad = "a header of one connection"
+                bad = "a connection-specific header"
             elif name == b"content-length":
                 if not value.isdigit() or len(value) > 18 or length not in (None, int(value)):
-                    bad = "a length that is none"
+                    bad = "an invalid content-length"
                 else:
                     length = int(value)
         if value.translate(None, _NO_VALUE) != value or value.strip(b" \t") != value:
-            bad = "a value that none can be"
+            bad = "an invalid header value"
         bad_request, bad_trailers = bad_request or bad, bad_trailers or bad
     if not bad_request and not pseudo.issuperset((b":method", b":scheme", b":path")):
-        bad_request = "no method, scheme or path"
+        bad_request = ":method, :scheme or :path is missing"
     return bad_request, bad_trailers, length

@@ -1,16 +1,18 @@
-"""gRPC over HTTP/2 on asyncio, in one thread: what comes in one read is answered in one write.
+"""A gRPC server on asyncio, in one thread: the messages of one read are answered in one write.
 
-`grpcio` does this too. Its server for asyncio hands every message through three threads, which costs a request through
-Envoy more than reading its prompt and picking its server (`docs/decisions/router.md` has the figures).
+1. ``Connection`` feeds bytes to ``Http2``, which reports streams and their data.
+2. ``Answers`` splits a stream's data into messages for the handler's ``Call``, and sends the handler's answers.
+3. ``GrpcServer`` shares time and memory among the connections.
 
-Each call has an object that is told what comes (``Call``) and an ``Answers`` to say what goes back. Messages are bytes:
-whoever they are for knows what they mean. Deadlines (`grpc-timeout`) are the caller's to keep; compressed messages are
-refused, as gRPC has it for who reads none.
+`grpcio`'s own asyncio server passes each message through three threads, which costs a request through Envoy more than
+reading its prompt and picking its server (`docs/decisions/router.md` has the figures).
 
-One thread serves all connections, so none may have it for long: a read is at most ``READ_BYTES``, and a connection is
-dealt with for ``SLICE_S``. What is left waits, its connection is not read from meanwhile, and those that wait have
-their turns one after the other, ``TURN_S`` of them in one turn of the event loop. What a peer may make us keep is
-bounded, of one call, one connection and in all; each refusal is told to ``Door.refused`` with its reason.
+Messages are bytes. Deadlines (`grpc-timeout`) are left to the caller; compressed messages are refused.
+
+One thread serves all connections, so each has it for a short time: a read is at most ``READ_BYTES``, and a connection
+is served for ``SLICE_S``. The rest waits, while its connection is not read; waiting connections take turns, for
+``TURN_S`` in one turn of the event loop. Memory is bounded per call, per connection and in total; each refusal is
+reported to ``GrpcServer.refused`` with its reason.
 """
 
 from __future__ import annotations
@@ -30,30 +32,31 @@ from skymemory.router.envoy.grpc.http2 import ENHANCE_YOUR_CALM, REFUSED_STREAM,
 OK, UNKNOWN, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 0, 2, 5, 8, 12, 13, 14
 _HEAD = struct.Struct(">BL")
 HEAD_BYTES = _HEAD.size
-"""Before each message: whether it is compressed, and its length."""
+"""Before each message: a flag for compression, and the length."""
 KEEPALIVE_S = 30.0
-"""Without a word for so long a peer is asked whether it is there; without an answer in as long again, it is not."""
+"""A peer silent for so long gets a PING; one that does not answer it within as long is disconnected."""
 PREFACE_S = 10.0
-"""For whoever connects to say that it speaks HTTP/2."""
+"""For a new connection's HTTP/2 preface."""
 READ_BYTES = 64 << 10
 """Of one connection in one turn of the loop: eight requests of 8 KB."""
 SLICE_S, TURN_S = 0.001, 0.002
-"""A request takes 0.2 ms. Whoever asks after our health waits for about a turn, however many others flood."""
+"""A request takes 0.2 ms. During a flood, a health check waits for about one turn."""
 WORK_AT_ONCE = 8
-"""Frames between two looks at the clock."""
+"""Frames handled between two looks at the clock."""
 MESSAGES_AT_ONCE = 32
-"""Of one call, likewise: a frame has room for 3,000 empty ones."""
+"""Messages of one call between two looks: a frame has room for 3,000 empty ones."""
 ANSWERS_AT_ONCE = 4
-"""Of a long answer, likewise: 62 KB each."""
-MOST_UNSENT_BYTES = 1 << 20
-"""Of answers that a peer does not take; until it does, it is not listened to."""
-MOST_CHOKED = 32
-"""Connections that do not take what they asked for. Of more, the first that stopped to is cut off."""
-MOST_CONNECTIONS = 1_000
-"""A thousand workers of Envoy. One more, and the one that is silent for longest is cut off, if any has no call open."""
-MOST_HELD_BYTES = 32 << 20
-"""Of messages that have not come whole and bodies that have not ended, of all calls; at least two of the longest. Of
-8 KB each, it is 4,000. Beyond, the calls that hold most of it are refused: short ones go on."""
+"""Pieces of a long answer between two looks: 62 KB each."""
+MAX_UNSENT_BYTES = 1 << 20
+"""In the write buffer of a connection; beyond, it is not read."""
+MAX_BLOCKED = 32
+"""Connections with a full write buffer; beyond, the one blocked for longest is aborted."""
+MAX_CONNECTIONS = 1_000
+"""Beyond (a thousand workers of Envoy), the connection without calls that is silent for longest is aborted."""
+MAX_HELD_BYTES = 32 << 20
+"""Of incomplete messages and bodies, of all calls; raised to two of the longest messages. Enough for 4,000 of 8 KB.
+Beyond, the calls that hold most are refused, and short ones go on.
+"""
 _BEGIN = literals([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NO_GRPC = literals([(b":status", b"415"), (b"content-type", b"text/plain")])
 _NO_GRPC_TEXT = b"this is a server of gRPC: POST, with content-type application/grpc\n"
@@ -62,55 +65,55 @@ log = logging.getLogger("skymemory.router")
 
 
 class Call(Protocol):
-    """One call, seen from the server."""
+    """The handler of one call."""
 
     def message(self, data: bytes) -> None: ...
 
     def ended(self) -> None:
-        """The caller has said all."""
+        """The client has sent its last message."""
         ...
 
     def gone(self) -> None:
-        """It is over, however it ended. Comes once, after all else."""
+        """The call is over; the last callback."""
         ...
 
     def held_bytes(self) -> int:
-        """That it keeps of what it was told, until there is more."""
+        """Memory it keeps of incomplete input."""
         return 0
 
     def too_much(self) -> None:
-        """All calls together keep more than is allowed, and this one most of it: answer, and keep nothing."""
+        """The limit of all calls is exceeded, and this one holds most: answer with an error, and free the memory."""
         return
 
 
 @dataclass(eq=False)
-class Door:
-    """What all connections of a listening address share."""
+class GrpcServer:
+    """The methods, limits and turns that all connections of a listening address share."""
 
     methods: Mapping[str, Callable[[Answers], Call]]
     """By path, as ``/grpc.health.v1.Health/Check``."""
     most_message_bytes: int
     most_streams: int
-    """Of one connection; more are refused, and may be asked elsewhere. Of all connections, twice as many."""
+    """Of one connection, and twice as many of all; more are refused, and may be retried elsewhere."""
     faults: Callable[[], None] = lambda: None
-    """Told of each exception that a call did not see coming."""
+    """Called for each unexpected exception of a handler."""
     refused: Callable[[str], None] = lambda reason: None
-    """Told of each stream, call or connection that was refused or cut off for its peer's doing, with the reason."""
+    """Called for each stream, call or connection refused or aborted because of its peer, with the reason."""
     keepalive_s: float = KEEPALIVE_S
     preface_s: float = PREFACE_S
-    most_connections: int = MOST_CONNECTIONS
-    most_held_bytes: int = MOST_HELD_BYTES
+    most_connections: int = MAX_CONNECTIONS
+    most_held_bytes: int = MAX_HELD_BYTES
     connections: set[Connection] = field(default_factory=set)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     calls: int = 0
-    """Of all connections, under way."""
+    """In flight, of all connections."""
 
     def __post_init__(self) -> None:
         self.most_held_bytes = max(self.most_held_bytes, 2 * self.most_message_bytes)
         self.scratch = memoryview(bytearray(READ_BYTES))
-        """Where reads go: they are dealt with one by one. A view, since TLS reads into slices of it."""
+        """The read buffer of all connections: each read is consumed at once. A view, since TLS reads into slices."""
         self._waiting: deque[Connection] = deque()
-        self._choked: dict[Connection, None] = {}
+        self._blocked: dict[Connection, None] = {}
         self._held: dict[Answers, int] = {}
         self._held_bytes = 0
         self._frees = self._turn_comes = False
@@ -119,7 +122,7 @@ class Door:
         return Connection(self)
 
     async def close(self, grace_s: float) -> None:
-        """No new calls; those under way have ``grace_s`` to end. Whoever listens for new connections has stopped."""
+        """Refuse new calls, and give those in flight ``grace_s`` to end. The listener must be closed before."""
         for connection in list(self.connections):
             connection.leave()
         try:
@@ -130,16 +133,16 @@ class Door:
         except TimeoutError:
             for connection in list(self.connections):
                 connection.abort()
-            await asyncio.sleep(0)  # they are told in the loop's next turn
+            await asyncio.sleep(0)  # asyncio reports their end in the loop's next turn
 
     # Turns
 
     def wait(self, connection: Connection) -> None:
-        """``connection`` has more to be dealt with than it may have dealt with at once."""
+        """``connection`` has more work than one slice: it joins the others in turn."""
         self._waiting.append(connection)
-        self._have_a_turn()
+        self._schedule_turn()
 
-    def _have_a_turn(self) -> None:
+    def _schedule_turn(self) -> None:
         if self._waiting and not self._turn_comes:
             self._turn_comes = True
             asyncio.get_running_loop().call_soon(self._turn)
@@ -154,13 +157,13 @@ class Door:
                     self._waiting.append(connection)
                 if time.perf_counter() >= end_s:
                     break
-        finally:  # whatever became of one of them, the others have theirs
-            self._have_a_turn()
+        finally:  # an exception of one connection stops none of the others
+            self._schedule_turn()
 
     # Limits
 
     def came(self, connection: Connection) -> bool:
-        """Whether there is room for one more."""
+        """Admit a new connection; False: there is no room."""
         if len(self.connections) >= self.most_connections:
             self.refused("connections")
             idle = [each for each in self.connections if not len(each.http2)]
@@ -174,23 +177,23 @@ class Door:
 
     def left(self, connection: Connection) -> None:
         self.connections.discard(connection)
-        self._choked.pop(connection, None)
+        self._blocked.pop(connection, None)
         self.empty.set()
 
-    def choked(self, connection: Connection) -> None:
-        """It does not take its answers."""
-        self._choked[connection] = None
-        if len(self._choked) > MOST_CHOKED:
-            first = next(iter(self._choked))
-            del self._choked[first]
+    def blocked(self, connection: Connection) -> None:
+        """Its write buffer is full: the peer reads no answers."""
+        self._blocked[connection] = None
+        if len(self._blocked) > MAX_BLOCKED:
+            first = next(iter(self._blocked))
+            del self._blocked[first]
             self.refused("unread-answers")
             first.abort()
 
-    def unchoked(self, connection: Connection) -> None:
-        self._choked.pop(connection, None)
+    def unblocked(self, connection: Connection) -> None:
+        self._blocked.pop(connection, None)
 
     def holds(self, answers: Answers, size: int) -> None:
-        """``answers`` keeps so many bytes now. Those that keep most are refused, where that is too much in all."""
+        """A call's memory has changed to ``size``. If all calls hold too much, those that hold most are refused."""
         self._held_bytes += size - self._held.pop(answers, 0)
         if size:
             self._held[answers] = size
@@ -198,10 +201,10 @@ class Door:
             return
         self._frees = True
         for each in sorted(self._held, key=lambda one: self._held[one], reverse=True):
-            if self._held_bytes <= self.most_held_bytes * 7 // 8:  # not again with the next byte
+            if self._held_bytes <= self.most_held_bytes * 7 // 8:  # some margin, or the next byte would do it again
                 break
             before = self._held.get(each, 0)
-            each.account()  # the peer may have taken some since
+            each.account()  # some of it may have been sent since
             if self._held.get(each, 0) == before > 0:
                 self.refused("bytes")
                 each.too_much()
@@ -209,7 +212,7 @@ class Door:
 
 
 class Answers:
-    """What is said to one call. Once that is over, nothing."""
+    """One call's stream: splits input into messages for its ``Call``, and sends answers until the call is over."""
 
     __slots__ = (
         "_begun",
@@ -231,23 +234,23 @@ class Answers:
         self._buffer = bytearray()
         self._later: Iterator[bytes] | None = None
         self.call: Call | None = None
-        """None when it is over."""
+        """None after its end."""
 
     def send(self, *messages: bytes) -> None:
-        """What is sent together goes together."""
-        self._say(messages)
+        """Send messages in one write."""
+        self._write(messages)
         self._connection.flush()
 
     def send_all(self, messages: Iterable[bytes]) -> None:
-        """One after the other, those behind the first in later turns of the loop. What comes meanwhile waits."""
+        """Send messages over several turns of the loop; input waits meanwhile."""
         self._later = iter(messages)
-        if self._say_some():
+        if self._write_some():
             self._held = True
             self._connection.has_more(self)
         self._connection.flush()
 
     def finish(self, status: int = OK, why: str = "") -> None:
-        """No more is said, nor heard. ``status`` is one of gRPC's."""
+        """End the call with a gRPC status."""
         block = b"" if self._begun else _BEGIN
         if status:
             block += literals([(b"grpc-status", b"%d" % status), (b"grpc-message", quote(why, safe=" ,:;").encode())])
@@ -258,24 +261,24 @@ class Answers:
         self._connection.flush()
 
     def hold(self) -> None:
-        """What comes waits from now on, where it is much at its sender's, until ``go_on``."""
+        """Buffer input until ``go_on``; HTTP/2's flow control stops its sender."""
         self._held = True
 
     def go_on(self) -> None:
         if self._later is not None:
-            return  # when that is said
+            return  # after that is sent
         self._held = False
         self._connection.http2.consumed(self._stream, self._owed)
         self._owed = 0
         self._connection.has_more(self)
 
     def work(self) -> bool:
-        """Some of what waits. True: there is more."""
+        """Do some of the waiting work; True: there is more."""
         if self._later is not None:
-            if not self._say_some():
+            if not self._write_some():
                 self.go_on()
             return True
-        if self._tell() or self._later is not None:
+        if self._dispatch_buffer() or self._later is not None:
             return True
         self.account()
         if self._ended and not self._held and self.call is not None:
@@ -283,7 +286,7 @@ class Answers:
         return False
 
     def came(self, data: bytes) -> None:
-        """Part of a message, or several."""
+        """Input: a part of a message, or several messages."""
         if self._held:
             self._buffer += data
             self._owed += len(data)
@@ -292,9 +295,9 @@ class Answers:
         self._connection.http2.consumed(self._stream, len(data))
         if self._buffer:
             self._buffer += data
-            more = self._tell()
+            more = self._dispatch_buffer()
         else:
-            more = self._tell_of(data)
+            more = self._dispatch(data)
         if more:
             self._connection.has_more(self)
         else:
@@ -306,7 +309,7 @@ class Answers:
             self._connection.guard(self, self.call.ended)
 
     def too_much(self) -> None:
-        """What it holds is wanted back."""
+        """Free the memory: end the call, or let its handler end it, by what holds most of it."""
         if self.call is None:
             return
         theirs = self.call.held_bytes()
@@ -315,21 +318,21 @@ class Answers:
             self._connection.forget(self._stream)
             self._connection.flush()
         elif len(self._buffer) > theirs:
-            self.finish(RESOURCE_EXHAUSTED, "the server holds as much as it may of messages that have not ended")
+            self.finish(RESOURCE_EXHAUSTED, "the server's memory for incomplete messages is full")
         else:
             self._connection.guard(self, self.call.too_much)
             self.account()
 
     def over(self) -> None:
-        """Nothing of it is kept."""
+        """Free its memory."""
         self._buffer.clear()
         self._later = None
         if self._held_bytes:
             self._held_bytes = 0
-            self._connection.door.holds(self, 0)
+            self._connection.server.holds(self, 0)
 
     def account(self) -> None:
-        """Tell the door how much this call keeps."""
+        """Report this call's memory to the server."""
         kept = 0
         if self.call is not None:
             kept = len(self._buffer) + self.call.held_bytes()
@@ -337,28 +340,28 @@ class Answers:
                 kept += self._connection.http2.pending(self._stream)
         if kept != self._held_bytes:
             self._held_bytes = kept
-            self._connection.door.holds(self, kept)
+            self._connection.server.holds(self, kept)
 
-    def _say(self, messages: Iterable[bytes]) -> None:
+    def _write(self, messages: Iterable[bytes]) -> None:
         http2 = self._connection.http2
         if not self._begun:
             self._begun = True
             http2.headers(self._stream, _BEGIN)
         http2.data(self._stream, b"".join([part for each in messages for part in (_HEAD.pack(0, len(each)), each)]))
 
-    def _say_some(self) -> bool:
-        """Of ``_later``. True: there is more."""
+    def _write_some(self) -> bool:
+        """Send some of ``_later``; True: there is more."""
         assert self._later is not None
         for _ in range(ANSWERS_AT_ONCE):
             message = next(self._later, None)
             if message is None:
                 self._later = None
                 return False
-            self._say((message,))
+            self._write((message,))
         return True
 
-    def _tell_of(self, data: bytes) -> bool:
-        """Messages that have come whole, with nothing before them; the rest is kept. True: there are more."""
+    def _dispatch(self, data: bytes) -> bool:
+        """Dispatch the complete messages of ``data``, with an empty buffer; buffer the rest. True: there are more."""
         at, size = 0, len(data)
         for _ in range(MESSAGES_AT_ONCE):
             end = at + HEAD_BYTES
@@ -373,19 +376,19 @@ class Answers:
         if at == size or self.call is None:
             return False
         self._buffer += data[at:]
-        return self._tell()
+        return self._dispatch_buffer()
 
-    def _tell(self) -> bool:
-        """As ``_tell_of``, of what was kept."""
-        buffer, most = self._buffer, self._connection.door.most_message_bytes
+    def _dispatch_buffer(self) -> bool:
+        """Dispatch the complete messages of the buffer; True: there are more."""
+        buffer, most = self._buffer, self._connection.server.most_message_bytes
         for _ in range(MESSAGES_AT_ONCE):
             if len(buffer) < HEAD_BYTES or self.call is None or self._held:
                 return False
             size = int.from_bytes(buffer[1:HEAD_BYTES], "big")
             if buffer[0]:
-                self.finish(UNIMPLEMENTED, "a message that is compressed")
+                self.finish(UNIMPLEMENTED, "compressed messages are not supported")
             elif size > most:
-                self.finish(RESOURCE_EXHAUSTED, f"a message of {size} bytes; {most} are the most")
+                self.finish(RESOURCE_EXHAUSTED, f"a message of {size} bytes; at most {most} are allowed")
             elif len(buffer) < HEAD_BYTES + size:
                 return False
             else:
@@ -396,52 +399,52 @@ class Answers:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection of a `Door`."""
+    """One connection of a `GrpcServer`."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
-        self.http2 = Http2(self, door.most_streams)
+    def __init__(self, server: GrpcServer) -> None:
+        self.server = server
+        self.http2 = Http2(self, server.most_streams)
         self.heard_s = 0.0
-        """When something came last, by the loop's clock."""
+        """Time of the last input, by the loop's clock."""
         self._calls: dict[int, Answers | None] = {}
-        """None: what was opened there is no gRPC."""
+        """By stream; None: the request is no gRPC."""
         self._more: dict[Answers, None] = {}
-        """Calls with messages that were not dealt with."""
+        """Calls with work left."""
         self._transport: asyncio.Transport | None = None
-        self._inside = self._leaving = self._waits = self._chokes = False
-        self._asked_s: float | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._inside = self._leaving = self._waits = self._is_blocked = False
+        self._pinged_s: float | None = None
+        self._keepalive: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        if not self.door.came(self):
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        if not self.server.came(self):
             self._transport.abort()
             self._transport = None
             return
         self._loop = asyncio.get_running_loop()
         self.heard_s = self._loop.time()
-        self._transport.set_write_buffer_limits(high=MOST_UNSENT_BYTES)
-        self._look = self._loop.call_later(self.door.preface_s, self._look_after)
+        self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._keepalive = self._loop.call_later(self.server.preface_s, self._check_alive)
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.door.scratch
+        return self.server.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._transport is None:
             return
         self.heard_s = self._loop.time()
-        self.http2.receive(bytes(self.door.scratch[:nbytes]))
+        self.http2.receive(bytes(self.server.scratch[:nbytes]))
         if self._waits:
             return
         if self.work() or nbytes == READ_BYTES:
-            # There may be more in the socket, and a loop that reads on would not come to others.
+            # The socket may have more, and asyncio would go on reading it before it served other connections.
             self._waits = True
-            self._read_or_not()
-            self.door.wait(self)
+            self._update_reading()
+            self.server.wait(self)
 
     def work(self) -> bool:
-        """A slice of what came. True: there is more, and whoever called will call again."""
+        """Work for one slice; True: there is more, and the caller must call again."""
         if self._transport is None:
             return False
         end_s = time.perf_counter() + SLICE_S
@@ -462,35 +465,35 @@ class Connection(asyncio.BufferedProtocol):
             self._inside = False
         self.flush()
         if self.http2.fault is not None:
-            log.debug("a connection of gRPC is closed: %s", self.http2.fault)
+            log.debug("gRPC connection closed: %s", self.http2.fault)
             self._close()
             return False
         if self._waits and not more:
             self._waits = False
-            self._read_or_not()
+            self._update_reading()
         return more
 
     def connection_lost(self, _: Exception | None) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        if self._keepalive is not None:
+            self._keepalive.cancel()
         self._transport = None
         for stream in list(self._calls):
             self.forget(stream)
         self.http2.drop()
-        self.door.left(self)
+        self.server.left(self)
 
     def pause_writing(self) -> None:
-        self._chokes = True
-        self._read_or_not()
-        self.door.choked(self)
+        self._is_blocked = True
+        self._update_reading()
+        self.server.blocked(self)
 
     def resume_writing(self) -> None:
-        self._chokes = False
-        self._read_or_not()
-        self.door.unchoked(self)
+        self._is_blocked = False
+        self._update_reading()
+        self.server.unblocked(self)
 
     def leave(self) -> None:
-        """Take no new calls, and end with the last one."""
+        """Refuse new calls, and close after the last one."""
         self._leaving = True
         self.http2.leave()
         self.flush()
@@ -508,10 +511,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._leaving and not len(self.http2):
             self._close()
 
-    def _read_or_not(self) -> None:
+    def _update_reading(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if self._waits or self._chokes:
+        if self._waits or self._is_blocked:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
@@ -520,40 +523,40 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _look_after(self) -> None:
-        """Whether the peer is still there: one whose computer is gone says nothing, and its calls would never end.
-
-        One that said only half of what it must say first is not there either, nor one that takes no answers.
+    def _check_alive(self) -> None:
+        """Abort a connection without a complete preface, or without an answer to a PING: calls of a peer whose computer
+        is gone would never end.
         """
-        silent = self._asked_s is not None and self.heard_s < self._asked_s
+        silent = self._pinged_s is not None and self.heard_s < self._pinged_s
         if not self.http2.begun or silent:
-            self.door.refused("preface" if not self.http2.begun else "silence")
+            self.server.refused("preface" if not self.http2.begun else "silence")
             self.abort()
             return
         now_s = self._loop.time()
-        self._asked_s = None
-        if now_s - self.heard_s >= self.door.keepalive_s:
-            self._asked_s = now_s
+        self._pinged_s = None
+        if now_s - self.heard_s >= self.server.keepalive_s:
+            self._pinged_s = now_s
             self.http2.ping()
             self.flush()
-        self._look = self._loop.call_later(self.door.keepalive_s, self._look_after)
+        self._keepalive = self._loop.call_later(self.server.keepalive_s, self._check_alive)
 
-    # What HTTP/2 tells
+    # From HTTP/2
 
     def opened(self, stream: int, headers: Headers) -> None:
-        if self.door.calls >= 2 * self.door.most_streams:
-            self.door.refused("streams")
+        if self.server.calls >= 2 * self.server.most_streams:
+            self.server.refused("streams")
             self.http2.reset(stream, REFUSED_STREAM)
             return
-        self.door.calls += 1
-        told = dict(headers)
-        if told.get(b":method") != b"POST" or not told.get(b"content-type", b"").startswith(b"application/grpc"):
+        self.server.calls += 1
+        found = dict(headers)
+        if found.get(b":method") != b"POST" or not found.get(b"content-type", b"").startswith(b"application/grpc"):
             self._calls[stream] = None
             return
         answers = self._calls[stream] = Answers(self, stream)
-        make = self.door.methods.get(told[b":path"].decode("latin-1"))
+        path = found[b":path"].decode("latin-1")
+        make = self.server.methods.get(path)
         if make is None:
-            answers.finish(UNIMPLEMENTED, f"there is no {told[b':path'].decode('latin-1')}")
+            answers.finish(UNIMPLEMENTED, f"unknown method {path}")
         else:
             answers.call = make(answers)
 
@@ -574,30 +577,30 @@ class Connection(asyncio.BufferedProtocol):
         else:
             answers.ended()
 
-    def broke_off(self, stream: int) -> None:
+    def aborted(self, stream: int) -> None:
         self.forget(stream)
 
     def refused(self, reason: str) -> None:
-        self.door.refused(reason)
+        self.server.refused(reason)
 
-    # What answers need
+    # From ``Answers``
 
-    def guard(self, answers: Answers, tell: Callable[..., None], *what: bytes) -> None:
-        """A fault of ours ends one call, and no other."""
+    def guard(self, answers: Answers, callback: Callable[..., None], *arguments: bytes) -> None:
+        """Run a handler's callback: an exception ends its call, and no other."""
         try:
-            tell(*what)
+            callback(*arguments)
         except Exception:
-            log.exception("a call of gRPC ended by a fault")
-            self.door.faults()
-            answers.finish(UNKNOWN, "a fault of the picker's own; its log says which")
+            log.exception("a gRPC call failed")
+            self.server.faults()
+            answers.finish(UNKNOWN, "internal error of the endpoint picker; see its log")
 
     def has_more(self, answers: Answers) -> None:
-        """It has something to be dealt with that did not just come."""
+        """A call has work left, beside new input."""
         self._more[answers] = None
         if not self._inside and not self._waits and self._transport is not None:
             self._waits = True
-            self._read_or_not()
-            self.door.wait(self)
+            self._update_reading()
+            self.server.wait(self)
 
     def has_more_of(self, answers: Answers) -> bool:
         return answers in self._more
@@ -605,7 +608,7 @@ class Connection(asyncio.BufferedProtocol):
     def forget(self, stream: int) -> None:
         if stream not in self._calls:
             return
-        self.door.calls -= 1
+        self.server.calls -= 1
         answers = self._calls.pop(stream)
         if answers is None:
             return

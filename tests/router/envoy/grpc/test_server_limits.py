@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.router.envoy.grpc.frames import REQUEST, frame, frames, setting, word
 
-from skymemory.router.envoy.grpc import door as doors
 from skymemory.router.envoy.grpc import http2 as h
-from skymemory.router.envoy.grpc.door import READ_BYTES, WORK_AT_ONCE, Answers, Call, Connection, Door
+from skymemory.router.envoy.grpc import server as grpc_server
+from skymemory.router.envoy.grpc.server import READ_BYTES, WORK_AT_ONCE, Answers, Call, Connection, GrpcServer
 
 CALL = h.literals((name.encode(), value.encode()) for name, value in REQUEST)
 BEGIN = h.PREFACE + frame(h.SETTINGS, 0, 0)
@@ -75,7 +75,7 @@ class World:
         self.calls: list[Notes] = []
         self.refusals: list[str] = []
         self.heard = 0
-        self.door = Door(
+        self.door = GrpcServer(
             {"/service/Call": lambda answers: Notes(self, answers)},
             options.pop("most_message_bytes", 1 << 20),
             options.pop("most_streams", 100),
@@ -122,15 +122,15 @@ async def turns(number: int = 1) -> None:
 @pytest.fixture(autouse=True)
 def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No slice ends by the clock, however busy this computer is."""
-    monkeypatch.setattr(doors, "SLICE_S", 3600.0)
-    monkeypatch.setattr(doors, "TURN_S", 3600.0)
+    monkeypatch.setattr(grpc_server, "SLICE_S", 3600.0)
+    monkeypatch.setattr(grpc_server, "TURN_S", 3600.0)
 
 
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch, all_the_time: None) -> None:
     """Each slice ends at the first look at the clock, each turn with the first connection."""
-    monkeypatch.setattr(doors, "SLICE_S", 0.0)
-    monkeypatch.setattr(doors, "TURN_S", 0.0)
+    monkeypatch.setattr(grpc_server, "SLICE_S", 0.0)
+    monkeypatch.setattr(grpc_server, "TURN_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_time")
@@ -172,7 +172,7 @@ def test_a_frame_full_of_messages_is_no_way_around_that() -> None:
         world = World()
         peer, _ = world.connect()
         world.say(peer, opened() + frame(h.DATA, 0, 1, message(b"") * 3_000))
-        assert world.heard <= 4 * doors.MESSAGES_AT_ONCE
+        assert world.heard <= 4 * grpc_server.MESSAGES_AT_ONCE
         await turns(200)
         assert world.heard == 3_000
 
@@ -287,7 +287,7 @@ def test_answers_that_wait_for_windows_count_as_held() -> None:
 
 def test_of_those_who_take_no_answers_the_first_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        monkeypatch.setattr(doors, "MOST_CHOKED", 2)
+        monkeypatch.setattr(grpc_server, "MAX_BLOCKED", 2)
         world = World()
         peers = [world.connect() for _ in range(4)]
         for connection, transport in peers[:3]:

@@ -11,8 +11,8 @@ import pytest
 from tests.router.envoy.grpc.frames import REQUEST, frame, setting, word
 
 from skymemory.router.envoy.grpc import http2 as h
-from skymemory.router.envoy.grpc.door import Answers, Call, Door
 from skymemory.router.envoy.grpc.http2 import PREFACE, WINDOW_BYTES
+from skymemory.router.envoy.grpc.server import Answers, Call, GrpcServer
 
 LOOP = asyncio.new_event_loop()
 """One for all tests here: gRPC's client keeps one poller for a process, and it complains of loops that were closed."""
@@ -45,7 +45,7 @@ class Echo(Call):
 
 
 class World:
-    def __init__(self, door: Door, port: int) -> None:
+    def __init__(self, door: GrpcServer, port: int) -> None:
         self.door, self.port = door, port
         self.faults = 0
 
@@ -59,7 +59,7 @@ def with_door(test: Callable[[World], Awaitable[None]], **options: Any) -> World
     methods: dict[str, Callable[[Answers], Call]] = {"/s/Echo": Echo}
 
     async def run() -> World:
-        door = Door(methods, MOST, 100, **options)
+        door = GrpcServer(methods, MOST, 100, **options)
         listener = await LOOP.create_server(door.connect, "127.0.0.1", 0)
         world = World(door, listener.sockets[0].getsockname()[1])
         door.faults = lambda: setattr(world, "faults", world.faults + 1)
@@ -110,11 +110,11 @@ def test_what_it_cannot_do_is_said_with_grpcs_own_words() -> None:
         async with world.channel() as channel, world.channel(compression=grpc.Compression.Gzip) as small:
             assert await refusal(a_call(channel, "/s/Nothing")) == (
                 grpc.StatusCode.UNIMPLEMENTED,
-                "there is no /s/Nothing",
+                "unknown method /s/Nothing",
             )
             call = a_call(small)
             await call.write(b"x" * 1000)
-            assert await refusal(call) == (grpc.StatusCode.UNIMPLEMENTED, "a message that is compressed")
+            assert await refusal(call) == (grpc.StatusCode.UNIMPLEMENTED, "compressed messages are not supported")
             call = a_call(channel)
             await call.write(b"x" * (MOST + 1))
             assert (await refusal(call))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -211,7 +211,7 @@ def test_http_that_is_no_grpc_is_415_and_no_http2_is_closed() -> None:
         reader, _ = await raw(world, PREFACE + bytes(3) + b"\x04" + bytes(5) + b"\0\0\3\1\5\0\0\0\1\x82\x84\x86")
         assert b":status\x03415" in await reader.readuntil(b"415")
         other, _ = await raw(world, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert b"this is not HTTP/2" in await other.read()
+        assert b"no HTTP/2 preface" in await other.read()
 
     with_door(test)
 
