@@ -99,7 +99,7 @@ def test_events_that_nobody_publishes_or_that_are_not_said(
     code, said = checked({"url": url}, precise=True)
     assert code == 1 and "it publishes at tcp://10.0.0.1:5557" in said
     code, said = checked({"url": url, "events": "tcp://127.0.0.1:1"})
-    assert code == 0 and "the strategy does not go by them" in said
+    assert code == 0 and "the strategy does not use them" in said
 
 
 def test_json_without_a_check_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
