@@ -22,7 +22,7 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import PROOF_S
 from skymemory.protocol.messages import KEY_BYTES, SETTING_BYTES, Buffer, Packet, pack_verdicts, unpack_verdicts
-from skymemory.protocol.satellite.memory import Share, latest_index, setting_of
+from skymemory.protocol.satellite.memory import Share, latest_ref, setting_of
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, FLAG_SETTLED, MAX_CHUNK_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef, Op
 
@@ -236,7 +236,7 @@ class Replicas:
         share = self._store.shares.get(key)
         if not share:
             return []
-        packed = share[latest_index(share)][0]
+        packed = latest_ref(share)
         ref = ChunkRef.unpack(packed)
         further = (ref.tag.server + distance) % min(ref.tag.servers, ref.chunks)
         shares = [*self._not_whole(packed, before is None), Check.of(packed, further)]

@@ -98,6 +98,62 @@ class ChunkStore:
         self._ordered = OrderedKeys()
         self._count = 0
 
+    # --- Store ---
+
+    def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
+        """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
+
+        A chunk is refused, and nothing changed, where it and the other chunks of its value that belong here do not fit
+        beside what is pinned and leased: half a value is worth nothing. Storing a chunk that is already here replaces
+        it: every operation is idempotent. ``migrated``: it came by a handover.
+        """
+        key, index = name
+        size = len(payload) + CHUNK_REF_BYTES
+        outcome = PutOutcome(stored=self._has_room(name, ref, size))
+        if not outcome.stored:
+            return outcome
+        self.conflicts += conflicts_of(key, self.shares.get(key, {}), [(index, ref)])
+        outcome.replaced = int(self._take(name, "replaced"))
+        while self.used_bytes + size > self.limit_bytes:
+            self._evict(self._victim(key, ref))
+            outcome.evicted += 1
+        self.shares.setdefault(key, {})[index] = (ref, payload)
+        self._came(key, size)
+        self.ledger.came(size, migrated)
+        self._count += 1
+        self._note(key, migrated)
+        return outcome
+
+    def put_run(
+        self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
+    ) -> PutOutcome | None:
+        """``put`` for ascending ``indices`` of one value at once; ``size_bytes`` is their size in memory.
+
+        None, and nothing changed, where each chunk must be put by itself.
+        """
+        share = self.shares.get(key, {})
+        old = [share[index] for index in indices if index in share] if share else []
+        outcome = PutOutcome(stored=True, replaced=len(old))
+        if self.used_bytes + size_bytes > self.limit_bytes:
+            if old or size_bytes_of(share) + self._kept_beside(key) + size_bytes > self.limit_bytes:
+                return None
+            if not self._has_room((key, indices[0]), chunks[0][0], len(chunks[0][1]) + CHUNK_REF_BYTES):
+                return None
+            while self.used_bytes + size_bytes > self.limit_bytes:
+                self._evict(self._victim(key, chunks[0][0]))
+                outcome.evicted += 1
+        if old:
+            self.conflicts += conflicts_of(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
+        share.update(zip(indices, chunks, strict=True))
+        self.shares[key] = share
+        self._note(key, migrated)
+        replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
+        self._came(key, size_bytes - replaced_bytes)
+        self.ledger.came(size_bytes, migrated)
+        self.ledger.went(replaced_bytes, "replaced")
+        self._count += len(indices) - len(old)
+        return outcome
+
     def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
         """Account for SETs that ``native`` stored: chunks and bytes by which the share grew, bytes that it replaced."""
         self._note(key)
@@ -105,6 +161,70 @@ class ChunkStore:
         self._came(key, size_bytes)
         self.ledger.came(size_bytes + replaced_bytes, migrated=False)
         self.ledger.went(replaced_bytes, "replaced")
+
+    def count_outdated(self, payload_bytes: int) -> None:
+        """Account for a handed-over chunk that was dropped because a later one is here: it came and went."""
+        self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
+        self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
+
+    def relabel(self, name: ChunkName, ref: bytes) -> None:
+        """Make the chunk, which is here, another copy of the same."""
+        self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
+
+    def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
+        """Whether a chunk of this size fits, once everything that may be evicted for it is gone.
+
+        If something would have to be evicted, the server's whole part of the value must fit: the chunks of it that are
+        here, and those that are still to come.
+        """
+        key, index = name
+        share = self.shares.get(key, {})
+        replaced_bytes = len(share[index][1]) + CHUNK_REF_BYTES if index in share else 0
+        if self.used_bytes - replaced_bytes + size_bytes <= self.limit_bytes:
+            return True
+        ref = ChunkRef.unpack(packed)
+        same = {
+            at: len(payload) + CHUNK_REF_BYTES
+            for at, (its_ref, payload) in share.items()
+            if at != index and its_ref[_VERSION] == packed[_VERSION]
+        }
+        return self._kept_beside(key) + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
+
+    def _victim(self, key: bytes, ref: bytes) -> ChunkName:
+        """The next chunk to evict for a chunk of ``key``: never one of the same value. There is one, as ``_has_room``
+        found.
+        """
+        victim = self._replacement.victim(key)
+        if victim is not None:
+            return victim, max(self.shares[victim])
+        share = self.shares[key]
+        return key, max(index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION])
+
+    def _evict(self, victim: ChunkName) -> None:
+        key, index = victim
+        ref = self.shares[key][index][0]
+        self.remove(victim, "evicted")
+        if self.evicted is not None:
+            self.evicted[key] = ref
+
+    # --- Read ---
+
+    def get_run(self, key: bytes, indices: Sequence[int]) -> tuple[Sequence[Chunk], list[int]]:
+        """The chunks that are here, in the order of ``indices``, and the indices of those that are not.
+
+        The key becomes the most recently used one.
+        """
+        share = self.shares.get(key)
+        if share is None:
+            return [], list(indices)
+        self.touch(key)
+        if len(indices) > 1:
+            try:
+                return itemgetter(*indices)(share), []
+            except KeyError:
+                pass
+        missing = [index for index in indices if index not in share]
+        return [share[index] for index in indices if index in share], missing
 
     def touch(self, key: bytes) -> None:
         """The key, which is here, was requested."""
@@ -116,6 +236,92 @@ class ChunkStore:
         if key in self.shares:
             self._note(key)
         return key in self.shares
+
+    def peek(self, name: ChunkName) -> StoredChunk | None:
+        """The chunk, or None if it is not here; the order of eviction stays as it is."""
+        share = self.shares.get(name[0])
+        chunk = share.get(name[1]) if share is not None else None
+        return None if chunk is None else StoredChunk._make(chunk)
+
+    def presence(self, key: bytes) -> Presence | None:
+        """What is held of ``key``, described by the lowest chunk of its latest placement."""
+        share = self.shares.get(key)
+        if share is None:
+            return None
+        index = latest_index(share)
+        ref = ChunkRef.unpack(share[index][0])
+        return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
+
+    # --- Remove ---
+
+    def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
+        """Remove a chunk; whether it was here. The ledger counts its bytes under ``cause``."""
+        taken = self._take(name, cause)
+        if taken:
+            self._tidy(name[0], cause == "evicted")
+        return taken
+
+    def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
+        """Remove every chunk of ``key``; how many there were."""
+        share = self.shares.get(key, {})
+        size, chunks = size_bytes_of(share), len(share)
+        self._grow(key, -size)
+        self.ledger.went(size, cause)
+        self._count -= chunks
+        share.clear()
+        self._tidy(key)
+        return chunks
+
+    def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
+        """Remove the chunks of these settings of keys; how many there were."""
+        dropped = 0
+        for key, setting in dead:
+            indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]
+            dropped += sum(self.remove((key, index), cause) for index in indices)
+        return dropped
+
+    def _take(self, name: ChunkName, cause: Cause) -> bool:
+        """Take a chunk out; its share stays, even empty."""
+        key, index = name
+        share = self.shares.get(key)
+        chunk = share.pop(index, None) if share is not None else None
+        if chunk is None:
+            return False
+        size = len(chunk[1]) + CHUNK_REF_BYTES
+        self._grow(key, -size)
+        self.ledger.went(size, cause)
+        self._count -= 1
+        return True
+
+    def _tidy(self, key: bytes, evicted: bool = False) -> None:
+        """Remove an empty share, with its pin, leases and expiry: chunks that come later bring their own."""
+        if key in self.shares and not self.shares[key]:
+            del self.shares[key]
+            self._ordered.remove(key)
+            self.pins.pop(key, None)
+            self.leases.pop(key, None)
+            self.expiries.pop(key, None)
+            self._replacement.gone(key, evicted)
+
+    # --- List ---
+
+    def __len__(self) -> int:
+        return self._count
+
+    def order(self) -> list[bytes]:
+        """All keys, the next to be evicted first."""
+        return [*self._replacement.order(), *sorted(self.pins)]
+
+    def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
+        """Everything, the next to be evicted first."""
+        for key in self.order():
+            share = self.shares[key]
+            for index in sorted(share, reverse=True):
+                yield (key, index), StoredChunk._make(share[index])
+
+    def keys_after(self, after: bytes, limit: int) -> list[bytes]:
+        """Up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""
+        return self._ordered.after(after, limit)
 
     # --- Pins and leases ---
 
@@ -187,204 +393,6 @@ class ChunkStore:
         if key not in self.pins:
             (self._replacement.arrived if migrated else self._replacement.noted)(key)
 
-    def __len__(self) -> int:
-        return self._count
-
-    def order(self) -> list[bytes]:
-        """All keys, the next to be evicted first."""
-        return [*self._replacement.order(), *sorted(self.pins)]
-
-    def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
-        """Everything, the next to be evicted first."""
-        for key in self.order():
-            share = self.shares[key]
-            for index in sorted(share, reverse=True):
-                yield (key, index), StoredChunk._make(share[index])
-
-    def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
-        """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
-
-        A chunk is refused, and nothing changed, where it and the other chunks of its value that belong here do not fit
-        beside what is pinned and leased: half a value is worth nothing. Storing a chunk that is already here replaces
-        it: every operation is idempotent. ``migrated``: it came by a handover.
-        """
-        key, index = name
-        size = len(payload) + CHUNK_REF_BYTES
-        outcome = PutOutcome(stored=self._has_room(name, ref, size))
-        if not outcome.stored:
-            return outcome
-        self.conflicts += conflicts_of(key, self.shares.get(key, {}), [(index, ref)])
-        outcome.replaced = int(self._take(name, "replaced"))
-        while self.used_bytes + size > self.limit_bytes:
-            self._evict(self._victim(key, ref))
-            outcome.evicted += 1
-        self.shares.setdefault(key, {})[index] = (ref, payload)
-        self._came(key, size)
-        self.ledger.came(size, migrated)
-        self._count += 1
-        self._note(key, migrated)
-        return outcome
-
-    def put_run(
-        self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
-    ) -> PutOutcome | None:
-        """``put`` for ascending ``indices`` of one value at once; ``size_bytes`` is their size in memory.
-
-        None, and nothing changed, where each chunk must be put by itself.
-        """
-        share = self.shares.get(key, {})
-        old = [share[index] for index in indices if index in share] if share else []
-        outcome = PutOutcome(stored=True, replaced=len(old))
-        if self.used_bytes + size_bytes > self.limit_bytes:
-            if old or size_bytes_of(share) + self._kept_beside(key) + size_bytes > self.limit_bytes:
-                return None
-            if not self._has_room((key, indices[0]), chunks[0][0], len(chunks[0][1]) + CHUNK_REF_BYTES):
-                return None
-            while self.used_bytes + size_bytes > self.limit_bytes:
-                self._evict(self._victim(key, chunks[0][0]))
-                outcome.evicted += 1
-        if old:
-            self.conflicts += conflicts_of(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
-        share.update(zip(indices, chunks, strict=True))
-        self.shares[key] = share
-        self._note(key, migrated)
-        replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
-        self._came(key, size_bytes - replaced_bytes)
-        self.ledger.came(size_bytes, migrated)
-        self.ledger.went(replaced_bytes, "replaced")
-        self._count += len(indices) - len(old)
-        return outcome
-
-    def count_outdated(self, payload_bytes: int) -> None:
-        """Account for a handed-over chunk that was dropped because a later one is here: it came and went."""
-        self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
-        self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
-
-    def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
-        """Whether a chunk of this size fits, once everything that may be evicted for it is gone.
-
-        If something would have to be evicted, the server's whole part of the value must fit: the chunks of it that are
-        here, and those that are still to come.
-        """
-        key, index = name
-        share = self.shares.get(key, {})
-        replaced_bytes = len(share[index][1]) + CHUNK_REF_BYTES if index in share else 0
-        if self.used_bytes - replaced_bytes + size_bytes <= self.limit_bytes:
-            return True
-        ref = ChunkRef.unpack(packed)
-        same = {
-            at: len(payload) + CHUNK_REF_BYTES
-            for at, (its_ref, payload) in share.items()
-            if at != index and its_ref[_VERSION] == packed[_VERSION]
-        }
-        return self._kept_beside(key) + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
-
-    def _victim(self, key: bytes, ref: bytes) -> ChunkName:
-        """The next chunk to evict for a chunk of ``key``: never one of the same value. There is one, as ``_has_room``
-        found.
-        """
-        victim = self._replacement.victim(key)
-        if victim is not None:
-            return victim, max(self.shares[victim])
-        share = self.shares[key]
-        return key, max(index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION])
-
-    def _evict(self, victim: ChunkName) -> None:
-        key, index = victim
-        ref = self.shares[key][index][0]
-        self.remove(victim, "evicted")
-        if self.evicted is not None:
-            self.evicted[key] = ref
-
-    def get_run(self, key: bytes, indices: Sequence[int]) -> tuple[Sequence[Chunk], list[int]]:
-        """The chunks that are here, in the order of ``indices``, and the indices of those that are not.
-
-        The key becomes the most recently used one.
-        """
-        share = self.shares.get(key)
-        if share is None:
-            return [], list(indices)
-        self.touch(key)
-        if len(indices) > 1:
-            try:
-                return itemgetter(*indices)(share), []
-            except KeyError:
-                pass
-        missing = [index for index in indices if index not in share]
-        return [share[index] for index in indices if index in share], missing
-
-    def relabel(self, name: ChunkName, ref: bytes) -> None:
-        """Make the chunk, which is here, another copy of the same."""
-        self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
-
-    def peek(self, name: ChunkName) -> StoredChunk | None:
-        """The chunk, or None if it is not here; the order of eviction stays as it is."""
-        share = self.shares.get(name[0])
-        chunk = share.get(name[1]) if share is not None else None
-        return None if chunk is None else StoredChunk._make(chunk)
-
-    def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
-        """Remove a chunk; whether it was here. The ledger counts its bytes under ``cause``."""
-        taken = self._take(name, cause)
-        if taken:
-            self._tidy(name[0], cause == "evicted")
-        return taken
-
-    def _take(self, name: ChunkName, cause: Cause) -> bool:
-        """Take a chunk out; its share stays, even empty."""
-        key, index = name
-        share = self.shares.get(key)
-        chunk = share.pop(index, None) if share is not None else None
-        if chunk is None:
-            return False
-        size = len(chunk[1]) + CHUNK_REF_BYTES
-        self._grow(key, -size)
-        self.ledger.went(size, cause)
-        self._count -= 1
-        return True
-
-    def _tidy(self, key: bytes, evicted: bool = False) -> None:
-        """Remove an empty share, with its pin, leases and expiry: chunks that come later bring their own."""
-        if key in self.shares and not self.shares[key]:
-            del self.shares[key]
-            self._ordered.remove(key)
-            self.pins.pop(key, None)
-            self.leases.pop(key, None)
-            self.expiries.pop(key, None)
-            self._replacement.gone(key, evicted)
-
-    def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
-        """Remove every chunk of ``key``; how many there were."""
-        share = self.shares.get(key, {})
-        size, chunks = size_bytes_of(share), len(share)
-        self._grow(key, -size)
-        self.ledger.went(size, cause)
-        self._count -= chunks
-        share.clear()
-        self._tidy(key)
-        return chunks
-
-    def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
-        """Remove the chunks of these settings of keys; how many there were."""
-        dropped = 0
-        for key, setting in dead:
-            indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]
-            dropped += sum(self.remove((key, index), cause) for index in indices)
-        return dropped
-
-    def presence(self, key: bytes) -> Presence | None:
-        """What is held of ``key``, described by the lowest chunk of its latest placement."""
-        share = self.shares.get(key)
-        if share is None:
-            return None
-        index = latest_index(share)
-        ref = ChunkRef.unpack(share[index][0])
-        return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
-
-    def keys_after(self, after: bytes, limit: int) -> list[bytes]:
-        """Up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""
-        return self._ordered.after(after, limit)
-
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
     """Size in memory of the chunks of a server's part that are neither ``ref``'s own nor ``here``."""
@@ -427,6 +435,11 @@ def latest_index(share: Share) -> int:
         return min(share)
     latest = max(settings, key=lambda moves: sum(_MOVES.unpack(moves)))
     return min(index for index, (ref, _) in share.items() if ref[_SET_MOVES] == latest)
+
+
+def latest_ref(share: Share) -> bytes:
+    """The packed reference of that chunk."""
+    return share[latest_index(share)][0]
 
 
 def size_bytes_of(share: Share) -> int:

@@ -40,7 +40,7 @@ from skymemory.protocol.satellite.checks import (
 )
 from skymemory.protocol.satellite.gossip import Gossip
 from skymemory.protocol.satellite.handover import Burst
-from skymemory.protocol.satellite.memory import as_copy, latest_index, names_by_tag, setting_of
+from skymemory.protocol.satellite.memory import as_copy, latest_ref, names_by_tag, setting_of
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op
 
@@ -117,7 +117,7 @@ class Sweep:
         return self._sweep_s
 
     def sweep(self, now_s: float) -> None:
-        """Check the next keys, at a distance that doubles with each round over all keys. Not during a handover."""
+        """Examine the next keys, at a distance that doubles with each round over all keys. Not during a handover."""
         if now_s < self._sweep_s:
             return
         self._sweep_s = now_s + self._config.sweep_s
@@ -126,7 +126,7 @@ class Sweep:
         if not still:
             return
         keys = self._store.keys_after(self._swept_to, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
-        left = self.look_at(keys, 1 << self._sweeps % 10, now_s)
+        left = self._examine(keys, 1 << self._sweeps % 10, now_s)
         done = [key for key in keys if not left or key < left[0]]
         self._swept_to = done[-1] if done and (left or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
         self._sweeps += not self._swept_to
@@ -148,7 +148,7 @@ class Sweep:
             for name in names
         ]
         for distance in _DISTANCES:
-            self.look_at(dict.fromkeys(leaving), distance, now_s, before)
+            self._examine(dict.fromkeys(leaving), distance, now_s, before)
         if self._asking:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
@@ -167,7 +167,7 @@ class Sweep:
             return
         key = burst.names[0][0]
         share = self._store.shares.get(key)
-        if share and key in self._suspects and self._may_hold_back((key, setting_of(share[latest_index(share)][0]))):
+        if share and key in self._suspects and self._may_hold_back((key, setting_of(latest_ref(share)))):
             waiting = list(burst.names)
             for name in waiting:
                 self._handover.stray(name, now_s + 2 * self._config.confirm_s)
@@ -184,14 +184,15 @@ class Sweep:
 
     # --- Questions ---
 
-    def look_at(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
+    def _examine(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
         """Check whether these keys, which are here, are whole: our own share, and the server ``distance`` on in the
         ring. Returns the keys beyond the limit of questions.
 
         ``before``: the moves before the box last moved. Then the places before and after are asked; one suffices.
         """
         if self._replicas is not None:
-            return self._look_at_copies(self._replicas, keys, distance, now_s, before)
+            return self._examine_copies(self._replicas, keys, distance, now_s, before)
+        # 1. Count our own share; choose the satellites to ask about the other server.
         self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
         by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
         lacking: dict[bytes, int] = {}
@@ -201,13 +202,14 @@ class Sweep:
             ref = self._ref(key)
             if ref is None:
                 continue
-            own = self._own_share_that_is_not_whole(key)
+            own = self._incomplete_server(key)
             if own is not None:
                 self._suspect(key, own, now_s)
                 continue
             ring = min(ref.tag.servers, ref.chunks)
             server = (ref.tag.server + distance) % ring
             places = self._places(ref, server, before) if server != ref.tag.server else []
+            # A satellite asked about a full packet of keys already needs another packet.
             fresh = sum(len(by_place.get(place, ((), ()))[0]) % MAX_KEYS_PER_PACKET == 0 for place in places)
             if not places:
                 continue
@@ -221,16 +223,17 @@ class Sweep:
                 asked, expected = by_place.setdefault(place, ([], []))
                 asked.append(key)
                 expected.append(_chunks_of(server, ref))
+        # 2. Ask each satellite about all its keys, a packet at a time.
         for place, (asked, expected) in by_place.items():
             for at in range(0, len(asked), MAX_KEYS_PER_PACKET):
                 page = slice(at, at + MAX_KEYS_PER_PACKET)
                 self._ask(place, _Question(asked[page], expected[page], servers, now_s, lacking))
         return left
 
-    def _look_at_copies(
+    def _examine_copies(
         self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
-        """``look_at`` where there are copies: also of shares that are not whole here."""
+        """``_examine`` where there are copies: also of shares that are not whole here."""
         by_place: dict[SatelliteId, list[Check]] = {}
         lacking: dict[tuple[bytes, int], int] = {}
         asked, left = 0, list[bytes]()
@@ -279,64 +282,6 @@ class Sweep:
                 if question.lacking[key] == 0:
                     self._suspect(key, question.servers[key], now_s, presence is None)
 
-    # --- Suspicions ---
-
-    def next_confirmation_s(self) -> float:
-        if not self._suspects:
-            return math.inf
-        return min([suspect.due_s for suspect in self._suspects.values()])
-
-    def confirm_suspicions(self, now_s: float) -> None:
-        """Try to prove the losses that are due."""
-        values = []
-        for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
-            suspect = self._suspects[key]
-            missing = self._missing(key, suspect)
-            if not missing or suspect.moves != self._locator.moves or suspect.attempts == _MOST_ATTEMPTS:
-                del self._suspects[key]
-                continue
-            suspect.due_s = now_s + self._config.confirm_s
-            suspect.attempts += 1
-            share = self._store.shares[key]
-            values.append((share[latest_index(share)][0], missing))
-        if values:
-            self._proofs.ask(values, self._proved, now_s)
-
-    def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Chunks of the suspected share that are not here: the first ``MAX_CHECKS_PER_PACKET``, since a reference may
-        claim any number; one suffices where nothing of the share is in its place.
-        """
-        share = self._store.shares.get(key)
-        if not share:
-            return []
-        packed = share[latest_index(share)][0]
-        ref = ChunkRef.unpack(packed)
-        its = range(suspect.server, ref.chunks, ref.tag.servers)
-        missing = (index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed))
-        return list(islice(missing, 1 if suspect.nothing else MAX_CHECKS_PER_PACKET))
-
-    def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
-        key = packed[:KEY_BYTES]
-        if self._suspects.pop(key, None) is not None and lost:
-            self._drop([key], now_s)
-
-    def _suspect(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
-        if key not in self._suspects:
-            self._suspects[key] = _Suspect(server, now_s + self._config.confirm_s, self._locator.moves, nothing)
-
-    def _clear(self, key: bytes, server: int) -> None:
-        """The share was found: end the suspicion."""
-        known = self._suspects.get(key)
-        if known is not None and known.server == server:
-            del self._suspects[key]
-
-    def _drop(self, dead: list[bytes], now_s: float) -> None:
-        shares = self._store.shares
-        found = [(key, setting_of(shares[key][latest_index(shares[key])][0])) for key in dead if shares.get(key)]
-        if found:
-            self._gossip.purge(found, now_s)
-            self._gossip.notify_ground(found, now_s)
-
     def _ask(self, place: SatelliteId, question: _Question) -> None:
         number = self._next_request_id
         self._next_request_id = 0x80000000 | (number + 1) & 0x3FFFFFFF
@@ -346,14 +291,14 @@ class Sweep:
 
     def _ref(self, key: bytes) -> ChunkRef | None:
         share = self._store.shares.get(key)
-        return ChunkRef.unpack(share[latest_index(share)][0]) if share else None
+        return ChunkRef.unpack(latest_ref(share)) if share else None
 
-    def _own_share_that_is_not_whole(self, key: bytes) -> int | None:
+    def _incomplete_server(self, key: bytes) -> int | None:
         """A server of whose chunks we hold some, but not all. Leftovers of an earlier value or placement of the key do
         not count.
         """
         share = self._store.shares[key]
-        packed = share[latest_index(share)][0]
+        packed = latest_ref(share)
         ref = ChunkRef.unpack(packed)
         held: dict[int, int] = {}
         for index, (its_ref, _) in share.items():
@@ -372,6 +317,61 @@ class Sweep:
                 return ()
             places.append(placement.locate(server, (tag.slot_moves, tag.plane_moves), moves))
         return () if self._here in places else tuple(dict.fromkeys(places))
+
+    # --- Suspicions ---
+
+    def next_confirmation_s(self) -> float:
+        if not self._suspects:
+            return math.inf
+        return min([suspect.due_s for suspect in self._suspects.values()])
+
+    def confirm_suspicions(self, now_s: float) -> None:
+        """Try to prove the losses that are due; drop suspicions that are resolved, outdated or were tried too often."""
+        values = []
+        for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
+            suspect = self._suspects[key]
+            missing = self._missing(key, suspect)
+            if not missing or suspect.moves != self._locator.moves or suspect.attempts == _MOST_ATTEMPTS:
+                del self._suspects[key]
+                continue
+            suspect.due_s = now_s + self._config.confirm_s
+            suspect.attempts += 1
+            share = self._store.shares[key]
+            values.append((latest_ref(share), missing))
+        if values:
+            self._proofs.ask(values, self._proved, now_s)
+
+    def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
+        """Chunks of the suspected share that are not here: the first ``MAX_CHECKS_PER_PACKET``, since a reference may
+        claim any number; one suffices where nothing of the share is in its place.
+        """
+        share = self._store.shares.get(key)
+        if not share:
+            return []
+        packed = latest_ref(share)
+        ref = ChunkRef.unpack(packed)
+        its = range(suspect.server, ref.chunks, ref.tag.servers)
+        missing = (index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed))
+        return list(islice(missing, 1 if suspect.nothing else MAX_CHECKS_PER_PACKET))
+
+    def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
+        """Drop the block if the loss is proved."""
+        key = packed[:KEY_BYTES]
+        share = self._store.shares.get(key)
+        if self._suspects.pop(key, None) is not None and lost and share:
+            dead = [(key, setting_of(latest_ref(share)))]
+            self._gossip.purge(dead, now_s)
+            self._gossip.notify_ground(dead, now_s)
+
+    def _suspect(self, key: bytes, server: int, now_s: float, nothing: bool = False) -> None:
+        if key not in self._suspects:
+            self._suspects[key] = _Suspect(server, now_s + self._config.confirm_s, self._locator.moves, nothing)
+
+    def _clear(self, key: bytes, server: int) -> None:
+        """The share was found: end the suspicion."""
+        known = self._suspects.get(key)
+        if known is not None and known.server == server:
+            del self._suspects[key]
 
 
 def _chunks_of(server: int, ref: ChunkRef) -> int:
@@ -452,7 +452,7 @@ class ReplicaRepair:
         share = self._store.shares.get(key)
         if not share:
             return {}
-        latest = share[latest_index(share)][0]
+        latest = latest_ref(share)
         servers = ChunkRef.unpack(latest).tag.servers
         groups: dict[tuple[int, int], list[int]] = {}
         for index, (ref, _) in share.items():
