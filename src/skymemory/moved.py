@@ -16,10 +16,11 @@ from types import ModuleType
 MOVED = {
     "skymemory.cache.hierarchy_settings": "skymemory.cache.tiers.store",
     "skymemory.cache.tier": "skymemory.cache.tiers.tier",
-    "skymemory.cache.value": "skymemory.cache.blocks",
+    "skymemory.cache.value": "skymemory.kv.value",
     "skymemory.conductor.seeds": "skymemory.conductor.request",
     "skymemory.engine.named": "skymemory.engine.models",
-    "skymemory.engine.other_prompts": "skymemory.engine.background",
+    "skymemory.engine.background": "skymemory.engine.cake",
+    "skymemory.engine.other_prompts": "skymemory.engine.cake",
     "skymemory.sim.cluster.capacity": "skymemory.sim.cluster.cells",
     "skymemory.sim.cluster.pool_settings": "skymemory.sim.cluster.setup",
     "skymemory.sim.cluster.run": "skymemory.sim.cluster.simulation",

@@ -1,10 +1,10 @@
-"""Which prompts recur, and at what time: learned from when they were seen, without any clock of its own.
+"""Predicts which prompts recur and when, from the times at which they were seen. Has no clock.
 
-A *habit* (``habit``) is a prompt (the blocks that its sightings share) with a local time of day and the days it was
-seen on, which tell whether it comes daily, on working days or once a week. One sighting never makes a habit expected,
-nor do many of one day. Habits of one first block are kept apart where they share less than half of their blocks: a
-system prompt in common does not make two documents one. Memory is bounded by the blocks remembered; what was seen on
-one day only goes first, so it must hold the prompts of a day (of a week, for weekly habits) to know any of them again.
+A *habit* is a prompt (the blocks that its sightings share) with a local time of day and the days on which it was seen,
+from which follows whether it recurs daily, on working days or weekly. A single sighting, or several on one day, predict
+nothing. Habits with the same first block are separate if they share less than half of their blocks, so a common system
+prompt does not merge documents. Memory is bounded by the number of blocks; prompts seen on one day only are evicted
+first, so it must hold the prompts of a day (for weekly habits, of a week).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from skymemory.errors import InvalidInput
 
 DAY_S = 86_400.0
 _FOLLOW = 0.3
-"""How far a habit's time of day follows a new sighting."""
+"""Weight of a new sighting in a habit's time of day."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """These blocks will be wanted at about ``at_s``. ``weight``: days on which they were, old ones less, or weeks."""
+    """Blocks expected to be requested at about ``at_s``. ``weight``: decayed number of days, or of weeks."""
 
     keys: tuple[bytes, ...]
     at_s: float
@@ -33,8 +33,8 @@ class Expectation:
 
 
 class Predictor:
-    """Learns from ``saw``, tells with ``expected``. Times are seconds of any one clock; a day begins at its zero, or
-    with ``zone`` (a name of the tz database; the clock is then Unix time) at midnight there.
+    """Learns from ``saw``, predicts with ``expected``. Times are seconds of one clock; days begin at multiples of
+    ``day_s``, or at midnight in ``zone`` (a name of the tz database; times are then Unix time).
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Predictor:
         day_s: float = DAY_S,
         zone: str | None = None,
     ) -> None:
-        """``decay`` is what a day leaves of a weight: it must be less than ``least_weight``, from which on a habit is
-        expected, so that once is never enough. Sightings within ``tolerance_s`` of a habit's time belong to it.
+        """``decay``: factor of a weight per day; less than ``least_weight``, the threshold of an expectation, so that
+        one sighting is never enough. Sightings within ``tolerance_s`` of a habit's time belong to it.
         """
         if not 0 < decay < least_weight:
             raise InvalidInput(f"decay {decay} and least weight {least_weight}: expected 0 < decay < least weight")
@@ -77,7 +77,7 @@ class Predictor:
         return self._once_blocks + self._recurring_blocks
 
     def saw(self, keys: Sequence[bytes], at_s: float) -> None:
-        """A prompt with these blocks (a chain from its first) was asked for."""
+        """A prompt with these blocks, from its first on, was requested."""
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
             return
@@ -93,12 +93,12 @@ class Predictor:
         self._make_room()
 
     def expected(self, now_s: float, horizon_s: float) -> list[Expectation]:
-        """What will probably be asked for from now until ``horizon_s`` later, each prompt once, soonest first."""
+        """Prompts expected within ``horizon_s``, each once, soonest first."""
         found = [self._next(habit, now_s, now_s + horizon_s) for habit in self._recurring]
         return sorted((next_one for next_one in found if next_one), key=lambda expectation: expectation.at_s)
 
     def _next(self, habit: Habit, now_s: float, until_s: float) -> Expectation | None:
-        """The next time it comes before ``until_s``; no further ahead than a week, by which all repeats."""
+        """Its next occurrence before ``until_s``, at most a week ahead."""
         local_now_s = self._local.to_local(now_s)
         today = math.floor(local_now_s / self._day_s)
         first = max(math.ceil((local_now_s - habit.time_s) / self._day_s), habit.day + 1)
@@ -113,22 +113,22 @@ class Predictor:
 
     @property
     def zone(self) -> str | None:
-        """The time zone that days and times are of; None is the clock's own."""
+        """Time zone of days and times; None: the clock's own."""
         return self._local.zone
 
     @property
     def habits(self) -> list[Habit]:
-        """All of them, in the order in which they would be forgotten within their kind; theirs to read only."""
+        """All habits, each kind in order of eviction; read-only."""
         return [*self._once, *self._recurring]
 
     def restore(self, habits: Iterable[Habit]) -> None:
-        """Take over habits that were learned before, as another predictor's ``habits`` gave them."""
+        """Add habits from another predictor's ``habits``."""
         for habit in habits:
             self._put_in(habit)
         self._make_room()
 
     def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> Habit | None:
-        """The habit this sighting belongs to: at about this time, sharing at least half of the shorter chain."""
+        """The habit of this sighting: at about this time, sharing at least half of the shorter chain."""
         best, longest = None, 0
         for habit in self._by_root.get(chain[0], ()):
             shared = _shared(habit.keys, chain)
@@ -138,7 +138,7 @@ class Predictor:
         return best
 
     def _day_of(self, habit: Habit, at_s: float) -> int:
-        """The day on which the habit's time is nearest to ``at_s``: just before midnight is near just after."""
+        """The day on which the habit's time is nearest to ``at_s``; before midnight may be the next day."""
         return round((at_s - habit.time_s) / self._day_s)
 
     def _refresh(self, habit: Habit, chain: tuple[bytes, ...], at_s: float) -> None:
@@ -168,7 +168,7 @@ class Predictor:
             self._once_blocks -= len(habit.keys)
 
     def _make_room(self) -> None:
-        """What recurs may fill all but a quarter, which newcomers need to become known; the oldest go first."""
+        """Evict the oldest; recurring habits may use three quarters, the rest is for new ones."""
         while self._recurring_blocks > max(1, self._capacity_blocks * 3 // 4) and len(self._recurring) > 1:
             self._forget(next(iter(self._recurring)))
         while self.blocks > self._capacity_blocks:
@@ -184,7 +184,7 @@ class Predictor:
 
 
 def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """Leading blocks that two chains have in common. Hashes are chained, so equal ones have equal pasts."""
+    """Length of the common prefix; binary search, as equal chained hashes imply equal prefixes."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -195,32 +195,28 @@ def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
     return low
 
 
-# One habit: a prompt, its time of day, and on which of the last days it was seen; whether it comes on a given day.
+# --- one habit: is it expected on a given day? ---
 #
-# Two rules compete, and for each habit the one that would have been right more often in the last three weeks decides:
-#
-# - *daily*: it comes while the days on which it came, old ones decayed, weigh enough;
-# - *weekly*: it comes if it came on most of the last three days of the same name. So Mondays are learned, and
-# weekends.
-#
-# Neither expects what was seen once: the weekly rule wants two of those days.
+# For each habit, the rule that would have been right more often in the last three weeks decides:
+# - daily: expected while the decayed number of its days is high enough;
+# - weekly: expected if it occurred on most of the last three days of this weekday, and on two at least.
 
 
 WEEK_DAYS = 7
 _WEEKS = 3
 _JUDGED_DAYS = 3 * WEEK_DAYS
 KEPT_DAYS = _JUDGED_DAYS + _WEEKS * WEEK_DAYS
-"""How far back sightings are remembered: for each day judged, the weeks before it."""
+"""How far back sightings are kept: the judged days, and the weeks before each."""
 
 
 @dataclass(slots=True, eq=False)
 class Habit:
-    """Days are counted from any one; times are seconds of the local day."""
+    """A recurring prompt. Days are day numbers; ``time_s`` is in seconds of the local day."""
 
     keys: tuple[bytes, ...]
     time_s: float
     day: int
-    """Of the last sighting."""
+    """Day of the last sighting."""
     first_day: int
     seen: int = 1
     """Bit n: seen on day - n."""
@@ -238,9 +234,8 @@ class Habit:
         return day <= self.day and bool(self.seen >> (self.day - day) & 1)
 
     def weight_on(self, day: int, *, today: int, decay: float, least_weight: float) -> float | None:
-        """How much speaks for it on ``day``, after the last sighting and not before ``today``; None if too little does.
-
-        By the daily rule days on which it was seen, old ones less; by the weekly one the weeks.
+        """Weight of the expectation on ``day`` (after the last sighting, not before ``today``); None if below the
+        threshold. Decayed days by the daily rule, weeks by the weekly one.
         """
         if day - self.day > KEPT_DAYS:
             return None
@@ -251,7 +246,7 @@ class Habit:
         return weight if weight >= least_weight else None
 
     def _weekly_is_better(self, today: int, decay: float, least_weight: float) -> bool:
-        """Whether, over the days before ``today`` for which there was a week to go by, it was wrong less often."""
+        """Whether the weekly rule was wrong less often, over the days before ``today`` with an earlier week."""
         daily_wrong = weekly_wrong = 0
         for day, weight in self._weights(today - 1, decay):
             weeks = self._weeks(day)
@@ -262,14 +257,14 @@ class Habit:
         return weekly_wrong < daily_wrong
 
     def _weights(self, last_day: int, decay: float) -> Iterator[tuple[int, float]]:
-        """Each day until ``last_day``, with what the days before it weigh."""
+        """Each day until ``last_day``, with the decayed weight of the days before it."""
         weight = 0.0
         for day in range(max(self.first_day, self.day - KEPT_DAYS + 1), last_day + 1):
             yield day, weight
             weight = (weight + self.was_seen(day)) * decay
 
     def _weeks(self, day: int) -> list[bool]:
-        """Whether it came one, two, three weeks before ``day``, as far as it was known then."""
+        """Whether it occurred one, two and three weeks before ``day``, as far as it is known."""
         oldest = max(self.first_day, self.day - KEPT_DAYS + 1)
         before = (day - WEEK_DAYS * number for number in range(1, _WEEKS + 1))
         return [self.was_seen(at) for at in before if at >= oldest]
@@ -279,28 +274,23 @@ def _most(weeks: list[bool]) -> bool:
     return 2 * sum(weeks) > len(weeks)
 
 
-# Seconds as people's clocks on the wall count them, for habits that keep local time when clocks change.
-
-
 _EPOCH = datetime(1970, 1, 1)
 
 
 class LocalTime:
-    """Unix seconds to local seconds (since 1970-01-01 00:00 on that wall) and back. Without a zone both are the same.
+    """Converts Unix seconds to local seconds (since 1970-01-01 00:00 local time) and back; identity without a zone.
 
-    Where clocks go back an hour comes twice: the first is meant. Where they go forward one is left out: what is asked
-    for in it is an hour later on the wall, at the same moment as before the change.
+    In the hour that occurs twice when clocks go back, the first is used; a time in the hour skipped when clocks go
+    forward maps to an hour later.
     """
 
     def __init__(self, zone: str | None = None) -> None:
-        """``zone`` is a name of the tz database, such as Europe/Berlin; None is UTC, or any clock as it is."""
+        """``zone``: a name of the tz database, such as Europe/Berlin; None: no conversion."""
         self.zone = zone
         try:
             self._zone = None if zone is None else ZoneInfo(zone)
         except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-            raise InvalidInput(
-                f"time zone {zone!r} is not known here: expected a name such as Europe/Berlin"
-            ) from error
+            raise InvalidInput(f"unknown time zone {zone!r}: expected a name such as Europe/Berlin") from error
 
     def to_local(self, at_s: float) -> float:
         if self._zone is None:

@@ -1,4 +1,4 @@
-"""What is expected is brought near in time: the predictor's expectations, handed to a tier that can prefetch."""
+"""Prefetches the prompts that the predictor expects, and keeps its habits in a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """An expectation by what it is about: the same one is not acted on twice."""
+    """Identifies an expectation, so that it is not prefetched twice."""
 
     root: bytes
     blocks: int
@@ -35,16 +35,16 @@ class _Due:
 
 
 class PrefetchScheduler:
-    """Tell it of every prompt with ``saw``; call ``tick`` more often than every ``lead_s``, or let ``running`` do so.
+    """Call ``saw`` for every prompt, and ``tick`` more often than every ``lead_s`` (``running`` does so in a thread).
 
-    What is expected within ``lead_s`` is prefetched, once, or up to three times where that fails. Give it a store of
-    its own: a copy from far away may take seconds, and reads of the same client would wait. ``saw`` only notes and may
-    be called from any thread. ``clock`` is the store's: Unix time.
+    Prompts expected within ``lead_s`` are prefetched, with up to three attempts. Use a separate store: a prefetch may
+    take seconds, and reads of the same client would wait. ``saw`` is cheap and thread-safe. ``clock``: the store's,
+    Unix time.
 
-    With ``habits_file`` what was learned outlives the process: it is read now, and written by ``tick`` a minute after
-    something was seen and when ``running`` ends (or by ``save``). One process at a time: the last to write wins. A file
-    that cannot be used is set aside as ``<name>.bad``, with a warning, and learning begins anew: forecasts are no
-    reason not to serve. One that a later release wrote stays where it is, and nothing is written then.
+    With ``habits_file`` habits survive the process: read at construction, written by ``tick`` a minute after a
+    sighting, at the end of ``running``, and by ``save``. For one process at a time: the last to write wins. An unusable
+    file is renamed to ``<name>.bad`` with a warning, and learning starts from scratch. A file of a later release is
+    left alone, and nothing is written.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PrefetchScheduler:
         habits_file: Path | None = None,
     ) -> None:
         if lead_s <= 0:
-            raise InvalidInput(f"a lead of {lead_s} s: expected more than 0")
+            raise InvalidInput(f"lead_s is {lead_s}: expected more than 0")
         self.counters = counters if counters is not None else Counters()
         self._store = store
         self._predictor = predictor if predictor is not None else Predictor()
@@ -77,7 +77,7 @@ class PrefetchScheduler:
         except LaterFile as error:
             self.counters.add("habits_files_later_version_total")
             self._habits_file = None
-            _log.warning("%s; it stays as it is: habits are learned anew, and not kept", error)
+            _log.warning("%s; it is left alone: habits are learned from scratch and not saved", error)
         except InvalidInput as error:
             self.counters.add("habits_files_refused_total")
             aside = path.with_name(path.name + ".bad")
@@ -85,10 +85,10 @@ class PrefetchScheduler:
                 path.replace(aside)
             except OSError as refusal:
                 raise InvalidInput(f"{error}; and it cannot be set aside as {aside}: {refusal.strerror}") from error
-            _log.warning("%s; set aside as %s, habits are learned anew", error, aside)
+            _log.warning("%s; renamed to %s, habits are learned from scratch", error, aside)
 
     def save(self) -> None:
-        """Write the habits file now, if there is to be one. One that cannot be written is counted, and warned of."""
+        """Write the habits file, if there is one. A failure is counted and logged."""
         if self._habits_file is None:
             return
         with self._lock:
@@ -100,7 +100,7 @@ class PrefetchScheduler:
                 _log.warning("habits cannot be written to %s: %s", self._habits_file, error.strerror)
 
     def saw(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks (a chain from its first) is asked for now."""
+        """A prompt with these blocks, from its first on, is requested now."""
         with self._lock:
             now_s = self._clock()
             self._predictor.saw(keys, now_s)
@@ -108,7 +108,7 @@ class PrefetchScheduler:
                 self._unsaved_since_s = now_s
 
     def tick(self) -> int:
-        """Prefetch what is due; how many values are now where they will be wanted."""
+        """Prefetch what is due; returns the number of values prefetched."""
         now_s = self._clock()
         if self._unsaved_since_s is not None and now_s - self._unsaved_since_s >= _SAVE_S:
             self.save()
@@ -127,7 +127,7 @@ class PrefetchScheduler:
 
     @contextmanager
     def running(self, every_s: float = 30.0) -> Iterator[None]:
-        """Ticks in a thread of its own while entered; leaving waits for the copy in progress."""
+        """Call ``tick`` in a thread while entered; leaving waits for the current prefetch."""
         stopping = threading.Event()
 
         def tick_on() -> None:
@@ -155,19 +155,17 @@ class PrefetchScheduler:
         return near
 
 
-# A predictor's habits in a file, so that they outlive the process: written whole or not at all, read strictly.
-#
-# JSON, readable by its owner only: it tells which prompts come when, by their hashes.
+# --- the habits file: JSON, written atomically, read strictly; private, as it shows which prompts recur when ---
 
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 << 20
-"""Four times what 100,000 blocks take, so that a wrong file fills no memory."""
+"""Four times the size of 100,000 blocks."""
 _MOST_KEY_DIGITS = 128
 
 
 def save_habits(predictor: Predictor, path: Path) -> None:
-    """Replace the file with what the predictor knows, at once. Raises ``OSError``."""
+    """Replace the file atomically. Raises OSError."""
     found = {
         "version": FORMAT_VERSION,
         "zone": predictor.zone,
@@ -186,11 +184,11 @@ def save_habits(predictor: Predictor, path: Path) -> None:
 
 
 def load_habits(predictor: Predictor, path: Path) -> None:
-    """Give a fresh predictor what the file knows.
+    """Restore the file's habits into a new predictor.
 
     Raises:
-        InvalidInput: the file cannot be read, is no habits file, or was learned in another time zone; LaterFile if a
-            later release wrote it.
+        InvalidInput: the file cannot be read, is not a habits file, or has another time zone; LaterFile if a later
+            release wrote it.
     """
     zone, habits = read_habits(path)
     if zone != predictor.zone:
@@ -199,7 +197,7 @@ def load_habits(predictor: Predictor, path: Path) -> None:
 
 
 def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
-    """The time zone and the habits in the file. Raises ``InvalidInput``."""
+    """Time zone and habits of the file. Raises InvalidInput."""
     try:
         with open_file(path) as file:
             text = file.read(MAX_FILE_BYTES + 1)

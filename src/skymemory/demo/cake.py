@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import Pace
 from skymemory.demo.screen import Screen
-from skymemory.engine.background import OtherPrompts
+from skymemory.engine.cake import OtherPrompts
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
 from skymemory.store.memory import MemoryStore

@@ -1,37 +1,39 @@
-"""A transformers model as the computing side of Cake: chunked prefill in place, one step at a time.
+"""Cake for a transformers model: chunked prefill from the front, loading from the back, in one preallocated cache.
 
-The cache's room is allocated before anything is asked for. Steps are written behind one another into its front by the
-model, chunks into its back by the fetching threads, and nothing is moved or concatenated afterwards.
+The model writes its steps into the front of the cache's memory, the fetching threads write chunks into its back;
+nothing is moved or concatenated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from skymemory.cache.cake.cake import Cake, Sides
 from skymemory.cache.cake.scheduler import ComputeStep
 from skymemory.cache.cake.session import LoadingSession
 from skymemory.cache.results import LoadResult
 from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.prompts import at_positions
+from skymemory.engine.prompts import TokenIds, at_positions, flat_ids, forward_options
+from skymemory.errors import InvalidInput
 
 _NOTHING_TO_DO_S = 0.005
 
 
 class Beside(Protocol):
-    """The engine's other requests, which share its steps with the prompt that is being loaded."""
+    """The engine's other requests, which share its steps with the prompt being loaded."""
 
     def ours(self, step_tokens: int) -> int:
-        """Of the next step's tokens, those that the loaded prompt gets; 0 pauses its computing."""
+        """Tokens of the next step for the prompt being loaded; 0 pauses its computing."""
 
     def run(self, tokens: int, until: Callable[[], bool]) -> int:
-        """Compute up to ``tokens`` tokens of the others, in this thread; how many it were.
+        """Compute up to ``tokens`` tokens of the others, in this thread; returns the number computed.
 
-        Between two of its forward passes it asks ``until`` and ends where that is true: the prompt is there.
+        Stops between two forward passes when ``until`` returns True: the prompt is complete.
         """
 
 
@@ -42,17 +44,17 @@ class CakePrefill:
         self.cake = cake
         self.beside: Beside | None = None
         self.on_chunks: Callable[[int], object] | None = None
-        """Told the number of chunks of each prompt, before the first of them is settled."""
+        """Called with the number of chunks of each prompt, before ``on_settled``."""
         self.on_settled: Callable[[int, str], object] | None = None
         self.scheduling_s = 0.0
-        """What scheduling took of the last prompt, all threads together."""
+        """Seconds spent scheduling the last prompt, over all threads."""
         self._model = model
         self._options = options
 
     def load(
         self, cache: SkyCache, ids: Tokens, limit_tokens: int, seconds: dict[str, float], sides: Sides
     ) -> LoadResult:
-        """Fill ``cache`` with the prompt up to the last block that the store has (``limit_tokens`` at most)."""
+        """Fill ``cache`` with the prompt up to its last stored block, at most ``limit_tokens``."""
         step_tokens = self.cake.settings.step_tokens
         budget = min(self.beside.ours(step_tokens), step_tokens) if self.beside is not None else step_tokens
         load = self.cake.open(
@@ -103,7 +105,7 @@ class CakePrefill:
                 session.set_budget(budget)
 
     def _compute(self, step: ComputeStep, cache: SkyCache, ids: Tokens, prompt: torch.Tensor) -> None:
-        """Prefill the tokens of ``step`` behind those before it, which are all in their place."""
+        """Prefill the tokens of ``step``; all before them are in place."""
         if cache.get_seq_length() != step.first_token:
             cache.fill(ids[: step.first_token])
         with torch.inference_mode():
@@ -115,4 +117,63 @@ class CakePrefill:
                 **at_positions(self._model, step.first_token, step.tokens),
             )
         if prompt.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the step is timed, and its end is told
+            torch.cuda.current_stream().synchronize()  # the step's end is measured
+
+
+class OtherPrompts:
+    """A ``Beside``: computes ``prompts`` one after the other with ``1 - share`` of every step.
+
+    At most ``piece_tokens`` per forward pass. ``again``: start each prompt again when it is done, so that there is
+    always other work. ``share`` may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Iterable[TokenIds],
+        share: float,
+        *,
+        piece_tokens: int = 128,
+        again: bool = False,
+    ) -> None:
+        self._model = model
+        self._options = forward_options(model)
+        self._waiting = deque((at, torch.from_numpy(flat_ids(ids))[None]) for at, ids in enumerate(prompts))
+        if any(not ids.shape[1] for _, ids in self._waiting):
+            raise InvalidInput("a prompt with no tokens cannot be computed")
+        if not 0 <= share <= 1 or piece_tokens < 1:
+            raise InvalidInput(f"share must be 0 to 1 and piece_tokens at least 1, got {share} and {piece_tokens}")
+        self.share = share
+        self._piece_tokens = piece_tokens
+        self._again = again
+        self._cache: DynamicCache | None = None
+        self.computed_tokens = 0
+        self.finished: dict[int, DynamicCache] = {}
+        """Caches of the finished prompts, by number; empty with ``again``."""
+
+    def ours(self, step_tokens: int) -> int:
+        return round(step_tokens * self.share) if self._waiting else step_tokens
+
+    def run(self, tokens: int, until: Callable[[], bool]) -> int:
+        ran = 0
+        while ran < tokens and self._waiting and not until():
+            number, ids = self._waiting[0]
+            if self._cache is None:
+                self._cache = DynamicCache()
+            start = self._cache.get_seq_length()
+            piece = ids[:, start : start + min(tokens - ran, self._piece_tokens)]
+            with torch.inference_mode():
+                options = {**self._options, **at_positions(self._model, start, piece.shape[1])}
+                self._model(
+                    input_ids=piece.to(self._model.device), past_key_values=self._cache, use_cache=True, **options
+                )
+            ran += piece.shape[1]
+            if start + piece.shape[1] == ids.shape[1]:
+                self._waiting.popleft()
+                if self._again:
+                    self._waiting.append((number, ids))
+                else:
+                    self.finished[number] = self._cache
+                self._cache = None
+        self.computed_tokens += ran
+        return ran

@@ -1,4 +1,4 @@
-"""How far the model's next word moves when its prefix comes from the cache: nothing in float32, rounding in 16 bit."""
+"""Compares next-token logits with and without the cache: equal in float32, within rounding in 16 bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LogitDistance:
     max_abs: float
     rms: float
     spread: float
-    """Standard deviation of the logits themselves: what ``rms`` is to be compared with."""
+    """Standard deviation of the logits, for comparison with ``rms``."""
     same_choice: bool
     """Whether greedy decoding would choose the same next token."""
     choice_margin: float
-    """By how much the chosen token leads without the cache."""
+    """Lead of the best token over the second without the cache."""
 
     def describe(self) -> str:
         """One line for people and logs."""

@@ -1,4 +1,4 @@
-"""Why is my hit rate 0? A model, a tokenizer and a store tried as a request would use them, one finding for each."""
+"""Diagnoses a hit rate of 0: tries model, tokenizer and store as a request would, with one finding for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was tried (``what``), whether it is well, and what is to be known or done."""
+    """One check: what was tried, whether it passed, and an explanation."""
 
     what: str
     well: bool
@@ -32,7 +32,7 @@ class Finding:
 class Examination:
     findings: tuple[Finding, ...]
     context: dict[str, str | int | bool]
-    """As ``CacheContext.describe`` has it: what two computers must agree in to share blocks. Empty: there is none."""
+    """``CacheContext.describe``: what two computers must agree on to share blocks. Empty if there is none."""
 
     @property
     def well(self) -> bool:
@@ -47,9 +47,9 @@ def examine(
     other: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Examination:
-    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and say what was met.
+    """Serve the first blocks of ``text`` twice, computed and then from ``store``.
 
-    ``other``: the context of another computer, as an examination there has it. ``options``: of ``KVCManager``.
+    ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
     """
     found: list[Finding] = []
     try:
@@ -129,7 +129,7 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> Finding:
             "store",
             False,
             f"{kvc.store.name} refused {stored.refused_blocks} of {stored.blocks} blocks of "
-            f"{format_size(kvc.layout.block_bytes)}: it is full of what may not go, too small, or does not answer",
+            f"{format_size(kvc.layout.block_bytes)}: it is full of pinned values, too small, or does not answer",
         )
     after = kvc.get_cache_ids(ids).result
     took = format_duration(time.perf_counter() - began_s)

@@ -1,9 +1,15 @@
-"""What the model is given with a cache of ours: seen when it is called, never assumed."""
+"""Hooks on a user's model: the guard, which checks every call with one of our caches; and the clock that times passes.
+
+A call (``Guard.__call__``): check that the model is unchanged, compare its input tokens with the loaded ones, turn the
+common prefix into contents of the cache and cut it from the input, and note the tokens that the model appends.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from skymemory.cache.patience import ComputeRate
 from skymemory.engine.kv_cache import SkyCache, Tokens
 from skymemory.engine.prompts import at_positions, forward_options
 from skymemory.engine.substance import Care
@@ -24,24 +31,23 @@ _log = logging.getLogger(__name__)
 
 _ALONG_THE_PROMPT = ("input_ids", "position_ids", "cache_position")
 _ALL_ALONG = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
-"""Arguments that ask for something of each token."""
+"""Arguments that request an output for each token."""
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments with a number for each token; in most models they say nothing where all are 0."""
+"""Arguments with a type per token; in most models all zeros have no effect."""
 
 
 class Guard:
-    """Looks at every call of ``model`` with one of our caches, before anything is computed: for as long as anybody,
-    the manager or a cache, holds it.
+    """Checks every call of ``model`` with one of our caches before it computes, while the manager or a cache lives.
 
-    It compares what the model is given with what lies loaded in the cache, from the first token on, and leaves out what
-    is the same: so a cache of another prompt, or one used before, costs computing and never changes a result. It notes
-    what the model puts in, so that no block is ever stored under a wrong name.
+    It compares the input with the tokens loaded in the cache and skips the common prefix: so a cache of another prompt,
+    or one used before, costs computing and never changes a result. It notes the tokens that the model appends, so that
+    no block is stored under a wrong hash.
     """
 
     def __init__(
         self, model: PreTrainedModel, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
-        """``same``: whether the model is the one of this context still, looked at with such care."""
+        """``same``: whether the model still matches a context, checked with the given care."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._last_logits = forward_options(model)
@@ -49,7 +55,7 @@ class Guard:
         self._same = same
         self._silent_types = {name for name in _TYPES if name in self._parameters and _says_nothing(model, name)}
         self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
-        """Whether the model counts positions on from where its last image left them, be that another prompt's."""
+        """Whether the model keeps position offsets of its last image, even for another prompt."""
         for hook in (
             model.register_forward_pre_hook(GuardHook(self), with_kwargs=True),
             model.register_forward_hook(GuardHook(self), with_kwargs=True),
@@ -63,9 +69,9 @@ class Guard:
         cache = given.get("past_key_values")
         if not isinstance(cache, SkyCache) or cache.guard is not self or module is not self._model:
             return None
-        unused = given.get("use_cache") is False  # then each call has all tokens
+        unused = given.get("use_cache") is False  # each call then has all tokens
         if unused and cache._is_user_defined:
-            cache.rewind()  # generate passes it with each of them all the same
+            cache.rewind()  # generate passes the cache with each of them anyway
         if cache.torn:
             _check_whole(cache)
         if cache.padding:
@@ -78,7 +84,7 @@ class Guard:
         self.look(cache, Care.STEP if step else Care.CALL if start else Care.USE)
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
-        if not cache.saw(start):  # what is loaded is not what comes behind such contents
+        if not cache.saw(start):  # the loaded tokens do not continue contents from unseen passes
             cache.loaded = cache.loaded[:start]
         if len(cache.loaded) > start or (not start and (cache.states or cache.used_before)):
             given = self._advance(cache, start, given)
@@ -92,7 +98,7 @@ class Guard:
         return (), given
 
     def look(self, cache: SkyCache, care: Care = Care.USE) -> None:
-        """Take back what is loaded, and store nothing, where the model is no longer the one that the cache is of."""
+        """If the model has changed since the cache was made, drop the loaded tokens and store nothing from it."""
         if cache.context is not None and self._same(cache.context, care):
             return
         if (more := len(cache.loaded) - cache.get_seq_length()) > 0:
@@ -104,11 +110,11 @@ class Guard:
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A cache that comes from elsewhere is for no model here: all of its prompt is computed."""
+        """A cache from another process belongs to no model here: its whole prompt is computed."""
         return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
-        """What is left to compute of what the model is ``given``, once loaded tokens have become contents."""
+        """Turn loaded tokens into contents as far as the input matches; returns the rest of the input."""
         loaded = cache.loaded[start:]
         if not start:
             _check_begins(cache, given)
@@ -144,8 +150,8 @@ class Guard:
         return _behind(given, call.padding + usable, call.padding)
 
     def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
-        """Where states are to be kept the model's passes have to end: run it up to the last such place, as far as all
-        rows are the same; how many tokens that was. ``begun`` of the call's are contents already.
+        """Run the model up to the last place where recurrent states are kept (a pass must end there), as far as all
+        rows are equal; returns the number of tokens. ``begun`` of the call's tokens are contents already.
         """
         start = cache.get_seq_length() - begun
         end = min(call.tokens - call.kept, call.same_in_all_rows())
@@ -164,7 +170,7 @@ class Guard:
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
-        """A crop has brought tokens in sight of windows that were never loaded."""
+        """Recompute a cropped cache, whose windows now reach tokens that were never loaded."""
         known, padding, rows = cache.tokens(), cache.padding, cache.rows
         if len(known) != start:
             raise CacheMisuse(
@@ -187,17 +193,17 @@ class Guard:
         cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
-        """Of the next ``loaded`` tokens only ``usable`` may become contents."""
+        """Only ``usable`` of the next ``loaded`` tokens may become contents; count and log the others."""
         self._counters.add("unused_tokens_total", loaded - usable, why)
         _log.warning("a cache was used with %s: of its %d loaded tokens %d are of use", why, loaded, usable)
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
     def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
-        """What the model is given, where that is tokens at consecutive positions from ``start`` on; else what it is."""
+        """The input, if it is tokens at consecutive positions from ``start`` on; else a description of what it is."""
         ids = given.get("input_ids")
         if ids is None or ids.dim() != 2:
             return "embeddings instead of tokens"
-        # who does not ask for the last logits only wants all of them, where that can be asked for
+        # a caller that does not request only the last logits wants all, if the model can be asked for fewer
         kept = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
         if not isinstance(kept, int) or kept < 1 or any(self._asked(name, given) for name in _ALL_ALONG):
             return "more asked for than its last logits"
@@ -224,19 +230,19 @@ class Guard:
         return _Call(ids[:, padding:], padding, kept)
 
     def _asked(self, name: str, given: dict[str, Any]) -> bool:
-        """Whether a result that has something of each token is wanted, by this call or by the configuration."""
+        """Whether this call or the configuration requests an output for each token."""
         value = given.get(name)
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-        """Whether the model is given one sequence, in every row, at consecutive positions from ``start`` on, with
-        nothing masked and nothing beside it.
+        """Whether every row is the same tokens, at consecutive positions from ``start`` on, unmasked and without other
+        inputs.
         """
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
             return False
         rows, width = ids.shape
-        if width == 1 and ids.device.type != "cpu":  # a decoding step: to look would stall the device, and what could
-            return bool(rows == 1)  # be wrong was seen at the prefill
+        if width == 1 and ids.device.type != "cpu":  # a decoding step: checking would stall the device, and the
+            return bool(rows == 1)  # prefill was checked
         if any(self._says_more(name, value) for name, value in options.items()):
             return False
         if rows > 1 and not bool((ids == ids[:1]).all()):
@@ -251,14 +257,14 @@ class Guard:
         return (places is None or _counts(places, start, end)) and (positions is None or _counts(positions, start, end))
 
     def _says_more(self, name: str, value: object) -> bool:
-        """Whether this argument is an input beside tokens, their mask and their positions."""
+        """Whether this argument is an input other than tokens, mask and positions."""
         if name in _ALONG_THE_PROMPT or name == "attention_mask" or not _has_tensors(value):
             return False
         return not (name in self._silent_types and isinstance(value, torch.Tensor) and not bool(value.any()))
 
 
 class GuardHook:
-    """What is on the model: it does not keep the guard."""
+    """The hook on the model; holds the guard weakly."""
 
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = None if guard is None else weakref.ref(guard)
@@ -268,7 +274,7 @@ class GuardHook:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *output: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         guard = self._guard() if self._guard is not None else None
-        if kwargs is None:  # taken away after this pass began: torch no longer knows that it wants them
+        if kwargs is None:  # removed after this pass began: torch no longer passes kwargs
             return None
         if output:  # the pass has ended
             if isinstance(cache := kwargs.get("past_key_values"), SkyCache):
@@ -277,19 +283,19 @@ class GuardHook:
         return None if guard is None else guard(module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
-        """A copied model is none that we know."""
+        """A copied model has no guard."""
         return GuardHook, ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Tokens that continue a cache, in every row as many; ``padding`` is left of them."""
+    """Input tokens that continue a cache, with left ``padding``."""
 
     ids: torch.Tensor
     """(rows, tokens), without the padding."""
     padding: int
     kept: int
-    """So many of the last tokens must be computed, for their logits are wanted."""
+    """Number of last tokens that must be computed for their logits."""
 
     @property
     def rows(self) -> int:
@@ -300,12 +306,12 @@ class _Call:
         return int(self.ids.shape[1])
 
     def same_in_all_rows(self) -> int:
-        """The first tokens that all rows share."""
+        """Number of leading tokens that all rows share."""
         differing = (self.ids != self.ids[:1]).any(dim=0).nonzero()
         return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
-        """The first tokens that are those of ``loaded`` in all rows."""
+        """Number of leading tokens equal to ``loaded`` in all rows."""
         length = min(len(loaded), self.tokens)
         ids = self.ids[:, :length].cpu().numpy()
         differing = np.flatnonzero((ids != loaded[:length]).any(axis=0))
@@ -313,7 +319,7 @@ class _Call:
 
 
 def _says_nothing(model: torch.nn.Module, name: str) -> bool:
-    """Whether ``name`` makes no difference where all of it is 0: tried with two tokens."""
+    """Whether all zeros for ``name`` have no effect: tried with two tokens."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode():
         without, given = (model(input_ids=ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
@@ -321,7 +327,7 @@ def _says_nothing(model: torch.nn.Module, name: str) -> bool:
 
 
 def _counts(positions: torch.Tensor, start: int, end: int) -> bool:
-    """Whether each row of them is ``start`` .. ``end - 1``."""
+    """Whether each row is ``start`` .. ``end - 1``."""
     if positions.shape[-1] != end - start:
         return False
     if positions.numel() == 1:  # a decoding step waits for this
@@ -345,7 +351,7 @@ def _behind(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
 
 
 def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
-    """As if the prompt had not been padded."""
+    """The input as if the prompt had not been padded."""
     left = dict(given)
     if padding and (mask := left.get("attention_mask")) is not None:
         left["attention_mask"] = mask[:, padding:]
@@ -355,7 +361,7 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    """Raises CacheMisuse where the caller takes what is loaded for contents, and has not called ``begin``."""
+    """Raises CacheMisuse where the caller takes loaded tokens for contents without having called ``begin``."""
     ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
@@ -368,22 +374,22 @@ def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
     ):
         raise CacheMisuse(
             f"the model is given the {ids.shape[1]} tokens behind what was loaded, and the cache reports none yet: "
-            "call cache.begin() and pass what is behind so many tokens, or pass the whole prompt"
+            "call cache.begin() and pass the tokens behind its result, or pass the whole prompt"
         )
 
 
 def _check_whole(cache: SkyCache) -> None:
-    """After a pass that failed: begins anew where nothing was held, else raises CacheMisuse."""
+    """After a failed pass: reset an empty cache; raises CacheMisuse for one with contents."""
     if cache.get_seq_length():
         raise CacheMisuse(
-            "a pass with this cache failed on its way, and has left some layers further than others: get another one "
-            "and pass it all tokens, past_key_values=kvc.get_cache(tokens)"
+            "a forward pass with this cache failed and left its layers at different lengths: get another one and pass "
+            "all tokens, past_key_values=kvc.get_cache(tokens)"
         )
     cache.rewind()
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:
-    """Raises CacheMisuse where the caller counts other tokens before these than the cache holds."""
+    """Raises CacheMisuse where the attention mask counts other tokens before these than the cache holds."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]
@@ -392,3 +398,87 @@ def _check_goes_on(start: int, given: dict[str, Any]) -> None:
                 f"the model is given {ids.shape[1]} tokens behind {before}, and a cache of {start}: it has served "
                 "another call. Get one for each call: past_key_values=kvc.get_cache(prompt)"
             )
+
+
+# --- the compute clock: how long a prompt's tokens take, for the patience with stores ---
+
+_ROWS = 64
+_RUNS = 3
+
+
+def estimated_token_s(model: torch.nn.Module) -> float | None:
+    """Estimated seconds per prompt token, for use before a pass was measured: times the model's largest matrix with
+    ``_ROWS`` tokens and scales by all matrices. None for a model without matrices.
+
+    A lower bound: attention and per-layer overhead are not counted. Embedding and head are excluded, as one is a
+    look-up and the other is computed for the last token only.
+    """
+    apart = {
+        weight
+        for module in (_part(model, "get_input_embeddings"), _part(model, "get_output_embeddings"))
+        if (weight := getattr(module, "weight", None)) is not None
+    }
+    matrices = [one for one in model.parameters() if one.dim() == 2 and one.is_floating_point() and one not in apart]
+    largest = max(matrices, key=torch.Tensor.numel, default=None)
+    if largest is None or largest.is_meta:
+        return None
+    rows = torch.ones((_ROWS, largest.shape[1]), dtype=largest.dtype, device=largest.device)
+    took_s = []
+    with torch.inference_mode():
+        for _ in range(_RUNS):
+            began_s = time.perf_counter()
+            _ = torch.nn.functional.linear(rows, largest)[0, 0].item()  # .item() waits for the device
+            took_s.append(time.perf_counter() - began_s)
+    times: float = sum(one.numel() for one in matrices) / largest.numel()
+    return min(took_s) / _ROWS * times
+
+
+def _part(model: torch.nn.Module, name: str) -> object:
+    get = getattr(model, name, None)
+    return get() if callable(get) else None
+
+
+class ComputeClock:
+    """Hooks on ``model`` that report the duration of its passes to ``rate``, those of other callers included.
+
+    On CPU only: on other devices a pass returns long before its work is done, and waiting would stall the device.
+    """
+
+    _model: weakref.ref[torch.nn.Module] | None = None
+    """None for the hooks of a copied or pickled model, which is not timed."""
+
+    def __init__(self, model: torch.nn.Module, rate: ComputeRate) -> None:
+        self._rate = rate
+        self._model = weakref.ref(model)
+        if (token_s := estimated_token_s(model)) is not None:
+            rate.assume(token_s)
+        self._begun = threading.local()
+        self._hooks = [
+            model.register_forward_pre_hook(self._begins, with_kwargs=True),
+            model.register_forward_hook(self._ends, with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        self._model = None  # a running pass still calls the hooks, without kwargs
+        for hook in self._hooks:
+            hook.remove()
+
+    def __reduce__(self) -> tuple[object, tuple[type[ComputeClock]]]:
+        return ComputeClock.__new__, (ComputeClock,)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: object = None) -> None:
+        if self._model is not None and self._model() is module:
+            self._begun.at_s = time.perf_counter()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: object = None) -> None:
+        if self._model is None or self._model() is not module:
+            return
+        began_s: float | None = getattr(self._begun, "at_s", None)
+        if began_s is None:  # the pass began before the hooks were added
+            return
+        self._begun.at_s = None
+        given = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(given, torch.Tensor) and given.device.type == "cpu":
+            self._rate.took(given.numel(), time.perf_counter() - began_s)

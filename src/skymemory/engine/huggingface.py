@@ -26,8 +26,7 @@ from skymemory.cache.parts import Part, Parts, Saved
 from skymemory.cache.patience import ComputeRate
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
-from skymemory.engine.compute_clock import ComputeClock
-from skymemory.engine.guard import Guard, GuardHook
+from skymemory.engine.guard import ComputeClock, Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
 from skymemory.engine.prompts import (
@@ -57,12 +56,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GROW_TOKENS = 256
-"""Room left behind a prompt for what is generated; past it the cache is moved once, to a larger room."""
+"""Room behind a prompt for generated tokens; beyond it the cache is copied once, to a larger room."""
 KEEP_CACHES = 2
-"""Caches handed out that are kept alive until ``add_blocks`` comes for them: ``generate`` itself keeps none."""
+"""Handed-out caches kept alive until ``add_blocks``, as ``generate`` keeps none."""
 
 _FOREIGN_TOLERANCE = 0.1
-"""Of the mean size of keys and values: rounding in 16 bits is a tenth of it, other tokens differ by all of it."""
+"""Share of the mean magnitude of keys and values: rounding in 16 bits is a tenth of it, other tokens differ fully."""
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
@@ -70,33 +69,33 @@ _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a cache has to be stored."""
+    """What a cache offers for storing."""
 
     sources: list[CacheSource]
-    """Of each part; none where nothing is covered."""
+    """One per part; empty if no block is covered."""
     ready: list[list[int]]
-    """Of each part the blocks that are to be stored from it."""
+    """For each part, the blocks to store from it."""
     stops: dict[int, bytes]
     covered: int
-    """So many of the prompt's first blocks are its contents."""
+    """Number of the prompt's leading blocks that it contains."""
 
 
 class KVCManager:
     """The KV cache of one model in one store. All methods may be called from any thread, one at a time.
 
     Parameters:
-        model: a decoder-only transformers model that goes on from a cache as if it had computed it, else
-            UnsupportedModel.
+        model: a decoder-only transformers model that continues from a cache as if it had computed it; else
+            UnsupportedModel is raised.
         tokenizer: needed for prompts as text; the token-id forms work without. A processor serves as well.
-        store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. Closed with the
-            manager only if the manager made it.
+        store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. The manager closes only
+            a store that it made.
         codec: "raw" (lossless), "quanto8" or "hqq8" (half the bytes, small loss; needs ``skymemory[hf]``).
-        block_tokens: tokens per block; part of the identity.
+        block_tokens: tokens per block; part of the context.
         weights: a revision that names the weights; by default the SHA-256 of all their bytes (about 1 s for 2.2 GB).
         adapter: name and revision of a LoRA adapter in use; tenant_salt: separates tenants.
-        loading: "prefix" loads all that is stored of a prompt, then the model computes; "cake" does both at once, from
-            both ends, in ``get_cache``; "compute" and "load" are Cake with one of its sides, to compare with.
-        cake: how Cake loads; ``kvc.cake.beside`` shares its steps with other requests.
+        loading: "prefix" loads the stored prefix, then the model computes the rest; "cake" does both concurrently, from
+            both ends, in ``get_cache``; "compute" and "load" are Cake with one side only, for comparison.
+        cake: Cake's settings; ``kvc.cake.beside`` shares its steps with other requests.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class KVCManager:
         chosen = codec_of(codec)
         model = within(model)
         if hasattr(model, "peft_config") and weights is not None and not adapter:
-            raise InvalidInput("weights= names the model, which carries an adapter: name that with adapter=…, too")
+            raise InvalidInput("weights= names the base model, which has an adapter: name the adapter with adapter=…")
         self.model = model
         self.tokenizer = tokenizer
         self._identity = Identity(
@@ -148,9 +147,9 @@ class KVCManager:
         self.parts = self._stored_parts()
         self._states = self._stored_states()
         if self._states is not None and loading != "prefix":
-            raise InvalidInput(f"loading={loading!r} is for models without recurrent states, as this one has them")
+            raise InvalidInput(f"loading={loading!r} is not supported for models with recurrent states")
         self.last = LoadResult(prompt_tokens=0)
-        """Where the last ``get_cache`` took its tokens from, and how long it took."""
+        """Result of the last ``get_cache``."""
         self.last_stored = StoreResult(prompt_tokens=0)
         self._pool = RoomPool()
         self._kept: deque[SkyCache] = deque()
@@ -169,7 +168,7 @@ class KVCManager:
 
     @property
     def context(self) -> CacheContext:
-        """Whose caches these are: that of the model as it was at the last call."""
+        """The context of the model as of the last call."""
         return self._identity.context
 
     @property
@@ -178,12 +177,12 @@ class KVCManager:
 
     @property
     def blocks(self) -> BlockCache:
-        """The blocks that say how much of a prompt is found: of the layers without a window, if there are any."""
+        """Blocks of the first part, by which prefixes are found: the layers without a window, if any."""
         return self.parts.first
 
     @property
     def states_kept(self) -> bool:
-        """Whether the model has recurrent states: then what is found of a prompt ends where one was kept."""
+        """Whether the model has recurrent states: a cached prefix then ends where states were kept."""
         return self._states is not None
 
     @property
@@ -194,12 +193,12 @@ class KVCManager:
     def get_cache(self, prompt: Prompt, **template: Any) -> SkyCache:
         """The longest cached prefix of ``prompt``, ready for ``generate(**tokenizer(prompt), past_key_values=…)``.
 
-        ``prompt``: text, token ids, what the tokenizer made of it, or the messages of a chat, with what
-        ``apply_chat_template`` is to be given beside them.
+        ``prompt``: text, token ids, a tokenizer's output, or the messages of a chat, with keyword arguments for
+        ``apply_chat_template``.
 
-        Empty on a miss, never None, and always leaving at least one token to compute. ``.result`` (and ``kvc.last``)
-        says how many tokens came from where. Whatever it is passed to ``generate`` with, the tokens are those of no
-        cache: what it was not made for is computed (``guard``).
+        Empty on a miss, never None; at least one token is left to compute. ``.result`` (and ``kvc.last``) says how many
+        tokens came from where. ``generate`` gives the tokens of no cache, even for another prompt: what the cache does
+        not match is computed (``guard``).
         """
         seconds: dict[str, float] = {}
         return self._get(self._tokenize(prompt, template, seconds), seconds)
@@ -209,11 +208,11 @@ class KVCManager:
         return self._get(self._before_media(flat_ids(ids)), {})
 
     def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
-        """Store the full blocks of ``prompt``, and of what was generated behind it, that are not stored yet.
+        """Store the full blocks of ``prompt``, and of the answer generated behind it, that are not stored yet.
 
-        After a generate with ``get_cache(prompt)`` they are taken from what it computed; otherwise the model runs over
-        the part that is missing. A prompt shorter than a block stores nothing, and the result says so. ``prompt`` may
-        be what ``generate`` returned: then nothing is left to chance.
+        After a generate with ``get_cache(prompt)`` they are taken from its cache; otherwise the model computes the
+        missing part. A prompt shorter than a block stores nothing. ``prompt`` may be what ``generate`` returned, which
+        names prompt and answer exactly.
         """
         seconds: dict[str, float] = {}
         return self._add(self._tokenize(prompt, template, seconds), None, seconds)
@@ -223,24 +222,24 @@ class KVCManager:
         ids: TokenIds,
         past_key_values: Cache | None = None,
     ) -> StoreResult:
-        """``add_blocks`` for token ids, which may go on into what was generated.
+        """``add_blocks`` for token ids, which may include the answer.
 
-        ``past_key_values``: a cache that holds the keys and values of these tokens from the first on, of a
-        single sequence. One of ours is checked against what the model was seen to put in; of a foreign one only
-        shapes and length can be, and its first block with what the model makes of these tokens.
+        ``past_key_values``: a cache with the keys and values of these tokens, of a single sequence. One of ours is
+        checked against the tokens that the model was seen to append; of a foreign one shapes and length are checked,
+        and its first block is recomputed and compared.
         """
         return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
     def warm(self, tokens: int) -> None:
-        """Touch the memory for one prompt of ``tokens`` now, rather than in the first ``get_cache``."""
+        """Touch the memory for a prompt of ``tokens`` now rather than in the first ``get_cache``."""
         self._pool.warm(self._room_tokens(tokens) * self.layout.token_bytes)
 
     def close(self) -> None:
-        """Let go of the model and of what is kept; closes the store if this manager made it. May be repeated."""
+        """Release the model and kept caches; closes the store if this manager made it. May be repeated."""
         if self._lock.owner.elsewhere:
             return
         with self._lock:
-            self._guard = None  # those that are in use hold it until they are gone
+            self._guard = None  # caches in use keep it alive
             self._stop_clock()
             self._kept.clear()
             self.cake.close()
@@ -261,8 +260,8 @@ class KVCManager:
             return self._before_media(prompt_ids(prompt, self.tokenizer, template))
 
     def _before_media(self, ids: Tokens) -> Tokens:
-        """Up to the first token that stands for a part of an image, a video or a sound: behind it keys and values are
-        of what that shows, which the ids do not say.
+        """Cut before the first placeholder token of an image, video or sound: keys and values behind it depend on
+        content that the ids do not show.
         """
         there = np.flatnonzero(np.isin(ids, self._media_tokens))
         return ids[: there[0]] if len(there) else ids
@@ -271,8 +270,8 @@ class KVCManager:
         with self._lock:
             self._check_open()
             while len(self._kept) >= KEEP_CACHES:
-                self._kept.popleft()  # before making the new one, which may then use its memory
-            self._look_at_the_model()
+                self._kept.popleft()  # first, so that the new one can use its memory
+            self._refresh_identity()
             if self._unservable:
                 cache = self._empty(len(ids))
                 blocks = len(ids) // self.layout.block_tokens
@@ -304,7 +303,7 @@ class KVCManager:
         )
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
-        """A cache filled with the longest stored prefix, at most ``limit_tokens``; for a user as ``loading`` says."""
+        """A cache filled with the longest stored prefix, at most ``limit_tokens``; a user's as ``loading`` says."""
         cache = self._empty(len(ids))
         if self._states is not None:
             cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
@@ -326,7 +325,7 @@ class KVCManager:
         seconds: dict[str, float],
         account: bool,
     ) -> LoadResult:
-        """A prefix is as long as the last of its states that comes, with all blocks before it."""
+        """Load the last kept states that have all blocks before them."""
         block = self.layout.block_tokens
         result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={"no state": len(ids) // block})
         for index in stored.find(ids, limit_tokens // block):
@@ -348,7 +347,7 @@ class KVCManager:
     def _add(self, ids: Tokens, given: Cache | None, seconds: dict[str, float]) -> StoreResult:
         with self._lock:
             self._check_open()
-            self._look_at_the_model()
+            self._refresh_identity()
             if self._unservable:
                 blocks = len(ids) // self.layout.block_tokens
                 self.last_stored = StoreResult(len(ids), blocks, refused_blocks=blocks)
@@ -388,22 +387,22 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """``ids`` with what was generated behind them into a cache of ours, as far as it was computed: not the last."""
+        """``ids`` followed by the answer generated into one of our caches, without its last, uncomputed token."""
         known = [cache.tokens() for cache in self._handed if cache.context == self.context]
         least = max(1, len(ids) - 1)
         fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= least]
         return max(fitting, key=len, default=ids)
 
     def _ready(self, missing: list[list[int]], cache: Cache | None, covered: int) -> list[list[int]]:
-        """Of each part those of the ``missing`` blocks that ``cache`` has among the first ``covered``."""
+        """For each part, the ``missing`` blocks among the first ``covered`` that ``cache`` has."""
         there = cache.has_block if isinstance(cache, SkyCache) else lambda number, index: True
         return [
             [index for index in part if index < covered and there(number, index)] for number, part in enumerate(missing)
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
-        """How many of the first blocks to compute for what is missing of ``blocks``, behind those ``covered``. For the
-        sake of a window beside other parts only what is seen from the end is worth it.
+        """How many leading blocks to compute so that the missing ones behind the ``covered`` can be stored; of windowed
+        parts next to others only blocks in sight of the end count.
         """
         first, *others = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
@@ -413,8 +412,8 @@ class KVCManager:
         return 1 + max(wanted, default=-1)
 
     def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
-        """What ``cache`` has of the first ``covered`` blocks. Of one that another thread begins anew meanwhile nothing:
-        what it holds, and what is said of that, may be of different prompts.
+        """What ``cache`` offers of the first ``covered`` blocks; nothing if another thread resets it meanwhile, as its
+        contents and tokens may then belong to different prompts.
         """
         nothing = _Taken([], [[] for _ in missing], {}, 0)
         if not isinstance(cache, SkyCache):
@@ -425,7 +424,7 @@ class KVCManager:
         ready, stops = self._ready(missing, cache, covered), dict(cache.stops)
         try:
             taken = _Taken(self._sources(cache) if covered else [], ready, stops, covered)
-        except IndexError:  # it was just emptied
+        except IndexError:  # it was just reset
             return nothing
         return taken if cache.begun == begun and not begun % 2 else nothing
 
@@ -433,13 +432,13 @@ class KVCManager:
         return [CacheSource(cache, group.layout(self.layout), group.layers) for group in self._identity.groups]
 
     def _save_states(self, ids: Tokens, stops: dict[int, bytes], blocks: int) -> None:
-        """Those of ``stops`` that are of the first ``blocks`` blocks."""
+        """Store those of ``stops`` within the first ``blocks`` blocks."""
         if self._states is not None:
             by_block = {stop // self.layout.block_tokens - 1: state for stop, state in stops.items()}
             self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[Cache | None, int]:
-        """Where the first blocks of ``ids`` are already computed, and how many of them."""
+        """The cache with the most leading blocks of ``ids``, and their number."""
         tokens = self.layout.block_tokens
         if given is not None and not isinstance(given, SkyCache):
             held = min(foreign_length(given, self.layout), len(ids))
@@ -457,12 +456,12 @@ class KVCManager:
                 best, most = cache, shared
         if best is None:
             return None, 0
-        if best in self._kept:  # it has served; from now on it lives as long as its user holds it
+        if best in self._kept:  # used once; from now on only its user keeps it alive
             self._kept.remove(best)
         return best, most // tokens
 
     def _check_given(self, given: Cache, ids: Tokens) -> None:
-        """Raises InvalidInput where a cache that is not ours does not begin with what the model makes of ``ids``."""
+        """Raises InvalidInput if a foreign cache does not begin with what the model computes for ``ids``."""
         ours, _ = self._prefill_into(self._empty(len(ids)), ids)
         for mine, theirs in zip(ours.layers, given.layers, strict=True):
             for own, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
@@ -471,19 +470,19 @@ class KVCManager:
                     own.float().abs().mean()
                 ):
                     raise InvalidInput(
-                        "the cache does not begin with what this model makes of these tokens: is it another prompt's, "
-                        "padded on the left, or made before the model was changed?"
+                        "the cache does not begin with what this model computes for these tokens: is it another "
+                        "prompt's, padded on the left, or from before the model was changed?"
                     )
 
     def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[SkyCache, int]:
-        """Run the model over the part of ``ids`` that is not stored; the cache, and how many tokens that was."""
+        """Compute the part of ``ids`` that is not stored; returns the cache and the number of tokens computed."""
         with phase("prefill"):
             return self._prefill_into(self._load(ids, len(ids), {}, account=False), ids)
 
     def _prefill_into(self, cache: SkyCache, ids: Tokens) -> tuple[SkyCache, int]:
         words = self.model.get_input_embeddings().weight.shape[0]
         if len(ids) and ids.max() >= words:
-            raise InvalidInput(f"token {ids.max()} is none of the model's: it has {words}")
+            raise InvalidInput(f"token id {ids.max()} is outside the model's vocabulary of {words}")
         with torch.inference_mode():
             start = done = int(cache.get_seq_length())
             prompt = torch.from_numpy(ids).to(self.model.device)[None]
@@ -499,8 +498,8 @@ class KVCManager:
         """Whole blocks with room to grow behind the prompt."""
         return -(-(prompt_tokens + GROW_TOKENS) // self.layout.block_tokens) * self.layout.block_tokens
 
-    def _look_at_the_model(self) -> None:
-        """Before each use: what it makes now may be the cache of another model, or of none that can be served."""
+    def _refresh_identity(self) -> None:
+        """Before each use: the model may have become another one, or one that cannot be served."""
         unservable = ""
         try:
             renewed = self._identity.renew()
@@ -509,9 +508,9 @@ class KVCManager:
         if unservable != self._unservable:
             self._unservable = unservable
             if unservable:
-                _log.warning("the cache is not used: %s", unservable)
+                _log.warning("the cache is disabled: %s", unservable)
         if renewed:
-            _log.warning("the model has changed since its cache was last used: blocks from before are another model's")
+            _log.warning("the model has changed since the last call: earlier blocks belong to another model")
             compute = self.blocks.compute
             self.parts = self.cake.cake.parts = self._stored_parts(compute)
             self._states = self._stored_states()
@@ -542,7 +541,7 @@ class KVCManager:
             return None
         blocks = BlockCache(
             self._identity.states_context(states), states.layout(tokens), self.store, counters=Counters()
-        )  # what they count is nobody's tokens
+        )  # not counted as prompts
         blocks.compute = self.blocks.compute
         return StoredStates(states, blocks)
 
@@ -552,7 +551,7 @@ class KVCManager:
 
 
 def within(model: Any) -> Any:
-    """The transformers model in what ``torch.compile`` or an adapter of peft made of it: what is generated with."""
+    """The transformers model inside a ``torch.compile`` or peft wrapper."""
     inner = getattr(model, "_orig_mod", model)
     config = getattr(inner, "active_peft_config", None)
     if config is not None and not config.is_prompt_learning and hasattr(inner, "get_base_model"):

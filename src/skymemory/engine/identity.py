@@ -1,4 +1,8 @@
-"""What makes two KV caches of transformers models different, and which models we can serve faithfully."""
+"""The identity of a model's KV cache (its context), and probes that refuse models a cache would change.
+
+At construction: ``check_supported`` (configuration), ``probe_layout`` (what the model writes), ``check_goes_on`` (the
+same logits with a cache as without). At each use: ``Identity.renew``.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ _NOT_IDENTITY = (
     "label2id",
     "problem_type",
 )
-"""Fields of a configuration that say nothing of the numbers in the cache (dtype is in the layout)."""
+"""Configuration fields that do not affect keys and values (dtype is in the layout)."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTIONS = {
     None,
@@ -51,17 +55,16 @@ _ATTENTIONS = {
     "flash_attention_3",
     "flash_attention_4",
 }
-"""Implementations that compute the same attention; any other may compute whatever its author likes."""
+"""Implementations that compute the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
-"""Those that compute the same experts."""
+"""Implementations that compute the same experts."""
 
 
 class Identity:
-    """Whose caches these are, now: looked at before each use, and made anew when the model is no longer what it was.
+    """The current context of ``model``; checked before each use and recomputed when the model has changed.
 
-    ``context_of`` makes a context of a layout, a model's identity and a name of its weights. ``weights``: a revision
-    that names them as they are now, instead of a digest of them; once they change it says so little that they are
-    digested.
+    ``context_of`` makes a context from a layout, the model's identity and the name of its weights. ``weights``: a
+    revision that names the current weights; once they change, their digest is used instead.
     """
 
     def __init__(
@@ -89,9 +92,9 @@ class Identity:
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
     def renew(self) -> bool:
-        """Look whether everything is as it was, and name it anew where it is not; whether that was so.
+        """Recompute the context if the model has changed; whether the context is another one now.
 
-        Raises UnsupportedModel or InvalidInput where the model cannot be served as it is now.
+        Raises UnsupportedModel or InvalidInput if the model cannot be served any more.
         """
         now = conditions()
         self._check_hooks()
@@ -109,9 +112,7 @@ class Identity:
         return self.context != before
 
     def same(self, context: CacheContext | None, care: Care = Care.USE) -> bool:
-        """Whether everything is as it was when it was last named, and that name is ``context``; at a use, whether there
-        are hooks too.
-        """
+        """Whether the model is unchanged and its context is ``context``; with ``Care.USE`` also without hooks."""
         untouched = conditions() == self._conditions and not self._substance.changed(care)
         hooked = care >= Care.USE and foreign_hook(self._model, self._our_hooks)
         return untouched and context == self.context and not hooked
@@ -120,7 +121,7 @@ class Identity:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
 
     def context_of(self, group: LayerGroup) -> CacheContext:
-        """That of the layers of ``group``, whose blocks are stored apart where there are others."""
+        """The context of a group's blocks, which are stored separately if there are several groups."""
         if len(self.groups) == 1:
             return self.context
         return dataclasses.replace(self.context, layout=group.describe(self.layout))
@@ -132,13 +133,13 @@ class Identity:
     def _check_hooks(self) -> None:
         if where := foreign_hook(self._model, self._our_hooks):
             raise UnsupportedModel(
-                f"{type(self._model).__name__} has a hook on a {where}, and what that does to the numbers cannot be "
-                "known: remove it, or do without the cache while it is there"
+                f"{type(self._model).__name__} has a hook on a {where}, whose effect on the results is unknown: remove "
+                "it, or do not use the cache meanwhile"
             )
 
 
 def conditions() -> str:
-    """What changes the numbers of every model: empty as long as all is as torch has it at its start."""
+    """Global torch settings that change results; empty for the defaults."""
     found = [
         f"autocast {kind} {torch.get_autocast_dtype(kind)}".replace("torch.", "")
         for kind in ("cpu", "cuda")
@@ -150,10 +151,10 @@ def conditions() -> str:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModel unless block i of the cache depends on tokens 0..i alone and is kept whole."""
+    """Raises UnsupportedModel unless block i of the cache depends on tokens 0..i only and is kept completely."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config") or not hasattr(model, "can_generate"):
         raise InvalidInput(
-            f"a model must be one of transformers', loaded, got {type(model).__name__}"
+            f"expected a loaded transformers model, got {type(model).__name__}"
             + (f": AutoModelForCausalLM.from_pretrained({model!r}) loads one" if isinstance(model, str) else "")
         )
     name = type(model).__name__
@@ -163,7 +164,7 @@ def check_supported(model: PreTrainedModel) -> None:
     odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in LAYERS})
     if odd or not model._supports_default_dynamic_cache():
         raise UnsupportedModel(
-            f"{name} keeps something else than tokens' keys and values, or recurrent states "
+            f"{name} caches something other than tokens' keys and values, or recurrent states "
             f"({', '.join(odd) or 'no standard cache'})"
         )
     implementation = getattr(model.generation_config, "cache_implementation", None)
@@ -187,13 +188,13 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} has weights that are not in memory (offloaded): they cannot be hashed")
     if where := foreign_code(model):
         raise UnsupportedModel(
-            f"{name} runs code on a {where} that was put in the place of its own, and what that does to the numbers "
-            "cannot be known: give the class a name of its own"
+            f"{name} runs replaced code on a {where}, whose effect on the results is unknown: give the class a name of "
+            "its own"
         )
 
 
 def _rope_types(parameters: object) -> list[str]:
-    """Of all layers, or of each kind of layer that has parameters of its own."""
+    """Rope types of the model, or of each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     own = str(parameters.get("rope_type", parameters.get("type", "default")))
@@ -201,7 +202,7 @@ def _rope_types(parameters: object) -> list[str]:
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
-    """Whether what it computes is drawn anew each time."""
+    """Whether its output is random (dropout, jitter)."""
     if not module.training:
         return False
     if isinstance(module, _DropoutNd):
@@ -213,7 +214,7 @@ def _drops_out(module: torch.nn.Module) -> bool:
 
 
 def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
-    """The layout that the model really writes, and its recurrent states, seen by running it over two tokens."""
+    """The layout that the model writes, and its recurrent states: found by running it over two tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
@@ -242,7 +243,7 @@ def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, S
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What each layer keeps."""
+    """What each layer stores."""
     return tuple(
         LayerKind(
             isinstance(layer, DynamicLayer),
@@ -254,7 +255,7 @@ def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """``type:digest`` of the configuration without names, paths and versions: the same wherever it was loaded from."""
+    """``type:digest`` of the configuration without names, paths and versions."""
     fields = {
         key: value
         for key, value in model.config.to_dict().items()
@@ -269,7 +270,7 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> str:
-    """SHA-256 of everything that decides which ids a text becomes; "token ids" where there is no tokenizer."""
+    """SHA-256 of everything that determines the ids of a text; "token ids" without a tokenizer."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if tokenizer is None:
         return "token ids"
@@ -287,33 +288,30 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None)
 
 
 def _backend_text(backend: Any) -> str:
-    """Without how the last call was to be cut and padded, which every call says anew."""
+    """The tokenizer's JSON without truncation and padding, which each call sets."""
     fields = json.loads(backend.to_str())
     return json.dumps({name: value for name, value in fields.items() if name not in ("truncation", "padding")})
 
 
-# Whether a model goes on from a cache as if it had computed it: tried, before anybody relies on it.
-
+# --- probe: does the model continue from a cache as if it had computed it? ---
 
 _BLOCK_TOKENS = 4
 _FRONT_BLOCKS, _TOKENS = 4, 24
 _TOLERANCE = {"float32": 0.02}
-"""Of the spread of the logits; in 16 bits rounding is of that order, and a wrong position far beyond it."""
+"""Share of the logits' spread; 16-bit rounding is of that order, a wrong position far beyond."""
 _TOLERANCE_16_BIT = 0.5
 _OTHER = 100.0
-"""Added to a state: seen in what comes behind, however little of it is, where the state is looked at at all."""
-
-
+"""Added to a state: changes the logits behind it if the model reads the state at all."""
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""What models raise of inputs that they are not made for."""
+"""What models raise for inputs that they do not support."""
 
 
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
-    """Run over a few tokens at once, and over the same in two parts with our cache between them.
+    """Run the model over a few tokens at once, and in two parts with our cache between them.
 
-    Raises UnsupportedModel where the words behind differ by more than rounding, the second part cannot be run, or does
-    not depend on the states before it: their part is often smaller than rounding in 16 bits, and grows in decoding.
-    And where what a window hides makes a difference all the same.
+    Raises UnsupportedModel if the logits differ by more than rounding, the second part fails, or does not depend on
+    the recurrent states before it (their effect is often below 16-bit rounding and grows in decoding); or if tokens
+    outside a window make a difference.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
@@ -322,33 +320,33 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[Laye
         whole, unplaced, (parts, *others) = probe.whole(), probe.without_positions(), probe.in_two_parts()
         hidden = probe.behind_windows()
     except FAILURES as error:
-        raise UnsupportedModel(f"{name} cannot go on from a cache of ours: {error}") from error
+        raise UnsupportedModel(f"{name} cannot continue from a cache: {error}") from error
     spread, differs = float(whole.std()), float((whole - parts).abs().max())
     if not differs <= tolerance * spread:
         raise UnsupportedModel(
-            f"{name} goes on from a cache with other results than it has at once (its next words' logits differ by "
-            f"{differs:.2g}, their spread is {spread:.2g}): it cannot be served from one"
+            f"{name} gives other results with a cache than without (its logits differ by {differs:.2g}, their spread "
+            f"is {spread:.2g}): it cannot be served from a cache"
         )
     if not float((whole - unplaced).abs().max()) <= tolerance * spread:
         raise UnsupportedModel(
-            f"{name} counts positions otherwise where they are not given than generate gives them: its keys and values "
-            "depend on who asks"
+            f"{name} counts positions differently without position_ids than generate does: its keys and values depend "
+            "on the caller"
         )
     if hidden and float((hidden[0] - hidden[2]).abs().max()) > 2 * float((hidden[0] - hidden[1]).abs().max()):
         raise UnsupportedModel(
-            f"{name} has windows by its configuration, and looks beyond them: what it computes at once is not what it "
-            "computes behind a cache"
+            f"{name} attends beyond the windows of its configuration: what it computes at once is not what it computes "
+            "behind a cache"
         )
     for kind, other in zip(probe.kinds_of_states, others, strict=True):
         if torch.equal(parts, other):
             raise UnsupportedModel(
-                f"{name} does not look at its {kind} states where it goes on with several tokens: it cannot be served "
-                "from a cache"
+                f"{name} ignores its {kind} states when it continues with several tokens: it cannot be served from a "
+                "cache"
             )
 
 
 class _Probe:
-    """The ways over a few tokens; each gives the logits of those behind the front, (tokens, words)."""
+    """Runs over the same few tokens; each returns the logits behind the front part, (tokens, vocabulary)."""
 
     def __init__(self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
         self._model, self._layout, self._kinds, self._states = model, layout, kinds, states
@@ -361,11 +359,11 @@ class _Probe:
         self.kinds_of_states = states.kinds
 
     def whole(self) -> torch.Tensor:
-        """As ``generate`` asks for it."""
+        """As ``generate`` calls the model."""
         return self._at_once(at_positions(self._model, 0, _TOKENS))
 
     def without_positions(self) -> torch.Tensor:
-        """As a loop of one's own may ask for it."""
+        """As a custom loop may call it."""
         return self._at_once({})
 
     def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -373,7 +371,7 @@ class _Probe:
             return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
 
     def in_two_parts(self) -> list[torch.Tensor]:
-        """As it is, and with other states of each kind before the second part."""
+        """With the true states, and with changed states of each kind, before the second part."""
         with torch.inference_mode():
             first = self._cache()
             positions = at_positions(self._model, 0, self._front)
@@ -398,8 +396,8 @@ class _Probe:
         return self._model(input_ids=rest, past_key_values=second, use_cache=True, **positions).logits[0].float()
 
     def behind_windows(self) -> list[torch.Tensor]:
-        """Of two tokens behind as many pretended ones as the widest window has: twice, for what devices err by, and
-        with another token first, which layers with a window may not look at. Nothing where no prompt is longer.
+        """Logits of two tokens behind a window of made-up ones: twice, for the device's rounding, and with another
+        first token, which windowed layers must not see. Empty if no prompt can be longer than the window.
         """
         config = self._model.config.get_text_config(decoder=True)
         width = max((kind.window or 0 for kind in self._kinds), default=0)
@@ -423,7 +421,7 @@ class _Probe:
 
 
 class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of ``width`` made-up tokens, equal but for the first; what is appended is not kept."""
+    """A layer of ``width`` made-up tokens, equal except the first; appended tokens are not kept."""
 
     def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
         super().__init__()
@@ -438,7 +436,7 @@ class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it holds and what comes, which it does not keep."""
+        """Its tokens and the new ones, which are not kept."""
         pairs = zip(self._first, (self.keys, self.values), (key_states, value_states), strict=True)
         keys, values = (torch.cat([first, held[:, :, 1:], new], dim=2) for first, held, new in pairs)
         return keys, values

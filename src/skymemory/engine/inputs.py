@@ -1,4 +1,4 @@
-"""What a user hands in, looked at before torch is imported: that takes seconds, and a refusal should not."""
+"""Checks of user input without importing torch, which takes seconds: model names, folders, documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from skymemory.errors import InvalidInput, MissingExtra
 
 MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
-"""What ``named.ready_model`` knows: the trained model that the package ships, and shapes with random weights."""
+"""Names that ``models.ready_model`` accepts: the trained model in the package, and shapes with random weights."""
 SMALL_MODEL_FOLDER = Path(__file__).parent / "trained" / "small"
 """6.5 million parameters, trained by ``make small-model``; ORIGIN.txt there says on what."""
 SHIPPED_DOCUMENT = "operators-handbook.txt"
@@ -41,7 +41,7 @@ def read_document(path: str | Path) -> str:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether ``name`` is one of ours. A folder of the same name is meant where a path is written: ``./small``."""
+    """Whether ``name`` is one of ``MODEL_NAMES``; write ``./small`` for a folder of that name."""
     return name in MODEL_NAMES
 
 

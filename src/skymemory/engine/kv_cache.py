@@ -2,8 +2,8 @@
 
 transformers' own DynamicCache concatenates, so that its first step would copy everything that was just loaded.
 Here all layers share one tensor (layers, 2, kv_heads, room_tokens, head_dim) with room to grow: blocks are copied
-into it once, and new tokens are written behind them. Whatever else is done to a layer (crop, beams, offloading)
-falls back to what DynamicLayer does.
+into it once, and new tokens are written behind them. Any other operation on a layer (crop, beams, offloading) falls
+back to DynamicLayer.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ try:
     KNOWS_STATES = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
 except ImportError:
     KNOWS_STATES = False
-if not KNOWS_STATES:  # transformers before 5.16 or so: models with states have caches of another form, and are refused
+if not KNOWS_STATES:  # transformers before about 5.16: models with states use another cache format and are refused
 
     class LinearAttentionLayer:  # type: ignore[no-redef]
         def __init__(self, number_of_states: int = 1) -> None:
-            raise TypeError("this release of transformers has no layers with states that we know")
+            raise TypeError("this release of transformers has no known layers with recurrent states")
 
     class LinearAttentionAndFullAttentionLayer:  # type: ignore[no-redef]
         pass
@@ -73,7 +73,7 @@ LAYERS = (
     LinearAttentionAndFullAttentionLayer,
     DummyLayer,
 )
-"""transformers' layers whose contents are known: keys and values of tokens, recurrent states, or nothing."""
+"""The supported layers of transformers: keys and values of tokens, recurrent states, or nothing."""
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -83,10 +83,10 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Memory for caches, used again: first touch of fresh memory costs more than the copy into it.
+    """Reuses memory of caches, as the first touch of fresh memory costs more than the copy into it.
 
-    An array is free when nothing but the pool refers to it, which torch guarantees to say truly: a tensor made by
-    ``from_numpy`` holds its array until the last view of its storage is gone. At most ``keep`` arrays are kept.
+    An array is free when only the pool refers to it: a tensor made by ``from_numpy`` holds its array until the last
+    view of its storage is gone. At most ``keep`` arrays are kept.
     """
 
     _GRAIN_BYTES = 8 << 20
@@ -113,7 +113,7 @@ class RoomPool:
             return torch.from_numpy(array)
 
     def warm(self, size_bytes: int) -> None:
-        """Touch memory for one cache of ``size_bytes`` ahead of time."""
+        """Touch memory for one cache of ``size_bytes`` in advance."""
         self.take(size_bytes).zero_()
 
 
@@ -122,27 +122,27 @@ def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _FREE = _references([np.empty(1, np.uint8)])[0]
-"""What ``_references`` says of an array that only its list holds, in whatever Python this is."""
+"""``_references`` of an array that only its list holds, in this Python."""
 
 
 def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
-    room = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else a forked child writes into it, too
+    room = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else a forked child writes into it
     if hasattr(mmap, "MADV_HUGEPAGE"):
         room.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(room, np.uint8)
 
 
 _KEYS_ALONE = "value_states" not in inspect.signature(DynamicLayer.lazy_initialization).parameters
-"""transformers 4 initializes a layer by its keys."""
+"""transformers 4 initializes a layer with its keys only."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer whose keys and values live in ``room`` as long as they fit: (kv_heads, room_tokens, width) of each."""
+    """A layer whose keys and values are in ``room``, each (kv_heads, room_tokens, width), as long as they fit."""
 
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
         self._room: tuple[torch.Tensor, torch.Tensor] | None = room
-        self._in_place: torch.Tensor | None = None  # the keys that we made; anyone else's mean: leave the room
+        self._in_place: torch.Tensor | None = None  # our keys; any others mean that the room is left
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._in_place = self.keys
 
     def fill(self, tokens: int) -> None:
-        """Declare the first ``tokens`` of the room to be the layer's contents."""
+        """Make the first ``tokens`` of the room the layer's contents."""
         room = self._room
         if room is None or not tokens:
             return
@@ -196,47 +196,47 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def in_place(self) -> bool:
-        """Whether its contents are in the room still, or it has none."""
+        """Whether its contents, if any, are still in the room."""
         return self._room is not None and (not self.is_initialized or self.keys is self._in_place)
 
     def get_seq_length(self, *args: Any) -> int:
-        keys = self.keys if self.is_initialized else None  # looked up once: another thread may be emptying it
+        keys = self.keys if self.is_initialized else None  # read once: another thread may be resetting it
         return 0 if keys is None or not keys.numel() else int(keys.shape[-2])
 
     def leave_room(self) -> None:
-        """What comes next goes elsewhere."""
+        """Write what follows to other memory."""
         self._room = self._in_place = None
 
     def reset(self) -> None:
-        """Forget everything; the room is kept, with what is in it, for what comes next."""
+        """Empty the layer; the room and its bytes are kept."""
         self.keys = self.values = self._in_place = None
         self.is_initialized = False
 
 
 class Presence:
-    """Which tokens' keys and values layers with a window really have: what is out of sight need not be there."""
+    """Tokens whose keys and values windowed layers have: those out of sight need not be loaded."""
 
     def __init__(self, window: int, room_tokens: int) -> None:
         self._window = window
         self._tokens = np.zeros(room_tokens, bool)
 
     def came(self, start: int, stop: int) -> None:
-        """These are there now. Behind the room there is only what was computed, and that always is."""
+        """These are present now. Tokens behind the room were computed, so they are always present."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
         return bool(self._tokens[start:stop].all())
 
     def suffices(self, tokens: int) -> bool:
-        """Whether all is there that is seen behind the first ``tokens``."""
+        """Whether all tokens in sight behind the first ``tokens`` are present."""
         return self.has(self.first_seen(tokens), tokens)
 
     def first_seen(self, tokens: int) -> int:
-        """The first token that the one behind ``tokens`` sees."""
+        """The first token in the window of the one behind ``tokens``."""
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
-        """``suffices`` of 0 to ``most`` tokens."""
+        """``suffices`` for each number of tokens from 0 to ``most``."""
         lacking = np.zeros(most + 1, np.int64)
         known = self._tokens[:most]
         lacking[1 : len(known) + 1] = np.cumsum(~known)
@@ -245,10 +245,10 @@ class Presence:
 
 
 class SlidingLayer(GrowingLayer):
-    """One layer whose tokens are seen by the ``window`` tokens from each on only.
+    """A layer with a sliding window.
 
-    transformers' own layer drops what is out of sight. This one keeps it as far as it was there, for blocks are stored
-    from it, and shows the model the same: what the first of the new tokens sees, and what comes behind that.
+    transformers' own layer drops tokens out of sight. This one keeps them, as blocks are stored from it, and returns
+    the same tensors to the model: from the first token in sight of the new ones on.
     """
 
     is_sliding = True
@@ -264,13 +264,13 @@ class SlidingLayer(GrowingLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append, and return what the new tokens see."""
+        """Append; returns keys and values in sight of the new tokens."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         seen = self.sliding_window - 1 + key_states.shape[-2]
         return keys[..., -seen:, :], values[..., -seen:, :]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Length and offset of what is shown."""
+        """Length and offset of the keys that ``update`` returns."""
         held = self.get_seq_length()
         new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return min(held, self.sliding_window - 1) + new, max(held - self.sliding_window + 1, 0)
@@ -283,14 +283,14 @@ class SlidingLayer(GrowingLayer):
 
 
 class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """One layer with recurrent states and nothing of tokens."""
+    """A layer with recurrent states only."""
 
     def reset(self) -> None:
         forget(self)
 
 
 class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type: ignore[misc]
-    """One layer with ``states`` recurrent states beside its keys and values."""
+    """A layer with ``states`` recurrent states in addition to keys and values."""
 
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor], states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
@@ -309,12 +309,12 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one layer of a model keeps."""
+    """What one layer of a model stores."""
 
     attention: bool = True
     """Keys and values of tokens."""
     window: int | None = None
-    """How far they are seen; None: by all tokens behind them."""
+    """The sliding window; None: full attention."""
     states: int = 0
     """Recurrent states."""
 
@@ -329,24 +329,24 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that see equally far back: what is stored and loaded together."""
+    """Layers with the same window, stored and loaded together."""
 
     window: int | None
     layers: tuple[int, ...]
-    """Counted among those with attention."""
+    """Indices among the layers with attention."""
 
     def layout(self, whole: KVLayout) -> KVLayout:
-        """Of a block of these layers, where one of all has ``whole``."""
+        """Layout of these layers' blocks, if that of all layers is ``whole``."""
         return dataclasses.replace(whole, layers=len(self.layers))
 
     def describe(self, whole: KVLayout) -> str:
-        """For ``CacheContext.layout``, where there are other groups beside it."""
+        """For ``CacheContext.layout``, where there are several groups."""
         layers = ",".join(map(str, self.layers))
         return f"{self.layout(whole).describe()} of layers {layers}, window {self.window or 'none'}"
 
 
 def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
-    """The groups that these layers are, the one without a window first."""
+    """Layers grouped by window, the group without a window first."""
     windows = [kind.window for kind in kinds if kind.attention]
     return tuple(
         LayerGroup(window, tuple(at for at, one in enumerate(windows) if one == window))
@@ -355,10 +355,10 @@ def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
 
 
 class GroupRoom:
-    """Where the blocks of a group are put: the sink of their ``BlockCache``."""
+    """A group's part of the room: the sink of its ``BlockCache``."""
 
     def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """``rooms``: keys and values of its layers, each (layers, kv_heads, tokens, width)."""
+        """``rooms``: its layers' keys and values, each (layers, kv_heads, tokens, width)."""
         self._layout = layout
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
@@ -381,7 +381,7 @@ class GroupRoom:
             self._staging.flush()
 
     def lacking(self, tokens: int) -> list[int]:
-        """The blocks of what is seen behind the first ``tokens`` that are not all there."""
+        """Blocks in sight behind the first ``tokens`` that are not completely present."""
         if self.presence is None:
             return []
         block = self._layout.block_tokens
@@ -389,19 +389,19 @@ class GroupRoom:
         return [index for index in seen if not self.has_block(index)]
 
     def has_block(self, index: int) -> bool:
-        """Whether it could be stored: as far as it is contents."""
+        """Whether all its tokens are present."""
         tokens = self._layout.block_tokens
         return self.presence is None or self.presence.has(index * tokens, (index + 1) * tokens)
 
 
 class Guarding(Protocol):
-    """What a cache needs of the hook that looks at its model (``guard``)."""
+    """The guard of a cache's model (``engine.guard``)."""
 
     def look(self, cache: SkyCache) -> None: ...
 
 
 class Bringing(Protocol):
-    """What has the blocks of a cache's prompt (``cache.parts``)."""
+    """Loads more blocks of a cache's prompt (``cache.parts``)."""
 
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
 
@@ -409,13 +409,13 @@ class Bringing(Protocol):
 class SkyCache(DynamicCache):  # type: ignore[misc]
     """A DynamicCache that knows which tokens it holds and where they came from.
 
-    As it is handed out it is empty: ``ready`` tokens lie in its room, and are made its contents at the first forward,
-    as far as the model is given the same ones (``guard``). So ``generate`` passes the whole prompt to the model, and
-    whatever it is given, the result is what an empty cache leads to. A loop of one's own that passes only what is
-    behind the loaded tokens calls ``begin`` first.
+    When handed out it is empty: ``loaded`` tokens are in its room and become contents at the first forward pass, as far
+    as the model's input is the same (``guard``). So ``generate`` passes the whole prompt to the model, and the result
+    is always that of an empty cache. A custom loop that passes only the tokens behind the loaded ones calls ``begin``
+    first.
 
-    ``result`` says where the prefix came from. ``tokens()`` is what the model was seen to put in, as far as that is
-    known, and the same for all sequences that the cache holds; nothing else is ever stored from it.
+    ``result`` says where the prefix came from. ``tokens()`` are the tokens that the model was seen to append, as far as
+    they are known and equal in all rows; nothing else is ever stored from it.
     """
 
     def __init__(
@@ -428,11 +428,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         states: States | None = None,
         stop_every: int = 0,
     ) -> None:
-        """``kinds``: of each layer; empty: all of the usual one. ``states``: those of the model, if it has any;
-        ``stop_every``: so many tokens apart they are kept.
+        """``kinds``: one per layer; empty: full attention. ``states``: the model's recurrent states, if any;
+        ``stop_every``: tokens between two kept states.
         """
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
-        with torch.inference_mode(False):  # to be written to in any mode, whatever this one is
+        with torch.inference_mode(False):  # writable in any mode
             if device.type == "cpu":
                 self._room = pool.take(size_bytes)[:size_bytes].view(dtype)
             else:
@@ -440,9 +440,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             kinds = kinds or [LayerKind()] * layout.layers
             keys, values = _rooms(self._room, layout, room_tokens)
             self.groups: list[GroupRoom] = []
-            """Where the blocks of each of ``groups_of(kinds)`` are put."""
+            """One for each of ``groups_of(kinds)``."""
             of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-            for group in groups_of(kinds):  # one behind the other, so that each is one part of the room
+            for group in groups_of(kinds):  # consecutive, so that each group is one slice of the room
                 rows = slice(len(of_layer), len(of_layer) + len(group.layers))
                 self.groups.append(GroupRoom(group, group.layout(layout), (keys[rows], values[rows])))
                 of_layer.update(zip(group.layers, zip(keys[rows], values[rows], strict=True), strict=True))
@@ -454,45 +454,45 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.states = states
         self.stop_every = stop_every
         self.stops: dict[int, bytes] = {}
-        """The states behind so many tokens, where these are known."""
+        """Recurrent states by the number of tokens before them."""
         self._latest_stop = 0
-        """Of those that decoding has made."""
+        """The latest one kept while decoding."""
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
-        """The one hook that may ``advance`` it and ``note`` tokens: that of the one model this cache is for."""
+        """The guard of the model that this cache is for; only it may ``advance`` and ``note``."""
         self.context: CacheContext | None = None
-        """Whose cache it is; None: nobody's that could be stored."""
+        """The context of its contents; None: they must not be stored."""
         self.loaded: Tokens = _NO_TOKENS
-        """What the room holds from the first token on, whether it is contents already or not."""
+        """Tokens in the room from the first on, contents or not."""
         self.prompt: Tokens = _NO_TOKENS
-        """What it was made for."""
+        """The prompt it was made for."""
         self.source: Bringing | None = None
-        """Where more of what is loaded comes from: a use that is shorter sees tokens that were out of sight."""
+        """Loads more blocks: a shorter use may have tokens in sight that were not loaded."""
         self._accounted = 0
-        """Tokens that were contents when it was last noted which of them are there."""
+        """Number of tokens for which presence has been recorded."""
         self.padding = 0
-        """Tokens that the model's caller has left of the first one, and the model has not been given."""
+        """Left padding of the caller's prompt that the model is not given."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
         self._closed = False
-        """What is behind ``_seen`` is not known."""
+        """Tokens behind ``_seen`` are unknown."""
         self._readers = 0
         self.begun = 0
-        """Grows by 2 each time that it is emptied, and is odd meanwhile: another thread may be reading."""
+        """Sequence lock: odd during a reset, for readers in other threads."""
         self._in_a_pass = False
-        """A pass was seen to begin, and has not ended."""
+        """A forward pass has begun and not ended."""
         self._handed_to_generate = False
         self.used_before = False
-        """Whether it had contents when ``generate`` took it, and prepared what it passes for these."""
+        """Whether it had contents when ``generate`` took it, and prepared its inputs for them."""
 
     def fill(self, tokens: Tokens) -> None:
-        """Declare ``tokens`` to be what the placed blocks hold, from the first on.
+        """Make ``tokens``, whose blocks were placed, the contents.
 
-        Raises RuntimeError where something of what is seen behind them was not placed.
+        Raises RuntimeError if tokens in sight behind them were not placed.
         """
         if not self.suffices(len(tokens)):
-            raise RuntimeError(f"behind {len(tokens)} tokens there are some in sight that are not in the cache")
+            raise RuntimeError(f"behind {len(tokens)} tokens some in sight are not in the cache")
         for group in self.groups:
             group.flush()
         for layer in self._attention:
@@ -505,19 +505,17 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self.loaded = tokens
 
     def suffices(self, tokens: int) -> bool:
-        """Whether all layers have what is seen behind the first ``tokens``."""
+        """Whether all layers have the tokens in sight behind the first ``tokens``."""
         self._account()
         return all(group.presence is None or group.presence.suffices(tokens) for group in self.groups)
 
     def has_block(self, group: int, index: int) -> bool:
-        """Whether a block of a group that is contents could be stored: all of its tokens are there."""
+        """Whether all tokens of a group's block are present."""
         self._account()
         return self.groups[group].has_block(index)
 
     def _account(self) -> None:
-        """What has been appended since the last time was computed, and so it is there. (Layers do not note it: their
-        updates are compiled.)
-        """
+        """Record the tokens appended since the last call as present. (Layers cannot: their updates are compiled.)"""
         held = self.held
         for group in self.groups:
             if group.presence is not None:
@@ -525,7 +523,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._accounted = held
 
     def rewind(self) -> None:
-        """Empty again, with what it held at hand for the next forward, as far as that is known."""
+        """Empty it, keeping its known contents as loaded tokens for the next forward pass."""
         if not self.get_seq_length():
             if self.torn:
                 loaded, stops = self.loaded, self.stops
@@ -539,18 +537,17 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def held(self) -> int:
-        """Tokens that are contents."""
+        """Number of tokens in its contents."""
         return int(self.get_seq_length())
 
     @property
     def rows(self) -> int:
-        """Sequences that are held."""
+        """Number of sequences."""
         return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
 
     def begin(self) -> int:
-        """Make what is loaded the contents now, and say how many tokens that is: the first ones of the prompt that this
-        cache was made for. The model is then to be given what is behind them. None of a cache that was saved and read
-        again: whose it was is not known any more.
+        """Make the loaded tokens contents and return their number: pass the prompt's tokens behind them to the model. 0
+        for a cache that was pickled, whose model is unknown.
         """
         if not self.get_seq_length():
             if self.guard is None:
@@ -561,8 +558,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """How many of the next ``tokens`` of what is loaded can become contents: with states, up to where one is; with
-        windows, up to where what is seen is there.
+        """How many of the next ``tokens`` loaded tokens can become contents: up to a place with all tokens in sight,
+        and with states if the model has some.
         """
         held = self.held
         if not all(layer.in_place for layer in self._attention):
@@ -570,7 +567,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         if self.source is not None and not self.suffices(held + tokens):
             self.source.bring(self.loaded, self.groups, [group.lacking(held + tokens) for group in self.groups])
             for group in self.groups:
-                group.flush()  # not later: what is computed instead must not be written over
+                group.flush()  # now: tokens computed instead must not be overwritten
         if not self.states and self.suffices(held + tokens):
             return tokens
         good = np.ones(held + tokens + 1, bool)
@@ -584,7 +581,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
-        """Where the next passes are to end, for the states there to be kept: up to ``end`` tokens, ascending."""
+        """Where the next passes must end for states to be kept: up to ``end`` tokens, ascending."""
         held, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
@@ -592,9 +589,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return sorted(stop for stop in wanted if stop > held)
 
     def stop(self, decoding: bool = False) -> None:
-        """Keep the states as they are now, if this is where a block ends. Of those met in decoding between two that
-        are kept anyway only the latest is.
-        """
+        """Keep the current states if a block ends here. While decoding, only the latest between two regular stops."""
         if not self.states or self._closed:
             return
         held = int(self.get_seq_length())
@@ -606,13 +601,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._latest_stop = held
 
     def advance(self, tokens: int) -> None:
-        """Make the next ``tokens`` of what is loaded contents: they are what the model is given next."""
+        """Make the next ``tokens`` loaded tokens contents: the model's input begins with them."""
         self.fill(self.loaded[: self.get_seq_length() + tokens])
 
     @property
     def _is_user_defined(self) -> bool:
-        """Set by ``generate``, at its beginning: it passes its whole prompt, so that a cache which has served before
-        can be compared with it from the first token on.
+        """Set by ``generate`` when it begins: it passes its whole prompt, so a used cache is rewound and compared from
+        the first token on.
         """
         return self._handed_to_generate
 
@@ -624,7 +619,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Meanwhile nothing that it holds is written over, whatever another thread generates with it."""
+        """Meanwhile its contents are not overwritten, even if another thread generates with it."""
         self._readers += 1
         try:
             yield
@@ -633,36 +628,36 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def torn(self) -> bool:
-        """Whether a pass that failed has left some layers further than others: states do not say how far they are."""
+        """Whether a failed pass left layers at different lengths (unknown for states, so assumed)."""
         return self._in_a_pass and (bool(self.states) or len({layer.get_seq_length() for layer in self._attention}) > 1)
 
     def passed(self) -> None:
-        """The pass whose tokens were noted has ended."""
+        """The forward pass has ended."""
         self._in_a_pass = False
 
     @property
     def plain(self) -> bool:
-        """Whether all that it holds are tokens that are known, at consecutive positions."""
+        """Whether its contents are known tokens at consecutive positions."""
         return not self._closed
 
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
-        """The model is about to append ``input_ids`` (rows, n), all rows the same; unless ``plain`` is False."""
+        """The model is about to append ``input_ids`` (rows, n); ``plain``: all rows equal, at consecutive positions."""
         held = self.get_seq_length()
         self._in_a_pass = True
-        if self._seen_tokens > held:  # a pass that failed
+        if self._seen_tokens > held:  # a pass failed
             self._seen_tokens, self._seen = held, [_joined(self._seen)[:held]]
-        if not plain or input_ids is None or self._seen_tokens < held:  # by a pass that the guard did not see
+        if not plain or input_ids is None or self._seen_tokens < held:  # a pass without the guard
             self._closed = True
         elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())
             self._seen_tokens += input_ids.shape[1]
 
     def saw(self, held: int) -> bool:
-        """Whether each pass that has put in some of its ``held`` tokens was noted."""
+        """Whether all passes that appended its ``held`` tokens were noted."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
-        """The token ids whose keys and values come first in all sequences held here, as far as they are known."""
+        """The leading token ids, as far as they are known and equal in all rows."""
         seen = _joined(self._seen)
         lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(seen) in lengths or (self._closed and len(seen) < min(lengths)))
@@ -693,7 +688,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.begun += 1
         self._account()
         super().reset()
-        if self._readers:  # asked when it is empty, as they look at what it holds when they have begun
+        if self._readers:  # checked after emptying, as readers check the contents after registering
             for layer in self._attention:
                 layer.leave_room()
         self._accounted = 0
@@ -718,10 +713,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
 
 class CacheSource:
-    """Blocks out of any transformers cache of one sequence: the source of ``BlockCache.save``."""
+    """Blocks of any transformers cache with one sequence: the source of ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
-        """``layers``: those that a block of ``layout`` has, counted among the ones with attention; empty: all."""
+        """``layers``: the layers of a block, as indices among those with attention; empty: all."""
         there = _of_tokens(cache)
         self._layers = [
             (keys[0].detach(), values[0].detach()) for keys, values in ([there[at] for at in layers] or there)
@@ -743,7 +738,7 @@ class CacheSource:
 
 
 def _of_tokens(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of the layers that have some."""
+    """Keys and values of the layers that have them."""
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     return [(keys, values) for keys, values in pairs if keys is not None and values is not None]
 
@@ -751,7 +746,7 @@ def _of_tokens(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all layers in ``room``, each (layers, kv_heads, tokens, width)."""
     of_keys, of_values = layout.widths
-    if of_keys == of_values:  # as a block has them
+    if of_keys == of_values:  # laid out like a block
         both = room.view(layout.layers, 2, layout.kv_heads, tokens, of_keys)
         return both[:, 0], both[:, 1]
     keys = layout.layers * layout.kv_heads * tokens * of_keys
@@ -773,7 +768,7 @@ def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[
 
 
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
-    """Those that are on a device are behind all others, and come from there at once."""
+    """Concatenated; tensors on a device come after all others and are copied together."""
     arrays = [part for part in parts if not isinstance(part, torch.Tensor)]
     if tensors := [part for part in parts if isinstance(part, torch.Tensor)]:
         arrays.append(torch.cat(tensors).cpu().numpy())
@@ -781,10 +776,10 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 
 def foreign_length(cache: Cache, layout: KVLayout) -> int:
-    """Tokens held by a cache that is not ours; InvalidInput if it cannot be one of this model and a single sequence."""
+    """Length of a foreign cache; InvalidInput if it cannot be one of this model with a single sequence."""
     lengths = set()
     if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
-        raise InvalidInput("a cache with recurrent states can be stored from the one that get_cache gave only")
+        raise InvalidInput("recurrent states can be stored only from a cache that get_cache returned")
     for layer in cache.layers:
         for tensor, width in zip((layer.keys, layer.values), layout.widths, strict=True):
             shape = tuple(tensor.shape) if tensor is not None else ()
@@ -800,7 +795,7 @@ def foreign_length(cache: Cache, layout: KVLayout) -> int:
             if shape[2] < layer.get_seq_length():
                 raise InvalidInput(
                     f"a cache that has dropped all but the last {shape[2]} of its {layer.get_seq_length()} tokens, as "
-                    "sliding windows do: pass the one that get_cache gave"
+                    "sliding windows do: pass the one that get_cache returned"
                 )
             lengths.add(shape[2])
     if len(cache.layers) != layout.layers or len(lengths) != 1:

@@ -1,4 +1,4 @@
-"""A prompt in each of the forms that users have it in, as token ids."""
+"""Prompts in all their forms as token ids; and arguments for our own forward passes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]
 """One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
 
 Prompt: TypeAlias = "str | TokenIds | Sequence[Mapping[str, Any]] | Mapping[str, Any]"
-"""Text; token ids; the messages of a chat; or what a tokenizer gives, or ``generate`` with ``return_dict_in_generate``:
-a mapping with ``input_ids`` (and ``attention_mask``) or ``sequences``.
+"""Text; token ids; the messages of a chat; or the output of a tokenizer or of ``generate`` with
+``return_dict_in_generate``: a mapping with ``input_ids`` (and ``attention_mask``) or ``sequences``.
 """
 
 
 def prompt_ids(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None, template: Mapping[str, Any]
 ) -> Tokens:
-    """The token ids of ``prompt``; ``template``: what ``apply_chat_template`` is given beside its messages.
+    """The token ids of ``prompt``; ``template``: keyword arguments of ``apply_chat_template``.
 
-    Messages are asked to go on with an answer, unless the last of them is one. Padding on the left is left out.
+    A chat gets a generation prompt unless its last message is an answer. Left padding is removed.
 
     Raises:
-        InvalidInput: no such form, or more than one prompt, or one that needs a tokenizer where there is none.
+        InvalidInput: an unknown form, several prompts, or a form that needs a tokenizer without one.
     """
     if template and not _is_chat(prompt):
-        raise InvalidInput(f"{', '.join(sorted(template))}: these are for chats, and the prompt is no list of messages")
+        raise InvalidInput(f"{', '.join(sorted(template))}: only for chats, and the prompt is not a list of messages")
     if isinstance(prompt, str):
         ids = flat_ids(_needed(tokenizer)(text=prompt)["input_ids"])
         bos = getattr(getattr(tokenizer, "tokenizer", tokenizer), "bos_token_id", None)
@@ -97,23 +97,23 @@ def flat_ids(ids: TokenIds) -> Tokens:
 
 
 def _flat(values: Any) -> npt.NDArray[Any]:
-    """As an array, without a first dimension of 1."""
+    """As an array, without a leading dimension of 1."""
     try:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except ValueError as error:
-        raise InvalidInput(f"one prompt at a time: rows of different lengths are none ({error})") from error
+        raise InvalidInput(f"one prompt at a time: got rows of different lengths ({error})") from error
     return array[0] if array.ndim == 2 and array.shape[0] == 1 else array
 
 
 def shared_prefix(held: Tokens, ids: Tokens) -> int:
-    """Number of leading tokens that both have."""
+    """Length of the common prefix."""
     length = min(len(held), len(ids))
     differing = np.flatnonzero(held[:length] != ids[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def media_tokens(model: PreTrainedModel) -> list[int]:
-    """The ids that stand for what is no text, as the model's configuration, or a part of it, names them."""
+    """Placeholder ids of images, videos and sounds, as named in the model's configuration."""
     return sorted({*_media_tokens(vars(model.config)), *_media_tokens(model.config.to_dict())})
 
 
@@ -126,17 +126,17 @@ def _media_tokens(fields: Mapping[Any, Any]) -> Iterator[int]:
             yield from (one for one in several if isinstance(one, int) and not isinstance(one, bool))
 
 
-# Forward passes of our own: the model is asked as ``generate`` asks it.
+# --- our own forward passes: the model is called as ``generate`` does ---
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Ask for the logits of the last token only, where the model can be asked."""
+    """Request the logits of the last token only, if the model supports it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in _parameters(type(model).forward) else {}
 
 
 def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1) -> dict[str, torch.Tensor]:
-    """Say where the ``tokens`` behind the first ``start`` are, where the model can be said it: not all of them count
-    on from what their cache holds (Bamba begins at 0 again).
+    """``position_ids`` of the ``tokens`` behind the first ``start``, if the model takes them: not all models count on
+    from their cache's length (Bamba begins at 0 again).
     """
     if "position_ids" not in _parameters(type(model).forward):
         return {}

@@ -1,7 +1,7 @@
-"""Blocks between the processor's memory and a device's: gathered first, copied at once, spread on the other side.
+"""Batched copies of blocks between host and device memory.
 
-A copy for each layer and block would cost a launch and a wait each; so many blocks go together, through pinned memory
-and on a stream of their own. Nothing here needs a device: on the processor the same code moves the same bytes.
+A copy per layer and block would cost a launch and a wait each: blocks are gathered, copied together through pinned
+memory on a separate stream, and scattered. The same code works on CPU, for tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AT_ONCE_BYTES = 64 << 20
 
 
 class Staging:
-    """Blocks on their way into ``rooms`` (layers, kv_heads, tokens, width) of keys and values, on one device."""
+    """Copies blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width)."""
 
     def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._rooms = rooms
@@ -28,10 +28,10 @@ class Staging:
         self._host: torch.Tensor | None = None
         self._waiting: list[int] = []
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        """What a copy may still read, with the event of its end."""
+        """Host buffers that a running copy reads, with the event of its end."""
 
     def place(self, index: int, block: memoryview) -> None:
-        """Have block ``index`` copied at the next ``flush``."""
+        """Stage block ``index`` for the next ``flush``."""
         if self._host is None or len(self._waiting) == len(self._host):
             self.flush()
             self._host = _pinned(self._layout, self._device)
@@ -39,7 +39,7 @@ class Staging:
         self._waiting.append(index)
 
     def flush(self) -> None:
-        """What has been placed is there for whatever the device does next."""
+        """Copy the staged blocks; the device's current stream waits for the copy."""
         if self._host is None or not self._waiting:
             return
         on_cuda = self._device.type == "cuda"
@@ -59,7 +59,7 @@ class Staging:
 
 
 class Gathered:
-    """Blocks out of ``layers`` (keys and values of one sequence each, (kv_heads, tokens, width)) on one device."""
+    """Reads blocks from ``layers`` on one device: keys and values of one sequence, each (kv_heads, tokens, width)."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
         self._layers = layers
@@ -68,7 +68,7 @@ class Gathered:
         self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
 
     def read(self, index: int, out: memoryview) -> None:
-        """Block ``index``, and with it, for the next ones, those behind it."""
+        """Copy out block ``index``; fetches the blocks behind it as well, for the next calls."""
         if not self._first <= index < self._first + len(self._host):
             self._gather(index)
         out[:] = self._host[index - self._first].data

@@ -1,7 +1,7 @@
-"""States of layers that keep no tokens (linear attention, convolutions): taken and put back where a pass has ended.
+"""Recurrent states (linear attention, convolutions): copied out after a forward pass, stored, and restored.
 
-A state says what all tokens before it have left; there is no part of it that belongs to a block. So it is stored whole,
-as it was at the end of a block, under that block's hash.
+A state depends on all tokens before it and cannot be split by blocks: it is stored whole, as of the end of a block,
+under that block's hash.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _State:
 
 
 class States:
-    """All states of one model's cache, in one row of bytes: those of ``layers``, which a forward pass has filled."""
+    """All states of one model's cache as one byte string; described by ``layers`` after a forward pass."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._states = [
@@ -54,38 +54,38 @@ class States:
 
     @property
     def kinds(self) -> list[str]:
-        """Of ``conv`` and ``recurrent`` those that there are."""
+        """Those of ``conv`` and ``recurrent`` that the model has."""
         return sorted({one.kind for one in self._states})
 
     def of(self, layers: Sequence[Any], kind: str) -> list[torch.Tensor]:
-        """Those of one kind, where they lie."""
+        """The tensors of one kind."""
         return [one.of(layers) for one in self._states if one.kind == kind]
 
     def layout(self, block_tokens: int) -> KVLayout:
-        """Room for them in the form of a block; what is too much is zero."""
+        """A block layout large enough for them; the rest is zero."""
         width = -(-self.size_bytes // (2 * block_tokens * _ITEM_BYTES))
         return KVLayout(1, 1, width, block_tokens, "float32")
 
     def describe(self) -> str:
         """For ``CacheContext.layout``: changes when the bytes would."""
-        said = hashlib.sha256(repr(self._states).encode()).hexdigest()[:32]
-        return f"states1[{self.size_bytes} bytes, {said}]"
+        digest = hashlib.sha256(repr(self._states).encode()).hexdigest()[:32]
+        return f"states1[{self.size_bytes} bytes, {digest}]"
 
     def take(self, layers: Sequence[Any]) -> bytes:
-        """A copy of the first row's."""
+        """A copy of the first row's states."""
         return b"".join(
             one.of(layers)[:1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             for one in self._states
         )
 
     def put(self, layers: Sequence[Any], held: bytes | memoryview, device: torch.device) -> None:
-        """As if a forward pass had left them. Raises MalformedPacket for fewer bytes than there are."""
+        """Restore them as after a forward pass. Raises MalformedPacket for too few bytes."""
         if len(held) < self.size_bytes:
             raise MalformedPacket(f"states of {len(held)} bytes, expected {self.size_bytes}")
         at = 0
         for one in self._states:
             size = one.dtype.itemsize * int(np.prod(one.shape))
-            with torch.inference_mode(False):  # to be written to in any mode, whatever this one is
+            with torch.inference_mode(False):  # writable in any mode
                 part = torch.frombuffer(bytearray(held[at : at + size]), dtype=one.dtype).view(one.shape).to(device)
             at += size
             layer = layers[one.layer]
@@ -98,7 +98,7 @@ class States:
 
 
 def repeat(layer: Any, repeats: int) -> None:
-    """As ``batch_repeat_interleave``, which these layers do not have."""
+    """``batch_repeat_interleave``, which these layers lack."""
     for kind in ("conv", "recurrent"):
         held = getattr(layer, f"{kind}_states", {})
         for number, state in held.items():
@@ -107,8 +107,8 @@ def repeat(layer: Any, repeats: int) -> None:
 
 
 def forget(layer: Any) -> None:
-    """As if nothing had been put in. transformers' ``reset`` writes zeros instead, into tensors that keep their rows,
-    and that only inference mode may write to if they were made there.
+    """Reset a layer. transformers' ``reset`` writes zeros instead, into tensors that keep their number of rows and, if
+    made in inference mode, may be written in that mode only.
     """
     for kind in ("conv", "recurrent"):
         for number in range(layer.number_of_states):
@@ -118,26 +118,26 @@ def forget(layer: Any) -> None:
 
 
 class StoredStates:
-    """States in a store: blocks of their own, under hashes of their own."""
+    """States in a store, as blocks with a context of their own."""
 
     def __init__(self, states: States, blocks: BlockCache) -> None:
         self._states = states
         self._blocks = blocks
 
     def find(self, ids: Tokens, blocks: int) -> list[int]:
-        """Those of the first ``blocks`` blocks at whose end there is one, the last first."""
+        """Those of the first ``blocks`` blocks with stored states, the last first."""
         hashes = self._blocks.hashes(ids)[:blocks]
         missing = set(self._blocks.missing(hashes)) if hashes else set()
         return [index for index in reversed(range(len(hashes))) if index not in missing]
 
     def load(self, ids: Tokens, index: int) -> bytes:
-        """That at the end of block ``index``; empty where it does not come."""
+        """The states at the end of block ``index``; empty if they cannot be loaded."""
         sink = _One()
         self._blocks.fetch(self._blocks.hashes(ids)[index], sink)
         return sink.held[: self._states.size_bytes]
 
     def save(self, ids: Tokens, by_block: dict[int, bytes]) -> None:
-        """Store those that are not there yet."""
+        """Store those that are not stored yet."""
         hashes = self._blocks.hashes(ids)
         wanted = sorted(index for index in by_block if index < len(hashes))
         missing = self._blocks.missing([hashes[index] for index in wanted]) if wanted else []
@@ -158,7 +158,7 @@ class _Source:
 
 
 class _One:
-    """Where the one that was asked for is put."""
+    """Sink of a single block."""
 
     held = b""
 

@@ -1,7 +1,7 @@
-"""What a model's numbers come from: its tensors and settings, told apart by a digest, and watched for changes.
+"""A model's substance: the tensors and settings that determine its results, as a digest; and fast change detection.
 
-A digest takes a second, a look takes some 0.1 ms: so the look comes at each use, and only what has changed is digested
-anew.
+A digest takes about a second, a check for changes about 0.1 ms: so each use checks, and only changed tensors are
+hashed again.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
     "_pp_plan",
     "model_tags",
 }
-"""Attributes of a module that say nothing of what it computes."""
+"""Attributes of a module that do not affect what it computes."""
 
 _HARMLESS = "transformers.utils.output_capturing"
-"""Whose hooks stay once hidden states were asked for."""
+"""Its hooks stay on the model after hidden states were requested once."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
-"""Packages that replace what a module runs by what gives the same numbers, or by what its tensors and settings say."""
+"""Packages whose replacements of a module's code give the same results, or are determined by tensors and settings."""
 
 _SAMPLE = 16
-"""Numbers of each tensor that are looked at: most of what writes through ``.data`` or numpy, which torch does not
-count, changes all of it.
+"""Elements of each tensor that are compared: writes through ``.data`` or numpy, which torch does not count, mostly
+change all of a tensor.
 """
 
 _Look = tuple[object, ...]
 
 
 class Care(IntEnum):
-    """How closely a model is looked at: the more, the more can have happened since the last time."""
+    """How closely to check a model for changes."""
 
     STEP = 0
-    """Of decoding: whether settings, such as which adapters are on, are as they were."""
+    """A decoding step: settings, such as active adapters."""
     CALL = 1
-    """And whether it has the same parts and tensors, not written to."""
+    """Also modules and tensors: the same objects, not written to."""
     USE = 2
-    """And whether nothing was added, modes and code are as they were, and the numbers, as far as samples go."""
+    """Also additions, modes, code, and samples of the numbers."""
 
 
 @dataclass(slots=True)
 class _Digested:
-    """A tensor as it was when it was digested."""
+    """A tensor's state when it was hashed."""
 
     tensor: weakref.ref[torch.Tensor]
     look: _Look
@@ -76,7 +76,7 @@ class _Digested:
 
 
 class _OneOf(frozenset[str]):
-    """Equal to each that is in it."""
+    """Equal to each of its elements."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and other in self
@@ -85,20 +85,20 @@ class _OneOf(frozenset[str]):
 
 
 _SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
-"""Ways to compute the same experts: on a GPU ``generate`` changes from one to the other for decoding."""
+"""Implementations of the same experts: on a GPU ``generate`` switches between them for decoding."""
 
 
 class _Rows:
-    """What is held in many places, compared as fast as Python can: a decoding step waits for it."""
+    """Values in many containers, compared as fast as Python can: a decoding step waits for it."""
 
     def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
-        """What holds it, its key there, and it."""
+        """``rows``: container, key, value."""
         rows = list(rows)
         self._places = [(holder, key) for holder, key, _ in rows]
         self._before = [value for *_, value in rows]
 
     def held(self) -> list[Any] | None:
-        """What is there now, if it is the very same."""
+        """The current values, if they are the same objects."""
         try:
             now = [holder[key] for holder, key in self._places]
         except (KeyError, IndexError):
@@ -110,7 +110,7 @@ class _Rows:
 
 
 class _Seen:
-    """All of a model as it was when it was digested."""
+    """A model's state when it was hashed."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         modules = _modules(model)
@@ -132,7 +132,7 @@ class _Seen:
         self._tensors = _Rows(tensors)
         counted = [_is_counted(tensor) for *_, tensor in tensors]
         self._counted = counted if not all(counted) else []
-        """Of each tensor; empty: all are."""
+        """One per tensor; empty: all are counted."""
         self._looks = self._look(tensor for *_, tensor in tensors)
         settings = [
             (module.__dict__, name, value)
@@ -178,7 +178,7 @@ class _Seen:
         return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
 
     def _look(self, tensors: Iterable[torch.Tensor]) -> list[object]:
-        """Where their numbers lie, and how often they have been written."""
+        """Addresses and version counters."""
         if self._counted:
             tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
         tensors = list(tensors)
@@ -186,37 +186,37 @@ class _Seen:
 
 
 class Substance:
-    """Of ``model``: ``digest`` says what it is made of, ``changed`` whether it has been touched since that was asked.
+    """Identifies ``model``: ``digest`` hashes it, ``changed`` reports changes since.
 
-    In the digest are every byte of parameters, buffers and other state (packed weights too), with names, shapes and
-    dtypes, the class of every module and every setting that it holds: norm epsilons, attention scalings, an adapter's
-    scaling and whether it is switched on. Not in it are hooks and other code that was put in (see ``foreign_code``).
+    The digest covers every byte of parameters, buffers and other state (packed weights too), with names, shapes and
+    dtypes, the class of every module and its settings: norm epsilons, attention scalings, an adapter's scaling and
+    whether it is active. It does not cover hooks and replaced code (see ``foreign_code``).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._known: dict[str, _Digested] = {}
         self.name = ""
-        """What ``digest`` or ``watch`` called it last."""
+        """The last result of ``digest`` or ``watch``."""
         self._seen: _Seen | None = None
 
     def changed(self, care: Care = Care.USE) -> bool:
-        """Whether ``digest`` would have to be asked again."""
+        """Whether the model has changed since the last ``digest`` or ``watch``."""
         return self._seen is None or not self._seen.same(care)
 
     def watch(self, name: str) -> str:
-        """Call it by this name as it is now; nothing is digested."""
+        """Name the current state without hashing it."""
         self._seen = _Seen(self._model)
         self.name = name
         return name
 
     def digest(self) -> str:
-        """``sha256:…``. A tree of pieces of 32 MiB, on all processors: 2.2 GB take under a second.
+        """``sha256:…`` over hashes of pieces of 32 MiB, in parallel: 2.2 GB take under a second.
 
-        Raises UnsupportedModel where that cannot be said: then it is asked for again.
+        Raises UnsupportedModel for state that cannot be hashed; it then stays "changed".
         """
         if self._seen is not None and not self._seen.same_numbers():
-            self._known = {}  # written to behind torch's back: their looks say nothing
+            self._known = {}  # written without torch's knowledge: version counters are useless
         self._seen = None
         seen = _Seen(self._model)
         whole = hashlib.sha256(b"skymemory substance 2")
@@ -243,14 +243,12 @@ class Substance:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """``Substance.digest`` of a model that nobody will change: to name it with ``weights=``."""
+    """``Substance.digest`` of a model that will not change, for ``weights=``."""
     return Substance(model).digest()
 
 
 def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
-    """The module of ``model`` on which there is a forward hook that is none of ``ours``, or empty: what it does to the
-    numbers cannot be known.
-    """
+    """A module of ``model`` with a forward hook that is not one of ``ours``, or "": its effect is unknown."""
     for module in _modules(model):
         if module._forward_hooks or module._forward_pre_hooks:  # few have any
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -260,9 +258,7 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
 
 
 def foreign_code(model: torch.nn.Module) -> str:
-    """The module of ``model`` whose ``forward`` was replaced by code that is neither its class's nor of a library that
-    keeps the numbers, or empty.
-    """
+    """A module of ``model`` whose ``forward`` is code of neither its class nor a trusted library, or ""."""
     for module in _modules(model):
         own = module.__dict__
         hook = own.get("_hf_hook")
@@ -286,14 +282,14 @@ def _package(module: str) -> str:
 
 
 def _where(code: Any) -> str:
-    """The module that ``code`` was written in, whatever it has been wrapped in to look like."""
+    """The Python module that defines ``code``, unwrapped."""
     while inner := code.func if isinstance(code, partial) else getattr(code, "_torchdynamo_orig_callable", None):
         code = inner
     return str(getattr(code, "__globals__", {}).get("__name__", "") or type(code).__module__)
 
 
 def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """As ``model.modules()``, several times as fast; a module that is there twice comes twice."""
+    """Like ``model.modules()``, several times as fast; shared modules are repeated."""
     found, at = [model], 0
     while at < len(found):
         if children := found[at]._modules:
@@ -303,14 +299,12 @@ def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _look(tensor: torch.Tensor) -> _Look:
-    """What changes when the tensor's numbers do: where they lie, and how often they have been written."""
+    """Changes when the tensor is replaced or written: address and version counter."""
     return (tensor.data_ptr(), tensor._version) if _is_counted(tensor) else (id(tensor), tensor.dtype)
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
-    """Whether torch says where its numbers lie and counts what is written to it: not of a wrapper around others, nor of
-    what was made in inference mode.
-    """
+    """Whether torch has its address and a version counter: not for wrapper tensors or those of inference mode."""
     try:
         return bool(tensor.data_ptr() >= 0 and tensor._version >= 0)
     except RuntimeError:
@@ -318,7 +312,7 @@ def _is_counted(tensor: torch.Tensor) -> bool:
 
 
 def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A few numbers from its middle and its end (where tokens are added to an embedding), where they lie."""
+    """Views of a few elements from its middle and its end (where tokens are added to an embedding)."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
         return []
@@ -332,13 +326,13 @@ def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
-    """Not as numbers: NaN is what it was, too."""
+    """As bytes, so that NaN equals NaN."""
     return torch.cat(views).view(torch.uint8)
 
 
 def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
-    """Tensors that the module holds without torch's knowing: their name, what they are in, and their key there."""
-    if isinstance(module, PreTrainedModel):  # what it keeps from call to call
+    """Tensors in a module's plain attributes: name, container, key, tensor."""
+    if isinstance(module, PreTrainedModel):  # state between calls
         return
     for name, value in module.__dict__.items():
         if name in _OF_TORCH:
@@ -352,7 +346,7 @@ def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tenso
 
 
 def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
-    """Those of the model and its modules, and those in them: some settings are read at each pass."""
+    """Configurations of the model and its modules, nested ones included: some settings are read in each pass."""
     found: dict[int, PretrainedConfig] = {}
     waiting = [module.__dict__.get("config") for module in _modules(model)]
     while waiting:
@@ -364,12 +358,12 @@ def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
 
 
 def _computes_experts(name: str, value: object) -> bool:
-    """Whether this setting of a configuration is one of the ways that are all the same."""
+    """Whether this is an experts setting with one of the equivalent implementations."""
     return name.startswith("_experts_implementation") and isinstance(value, str) and value in _SAME_EXPERTS
 
 
 def _settings(module: torch.nn.Module) -> dict[str, object]:
-    """What the module holds beside tensors and modules, as far as it is plain; packed weights by their identity."""
+    """The module's plain attributes other than tensors and modules; packed weights by identity."""
     if isinstance(module, PreTrainedModel):
         return {}
     return _plain_of({name: value for name, value in module.__dict__.items() if name not in _OF_TORCH})
@@ -391,17 +385,17 @@ def _plain(value: Any) -> bool:
 
 
 def _text(settings: Mapping[str, object]) -> str:
-    """The same in every process; packed weights are told by their state."""
-    told = {
+    """The same in every process; packed weights are covered by the state."""
+    plain = {
         name: sorted(map(repr, value)) if isinstance(value, set) else value
         for name, value in settings.items()
         if not isinstance(value, torch.ScriptObject)
     }
-    return repr(sorted(told.items(), key=lambda item: item[0]))
+    return repr(sorted(plain.items(), key=lambda item: item[0]))
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model by name, those that are no parameters or buffers too."""
+    """Every tensor of the model by name, including those that are neither parameters nor buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -425,7 +419,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, _SETTING):
         yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
     else:
-        raise UnsupportedModel(f"the model's state has {name}, a {type(value).__name__}: it cannot be hashed")
+        raise UnsupportedModel(f"the model's state has {name}, a {type(value).__name__}, which cannot be hashed")
 
 
 def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -440,7 +434,7 @@ def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [tensor.int_repr(), torch.as_tensor(scales), torch.as_tensor(zeros)]
         return [piece for part in parts for piece in _split(part)]
     if tensor.is_meta:
-        raise UnsupportedModel("some of the model's weights are elsewhere (offloaded): they cannot be hashed")
+        raise UnsupportedModel("some of the model's weights are offloaded and cannot be hashed")
     flat = tensor.contiguous().reshape(-1)
     return list(flat.view(torch.uint8).split(_PIECE_BYTES)) if flat.numel() else []
 

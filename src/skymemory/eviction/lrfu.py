@@ -1,9 +1,9 @@
-"""LRFU (Lee et al. 2001) whose half-life is learned, and which remembers what it evicted.
+"""LRFU (Lee et al. 2001) with a learned half-life and a memory of evicted keys.
 
-A key's worth is the sum over its uses of 2^(-age / half-life): the recent ones nearly whole, old ones hardly. A short
-half-life is LRU, an endless one LFU. What is right depends on how long people take to come back to a prompt, and that
-is measured: the mean number of events from one use of a key to its next, whether or not the key was still here.
-Without that memory of the departed a small satellite would only ever see the short returns that its memory spans.
+A key's worth is the sum over its uses of 2^(-age / half-life). A short half-life is LRU, an infinite one LFU. The right
+one depends on how long users take to return to a prompt, which is measured: the mean number of events between two uses
+of a key, whether or not it was evicted in between. Without the memory of evicted keys a small satellite would only see
+returns short enough for its capacity.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from collections import OrderedDict
 from skymemory.eviction.ranking import RankedKeys
 
 DEPARTED = 16_384
-"""Keys remembered after they went, some 5 MB when full."""
+"""Evicted keys remembered; about 5 MB when full."""
 _HALF_LIVES = 2.0
-"""A half-life, in mean returns."""
+"""Half-life as a multiple of the mean return."""
 _FIRST_RETURN = 1000.0
-"""Events: what a return is taken to last before any was seen."""
+"""Initial mean return, in events."""
 _FOLLOW = 1 / 1000
-"""How far the mean follows each return."""
+"""Weight of each return in the mean."""
 _MOST = 2.0**900
 
 
 class LeastRecentlyAndFrequentlyUsed:
-    """Worths are as of the beginning: a use now counts 2^(half-lives since then), and nothing changes as time passes.
+    """Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no decay.
 
-    That factor grows event by event, each by the half-life of its time, so that all keys age alike. What is noted again
-    was last used just now: a touch thus puts a prefix after what was stored behind it, and with as many uses, each as
-    late, a prefix never goes before what is behind it.
+    The factor grows with each event, by the half-life at that time, so that all keys age alike. A key that is noted
+    again counts as last used now: a touch ranks a prefix above the blocks behind it, and with equal uses a prefix is
+    never evicted before what is behind it.
     """
 
     def __init__(self, departed: int = DEPARTED) -> None:
         self._worths: RankedKeys[float] = RankedKeys()
         self._uses: dict[bytes, tuple[float, int]] = {}
-        """Worth of all uses but the last, and at which event that was."""
+        """Worth of all uses but the last, and the event of the last."""
         self._departed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
-        """Worth and event of the last use, who went longest ago first."""
+        """Worth and event of the last use of evicted keys, the oldest first."""
         self._most_departed = departed
         self._events = 0
         self._now = 1.0
-        """What a use counts now."""
+        """Worth of a use now."""
         self._mean_return = _FIRST_RETURN
 
     @property
     def half_life(self) -> float:
-        """In events: uses, and keys that came."""
+        """In events: uses and new keys."""
         return _HALF_LIVES * self._mean_return
 
     def noted(self, key: bytes) -> None:
@@ -56,8 +56,8 @@ class LeastRecentlyAndFrequentlyUsed:
             self._worths.put(key, uses[0] + self._now)
 
     def arrived(self, key: bytes) -> None:
-        """One use, as of now. What is remembered of it from when it was last here is left out: whatever flies round
-        the world in the box would come back to it, again and again, and outrank all that is new.
+        """One use, now. Its remembered worth is ignored: keys that orbit with the box would return again and again and
+        outrank all new ones.
         """
         if key in self._uses:
             self.noted(key)
@@ -70,7 +70,7 @@ class LeastRecentlyAndFrequentlyUsed:
         self._events += 1
         self._now *= 2 ** (1 / (_HALF_LIVES * self._mean_return))
         if self._now > _MOST:
-            self._begin_anew()
+            self._rescale()
         uses = self._uses.get(key)
         if uses is not None:
             before, at = self._worths.rank(key) or 0.0, uses[1]
@@ -81,8 +81,8 @@ class LeastRecentlyAndFrequentlyUsed:
         self._uses[key] = (before, self._events)
         self._worths.put(key, before + self._now)
 
-    def _begin_anew(self) -> None:
-        """The beginning is now, before a float overflows. What is a thousand half-lives old may be worth nothing."""
+    def _rescale(self) -> None:
+        """Move the reference time to now before a float overflows; keys a thousand half-lives old may become 0."""
         scale = 1 / self._now
         self._now = 1.0
         for uses in (self._uses, self._departed):

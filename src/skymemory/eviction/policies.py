@@ -1,4 +1,4 @@
-"""Eviction policies under one contract, by name: those that satellites know, and more for memory and disk."""
+"""Eviction policies by name: those of satellites (``REPLACEMENTS``), and more for memory and disk (``POLICIES``)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ DEFAULT_REPLACEMENT = "lrfu"
 
 
 class Replacement(Protocol):
-    """The contract: a naive twin of each is in ``tests/eviction/test_policies.py``."""
+    """The contract of a policy; ``tests/eviction/test_policies.py`` has a naive twin of each."""
 
     def noted(self, key: bytes) -> None:
-        """The key is here (new or not) and becomes the newest of its rank; that is no use of it."""
+        """The key was stored or touched: it becomes the newest of its rank. Not counted as a use."""
 
     def used(self, key: bytes) -> None:
-        """The key, which is here, was asked for."""
+        """The key, which is present, was requested."""
 
     def arrived(self, key: bytes) -> None:
-        """As ``noted``, by a handover: those that arrive were ranked elsewhere, and come in that order, the next to go
-        first. That nobody asked for them teaches nothing of when people come back.
+        """Like ``noted``, by a handover: arriving keys come in their previous order, the next victim first, and are not
+        counted as returns.
         """
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        """The key is here no longer; ``evicted``: because it was the victim. Unknown keys are ignored."""
+        """The key was removed; ``evicted``: as the victim. Unknown keys are ignored."""
 
     def hold(self, key: bytes) -> None:
-        """The key, which is here, is not to be the victim until it is freed or gone."""
+        """The key, which is present, must not be the victim until it is freed or gone."""
 
     def free(self, key: bytes) -> None:
-        """It may be again, by the rank that it has now."""
+        """End ``hold``; the key has its current rank."""
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        """What goes next, never ``but`` and nothing held; None if there is nothing else. Changes nothing."""
+        """The next key to evict, except ``but`` and held keys; None if there is none. Has no effect."""
 
     def order(self) -> list[bytes]:
-        """All keys, the next victim first, as if none were held."""
+        """All keys, the next victim first, held ones included."""
 
 
 class _ByRank:
-    """Who goes first is who has the lowest rank."""
+    """Evicts the key of the lowest rank."""
 
     def __init__(self) -> None:
         self._ranked: RankedKeys[int] = RankedKeys()
@@ -64,7 +64,7 @@ class _ByRank:
 
 
 class LeastRecentlyUsed(_ByRank):
-    """LRU: what was noted or used longest ago goes first. All are of one rank."""
+    """LRU: evicts the key noted or used longest ago. All have the same rank."""
 
     def noted(self, key: bytes) -> None:
         self._ranked.put(key, 0)
@@ -78,9 +78,9 @@ class LeastRecentlyUsed(_ByRank):
 class LeastFrequentlyUsedAged(_ByRank):
     """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + the rank of the last victim when it was last seen.
 
-    A prompt seen once goes before a prefix that many share, however recently it came, and a prefix nobody asks for
-    any more is overtaken in time: each eviction raises the rank at which newcomers start. In a tree of prefixes a
-    parent is asked for whenever its child is, so its rank is never the lower one.
+    A prompt seen once is evicted before a prefix that many share, however recent it is; a prefix that is not requested
+    any more is overtaken in time, as each eviction raises the rank at which new keys start. In a tree of prefixes a
+    parent is requested with each of its children, so its rank is never lower.
     """
 
     def __init__(self) -> None:
@@ -117,24 +117,24 @@ _MAKERS: dict[str, Callable[[], Replacement]] = {
 
 
 def replacement_named(name: str) -> Replacement:
-    """A fresh policy by one of the names of ``REPLACEMENTS``."""
+    """A new policy by a name of ``REPLACEMENTS``."""
     return _MAKERS[name]()
 
 
 POLICIES = ("lru", "lfu", "lfuda", "length", "arc", "lrfu")
 DEFAULT_POLICY = "lrfu"
-"""By the trace: see ``benchmarks/policies.py``."""
+"""Best on the trace: ``benchmarks/policies.py``."""
 
 
 class LeastFrequentlyUsed(LeastFrequentlyUsedAged):
-    """LFU: what was asked for least goes first, of equals what was noted longest ago. Nothing ages."""
+    """LFU without aging: evicts the least requested key, of equals the one noted longest ago."""
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        super().gone(key)  # to age is to hear of evictions
+        super().gone(key)  # aging needs ``evicted``
 
 
 class LengthAware(LeastRecentlyUsed):
-    """What has the longest prefix before it goes first, of equals what was noted or used longest ago."""
+    """Evicts the key with the longest prefix before it, of equals the one noted or used longest ago."""
 
     def __init__(self, depth_of: Callable[[bytes], int]) -> None:
         super().__init__()
@@ -147,11 +147,11 @@ class LengthAware(LeastRecentlyUsed):
 
 
 class AdaptiveReplacement:
-    """ARC (Megiddo, Modha 2003): keys seen once and keys seen again, each by LRU; what comes back after it was evicted
-    says which of the two should have had more room.
+    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and one of keys seen again; keys that return after their
+    eviction shift the balance between the two.
 
-    Capacity is what ARC knows beforehand and a byte budget does not say: here it is the most keys that were ever here
-    at once. As many evicted keys are remembered.
+    ARC's capacity in keys is not given by a byte budget: here it is the largest number of keys present so far. The same
+    number of evicted keys is remembered.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class AdaptiveReplacement:
         self._once_gone: OrderedDict[bytes, None] = OrderedDict()
         self._again_gone: OrderedDict[bytes, None] = OrderedDict()
         self._target = 0.0
-        """How many keys seen once there should be."""
+        """Target length of the list of keys seen once."""
         self._capacity = 0
 
     def noted(self, key: bytes) -> None:
@@ -230,7 +230,7 @@ class AdaptiveReplacement:
 
 
 def policy_named(name: str, depth_of: Callable[[bytes], int] = lambda key: 0) -> Replacement:
-    """A fresh policy by one of the names of ``POLICIES``; ``depth_of`` counts the blocks before a key.
+    """A new policy by a name of ``POLICIES``; ``depth_of``: number of blocks before a key.
 
     Raises:
         InvalidInput: no such policy.

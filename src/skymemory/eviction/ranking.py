@@ -1,4 +1,4 @@
-"""Keys by rank, the lowest first; of equal ranks the one ranked longest ago. The order behind every policy."""
+"""Keys ordered by rank, then by the time at which they got it: the priority queue of every policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankedKeys(Generic[Rank]):
         return None if known is None else known[0]
 
     def put(self, key: bytes, rank: Rank) -> None:
-        """The key, here or not, has this rank from now on and is the newest of it."""
+        """Insert the key or change its rank; it is the newest of this rank."""
         self._stamp += 1
         self._ranks[key] = (rank, self._stamp)
         if key not in self._held:
@@ -41,7 +41,7 @@ class RankedKeys(Generic[Rank]):
             heapq.heapify(self._heap)
 
     def hold(self, key: bytes) -> None:
-        """Not to be ``first`` until it is freed, whatever its rank becomes. It may come later."""
+        """Exclude from ``first`` until it is freed, whatever its rank. The key may be inserted later."""
         self._held.add(key)
 
     def free(self, key: bytes) -> None:
@@ -54,13 +54,13 @@ class RankedKeys(Generic[Rank]):
         return key in self._held
 
     def pop(self, key: bytes) -> Rank | None:
-        """The key goes, held or not; its rank, or None if it was not here."""
+        """Remove the key, held or not; returns its rank, None if unknown."""
         self._held.discard(key)
         known = self._ranks.pop(key, None)
         return None if known is None else known[0]
 
     def first(self, but: bytes | None = None) -> bytes | None:
-        """The key of the lowest rank that is not held and not ``but``; None if there is no other."""
+        """The key of the lowest rank that is not held and not ``but``; None if there is none."""
         found, spared = None, None
         while self._heap and found is None:
             rank, stamp, key = self._heap[0]
@@ -75,5 +75,5 @@ class RankedKeys(Generic[Rank]):
         return found
 
     def order(self) -> list[bytes]:
-        """All keys, held or not, the lowest rank first."""
+        """All keys, held ones included, the lowest rank first."""
         return sorted(self._ranks, key=lambda key: self._ranks[key])

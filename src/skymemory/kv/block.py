@@ -1,4 +1,4 @@
-"""Block hashes: one 32-byte name for a block of tokens and everything before it."""
+"""Block hashes: a 32-byte hash names a block of tokens and everything before it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block stands in its prompt: ``depth`` blocks are before it, ``parent`` is the last of them.
+    """A block's position in its prompt: ``depth`` blocks are before it, ``parent`` is the last of them.
 
-    Raises InvalidInput for a depth that is none, and unless ``parent`` is None exactly at depth 0.
+    Raises InvalidInput for an invalid depth, and unless ``parent`` is None exactly at depth 0.
     """
 
     depth: int

@@ -21,9 +21,9 @@ class CacheContext:
     """Identity of a KV cache. Two contexts that differ in any field never share a block.
 
     The digest seeds the chain of block hashes (in place of the paper's null hash, §3.1), so a changed model,
-    tokenizer, dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not here: a
-    value's header names it, so a block may be demoted into a smaller codec without changing its name; only
-    whether loss is allowed at all is part of the identity.
+    tokenizer, dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not included: a
+    value's header names it, so a block may be re-encoded without changing its hash; only whether loss is allowed is
+    part of the identity.
     """
 
     model: str
@@ -34,7 +34,7 @@ class CacheContext:
     """Revision or digest of the tokenizer."""
     kv_dtype: str
     layout: str
-    """What :meth:`skymemory.kv.layout.KVLayout.describe` says."""
+    """:meth:`skymemory.kv.layout.KVLayout.describe`."""
     lossless: bool = True
     """True refuses lossy codecs under this context."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -61,10 +61,9 @@ class CacheContext:
             raise InvalidInput(f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}")
 
     def encode(self) -> bytes:
-        """What is hashed: tag and version, then every field, texts with their length (little-endian).
+        """The hashed bytes: tag and version, then every field, texts with their length (little-endian).
 
-        No locale, no environment, no ``hash()``: the same on every machine. Injective, because every variable
-        part carries its length.
+        The same on every machine; injective, as every variable part carries its length.
         """
         texts = (self.model, self.weights, self.tokenizer, self.kv_dtype, self.layout, self.adapter)
         parts = [_PREFIX.pack(b"skycache", ENCODING_VERSION), _FIXED.pack(self.lossless, self.block_tokens)]
@@ -77,7 +76,7 @@ class CacheContext:
         return hashlib.sha256(self.encode()).digest()
 
     def describe(self) -> dict[str, str | int | bool]:
-        """For people and logs: the digest and every field but the salt, whose presence alone is told."""
+        """For users and logs: the digest and every field; of the salt only whether there is one."""
         return {
             "model": self.model,
             "weights": self.weights,

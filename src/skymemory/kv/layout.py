@@ -38,7 +38,7 @@ class KVLayout:
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _MAX_NUMBER:
                 raise InvalidInput(f"KV layout: {name} must be a whole number from 1 on, got {number!r}")
         if self.value_dim == self.head_dim:
-            object.__setattr__(self, "value_dim", 0)  # one layout, one way to say it
+            object.__setattr__(self, "value_dim", 0)  # one representation per layout
         if isinstance(self.value_dim, bool) or not isinstance(self.value_dim, int) or self.value_dim < 0:
             raise InvalidInput(f"KV layout: value_dim must be a whole number from 0 on, got {self.value_dim!r}")
         if self.dtype not in ITEM_BYTES:
@@ -46,14 +46,14 @@ class KVLayout:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of a head's key and of its value."""
+        """Widths of a head's key and of its value."""
         return self.head_dim, self.value_dim or self.head_dim
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Raises InvalidInput where keys and values differ in width: such a block is no single array."""
+        """Raises InvalidInput if keys and values differ in width: such a block is not a single array."""
         if self.value_dim:
-            raise InvalidInput(f"a block of {self} is no single array: its keys and values differ in width")
+            raise InvalidInput(f"a block of {self} is not a single array: its keys and values differ in width")
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
 
     @property
@@ -67,7 +67,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block as the engine holds it, before any codec."""
+        """Bytes of one block before any codec."""
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:

@@ -8,8 +8,8 @@ Layout, little-endian, 64 bytes, then the name, then the payload::
     40 name_bytes 2     42   value_dim 4 (zero: as head_dim)
     46 zero 14          60  CRC-32 of the header with this field zero, and of the name
 
-A later version keeps the magic and the version's place; all else is its own. A writer writes the oldest version that
-suffices. What has a later version, a dtype that is not known or a reserved byte that is not zero is ``LaterVersion``.
+Later versions keep the magic and the position of the version only. A writer writes the oldest version that suffices. A
+later version, an unknown dtype or a non-zero reserved byte raises ``LaterVersion``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
 """No value decodes to more than this; checked before anything is allocated."""
 LATER_VERSION = "later version"
-"""The reason of a miss where a value is there that only a later release reads. It stays."""
+"""Miss reason of a stored value that only a later release can read; it is kept."""
 BYTES_DTYPE = "bytes"
 """dtype of a value of the general key-value store: any bytes, no layout."""
 
@@ -44,8 +44,8 @@ class ValueHeader:
     """``raw_bytes`` decoded bytes, stored as ``payload_bytes`` by codec ``codec_id``.
 
     ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain
-    bytes. ``name`` is the key of a value of the general key-value store: what was asked for can be compared
-    with what came, and an index that was lost can be rebuilt.
+    bytes. ``name``: the key of a value of the general key-value store, by which a value is checked when it is read and
+    a lost index is rebuilt; or a block's name (``block_name``).
     """
 
     codec_id: int
@@ -101,9 +101,9 @@ class ValueHeader:
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
     """Header and payload (a view, not a copy) of a stored value.
 
-    Raises :class:`MalformedPacket` for anything else: truncated, foreign, inconsistent or damaged; its subclass
-    :class:`LaterVersion` for what a later release wrote.
-    The payload's own integrity is the chunks' and the value's checksums, not this header's.
+    Raises :class:`MalformedPacket` for truncated, foreign, inconsistent or damaged bytes; its subclass
+    :class:`LaterVersion` for what a later release wrote. The payload is protected by the chunks' and the value's
+    checksums, not by this header's.
     """
     view = memoryview(value).cast("B")
     header = unpack_header(view)
@@ -115,9 +115,9 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
 
 
 def unpack_header(start_of_value: Buffer) -> ValueHeader:
-    """The header alone, from the first bytes of a stored value (its first chunk, say).
+    """The header alone, from the first bytes of a stored value (such as its first chunk).
 
-    Raises :class:`MalformedPacket` as ``unpack_value`` does, but for the payload, which it does not look at.
+    Raises :class:`MalformedPacket` as ``unpack_value`` does, except for the payload, which is not checked.
     """
     view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:

@@ -1,10 +1,13 @@
-"""The codec ``cachegen``: fewer bits per number than 8-bit integers, by rounding each layer as coarsely as it bears.
+"""The codec ``cachegen``: fewer bits per number than 8-bit integers; each layer is rounded as coarsely as it tolerates.
 
-After CacheGen (Liu et al., SIGCOMM 2024): keys are turned back to before their positions (``turning``), numbers are
-rounded in steps that grow with the layer (``steps``, ``grid``), told token-wise from an anchor or the channel's mean
-(``deltas``), and entropy-coded with tables of their own channels (``sections``, ``entropy``). Only the rounding loses
-anything. A block stands for itself, and so does each of its sections: no table is shared between blocks, so that any
-block can be lost.
+After CacheGen (Liu et al., SIGCOMM 2024):
+
+1. rotate keys back to before their rotary positions;
+2. round numbers in steps that grow with the layer: the only lossy step;
+3. encode a channel's numbers as differences from an anchor token or the channel's mean;
+4. entropy-code the differences with the block's own tables (steps 2-4: ``entropy``).
+
+Blocks and sections are independent: no table is shared between blocks, so any block may be lost.
 
 Payload, version 2, little-endian::
 
@@ -13,8 +16,8 @@ Payload, version 2, little-endian::
     24 CRC-32 of the header with this field zero, and of the table behind it
     28 per layer its key section's bytes 4, CRC-32 4, then its value section's; then the sections in this order
 
-A section: a step code (2 bytes) per head · base of the turn (1 byte, 0 for values) · pull (1) · the channels' phases
-(three bits each) · then what ``sections`` says.
+A section: a step code (2 bytes) per head · rotation base (1 byte, 0 for values) · pull (1) · the channels' phases (3
+bits each) · the runs of ``entropy.encode_section``.
 """
 
 from __future__ import annotations
@@ -45,17 +48,14 @@ from skymemory.kv.codec.entropy import (
 )
 from skymemory.kv.layout import KVLayout, to_float32
 
-# Keys turned back to where their rotary position embedding found them: a part of ``cachegen``.
+# --- step 1: keys without their rotary position embedding ---
 #
-# Rotary embeddings (Su et al., 2021) turn each pair of a key's channels by an angle that grows with the token's
-# position.
-# What a channel has in common with all tokens, its mean, is turned with it, and then looks like change. Turning a
-# block's keys back by their place *in the block* leaves each pair turned by one angle for the whole block, so means
-# are
-# means again. Pairs are channels i and i + head_dim / 2, as Llama and its relatives in transformers have them.
-#
-# A codec knows no model, so the encoder tries the usual bases and takes the one that leaves the least change, if any
-# does; a byte of the payload says which. Turning loses nothing but the last bit of a float32.
+# Rotary embeddings (Su et al., 2021) rotate each pair of a key's channels by an angle proportional to the position; the
+# mean of a channel over tokens is rotated with it and then looks like change. Rotating a block's keys back by their
+# position in the block leaves each pair rotated by one angle for the whole block, so means are means again. Pairs are
+# channels i and i + head_dim / 2, as in Llama and its relatives. A codec knows no model, so the encoder tries the usual
+# bases and uses the one that leaves the least change, if any does; a byte of the payload names it. The rotation loses
+# at most the last bit of a float32.
 
 
 Floats = npt.NDArray[np.float32]
@@ -123,7 +123,7 @@ Steps = npt.NDArray[np.float32]
 MIN_CODE, MAX_CODE = -480, 500
 """2 ** -120 .. 2 ** 125: normal float32 numbers."""
 MAX_QUOTIENT = 1 << 20
-"""No number is more than this many steps from 0: float32 still tells halves there."""
+"""Numbers are at most this many steps from 0: float32 still resolves halves there."""
 
 
 @dataclass(frozen=True, slots=True)

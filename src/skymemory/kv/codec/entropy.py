@@ -1,4 +1,4 @@
-"""Whole numbers to about as many bits as they carry: ANS by the library ``constriction`` with empirical tables.
+"""Rounding, prediction and entropy coding of ``cachegen``: ANS (library ``constriction``) with empirical tables.
 
 ``Writer`` collects runs of symbols, each with the table of how often they occur, and turns them into bytes at once;
 ``Reader`` gives the runs back in the order they were written. Tables stand in front of the coded words::
@@ -159,15 +159,14 @@ def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return scaled
 
 
-# One layer's keys or values as whole numbers to a section of bytes and back: ``cachegen``'s lossless half.
+# --- sections: one layer's keys or values as whole numbers, to bytes and back ---
 #
-# Channels that vary about as much share a class, and each class its own table: the numbers of a class are cut into
-# low bits, which are as good as random and stored as they are, and a high part, which gets the table. A high part
-# beyond
-# ±``_FAR`` is an escape, whose whole number follows at the end.
+# Channels of similar variance share a class, and each class has its own table: numbers are split into low bits, which
+# are nearly random and stored as they are, and a high part, which is coded with the table. A high part beyond ±``_FAR``
+# is an escape; the whole number follows at the end.
 #
-# Runs of a section, in this order: kind (class and way) per channel · base per channel · per class, from the smallest:
-# high parts, then low bits · escaped numbers. Within a class channel by channel, token by token.
+# Runs of a section, in order: kind (class and way) per channel · base per channel · per class, from the smallest: high
+# parts, then low bits · escaped numbers. Within a class channel by channel, token by token.
 
 
 _CLASSES = 48
@@ -251,19 +250,18 @@ def _low_bits(number: int) -> int:
     return max(0, (number - 5) // 2 - 2)
 
 
-# A channel's numbers to whole numbers of steps and back: ``cachegen``'s rounding, the only part that loses anything.
+# --- rounding: a channel's numbers to whole numbers of steps and back; the only lossy part ---
 #
-# Steps are as large as a channel's own spread, so it matters where their grid lies and what a cell is read back as:
+# Steps are as large as a channel's spread, so the grid's offset and the read-back points matter:
 #
-# - the grid of a channel is moved by eighths of a step (its *phase*) so that the channel's mean is a grid point: the
-#   commonest numbers then share one cell, rather than two;
-# - away from that mean numbers are commoner on the near side of their cell, so a cell is read back as a point nearer
-# to
-#   the mean by a part of a step (the *pull*), the same for the whole section: the one that leaves the least error.
+# - the grid of a channel is shifted by eighths of a step (its *phase*) so that the channel's mean is a grid point: the
+#   most frequent numbers then share one cell rather than two;
+# - away from the mean, numbers are more frequent on the near side of their cell, so a cell is read back as a point
+#   nearer to the mean by a share of a step (the *pull*), one for the section: the one with the least error.
 #
 # Measured on a trained model's values in steps of two deviations: a tenth of a bit per number and a fifth of the
-# squared
-# error less. Both are the encoder's choice and in the payload; the pull moves no number by more than ``PULL_LIMIT``.
+# squared error less. Both are the encoder's choice and in the payload; the pull moves no number by more than
+# ``PULL_LIMIT``.
 
 
 Floats = npt.NDArray[np.float32]
@@ -325,28 +323,27 @@ def unpack(data: memoryview, channels: int) -> Bytes:
 
 
 def _sides(quotients: Ints) -> npt.NDArray[np.int8]:
-    """On which side of its channel's mean grid point each is: -1, 0 or 1. The same where it is written and read."""
+    """Side of the channel's mean grid point, -1, 0 or 1; equal in encoder and decoder."""
     centres = np.rint(quotients.sum(axis=1, dtype=np.int64) / quotients.shape[1]).astype(np.int64)
     sides: npt.NDArray[np.int8] = np.sign(quotients - centres[:, None]).astype(np.int8)
     return sides
 
 
-# What is left of a channel's whole numbers once each is told from another token's: ``cachegen``'s token-wise part.
+# --- prediction: a channel's whole numbers as differences ---
 #
-# Numbers are rounded first and predicted afterwards, so a prediction loses nothing and errors do not add up. A
-# channel is
-# one number of one head over the tokens of a block. Three ways to tell its numbers:
+# Numbers are rounded first and predicted afterwards, so prediction is lossless and errors do not add up. A channel is
+# one component of one head over the tokens of a block. Three ways:
 #
-# - from the channel's mean over the block (keys often stand far from 0);
-# - from an anchor, the first token of every group of ``GROUPS[way]`` tokens, anchors from the one before;
+# - from the channel's mean over the block (keys are often far from 0);
+# - from an anchor, the first token of every group of ``GROUPS[way]`` tokens, and anchors from the previous one;
 # - the same with groups of one token: every number from its predecessor.
 #
-# Each channel takes the way whose differences are smallest on average: for differences that fall off evenly on both
-# sides of 0 (two-sided geometric) the entropy grows with that average, so it is the way of the fewest bits.
+# Each channel uses the way with the smallest mean difference: for two-sided geometric differences the entropy grows
+# with that mean, so it is the way with the fewest bits.
 
 
 GROUPS = (0, 1, 10)
-"""Tokens of a group by way; 0: no groups, the channel's mean is what its numbers are told from."""
+"""Tokens of a group by way; 0: predicted from the channel's mean."""
 
 
 def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
@@ -358,7 +355,7 @@ def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
     for way, group in enumerate(GROUPS[1:], 1):
         other_bases, others = _apart(quotients, group)
         size = _size(others)
-        # Anchors cost what they differ by and a base all the same: a tie is the mean's.
+        # A tie goes to the mean, as anchors cost a base as well.
         better = np.flatnonzero(size < least)
         ways[better], least[better] = way, size[better]
         bases[better], differences[better] = other_bases[better], others[better]
@@ -366,7 +363,7 @@ def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
 
 
 def join(ways: npt.NDArray[np.uint8], bases: Ints, differences: Ints) -> Ints:
-    """The quotients (channels, tokens) that ``split`` told apart. Numbers beyond 32 bits wrap around."""
+    """The inverse of ``split``: quotients (channels, tokens). Numbers beyond 32 bits wrap around."""
     quotients = np.empty_like(differences)
     for way, group in enumerate(GROUPS):
         rows = np.flatnonzero(ways == way)
