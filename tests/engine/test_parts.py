@@ -101,7 +101,7 @@ def test_a_hit_loads_what_its_window_sees(name: str) -> None:
 def expected_blocks(kvc: KVCManager, ids: Any) -> int:
     """The most blocks of which all that is seen is in the store: tried one by one."""
     tokens, limit = kvc.layout.block_tokens, ids.shape[1] - 1
-    there = [part.blocks.there(chain) for part, chain in zip(kvc.parts.parts, kvc.parts.hashes(ids[0]), strict=True)]
+    there = [part.blocks.stored(chain) for part, chain in zip(kvc.parts.parts, kvc.parts.hashes(ids[0]), strict=True)]
     for blocks in range(min(ids.shape[1] // tokens, -(-limit // tokens)), 0, -1):
         end = min(blocks * tokens, limit)
         firsts = [0 if one.window is None else max(0, end - one.window + 1) // tokens for one in kvc.parts.parts]
@@ -314,7 +314,7 @@ def test_a_lost_window_is_stored_again_from_what_is_at_hand_or_computed_for_its_
         chain = kvc.parts.hashes(ids[0])[-1]
         store.delete(chain[18:])
         added = kvc.add_blocks_ids(ids)
-        assert added.prefilled_tokens == 0 and all(kvc.parts.parts[-1].blocks.there(chain))
+        assert added.prefilled_tokens == 0 and all(kvc.parts.parts[-1].blocks.stored(chain))
     with manager(model, 8, store) as kvc:
         store.delete(chain[5:])
         added = kvc.add_blocks_ids(ids)
