@@ -249,8 +249,8 @@ class AnswerReader:
         if not isinstance(chunk, dict):
             raise BadAnswer(f"not a chunk: {data[:80]!r}")
         if chunk.get("error") is not None:
-            error = chunk["error"]
-            raise BadAnswer(f"error in the stream: {error.get('message') if isinstance(error, dict) else error}")
+            fault = chunk["error"]
+            raise BadAnswer(f"error in the stream: {fault.get('message') if isinstance(fault, dict) else fault}")
         if isinstance(chunk.get("usage"), dict):
             self._count(chunk["usage"])
         choices = chunk.get("choices")
