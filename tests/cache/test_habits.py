@@ -209,7 +209,7 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path, caplog: pyte
     path.write_text("half a fi")
     with caplog.at_level(logging.WARNING):
         scheduler = PrefetchScheduler(Tier(), habits_file=path)
-    assert "learned anew" in caplog.text and scheduler.counters.get("habits_files_refused_total") == 1
+    assert "learned from scratch" in caplog.text and scheduler.counters.get("habits_files_refused_total") == 1
     assert not path.exists() and (tmp_path / "habits.json.bad").read_text() == "half a fi"
 
 
