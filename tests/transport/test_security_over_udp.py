@@ -335,7 +335,7 @@ def test_who_has_other_keys_than_the_satellites_is_told_so(tmp_path: Path, capsy
                 capsys.readouterr()
                 assert main(command) == 1, command
                 said = capsys.readouterr().err
-                assert "refuse the commands of this computer" in said and "key" in said and "clock" in said, command
+                assert "refuse this computer's commands" in said and "key" in said and "clock" in said, command
             assert not (tmp_path / "out").exists() and NamedValues(store).get("v") == VALUE
         finally:
             store.close()

@@ -231,9 +231,9 @@ class ReadTransfer:
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
-        self._take_up()
+        self._resume_aside()
 
-    def _take_up(self) -> None:
+    def _resume_aside(self) -> None:
         """Ask for what was put aside, once the stand-ins have served."""
         if self._aside and all(self.arrived[index] for index in self._sought):
             self.pending.extend(self._aside)
@@ -361,7 +361,7 @@ class ReadTransfer:
                 self.pending.append(burst)  # not put aside: what is put aside waits for it
             else:
                 self._aside.append(burst)
-        self._take_up()
+        self._resume_aside()
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
