@@ -654,7 +654,9 @@ class ClientMachine:
             self._probe(self._detector.due(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _check(self, satellite: SatelliteId, now_s: float) -> None:
-        """A question is overdue: its answer was lost, or the satellite does not know the operation. A PING shows which."""
+        """A question is overdue: its answer was lost, or the satellite does not know the operation. A PING shows
+        which.
+        """
         if self._checks.get(satellite) not in self._probes:
             self._checks[satellite] = self._probe([(satellite, False)], now_s)
 
