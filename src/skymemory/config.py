@@ -1,29 +1,35 @@
-"""Names and options as files, flags and URLs give them: registries by name, and what an unknown name may have meant."""
+"""Configuration from files, flags and URLs: registries of implementations, schemas, readers of values.
+
+Each unknown name is answered with the nearest known one (``suggestion``).
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from skymemory.errors import InvalidInput
+from skymemory.units import parse_duration, parse_size
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 Build = TypeVar("Build")
+Schema = TypeVar("Schema")
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """How the error about an unknown ``word`` ends: the nearest of the known words, or all of them."""
+    """The end of an error about an unknown ``word``: the nearest known word, or all of them."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}" if known else "there are none"
 
 
 def converted(what: str, value: object, default: object) -> object:
-    """``value`` as the type of ``default``: a switch, a whole number, a number or a word. Text is read as a flag's.
+    """``value`` as the type of ``default``: a boolean, whole number, number or word; text is parsed, as from a flag.
 
     Raises:
-        InvalidInput: it cannot be read so; ``what`` begins the sentence.
+        InvalidInput: another type; ``what`` begins the message.
     """
     wanted = type(default)
     if wanted is str and isinstance(value, str):
@@ -47,7 +53,7 @@ def converted(what: str, value: object, default: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class NoSettings:
-    """Of an entry without options."""
+    """Options of an entry that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Entry(Generic[Build]):
     description: str
     """One line, for help."""
     settings: type[Any]
-    """A frozen dataclass: its options, with their defaults."""
+    """A frozen dataclass of its options, with defaults."""
     build: Build
 
 
@@ -81,7 +87,7 @@ class Registry(Mapping[str, Entry[Build]]):
     def entry(self, name: str) -> Entry[Build]:
         """
         Raises:
-            InvalidInput: there is none of that name.
+            InvalidInput: an unknown name.
         """
         found = self._entries.get(name)
         if found is None:
@@ -92,7 +98,7 @@ class Registry(Mapping[str, Entry[Build]]):
         """The options of an entry, with their defaults.
 
         Raises:
-            InvalidInput: there is none of that name.
+            InvalidInput: an unknown name.
         """
         return defaults_of(self.entry(name).settings)
 
@@ -100,7 +106,7 @@ class Registry(Mapping[str, Entry[Build]]):
         """An entry's settings with these options set.
 
         Raises:
-            InvalidInput: no entry or option of that name, or a value that it cannot have.
+            InvalidInput: an unknown entry or option, or an invalid value.
         """
         return self.entry(name).settings(**read_options(f"{self.kind} {name!r}", options, self.options_of(name)))
 
@@ -114,7 +120,7 @@ def read_options(owner: str, options: Mapping[str, object], known: Mapping[str, 
     """Options converted to the types of their defaults. ``owner`` is named in errors.
 
     Raises:
-        InvalidInput: an option that is not among the known ones, or a value that it cannot have.
+        InvalidInput: an unknown option, or an invalid value.
     """
     read = {}
     for option, value in options.items():
@@ -122,3 +128,119 @@ def read_options(owner: str, options: Mapping[str, object], known: Mapping[str, 
             raise InvalidInput(f"{owner} has no option {option!r}; {suggestion(option, tuple(known))}")
         read[option] = converted(f"option {option!r} of {owner}", value, known[option])
     return read
+
+
+# A schema: frozen dataclasses whose fields are ``setting``s, read from tables such as TOML's.
+
+
+def setting(key: str, read: Callable[[object], Any], default: Any, says: str) -> Any:
+    """A field of a schema: its key, the reader of its value, and a line for the reference."""
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"key": key, "read": read, "says": says})
+    return field(default=default, metadata={"key": key, "read": read, "says": says})
+
+
+def known_keys(kind: type[Any]) -> dict[str, Field[Any]]:
+    """A schema's fields by key."""
+    return {each.metadata["key"]: each for each in fields(kind) if "key" in each.metadata}
+
+
+def filled(
+    kind: type[Schema], table: Mapping[str, Any], where: str, sections: Iterable[str] = (), **more: Any
+) -> Schema:
+    """A schema's values from a table; ``where`` begins errors, ``sections`` are further keys to suggest.
+
+    Raises:
+        InvalidInput: an unknown key, with the nearest known one, or an invalid value.
+    """
+    known = known_keys(kind)
+    values = dict(more)
+    for key, value in table.items():
+        place = f"{where}: {key}" if where else key
+        if key not in known:
+            raise InvalidInput(f"{place}: unknown setting; {suggestion(key, [*known, *sections])}")
+        try:
+            values[known[key].name] = known[key].metadata["read"](value)
+        except InvalidInput as error:
+            raise InvalidInput(f"{place}: {error}") from error
+    try:
+        return kind(**values)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}" if where else str(error)) from error
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(f"{value!r}: expected text in quotes")
+    return value
+
+
+def texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise InvalidInput(f"{value!r}: expected a list of texts")
+    return tuple(value)
+
+
+def whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInput(f"{value!r}: expected a whole number, 0 or more")
+    return value
+
+
+def integer(value: object) -> int:
+    """A whole number that may be below 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(f"{value!r}: expected a whole number")
+    return value
+
+
+def positive(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InvalidInput(f"{value!r}: expected a number above 0")
+    return float(value)
+
+
+def wholes(value: object) -> tuple[int, ...]:
+    """A list of whole numbers."""
+    if not isinstance(value, list | tuple):
+        raise InvalidInput(f"{value!r}: expected a list of whole numbers")
+    return tuple(whole(each) for each in value)
+
+
+def table(value: object) -> dict[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise InvalidInput(f"{value!r}: expected a table")
+    return dict(value)
+
+
+def whole_by_name(value: object) -> dict[str, int]:
+    """A table of whole numbers, which may be negative."""
+    numbers = table(value)
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise InvalidInput(f"{name} is {number!r}: expected a whole number")
+    return {name: int(str(number)) for name, number in numbers.items()}
+
+
+def yes_or_no(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{value!r}: expected true or false")
+    return value
+
+
+def duration(value: object) -> float:
+    """Seconds, or words such as ``"30s"``."""
+    if isinstance(value, str):
+        return parse_duration(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise InvalidInput(f"{value!r}: expected a duration, such as 30s")
+    return float(value)
+
+
+def size(value: object) -> int:
+    """Bytes, or words such as ``"16MiB"``."""
+    return parse_size(value) if isinstance(value, str) else whole(value)
+
+
+def path(value: object) -> Path:
+    return Path(text(value)).expanduser()

@@ -45,7 +45,7 @@ BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
         ([*ONE, "--tls-cert", "x"], "go together"),
         ([*ONE, "--tls-cert", "x", "--tls-key", "y"], "cannot be read"),
         ([*ONE, "--tls-client-ca", "x"], "needs tls_cert"),
-        ([*ONE, "--self-signed", "--tls-cert", "x", "--tls-key", "y"], "choose"),
+        ([*ONE, "--self-signed", "--tls-cert", "x", "--tls-key", "y"], "not both"),
         ([*ONE, "--tokenizer", "/nowhere/at/all"], "no tokenizer"),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
         ("backends = ['http://10.0.0.1:8001']\n[picker]\nfallback = 1", "did you mean 'fallbacks'?"),
         ("backends = ['http://10.0.0.1:8001']\n[picker]\nevents_port = 70000", "ports go to 65535"),
         ("backends = ['http://10.0.0.1:8001']\n[admission]\nrule = 'goodput'", "needs `ttft`"),
-        ("backends = ['http://10.0.0.1:8001']\n[queue]\nmax_requests = 5", "how many make one full"),
+        ("backends = ['http://10.0.0.1:8001']\n[queue]\nmax_requests = 5", "how many requests make one full"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skymemory.config import filled
 from skymemory.errors import InvalidInput
 from skymemory.router.cors import CorsSettings, cors
-from skymemory.router.settings import filled
 
 APP, EVIL = "https://app.example", "https://evil.example"
 ASKS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, Content-Type"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skymemory.config import known_keys
 from skymemory.errors import InvalidInput
-from skymemory.router.setting_values import host_and_port
-from skymemory.router.settings import Backend, Settings, known_keys, read_settings, settings_from
+from skymemory.router.settings import Backend, Settings, host_and_port, read_settings, settings_from
 
 FILE = """
 listen = "127.0.0.1:9000"
@@ -87,7 +87,7 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
         ({"backends": ["ftp://a:1"]}, "is not the address of a server"),
         ({"backends": ["http://müller:1"]}, "is not the address of a server"),
         ({"backends": ["http://a:99999"]}, "is not the address of a server"),
-        ({"backends": ["http://a:1", "http://a:1/"]}, "two backends are called 'a:1'"),
+        ({"backends": ["http://a:1", "http://a:1/"]}, "two backends are named 'a:1'"),
         ({"backends": "http://a:1"}, "expected [[backends]]"),
         ({"listen": 8080}, "expected text in quotes"),
         ({"health": {"every": 0}}, "must be above 0"),

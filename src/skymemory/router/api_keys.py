@@ -36,13 +36,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from skymemory.config import suggestion
+from skymemory.config import filled, integer, positive, setting, suggestion, text, whole
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import read_bounded
 from skymemory.router.api_error import ApiError
 from skymemory.router.clients import MOST_PRIORITY
-from skymemory.router.setting_values import integer, positive, setting, text, whole
-from skymemory.router.settings import filled
 
 KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from skymemory.config import duration, setting, texts, yes_or_no
 from skymemory.errors import InvalidInput
-from skymemory.router.setting_values import duration, setting, texts, yes_or_no
 
 ANY = "*"
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")

@@ -34,8 +34,8 @@ from types import MappingProxyType
 
 from skymemory.conductor.admission.base import RETRY_S, Refusal, Slo
 from skymemory.conductor.request import Request
+from skymemory.config import duration, setting, size, whole
 from skymemory.errors import InvalidInput
-from skymemory.router.setting_values import duration, setting, size, whole
 
 USUAL_OUTPUT_TOKENS = 256
 """Assumed where a request does not limit its output."""

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from skymemory.config import suggestion
+from skymemory.config import known_keys, suggestion, texts, yes_or_no
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import MAX_TABLE_BYTES, read_bounded
-from skymemory.router.setting_values import texts, yes_or_no
-from skymemory.router.settings import Backend, PickerSettings, known_keys
+from skymemory.router.settings import Backend, PickerSettings
 
 _TRUTH = {"true": True, "false": False}
 

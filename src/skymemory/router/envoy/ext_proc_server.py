@@ -31,7 +31,7 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.ext_proc import Exchange
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
 from skymemory.router.envoy.picker_service import PickerService
-from skymemory.router.setting_values import host_and_port
+from skymemory.router.settings import host_and_port
 
 log = logging.getLogger("skymemory.router")
 HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
