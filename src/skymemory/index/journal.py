@@ -120,6 +120,7 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
         if native.crc32(body, native.crc32(blank)) != crc:
             break
         with_sizes = version == _SIZED_VERSION and op == RecordOp.ADD
+        # Skipped, not an error: a later release may share this journal.
         known = with_sizes or (version == JOURNAL_VERSION and op in _KNOWN)
         records.append(_decode_body(op, body, with_sizes) if known else Record(RecordOp.UNKNOWN))
         at = end

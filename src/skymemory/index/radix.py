@@ -69,6 +69,7 @@ class RadixIndex:
             raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
         check_chain(hashes, start, parent)
         self._forest.check(hashes, start, parent)
+        # All checks come before the first change: an invalid chain changes nothing.
         packed = [self._infos.pack(info) for info in infos]
         new = 0
         previous = parent
@@ -87,6 +88,7 @@ class RadixIndex:
         """
         forest = self._forest
         rows, run_of, depths, epoch = forest.rows, forest.run_of, forest.depths, forest.epoch
+        # Binary search: "closed" is monotone. A hit skips to the end of its run if that equals the prompt there.
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
@@ -277,6 +279,7 @@ class Forest:
             self.depths.append(depth)
         self.rows[key] = at
         hanging = self._hanging.get(key)
+        # A block that fills a hole joins the longest run behind it.
         if hanging:
             self.epoch += 1
             self._merge(run, max(hanging, key=lambda below: len(below.keys)))
@@ -295,7 +298,7 @@ class Forest:
             run.keys.pop()
             if not head:
                 self._unhang(run)
-        elif len(head) >= len(tail):
+        elif len(head) >= len(tail):  # relabel the shorter part
             below = Run(run.start + offset + 1, run.keys[offset], tail)
             run.keys = head
             self._label(tail, below)

@@ -214,7 +214,7 @@ class Inventory:
         self._pins[key] = until_s
         self._pinned_bytes += entry.size_bytes
         heapq.heappush(self._pin_ends, (until_s, key))
-        if len(self._pin_ends) > 2 * len(self._pins) + 64:
+        if len(self._pin_ends) > 2 * len(self._pins) + 64:  # mostly stale: rebuild
             self._pin_ends = [(end_s, pinned) for pinned, end_s in self._pins.items()]
             heapq.heapify(self._pin_ends)
         self.order.hold(key)
@@ -235,6 +235,7 @@ class Inventory:
         self._learn(ticket)
         room: list[tuple[bytes, int]] = []
         self._reservations[ticket] = room
+        # First all at once, which is one search for victims; only if that fails item by item.
         given = [key not in self.kept for key, _ in ticket.items]
         wanted = [(key, size_of(value)) for (key, value), yes in zip(ticket.items, given, strict=True) if yes]
         for item in wanted:
@@ -267,6 +268,7 @@ class Inventory:
         """Of these reserved items, with their sizes: how many of the first can be put, and which victims to ``evict``
         for them first, in this order. Not all can be put if victims have been leased or pinned meanwhile.
         """
+        # A chain's first blocks are worth most: the last items are left out first.
         for count in range(len(items), 0, -1):
             sizes = dict(items[:count])
             replaced_bytes = sum(self.entries[key].size_bytes for key in sizes if key in self.entries)

@@ -105,6 +105,7 @@ class DiskStore(BudgetedStore):
             found = {key: self._inventory.entries[key] for key in ticket.keys if key in self._inventory.entries}
             total_bytes = sum(entry.size_bytes for entry in found.values())
             ticket.state = buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for entry in found.values()))
+        # Without the lock: loads of several threads read at the same time.
         reads: dict[bytes, Reading] = {}
         at = 0
         for key, entry in found.items():
@@ -159,6 +160,7 @@ class DiskStore(BudgetedStore):
             items = [item for item, yes in zip(ticket.items, given, strict=True) if yes]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
+        # Written without the lock, so that loads go on; evicted and renamed into place with it.
         parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
         sizes = {key: memoryview(value).nbytes for key, value in items}
         try:

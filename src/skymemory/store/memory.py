@@ -66,6 +66,7 @@ class MemoryStore(BudgetedStore):
         with self._open():
             started_s = self._clock()
             given = self._inventory.take_store(ticket, started_s)
+            # ``bytes`` copies only what is not bytes already: the caller may change its buffer afterwards.
             values = {key: bytes(value) for (key, value), yes in zip(ticket.items, given, strict=True) if yes}
             places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
             count, victims = self._inventory.in_the_way([(key, len(value)) for key, value in values.items()])

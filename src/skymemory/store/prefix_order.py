@@ -100,7 +100,7 @@ class PrefixOrder:
         if node is None or not node.here:
             return
         node.here = False
-        if not node.holds:
+        if not node.holds:  # else it stays as a node: blocks behind it hold those before it
             self._forget(key, node)
 
     def hold(self, key: bytes) -> None:

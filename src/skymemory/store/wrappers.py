@@ -150,6 +150,7 @@ class Sketch:
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
         if not now:
+            # The younger filter is full: it becomes the older one, and the keys of that are forgotten.
             if self._added == self._capacity:
                 self._now, self._before = bytearray(self._bits // 8), self._now
                 self._added = 0

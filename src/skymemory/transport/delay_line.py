@@ -60,6 +60,7 @@ class DelayLine(Generic[Item]):
         now_s = self._clock_s()
         due_s = now_s + propagation_s
         if self._seconds_per_byte:
+            # The link sends one item after the other; propagation begins when it has sent the last byte.
             start_s = max(now_s, self._busy_until_s.get(link, 0.0))
             sent_s = self._busy_until_s[link] = start_s + size_bytes * self._seconds_per_byte
             due_s = sent_s + propagation_s

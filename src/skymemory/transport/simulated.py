@@ -210,6 +210,7 @@ class SimulatedConstellation:
 
     def step(self, limit_s: float) -> bool:
         """Run the next event, not later than ``limit_s``; False (and time at the limit) if there is none."""
+        # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
         self.flush()
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf

@@ -162,6 +162,7 @@ class UdpClient:
 
     def _send(self) -> None:
         for batches in self.machine.bursts_to_send(self.now_s()):
+            # Single packets (GETs) go out in one call for all satellites; a burst of SETs has a call of its own.
             first = 0
             if len(batches) > 1 and not self._backlog and all(batch.is_one_packet for batch, _ in batches):
                 first = self._sock.send_each([(one.headers, *self._satellites[to]) for one, to in batches])
@@ -180,6 +181,7 @@ class UdpClient:
     def _receive_or_wait(self, until_s: float) -> None:
         """Process what has come; if nothing has, sleep until something comes, a timer is due, or until ``until_s``."""
         machine = self.machine
+        # With something to send, each answer may open a window: process it at once.
         calls = 1 if machine.wants_to_send or self._backlog else _MAX_RECEIVES
         tallies, runs = self._sock.receive_awaited(machine.awaited, calls, _SPIN_US)
         if not tallies and not runs:

@@ -261,6 +261,7 @@ class UdpHost:
 
     def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served]]:
         """What has arrived; and, if links are direct, the plain requests that the native helper has served."""
+        # Plain GETs and SETs never reach Python, unless links are delayed or faulty.
         requests = satellite.machine.plain_requests(self.now_s()) if self._direct else None
         if requests is None:
             return satellite.sock.receive(), []
@@ -423,6 +424,7 @@ class UdpHost:
         """
         self._slice = None
         began_s = time.monotonic()
+        # As long as makes its share of the time since the last slice, within bounds.
         owed_s = (began_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
         end_s = began_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)
         while self._waiting and time.monotonic() < end_s:

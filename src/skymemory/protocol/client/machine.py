@@ -149,6 +149,7 @@ class ClientMachine:
         Raises:
             InvalidInput: ``out`` is too small or read-only, or ``info`` contradicts itself or the constellation.
         """
+        # At most a quarter of the window for each satellite, so that several answer at the same time.
         burst_bytes = self._peers.inbound.size_bytes // 4
         burst_chunks = max(1, min(self.config.read_burst_chunks, burst_bytes // max(1, info.chunk_bytes)))
         copies = self._copies(info.strategy, info.servers, info.set_moves, replicas)
@@ -241,7 +242,7 @@ class ClientMachine:
         """An operation has ended: well, if ``failure`` is empty."""
         if self._operations.pop(operation.number, None) is None:
             return
-        if self._keepalive.ended(operation.number, now_s):
+        if self._keepalive.ended(operation.number, now_s):  # satellites may have dropped its first chunks
             failure = failure or "interrupted"
         self._in_flight.drop(operation)
         is_probe = operation.number in self._probes
@@ -304,9 +305,9 @@ class ClientMachine:
         """
         in_flight = self._in_flight
         self._update_gateway(now_s)
-        if in_flight.packets:
+        if in_flight.packets:  # questions and retransmissions first
             yield in_flight.take_packets()
-        for _ in range(len(self._waiting)):
+        for _ in range(len(self._waiting)):  # each once: what the windows stop is queued again
             operation = self._waiting.popleft()
             operation.queued = False
             transfer = operation.transfer
@@ -332,6 +333,7 @@ class ClientMachine:
         of other satellites first; where no other may have them, the read has failed.
         """
         moves, suspects = self.moves(now_s), self._peers.suspects
+        # Only when a suspect was added since the last look; a replicated read asks another copy below.
         if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
             silent = len(suspects) > 0 and any(
                 burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
@@ -380,6 +382,7 @@ class ClientMachine:
                 continue
             window = self._in_flight.window(Op.SET, satellite)
             fits = min(len(indices), window.open_bytes // size_each)
+            # Rather wait than send many small bursts; but with nothing in flight no answer would open the window.
             if fits < min(len(indices), _MIN_BURST_CHUNKS):
                 if window.in_flight_bytes:
                     stalled.append(burst)
@@ -425,6 +428,7 @@ class ClientMachine:
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
         """Runs of DATA have been placed in the buffers of their reads."""
+        # All runs are counted before any operation ends: the end of one drops its requests.
         heard: list[tuple[Request, ReadTransfer, Tally]] = []
         for tally in tallies:
             request = self._in_flight.by_id.get(tally[0])
@@ -464,6 +468,7 @@ class ClientMachine:
         awaited = self._in_flight.awaited
         for at in range(0, len(view), segment_bytes):
             packet = view[at : at + segment_bytes]
+            # By frequency: DATA for an awaited read, plain ACKs, then everything else.
             if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, awaited)):
                 self.receive_placed(tallies, now_s)
             elif (ack := native.open_ack(packet)) is not None:
@@ -574,6 +579,7 @@ class ClientMachine:
         self, request: Request, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
         """A satellite does not hold these chunks: look elsewhere, or end the read."""
+        # Only what this request asked for: a forged or stale MISS must not affect other chunks.
         asked = set(request.indices)
         indices = [index for index in selection.indices() if index in asked]
         if selection.key != transfer.info.key or not indices:
@@ -602,6 +608,7 @@ class ClientMachine:
         """A satellite will not serve a request: its chunks are read from others or left to copies; else it ends."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
+            # With no satellite heard, others would not answer either: the timeout ends the read.
             reachable = failure != "timeout" or self._peers.any_heard_since(request.begun_s)
             others = self._stand_ins(transfer, now_s) if reachable else None
             saved = transfer.redirect(request.indices, request.satellite, failure, others)
@@ -638,6 +645,7 @@ class ClientMachine:
                 self._enqueue(request.operation)
                 continue
             satellite, centre = request.satellite, self._sky.centre_at(self.moves(now_s))
+            # Is it this satellite alone, the gateway, or everything? Probes find out while the request is repeated.
             if request.operation.number not in self._probes:
                 self._probe(self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s)
             if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):

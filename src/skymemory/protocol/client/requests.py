@@ -169,6 +169,7 @@ class InFlight:
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
         if peer.heard_s + _STALE_S < now_s:
             peer.round_trip.forget()
+        # At most ``give_up_s``: a peer that has answered late may be dead by now.
         timeout_s = min(_timeout_s(peer, window), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
@@ -203,6 +204,7 @@ class InFlight:
         transfer = requests[0].operation.transfer
         gateway = self._gateway
         if isinstance(transfer, WriteTransfer):
+            # A batch for each request: all its chunks behind one prefix, sent from the caller's buffer.
             for request in requests:
                 beam = request.satellite if gateway is None else gateway.beam(request.satellite)
                 refs, payloads = transfer.of_these(request.indices)
@@ -210,6 +212,7 @@ class InFlight:
                 prefix = self._prefix(request, beam, 1, sequence, now_s)
                 self._queue(prefixed_batch(prefix, refs, payloads, sequence), beam, now_s)
             return
+        # Reads and questions are single packets: one native call builds them from one prefix.
         rows, beams = [], []
         for request in requests:
             if transfer is not None and not request.body:
@@ -310,6 +313,7 @@ class InFlight:
         """Requests whose deadlines have passed; each must be hedged, repeated or given up."""
         if now_s < self._alarm_s:
             return []
+        # The alarm may be early, for deadlines are mostly postponed: then this finds none, and sets the next alarm.
         due = [request for request in self.by_id.values() if request.deadline_s <= now_s]
         later = (request.deadline_s for request in self.by_id.values() if request.deadline_s > now_s)
         self._alarm_s = min(later, default=math.inf)
@@ -335,7 +339,7 @@ class InFlight:
         if transfer is not None:
             done = transfer.arrived if isinstance(transfer, ReadTransfer) else transfer.acknowledged
             wanted = [index for index in request.indices if not done[index]]
-            if not wanted:
+            if not wanted:  # 1. its chunks came by another request
                 self.retire(request)
                 return ""
         satellite = request.satellite
@@ -343,6 +347,7 @@ class InFlight:
         if ignored and request.pings_answered >= _UNSUPPORTED_TRIES:
             request.peer.cannot(request.op, now_s)
             return "unsupported"
+        # 2. Silence counts from the last answer to anything: a satellite that answers others is busy, not dead.
         silent_until_s = self._peers.silent_since_s(satellite, request.begun_s) + self._silence_s(request.peer)
         if now_s >= silent_until_s or now_s >= request.begun_s + _MAX_PARTIAL * self._give_up_s:
             self._suspect_all(request.operation, now_s)
@@ -350,13 +355,13 @@ class InFlight:
             return "timeout"
         if satellite in self._peers.suspects and request.op not in ALWAYS_SENT:
             return "unreachable"  # an earlier request to it has found it silent meanwhile
-        if not ignored and self._still_queued(request, now_s):
+        if not ignored and self._still_queued(request, now_s):  # 3. its turn has not come
             return ""
         stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
         if stands_in and request.attempts >= _STAND_IN_TRIES:
             request.peer.quiet = True  # late, perhaps, and no suspect: requests that need it wait for it
             return "timeout"
-        if request.once:
+        if request.once:  # 4. or, for a question that is sent once, the last wait
             self._set_deadline(request, silent_until_s)
         else:
             self._repeat(request, wanted, moves, silent_until_s, now_s)
@@ -365,6 +370,7 @@ class InFlight:
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
         round_trip = request.peer.round_trip
         request.window.lost(now_s, round_trip.smoothed_s)
+        # Back-off is for dead satellites: one that answers gets lost packets again at once.
         alive = request.pings_answered or request.peer.heard_s > request.sent_s
         backoff = 1 if alive else min(2 ** (request.attempts - 1), _MAX_BACKOFF)
         timeout_s = round_trip.timeout_s()

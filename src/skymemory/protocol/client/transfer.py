@@ -115,6 +115,7 @@ def _bursts_in_turn(
     chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int
 ) -> Iterator[tuple[SatelliteId, range]]:
     """All chunks of a value: the first burst of every server, then the second of every server, and so on."""
+    # In turn, so that all satellites start to answer with the first requests.
     round_chunks = servers * burst_chunks
     for first in range(0, chunks, round_chunks):
         for server in range(min(servers, chunks - first)):
@@ -199,6 +200,7 @@ class ReadTransfer:
             )
         self.info = info
         self.out = out
+        # Written by the native helper as chunks arrive (``landing``).
         self.arrived = bytearray(info.chunks)
         self.crcs = bytearray(info.chunks * _CRC_BYTES)
         self.missing = info.chunks
@@ -262,9 +264,9 @@ class ReadTransfer:
             if self.arrived[index]:
                 continue
             search = self._searches.get(index)
-            if search is None:
+            if search is None:  # the first MISS of this chunk
                 search = self._searches[index] = _Search(answer.moves, self._likely(index, answer))
-            elif search.silent is not None:
+            elif search.silent is not None:  # all places are being asked
                 if answer.asked_s < search.since_s or not self._answered_everywhere(search, answer):
                     continue
                 if search.proof and answer.now_s - search.since_s <= PROOF_S:
@@ -272,7 +274,7 @@ class ReadTransfer:
                 if not search.renew(answer.moves):
                     return self.silence if search.in_place_of_silent else "under way"
                 search.left = self._likely(index, answer)
-            elif not search.left and search.renew(answer.moves):
+            elif not search.left and search.renew(answer.moves):  # the box has moved: other places are likely now
                 search.left = self._likely(index, answer)
             if search.left:
                 bursts.setdefault(search.left.popleft(), []).append(index)
@@ -377,7 +379,7 @@ class ReadTransfer:
     def verified(self) -> bool:
         """Whether the value's checksum is right, by combining those of its chunks, which were verified."""
         info = self.info
-        if info.value_bytes == 0:
+        if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
             return info.value_crc == 0
         return native.crc32_join(self.crcs, info.chunk_bytes, info.value_bytes) == info.value_crc
 

@@ -179,6 +179,7 @@ class Catalog:
         if self.index is not None:
             found, certain = self.search(wanted)
         else:
+            # What ``prefix`` has just probed need not be probed again.
             since_s = self._prober.now_s() - _FRESH_S
             taken = {key: self._known.pop(key) for key in wanted if key in self._known}
             found = {key: info for key, (info, at_s) in taken.items() if at_s >= since_s}
@@ -206,6 +207,7 @@ class Catalog:
             return
         unplaced: dict[bytes, BlockInfo] = {}
         run: dict[bytes, BlockInfo] = {}
+        # A run grows as long as each value's place follows that of the one before.
         first, last = Place(0), b""
         for info in infos:
             entry = BlockInfo(

@@ -72,6 +72,7 @@ class Prober:
         """
         moves = self._moves()
         found, certain = self._search_at(moves, keys)
+        # Answers may have corrected our count of moves: then these were the wrong satellites.
         if len(found) < len(set(keys)) and self._moves() != moves:
             moves = self._moves()
             more, certain = self._search_at(moves, [key for key in keys if key not in found])

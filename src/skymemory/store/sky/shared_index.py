@@ -157,6 +157,7 @@ class SharedIndex:
         def change() -> bytes:
             with suppress(InvalidInput):
                 return self._enter(keys, infos, start, parent)
+            # A contradiction: drop what is known of these blocks, and try again; then block by block.
             gone = [key for key in keys if self._index.remove(key)]
             record = encode_record(RecordOp.REMOVE, gone) if gone else b""
             with suppress(InvalidInput):
@@ -241,6 +242,7 @@ class SharedIndex:
             if self._fd < 0:
                 change()
                 return True
+            # 1. Lock the current journal; 2. replay what others wrote; 3. change and append; 4. compact, perhaps.
             while True:
                 self._reopen()
                 with self._file_lock():
@@ -340,6 +342,7 @@ class SharedIndex:
         try:
             written = os.write(self._fd, record)
         except OSError:
+            # One byte more is a torn tail without data: other processes see that a record is missing.
             written = 0
             if os.fstat(self._fd).st_size == self._replayed_bytes:
                 os.ftruncate(self._fd, self._replayed_bytes + 1)  # takes no space

@@ -136,7 +136,7 @@ class ConstellationStore(TwoPhase):
         reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
         loaded_bytes = sum(len(value) for value in values.values())
-        if loaded_bytes > 1 << 20 and seconds > 0:
+        if loaded_bytes > 1 << 20 and seconds > 0:  # smaller loads measure the round trip
             self._bytes_per_s += (loaded_bytes / seconds - self._bytes_per_s) / 4
         self._counters.add("hits", sum(key in values for key in ticket.keys))
         self._counters.add("misses", sum(key not in values for key in ticket.keys))
@@ -153,6 +153,7 @@ class ConstellationStore(TwoPhase):
         for info in infos:
             outs[info.key] = buffer[at : at + info.value_bytes]
             at += info.value_bytes
+        # 1. Read all into one buffer; 2. doubtful ones again; 3. evict what is proved lost, adopt what was replaced.
         looked_s = self._driver.now_s()
         outcomes = self._read(infos, outs)
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
@@ -217,8 +218,10 @@ class ConstellationStore(TwoPhase):
         self._check(())
         started_s = self._driver.now_s()
         with self._stores.ending(ticket):
+            # Entries of before: leftovers of other placements are evicted once the new values are stored.
             before = self._catalog.known([key for key, _ in ticket.items])
             with self._driver.lock:
+                # In reverse, as in ``_read``: satellites keep the first block longest.
                 last_first = reversed(dict(ticket.items).items())
                 begun = {key: self._begin_put(key, value) for key, value in last_first}
                 finished = self._driver.run(begun.values())
