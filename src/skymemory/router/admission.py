@@ -1,7 +1,7 @@
 """Admission at the router's doors: the rule that the settings name, and the 429 of a refused request.
 
 Servers behind the router prefill and decode, so a rule judges a request by the estimated time to its first token at
-the chosen server. The promised time between tokens cannot be estimated beforehand; it is measured and counted.
+the chosen server. The promised time between tokens cannot be estimated; it is measured and counted.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
 MINUTE_S = 60.0
 _ROUNDING = 1e-6
-"""A client that retries exactly when it was told to must not be refused for a rounding error."""
+"""A client that retries exactly at ``Retry-After`` must not be refused for a rounding error."""
 _TABLES = ("tenants", "keys")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -107,7 +107,8 @@ class RedisReplicas:
         self._me = os.urandom(16)
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._entries, self._ttl_s = entries, ttl_s
-        self._told = 0
+        self._next = 0
+        """Number of the next own delta to send."""
         self._last = b"0-0"
         self._degraded = "not connected yet"
         self._sent = self._received = self._lost = self._refused = 0
@@ -162,15 +163,15 @@ class RedisReplicas:
         if life != self._life:
             if self._life is not None:
                 self._last = b"0-0"
-                self._told = self._index.log_start
+                self._next = self._index.log_start
             self._life = life
 
     async def _send(self) -> None:
-        while self._told < self._index.log_end:
-            deltas = self._index.since(self._told)
+        while self._next < self._index.log_end:
+            deltas = self._index.since(self._next)
             if deltas is None:
-                self._lost += self._index.log_start - self._told
-                self._told = self._index.log_start
+                self._lost += self._index.log_start - self._next
+                self._next = self._index.log_start
                 continue
             for payload, count in _entries(deltas):
                 fields = {b"from": self._me, b"deltas": payload}
@@ -182,7 +183,7 @@ class RedisReplicas:
                     pipe.xadd(self._stream, fields, maxlen=self._entries, approximate=True)
                     pipe.expire(self._stream, max(1, round(self._ttl_s)))
                     await pipe.execute()
-                self._told += count
+                self._next += count
                 self._sent += count
 
     async def _receive(self) -> None:

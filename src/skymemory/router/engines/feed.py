@@ -30,7 +30,7 @@ WARN_EVERY_S = 10.0
 UNKNOWN_MEDIA = 8
 """Unknown media of one engine that are logged, at most."""
 REMEMBERED = 4096
-"""Messages whose checksum is kept, to tell duplicates from messages of a restarted engine."""
+"""Messages whose checksum is kept, to distinguish duplicates from a restarted engine's messages."""
 HELD = 256
 """Messages that may wait for a missing one before it is given up."""
 END_BYTES = 64 << 10

@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 
 from skymemory.engine.models import ReadyModel, ready_model
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
 from skymemory.serving.engine.http import OpenAIServer
@@ -162,7 +162,7 @@ def bound(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise InvalidInput(f"--listen {host}:{port}: {error.strerror or error}") from error
+        raise InvalidInput(f"--listen: {cannot_listen(f'{host}:{port}', error)}") from error
     return listener
 
 
