@@ -91,7 +91,7 @@ class ChunkService:
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
-            or view[_ADDRESSES] != self._by_our_beam
+            or view[_ADDRESSES] != self._by_our_beam  # destination and source
             or isinstance(source, SatelliteId)
             or busy
         ):
@@ -174,6 +174,7 @@ class ChunkService:
         self._now_s = now_s
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return
+        # All at once; chunk by chunk where one is outdated or the memory must evict selectively.
         outcome = None
         if not (migrated and any(map(self._is_outdated, indices, chunks))):
             outcome = self._store.put_run(request.key, indices, chunks, size_bytes, migrated)

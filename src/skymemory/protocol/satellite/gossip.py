@@ -206,6 +206,7 @@ class Gossip:
         self._number = (self._number + 1) & 0xFFFFFFFF
         origin = Address(*self._here)
         self._remember((origin, self._number))
+        # Enough to reach the centre and cross the rectangle, and two spare.
         away = self._sky.torus.hops(self._here, region.centre)
         hops = min(255, away + region.north + region.south + region.west + region.east + 2)
         notice = Notice(origin, self._number, region, hops, self.notify_ground(dead, now_s), dead)
@@ -242,7 +243,7 @@ class Gossip:
             return
         self._remember(name)
         dead = self.purge(notice.dead, now_s)
-        for key, setting in notice.dead:
+        for key, setting in notice.dead:  # announced already: we need not
             if setting_of(self._evicted.get(key, b"")) == setting:
                 del self._evicted[key]
         notified = notice.ground_notified or (bool(dead) and self.notify_ground(dead, now_s))

@@ -361,7 +361,7 @@ class Handover:
         if burst is None:
             return 0
         self._heard_s = now_s
-        round_trip_s = now_s - max(burst.sent_s, sent_s)
+        round_trip_s = now_s - max(burst.sent_s, sent_s)  # the echo says which transmission was acknowledged
         self._round_trip.sample(round_trip_s)
         if not burst.answered:
             self._adjust(burst.destination, round_trip_s)
@@ -381,6 +381,7 @@ class Handover:
             self._shortest_s.clear()
         shortest_s = min(self._shortest_s.get(destination, math.inf), round_trip_s)
         self._shortest_s[destination] = shortest_s
+        # LEDBAT: grow by up to 1 burst per window without queueing delay, shrink in proportion to the delay beyond it.
         off = max(1.0 - (round_trip_s - shortest_s) / _TARGET_DELAY_S, -_MOST_DECREASE)
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
@@ -424,7 +425,7 @@ class Handover:
     def to_delete(self, now_s: float) -> list[ChunkName]:
         """Copied chunks whose grace period is over, each once; except those that have yet to leave as another copy."""
         due = []
-        for name, deadline_s in self._copied.items():
+        for name, deadline_s in self._copied.items():  # in the order of deadlines: the grace period is constant
             if deadline_s > now_s:
                 break
             due.append(name)

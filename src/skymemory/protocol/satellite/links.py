@@ -142,6 +142,7 @@ class Neighbours:
             elif self.links.learn(declaration, now_s):
                 fresh.append(declaration)
                 self._probe_around(declaration, now_s)
+        # The latest push wins; one that would move the box too far or too often is ignored.
         later = self.pushed_at_ms < body.pushed_at_ms <= (now_s + _MOST_AHEAD_S) * 1e3
         moved = later and body.pushed != self._locator.pushed
         if moved and not self._locator.may_push_to(body.pushed, now_s, MOST_PUSHED):
@@ -233,6 +234,7 @@ class Neighbours:
 
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
         """Flood which of our links are down now, with a time later than ``outdo_ms``."""
+        # Later than all our earlier declarations, even if the clock was set back.
         made_ms = max(int(now_s * 1e3), self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
         self._refresh_s = now_s + REFRESH_S if ours.down else math.inf

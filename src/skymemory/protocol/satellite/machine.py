@@ -199,6 +199,7 @@ class SatelliteMachine:
     def _process(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
         at = 0
         while at < len(runs):
+            # Runs of plain SETs and MIGRATEs first: nearly all bytes that a satellite receives.
             taken = self._chunks.store_runs(runs, at, source, now_s)
             if taken:
                 packets = sum(-(-len(view) // size) for view, size in runs[at : at + taken])
@@ -232,7 +233,7 @@ class SatelliteMachine:
             return
         destination = Address.unpack(int.from_bytes(view[start + 4 : start + 8], "big"))
         to_me = destination == self._address
-        if isinstance(source, SatelliteId) and not to_me:
+        if isinstance(source, SatelliteId) and not to_me:  # in transit: the destination verifies the checksum
             self._forward(view, segment_bytes, destination, source, now_s)
             return
         codes = native.verify_segments(view, segment_bytes)
@@ -243,6 +244,7 @@ class SatelliteMachine:
         if not good:
             return
         if not isinstance(source, SatelliteId):
+            # Answers to this ground host leave by the link that it was heard on.
             self._router.remember(int.from_bytes(good[0][start + 12 : start + 16], "big"), source)
             if not to_me:
                 whole = memoryview(b"".join(good)) if bad else view
@@ -320,7 +322,7 @@ class SatelliteMachine:
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by; each is returned once."""
-        if self._healed != self._state.links.healed:
+        if self._healed != self._state.links.healed:  # a destination may be reachable again
             self._healed = self._state.links.healed
             self.handover.retry_unanswered(now_s)
         self._chunks.acknowledge(now_s)

@@ -131,6 +131,7 @@ class ChunkStore:
 
         None, and nothing changed, where each chunk must be put by itself.
         """
+        # Everything fits, or other keys can be evicted for all of it: the common cases. Otherwise: chunk by chunk.
         share = self.shares.get(key, {})
         old = [share[index] for index in indices if index in share] if share else []
         outcome = PutOutcome(stored=True, replaced=len(old))
@@ -145,7 +146,7 @@ class ChunkStore:
         if old:
             self.conflicts += conflicts_of(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
         share.update(zip(indices, chunks, strict=True))
-        self.shares[key] = share
+        self.shares[key] = share  # it may be new, or have been removed when its last chunk was evicted
         self._note(key, migrated)
         replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
         self._came(key, size_bytes - replaced_bytes)

@@ -58,7 +58,7 @@ class Migration:
             chunk = self._store.peek(name)
             if chunk is None or chunk.ref != as_copy(before, chunk.ref[REPLICA_OFFSET]):
                 continue
-            if self._locator.home(before) == self._here:
+            if self._locator.home(before) == self._here:  # the one that was here stays, the new one leaves
                 self._store.relabel(name, before)
                 self._handover.stray((*name, chunk.ref[REPLICA_OFFSET]), due_s)
             else:
@@ -97,7 +97,7 @@ class Migration:
                 elsewhere.setdefault(home, []).append(name)
         for home, names in elsewhere.items():
             self._handover.enqueue(home, names)
-        while bursts := self._handover.bursts_to_send(now_s):
+        while bursts := self._handover.bursts_to_send(now_s):  # again: a burst held back leaves room in the window
             for burst in bursts:
                 self._send(burst, now_s)
 

@@ -124,7 +124,7 @@ class Outbox:
         """Answer a sound command whose operation this release does not know with what it supports."""
         op_at = COMMAND_BYTES + 1
         op, known = command[op_at], bytearray(command[: COMMAND_BYTES + SKY_BYTES])
-        known[op_at] = Op.PING
+        known[op_at] = Op.PING  # any known operation, so that the header can be parsed
         self.reply(SkyHeader.unpack(known, COMMAND_BYTES), Op.UNSUPPORTED, OURS.pack_unsupported(op), now_s)
 
     # --- Commands and notifications of this satellite ---

@@ -50,6 +50,7 @@ class Retention:
         """By request id, the next to be repeated first."""
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
         """Destination and body of each of these."""
+        # Not in the range of handovers: an UNREACHABLE for a RETAIN must not end a burst.
         self._next_request_id = 0x40000000
 
     def receive(self, packet: Packet, now_s: float) -> None:
@@ -146,7 +147,7 @@ class Retention:
             until_s = promises.get(key)
             if until_s is not None:
                 self._transfer(there, pack_retain(what, until_s, [key]), now_s)
-        if key in self._store.leases:
+        if key in self._store.leases:  # sent once: a lost lease costs at most a miss
             until_s = max(self._store.leases[key].values())
             self._outbox.command(Op.RETAIN, there, 0, pack_retain(Retain.LEASE, until_s, [key]), now_s)
 
@@ -166,7 +167,7 @@ class Retention:
             return
         transfer.attempts += 1
         transfer.due_s = now_s + _REPEAT_S
-        self._transfers[number] = transfer
+        self._transfers[number] = transfer  # at the end: the dictionary is in the order of ``due_s``
         self._outbox.command(Op.RETAIN, transfer.there, number, transfer.body, now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:

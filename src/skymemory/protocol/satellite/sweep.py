@@ -126,6 +126,7 @@ class Sweep:
         if not still:
             return
         keys = self._store.keys_after(self._swept_to, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
+        # Distances 1, 2, 4 … 512, then again from 1.
         left = self._examine(keys, 1 << self._sweeps % 10, now_s)
         done = [key for key in keys if not left or key < left[0]]
         self._swept_to = done[-1] if done and (left or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
