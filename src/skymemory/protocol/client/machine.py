@@ -461,7 +461,7 @@ class ClientMachine:
             self._finish(operation, failure, now_s)
 
     def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        """Packets that are no one run of DATA: receive offload joins all that one satellite sends."""
+        """Packets that are not a single run of DATA: receive offload joins everything that one satellite sends."""
         if segment_bytes <= 0 or not len(view):
             self.counters.add("packets_malformed")
             return
