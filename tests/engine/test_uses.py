@@ -583,7 +583,7 @@ def test_hidden_states_that_the_configuration_asks_for_are_of_all_tokens(ids: An
 
 
 def test_a_token_that_is_none_is_named(ids: Any, kvc: KVCManager) -> None:
-    with pytest.raises(InvalidInput, match="token 5000 is none"):
+    with pytest.raises(InvalidInput, match="token id 5000 is outside"):
         kvc.add_blocks_ids(torch.full_like(ids, 5000))
 
 

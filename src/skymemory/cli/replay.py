@@ -278,15 +278,15 @@ async def _run(
             if out is not None:
                 out.write(json.dumps(outcome.as_json()) + "\n")
 
-        requests, target = one.plan.requests, client.target
+        planned, target = one.plan.requests, client.target
         player = OpenLoop(
-            requests,
+            planned,
             lambda request: target.body(prompts(request), request.output_tokens),
             lambda request, body, clock, held_up_s: client.send(request, body, clock, record, held_up_s),
             args.concurrency,
         )
         one.player = player
-        progress = asyncio.create_task(Progress(stream, player, one.outcomes, requests).follow())
+        progress = asyncio.create_task(Progress(stream, player, one.outcomes, planned).follow())
         try:
             await player.play()
         finally:
