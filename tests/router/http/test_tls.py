@@ -112,7 +112,7 @@ def test_the_check_asks_over_tls_too(
 
 
 def test_an_authority_for_a_server_without_tls_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"ca.* over TLS"):
+    with pytest.raises(InvalidInput, match=r"ca.* is for https servers"):
         settings_from({"backends": [{"url": "http://127.0.0.1:1", "ca": "x.pem"}]})
     authorities = Authorities()
     one = authorities.context("https://a", folder / "ours.pem")
