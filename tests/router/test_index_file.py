@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_used_says_why_and_leaves_an_empty_index(tmp_path:
     size = save_index(path, index, KIND, {"a": 0})
     whole = path.read_bytes()
     assert len(whole) == size
-    with pytest.raises(InvalidInput, match="index: a snapshot of blocks of 'tokens 16'"):
+    with pytest.raises(InvalidInput, match="index: a snapshot of blocks of kind 'tokens 16'"):
         load_index(path, ApproximatePrefixIndex(9), "characters 64", {"a": 0})
     for damaged in (whole[:-1], whole[:50] + bytes([whole[50] ^ 1]) + whole[51:], b""):
         path.write_bytes(damaged)

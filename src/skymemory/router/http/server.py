@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -63,6 +64,7 @@ class ProxyServer:
         self.metrics.registry.register(self.events)
         self.metrics.registry.register(ReplicaFigures(self.prefix_state))
         self.port = 0
+        self._connection: Callable[[], Connection]
         self._handshakes: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         """When each TLS connection was accepted."""
 
@@ -100,6 +102,7 @@ class ProxyServer:
             )
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context
+            self._connection = partial(Connection, self.proxy, loop) if context is None else self._tls_connection
             try:
                 self._listener = await loop.create_server(self._connection, host, port, backlog=BACKLOG, ssl=context)
             except OSError as error:
@@ -180,11 +183,10 @@ class ProxyServer:
             await asyncio.sleep(0.02)
         return True  # a connection is gone when its write buffer is empty
 
-    def _connection(self) -> Connection:
+    def _tls_connection(self) -> Connection:
         loop = asyncio.get_running_loop()
         connection = Connection(self.proxy, loop)
-        if self._certificate is not None:
-            self._handshakes[connection] = loop.time()
+        self._handshakes[connection] = loop.time()
         return connection
 
     def _has_handshake(self, now_s: float) -> bool:
