@@ -61,7 +61,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        brief = item.get_closest_marker("brief")
+        if brief is not None and getattr(getattr(item, "callspec", None), "id", None) not in brief.args:
+            item.add_marker("slow")
+            item.add_marker("seeded")
     if settings.get_current_profile_name() == "brief":
         for holder, name in dict.fromkeys(filter(None, map(_settings_of, items))):
             drawn = getattr(holder, name)

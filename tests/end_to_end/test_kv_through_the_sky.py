@@ -148,6 +148,7 @@ def test_no_constellation_and_bad_options_are_told_in_one_line(sky: Sky) -> None
     assert large.returncode == 2 and "at most" in large.stderr
 
 
+@pytest.mark.brief()
 def test_what_a_name_or_a_lifetime_cannot_be_is_refused(sky: Sky) -> None:
     (sky.folder / "note").write_bytes(b"note")
     sky.up("--hosts", "1", "--delay", "off")

@@ -194,6 +194,7 @@ def test_a_name_is_no_model() -> None:
         KVCManager("gpt2")  # type: ignore[arg-type]
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("version", ["4.56.2", "6.0.0"])
 def test_a_transformers_that_nothing_was_tried_with(version: str) -> None:
     code = f"import transformers; transformers.__version__ = {version!r}; from skymemory import KVCManager"

@@ -851,6 +851,7 @@ def test_closing_while_a_padded_prompt_is_answered(uneven: Any, ids: Any, kvc: K
     assert got == generate(uneven, padded, attention_mask=mask)
 
 
+@pytest.mark.brief()
 def test_a_compiled_model_is_its_model(ids: Any) -> None:
     model = build_small(seed=7)
     compiled = torch.compile(model, backend="eager")

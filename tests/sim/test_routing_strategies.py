@@ -63,6 +63,7 @@ def test_the_default_keeps_its_bound_where_following_prefixes_breaks_it() -> Non
     assert 1.0 < shares[0] <= 4.0 < shares[1]
 
 
+@pytest.mark.brief("workload0")
 @pytest.mark.parametrize("workload", [CONVERSATIONS, pytest.param(TENANTS, marks=pytest.mark.slow), AGENTS])
 def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> None:  # type: ignore[no-untyped-def]
     requests = generate(workload, 300.0, seed=77)

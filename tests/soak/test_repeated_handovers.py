@@ -69,6 +69,7 @@ def test_without_faults_nothing_is_handed_over_twice(monkeypatch):
     assert sent_again == 0 and set(counted) == {"all"}
 
 
+@pytest.mark.brief()
 def test_a_lost_acknowledgement_brings_the_same_request_again_and_nothing_else_does(monkeypatch):
     counted, sent_again = _came_again(monkeypatch, loss=0.02)
     assert set(counted) == {"all", "same request"}

@@ -7,6 +7,7 @@ from tests.soak.terms import Setting
 from tests.soak.virtual import VirtualSoak
 
 
+@pytest.mark.brief("1")
 @pytest.mark.parametrize("seed", [1, 3])
 def test_an_hour_with_faults(seed):
     """More faults than in the whole soak, where the same time sees less than one."""
@@ -32,6 +33,7 @@ def test_an_hour_with_copies_finds_more_than_without():
     assert two.counted["get: hit"] > one.counted["get: hit"]
 
 
+@pytest.mark.brief()
 def test_the_same_seed_is_the_same_soak():
     setting = Setting(days=0.01, operations=80, full_blocks=1, seed=5, deaths_per_day=500, squeezes_per_day=500)
     one, other = VirtualSoak(setting).run(), VirtualSoak(setting).run()

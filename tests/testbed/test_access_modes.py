@@ -169,6 +169,7 @@ def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None
     assert host.machine.counters.get("packets_malformed") == 0
 
 
+@pytest.mark.brief("hybrid")
 @pytest.mark.parametrize("access", ["gateway", "hybrid"])
 def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used_again(access: str) -> None:
     """None of the value is on it. What was under way through it is asked for again through the next."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DRAWN = Path(__file__).with_name("drawn.py")
 
 
@@ -38,6 +40,7 @@ def test_the_same_everywhere() -> None:
     assert alone == beside_others
 
 
+@pytest.mark.brief()
 def test_anew_by_its_seed() -> None:
     anew = ("--hypothesis-profile=anew", "--hypothesis-seed")
     first = drawn(*anew, "1")

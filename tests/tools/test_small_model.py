@@ -176,6 +176,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> No
         assert torch.equal(weight, rest.model.state_dict()[name]), name
 
 
+@pytest.mark.brief()
 def test_training_lowers_the_bits_per_byte(tmp_path: Path) -> None:
     run, text = Run(replace(PLAN, tokens=60 * 64), _stream(), TINY), [_stream()[:200]]
     before = bits_per_byte(run.model, text, [400], window=50)

@@ -18,6 +18,7 @@ def test_the_papers_figures_with_our_numbers() -> None:
         write_figure(3, Path("unused"))
 
 
+@pytest.mark.brief("2")
 @pytest.mark.parametrize("number", [2, 8, 14, 16])
 def test_a_figure_is_a_png_an_svg_and_its_numbers(number: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

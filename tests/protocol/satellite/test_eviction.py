@@ -187,6 +187,7 @@ def test_a_suspicion_from_before_a_move_says_nothing_after_it(world, value_of):
     assert not any(sky.holders(info).values())
 
 
+@pytest.mark.brief()
 def test_sweeps_do_not_take_a_slow_writer_or_a_move_for_a_hole(world, value_of):
     sky = world(eviction=EvictionConfig.of(["periodic"], sweep_s=0.3), link_s=0.1)
     values, infos = {}, {}
@@ -202,6 +203,7 @@ def test_sweeps_do_not_take_a_slow_writer_or_a_move_for_a_hole(world, value_of):
     assert sky.counted("chunks_purged") == 0 and sky.counted("questions_asked") > 0
 
 
+@pytest.mark.brief("sizes0")
 @pytest.mark.parametrize("sizes", [(3_000, 40_000), (40_000, 3_000), (15_000, 40_000)])
 def test_leftovers_of_an_earlier_value_do_not_cost_the_later_one(world, value_of, sizes):
     """Set, moved on, set again: old chunks stay where the new value has other ones, or none."""
@@ -257,6 +259,7 @@ def test_the_look_before_a_handover_loses_nothing_that_lives(world, value_of, st
         assert read.ok and out == value
 
 
+@pytest.mark.brief("config0")
 @pytest.mark.parametrize("config", [GOSSIP, PLANE, PERIODIC, MIGRATION, ALL])
 def test_never_wrong_bytes_under_pressure_moves_and_loss(world, value_of, config):
     """A small memory, links that lose and repeat, a box that moves: every read is the right bytes or a miss."""
@@ -360,6 +363,7 @@ def test_a_copy_that_goes_after_it_was_handed_over_costs_nothing(world, value_of
     assert gone and sky.get(info)[1] == value and not sky.host.machine.take_gone()
 
 
+@pytest.mark.brief("all of a share")
 @pytest.mark.parametrize("part", [False, True], ids=["all of a share", "part of a share"])
 def test_sweeps_delete_nothing_that_a_silent_satellite_may_still_have(world, value_of, part):
     """It was cut off before the box moved on, with chunks that belong elsewhere now, and comes back with them."""
@@ -383,6 +387,7 @@ def test_sweeps_delete_nothing_that_a_silent_satellite_may_still_have(world, val
     assert sky.holders(info) == sky.homes(info, (1, 0)) and sky.get(info)[1] == value
 
 
+@pytest.mark.brief()
 def test_a_sweep_deletes_nothing_of_which_chunks_still_wait_to_be_handed_over(world, value_of):
     """The satellite that has them lives and answers, but the one they are for has no room."""
     sky = world(eviction=PERIODIC)

@@ -119,6 +119,7 @@ def test_when_overload_ends_the_lost_are_asked_at_once():
 # --- floods and routes ---
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_news_without_end_costs_a_steady_rate(seed):
     """A storm of declarations, new ones from all sides: what is passed on is bounded by time, not by how many come."""

@@ -164,6 +164,7 @@ def test_what_was_evicted_for_want_of_room_is_not_pushed_back(world, value_of):
 # --- mending ---
 
 
+@pytest.mark.brief("satellite-2")
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("what", ["satellite", "plane", "two of a plane"])
 def test_lost_copies_are_made_anew(world, value_of, replicas, what):
@@ -253,6 +254,7 @@ def test_one_sweep_sends_so_much_and_the_next_the_rest(world, value_of, monkeypa
     assert all(copies(sky, info) == homes(sky, info) for info in infos)
 
 
+@pytest.mark.brief()
 @given(
     st.lists(st.one_of(st.sampled_from([(1, 0), (-1, 0), (0, 1), (0, -1)]), st.integers(0, 94)), max_size=6),
     st.integers(2, 3),

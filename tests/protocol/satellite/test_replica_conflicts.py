@@ -46,6 +46,7 @@ def homes(sky: World, info: ValueInfo, moves: Moves) -> dict[tuple[int, int], se
     }
 
 
+@pytest.mark.brief("jumps3")
 @pytest.mark.parametrize("jumps", [[(0, -3)], [(0, 3)], [(1, 3)], [(0, 3), (0, 6), (0, 3), (0, 0)], [(0, -3), (2, -6)]])
 def test_no_copy_is_lost_where_two_meet(world, value_of, jumps):
     sky = world()
@@ -59,6 +60,7 @@ def test_no_copy_is_lost_where_two_meet(world, value_of, jumps):
     assert all(machine.handover.at_rest for machine in sky.sim.satellites.values())
 
 
+@pytest.mark.brief()
 @given(
     st.lists(st.tuples(st.integers(-6, 6), st.integers(-6, 6)), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.05, 1.5]),

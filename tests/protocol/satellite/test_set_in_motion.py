@@ -136,6 +136,7 @@ def test_what_is_set_again_after_a_deletion_is_handed_over(world, value_of):
     assert only_holder(sky, new) == there
 
 
+@pytest.mark.brief()
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(steps, min_size=4, max_size=30),

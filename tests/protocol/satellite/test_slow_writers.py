@@ -102,6 +102,7 @@ def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothin
     assert words.ended(2, 12.6) and words.next_s == math.inf
 
 
+@pytest.mark.brief()
 def test_a_notice_that_is_on_its_way_costs_nothing_that_was_stored_since(world, value_of):
     """Same bytes, same moves: the setting that the notice is about."""
     sky = world(memory_bytes=60_000, eviction=EvictionConfig.of(["gossip"]))
@@ -117,6 +118,7 @@ def test_a_notice_that_is_on_its_way_costs_nothing_that_was_stored_since(world, 
     assert missing == 0
 
 
+@pytest.mark.brief()
 def test_chunks_follow_a_box_that_moves_as_often_as_suspicions_are_looked_at(world, value_of):
     """What is held back under suspicion at one move must not look dead for that at the next."""
     period_s = 4.3

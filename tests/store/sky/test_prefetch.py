@@ -78,6 +78,7 @@ def test_the_constellation_can_prefetch_and_memory_need_not() -> None:
     assert isinstance(Sky().store(), Prefetching)
 
 
+@pytest.mark.brief("24.0")
 @pytest.mark.parametrize("hours", [0.05, 1.0, 5.3, 24.0])
 def test_after_a_prefetch_a_read_asks_only_the_satellites_overhead(hours: float) -> None:
     sky = Sky()
@@ -332,6 +333,7 @@ def test_what_is_asked_for_daily_is_overhead_when_it_comes() -> None:
         assert (brought, sky.asked == sky.around(at_s)) == ((0, False) if day < 2 else (len(KEYS), True))
 
 
+@pytest.mark.brief()
 @settings(max_examples=25, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 4000), st.integers(-1500, 3000), st.booleans()), min_size=1, max_size=5))
 def test_wherever_it_is_brought_in_whatever_order_it_can_be_read(steps: list[tuple[int, int, bool]]) -> None:

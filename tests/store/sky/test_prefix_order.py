@@ -60,6 +60,7 @@ def violations(sky: SimulatedConstellation, chains: list[list[bytes]]) -> int:
     )
 
 
+@pytest.mark.brief("True-lrfu")
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 @pytest.mark.parametrize("indexed", [True, False])
 def test_presence_stays_prefix_closed_and_a_bare_binary_search_is_right(replacement: str, indexed: bool) -> None:
@@ -82,6 +83,7 @@ def test_presence_stays_prefix_closed_and_a_bare_binary_search_is_right(replacem
     assert sum(machine.counters.get("chunks_evicted") for machine in sky.satellites.values()) > 500
 
 
+@pytest.mark.brief()
 def test_lost_and_reordered_packets_disturb_the_order_only_for_a_while() -> None:
     """The touch after a write sets it right, so holes do not add up."""
     sky = simulated(40 * (CHUNK_BYTES + 72), faults=FaultInjector(loss=0.02, reorder=0.05, seed=3))
