@@ -129,11 +129,11 @@ def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
 
 
 WHY = {
-    "Jamba": "other results than it has" if KNOWS_STATES else "cache|attention",
-    "Zamba": "other results than it has|states" if KNOWS_STATES else "cache|attention",
-    "RoBERTa": "counts positions otherwise",
-    "Moshi": "looks beyond them" if KNOWS_STATES else "looks beyond them|cache|attention",
-    "RecurrentGemma": "other results than it has|cache|attention",
+    "Jamba": "other results with a cache" if KNOWS_STATES else "cache|attention",
+    "Zamba": "other results with a cache|states" if KNOWS_STATES else "cache|attention",
+    "RoBERTa": "counts positions differently",
+    "Moshi": "attends beyond the windows" if KNOWS_STATES else "attends beyond the windows|cache|attention",
+    "RecurrentGemma": "other results with a cache|cache|attention",
     "Phi-3, LongRoPE": "length of the text",
     "Llama, dynamic RoPE": "length of the text",
     "MiMo V2 Flash": "must be alike",
@@ -144,7 +144,7 @@ WHY = {
 def test_what_cannot_be_right_is_refused_and_says_why(name: str) -> None:
     if not known(name):
         pytest.skip("this transformers has no such family")
-    with pytest.raises(UnsupportedModel, match=WHY.get(name, "something else than tokens' keys|there must be one")):
+    with pytest.raises(UnsupportedModel, match=WHY.get(name, "something other than tokens' keys|there must be one")):
         KVCManager(build(name))
 
 
