@@ -63,7 +63,7 @@ class _NoAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Target:
     """A server, and how requests to it are secured."""
 
     session: aiohttp.ClientSession
@@ -97,8 +97,8 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
     found = Found(backend.name, backend.url)
     try:
         access = Authorities().access(backend.url, backend.ca, backend.api_key_file)
-        asked = _Asked(session, backend.url, access, settings.health.timeout_s)
-        await asked.get(settings.health.path)
+        target = _Target(session, backend.url, access, settings.health.timeout_s)
+        await target.get(settings.health.path)
         found.health = "answers"
     except InvalidInput as error:
         found.health = "is not asked"
@@ -108,20 +108,20 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
         found.health = "does not answer"
         found.problems.append(f"{settings.health.path}: {error}")
         return found
-    await _check_metrics(asked, settings, by_events, found)
-    await _check_models(asked, backend, found)
+    await _check_metrics(target, settings, by_events, found)
+    await _check_models(target, backend, found)
     if by_events:
-        await _check_events(asked, settings, backend, found)
+        await _check_events(target, settings, backend, found)
     elif backend.events:
         found.notes.append("its KV events are ignored: the strategy does not use them")
     return found
 
 
-async def _check_metrics(asked: _Asked, settings: Settings, by_events: bool, found: Found) -> None:
+async def _check_metrics(target: _Target, settings: Settings, by_events: bool, found: Found) -> None:
     if not settings.health.metrics_path:
         return
     try:
-        metrics = await fetch_metrics(asked.session, asked.url + settings.health.metrics_path, access=asked.access)
+        metrics = await fetch_metrics(target.session, target.url + settings.health.metrics_path, access=target.access)
     except UnreadableMetrics as error:
         found.metrics = "cannot be read"
         found.notes.append(f"metrics: {error}")
@@ -136,9 +136,9 @@ async def _check_metrics(asked: _Asked, settings: Settings, by_events: bool, fou
         (found.problems if by_events else found.notes).append(differs)
 
 
-async def _check_models(asked: _Asked, backend: Backend, found: Found) -> None:
+async def _check_models(target: _Target, backend: Backend, found: Found) -> None:
     try:
-        listed = json.loads(await asked.get("/v1/models"))["data"]
+        listed = json.loads(await target.get("/v1/models"))["data"]
         found.models = [str(each["id"]) for each in listed]
     except (_NoAnswer, ValueError, KeyError, TypeError) as error:
         found.notes.append(f"/v1/models: {error}")
@@ -148,10 +148,10 @@ async def _check_models(asked: _Asked, backend: Backend, found: Found) -> None:
             found.problems.append(f"it does not list {name!r}, which the settings name for it")
 
 
-async def _check_events(asked: _Asked, settings: Settings, backend: Backend, found: Found) -> None:
+async def _check_events(target: _Target, settings: Settings, backend: Backend, found: Found) -> None:
     if not backend.events:
         found.events = "not followed"
-        sources = await _event_sources(asked)
+        sources = await _event_sources(target)
         found.problems.append(f"the strategy uses KV events, and `events`, their address, is missing{sources}")
         return
     models = backend.models or tuple(found.models)
@@ -190,10 +190,10 @@ async def _settled(feed: Feed) -> None:
         before = feed.counts.batches
 
 
-async def _event_sources(asked: _Asked) -> str:
+async def _event_sources(target: _Target) -> str:
     """The endpoints that vLLM (0.32 and later) says it publishes at, one per rank."""
     try:
-        sources = json.loads(await asked.get("/kv_event_sources"))
+        sources = json.loads(await target.get("/kv_event_sources"))
         endpoints: Sequence[str] = [str(each["endpoint"]) for each in sources]
     except (_NoAnswer, ValueError, KeyError, TypeError):
         return ""
