@@ -48,7 +48,7 @@ At construction, by `UnsupportedModel`, rather than served half right:
 | --- | --- |
 """
 
-_FIGURES = re.compile(r" \(its next.*?\)| \[.*?\](?=:)")
+_FIGURES = re.compile(r" \(its logits.*?\)| \[.*?\](?=:)")
 """Of an error, what is not the same on each processor, and lists of shapes."""
 
 Said = tuple[list[Any], list[torch.Tensor]]
