@@ -1,1 +1,1 @@
-"""What `skymemory reproduce` runs: the figures of papers, simulated."""
+"""`skymemory reproduce`: figures of the Cake and Mooncake papers, computed by our code."""

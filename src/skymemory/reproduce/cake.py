@@ -1,8 +1,8 @@
-"""The figures of the Cake paper from our loader in virtual time, and its headline figures beside ours.
+"""Figures of the Cake paper, computed by our loader in virtual time, with its headline figures beside ours.
 
 Settings are those of its section 5: LongAlpaca-7B, 32k tokens on a whole A100 or H100 (figure 5), 9k and 14k on a part
-of an A100 (figures 6 and 8), 2000, 5000 and 10000 Mbit/s, steps of 512 tokens. Where the paper leaves one open we say
-what we took.
+of an A100 (figures 6 and 8), 2000, 5000 and 10000 Mbit/s, steps of 512 tokens. Settings that
+the paper leaves open are stated where chosen.
 """
 
 from __future__ import annotations
@@ -33,27 +33,24 @@ from skymemory.sim.loading import (
     with_share,
 )
 
-# One prompt loaded in virtual time under a setting of the Cake paper: by computing, by loading, and by both.
-
-
 MBIT_BYTES = 125_000
 PAPER_MBIT = (2_000, 5_000, 10_000)
 CODECS = {"raw": 1.0, "8 bit": 1.95, "CacheGen": 7.97}
-"""By how much faster a codec's bytes came, as the paper measured it (section 5.4); taken over, not reproduced."""
+"""Speed-up of transfers by each codec, as the paper measured (section 5.4); not reproduced."""
 _KNOWN = 3
-"""Prompts before the one that counts, so that the loader knows the speeds, as in an engine that has been running."""
+"""Warm-up prompts, so that the loader knows the speeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CakeRun:
-    """What one setting takes, in seconds until the whole prompt is there."""
+    """Seconds to the complete prompt in one setting: computing, loading, Cake, and the best split in hindsight."""
 
     compute_s: float
     load_s: float
     cake_s: float
     hindsight_s: float
     computed_share: float
-    """Of the tokens, by Cake."""
+    """Share of the tokens that Cake computes."""
 
     @property
     def saved_of_compute(self) -> float:
@@ -65,7 +62,7 @@ class CakeRun:
 
 
 def prompt_chunks(tokens: int, chunk_tokens: int, token_bytes: float = PAPER_TOKEN_BYTES) -> tuple[PromptChunk, ...]:
-    """A prompt that is stored whole, in chunks of ``chunk_tokens``."""
+    """A fully stored prompt in chunks of ``chunk_tokens``."""
     sizes = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return tuple(PromptChunk(at, count, round(count * token_bytes), True) for at, count in sizes)
 
@@ -82,7 +79,7 @@ def load_with_cake(
     max_in_flight_bytes: int = 1,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
-    """Our loader over one prompt; by default one fetch at a time, as in the paper."""
+    """Runs our loader for one prompt; by default one fetch at a time, as in the paper."""
     chunks = prompt_chunks(tokens, chunk_tokens, PAPER_TOKEN_BYTES / CODECS[codec])
     return simulate_load(
         chunks,
@@ -105,7 +102,7 @@ def cake_run(
     codec: str = "raw",
     chunk_tokens: int | None = None,
 ) -> CakeRun:
-    """All three ways under one setting. A chunk is what the budget computes in a step, as in the paper's appendix B."""
+    """All variants in one setting. A chunk is a step's budget, as in the paper's appendix B."""
     model, budget = with_share(gpu, share), share_tokens(share)
     size, trace = chunk_tokens or budget, LinkTrace.constant(mbit_per_s * MBIT_BYTES)
     pace = Pace()
@@ -122,7 +119,7 @@ def cake_run(
 
 
 def fluid_run(gpu: PrefillModel, tokens: int, mbit_per_s: int) -> CakeRun:
-    """The same of a prompt without chunks, on a whole GPU: both sides meet at a point and not at the end of a chunk."""
+    """``cake_run`` on a whole GPU without chunks: both sides meet at any token."""
     load_token_s = PAPER_TOKEN_BYTES / (mbit_per_s * MBIT_BYTES)
     # token_s·x + pair_s·x² = load_token_s·(tokens − x)
     linear = gpu.token_s + load_token_s
@@ -138,7 +135,7 @@ SHARES = (0.1, 0.5, 0.9)
 _32K, _14K, _9K = 32_768, 14_336, 9_216
 _LENGTHS = (2_048, 4_096, 8_192, 12_288, 16_384, 20_480, 24_576, 28_672, 32_768)
 _13B = A100.for_larger_model("A100", 13.0 / 6.74, (40 * 5120) / (32 * 4096))
-"""LongAlpaca-13B: so many times the weights, and layers × width."""
+"""LongAlpaca-13B, by ratios of weights and of layers × width."""
 _13B_TOKEN_BYTES = 2 * 40 * 5120 * 2
 _DEVICES = {"HDD": 0.2, "SATA SSD": 0.6, "NVMe SSD": 3.0, "network, 20 Gbit/s": 2.5}
 """GB/s, the paper's section 3 (which takes 20 Gbit/s for 3 GB/s)."""
@@ -146,15 +143,15 @@ _DEVICES = {"HDD": 0.2, "SATA SSD": 0.6, "NVMe SSD": 3.0, "network, 20 Gbit/s": 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A figure that the paper states, beside ours."""
+    """A value stated in the paper, beside ours."""
 
     what: str
     unit: str
-    """``%`` and ``points`` deviate by their difference, all else by their ratio."""
+    """Deviations of ``%`` and ``points`` are differences, of other units ratios."""
     paper: float
     ours: float
     kind: Kind = "ours"
-    """``fitted``: the model of the GPU was made to meet it, so it says little that it is met."""
+    """``fitted``: the GPU's model is fitted to it, so agreement says little."""
     note: str = ""
 
     @property
@@ -166,7 +163,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """One figure: the numbers behind it, and what the paper says of it."""
+    """One figure: its data, and the paper's values beside ours."""
 
     figure: int
     title: str
@@ -176,7 +173,7 @@ class Reproduction:
 
 
 def figure_2() -> Reproduction:
-    """Bandwidth that a link would need to be as fast as computing 32k tokens."""
+    """Link bandwidth at which loading is as fast as computing 32k tokens."""
     rows: list[tuple[object, ...]] = []
     for name, model, token_bytes in (("7B", A100, PAPER_TOKEN_BYTES), ("13B", _13B, _13B_TOKEN_BYTES)):
         rows.append((name, "A100, 100 %", _32K * token_bytes / model.prompt_s(_32K) / 1e9))
@@ -200,7 +197,7 @@ def figure_2() -> Reproduction:
 
 
 def figure_3() -> Reproduction:
-    """Time of each 512-token step of 32k tokens, and the KV cache after it."""
+    """Time of each 512-token step of 32k tokens, and the size of the KV cache after it."""
     steps = range(0, _32K, PAPER_STEP_TOKENS)
     rows = tuple(
         (
@@ -300,7 +297,7 @@ def _row(panel: str, gpu: str, tokens: int, mbit: int, grain: object, run: CakeR
 
 
 def _parts(tokens: int) -> dict[tuple[float, int, str], CakeRun]:
-    """Every share, rate and codec of figures 6 and 8 with a prompt of so many tokens."""
+    """All shares, rates and codecs of figures 6 and 8 for a prompt of ``tokens``."""
     return {
         (share, mbit, codec): cake_run(A100, share, tokens, mbit, codec)
         for share in SHARES
@@ -320,7 +317,7 @@ _PART_HEADER = ("codec", "share", *_HEADER[1:])
 
 
 def figure_6() -> Reproduction:
-    """14k tokens on a part of an A100, raw and with two codecs."""
+    """14k tokens on a share of an A100, raw and with two codecs."""
     runs = _parts(_14K)
     raw = [run for (_, _, codec), run in runs.items() if codec == "raw"]
     tenth = [run for (share, _, codec), run in runs.items() if codec == "raw" and share == 0.1]
@@ -365,9 +362,9 @@ def figure_6() -> Reproduction:
 
 
 def figure_8(seed: int = 0) -> Reproduction:
-    """9k and 14k tokens on a part of an A100; and the averages over 20 prompts of 5k to 16k tokens.
+    """9k and 14k tokens on a share of an A100, and averages over 20 prompts of 5k to 16k tokens.
 
-    The paper does not say over which settings it averages: here all of its rates, and 10, 50 and 90 % of the A100.
+    The paper does not state the settings of its averages; ours: all rates, and 10, 50 and 90 % of the A100.
     """
     draw = random.Random(seed)
     lengths = [draw.randint(5_000, 16_000) for _ in range(20)]
@@ -385,11 +382,11 @@ def figure_8(seed: int = 0) -> Reproduction:
 
 
 def figure_7(repeats: int = 3) -> Reproduction:
-    """Time of each step with and without the loader, whose own time is really taken, on this computer."""
+    """Time of each step with and without the loader, whose overhead is measured on this computer."""
     rows: list[tuple[object, ...]] = []
     headlines = []
     for gpu in GPUS:
-        trace = LinkTrace.constant(1.0)  # so slow that every step is computed
+        trace = LinkTrace.constant(1.0)  # so slow that everything is computed
         takes = [load_with_cake(gpu, _32K, trace, timer=time.perf_counter).scheduling_s for _ in range(repeats)]
         ours = [min(step) for step in zip(*takes, strict=True)]
         plain = [gpu.step_s(first, PAPER_STEP_TOKENS) for first in range(0, _32K, PAPER_STEP_TOKENS)]
@@ -421,9 +418,9 @@ FIGURES: dict[int, Callable[[], Reproduction]] = {
 
 
 def reproduce(numbers: Sequence[int]) -> list[Reproduction]:
-    """These figures, in this order. Raises InvalidInput for one that is not among ``FIGURES``."""
+    """The figures in this order. Raises InvalidInput for one not in ``FIGURES``."""
     for number in numbers:
         if number not in FIGURES:
             known = ", ".join(map(str, FIGURES))
-            raise InvalidInput(f"figure {number} of the Cake paper is not one we reproduce: expected one of {known}")
+            raise InvalidInput(f"figure {number} of the Cake paper is not reproduced; expected one of {known}")
     return [FIGURES[number]() for number in numbers]

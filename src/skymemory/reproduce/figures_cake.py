@@ -1,4 +1,4 @@
-"""Figures 2, 3 and 5 to 8 of the Cake paper, drawn from what our loader did in virtual time."""
+"""Drawings of the Cake paper's figures 2, 3 and 5 to 8 with our data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from skymemory.view.drawing import INK, new_figure, save, save_csv
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WAYS = (("compute_s", "compute alone", "#d1495b"), ("load_s", "I/O alone", "#2e6f95"), ("cake_s", "Cake", "#1f8a4c"))
+_KINDS = (
+    ("compute_s", "compute alone", "#d1495b"),
+    ("load_s", "I/O alone", "#2e6f95"),
+    ("cake_s", "Cake", "#1f8a4c"),
+)
 _GRAINS = {"512": ("#1f8a4c", "o"), "128": ("#2e6f95", "s"), "none": ("#93a1ad", "")}
 Record = dict[str, Any]
 
 
-def _records(told: Reproduction) -> list[Record]:
-    return [dict(zip(told.header, row, strict=True)) for row in told.rows]
+def _records(result: Reproduction) -> list[Record]:
+    return [dict(zip(result.header, row, strict=True)) for row in result.rows]
 
 
 def _bars(axes: Any, groups: Iterable[tuple[str, Record]]) -> None:
-    """Three bars a group: computing, loading, both."""
+    """Three bars per group: computing, loading, both."""
     listed = list(groups)
-    for offset, (key, label, colour) in enumerate(_WAYS):
+    for offset, (key, label, colour) in enumerate(_KINDS):
         at = [number + (offset - 1) * 0.27 for number in range(len(listed))]
         axes.bar(at, [record[key] for _, record in listed], 0.25, color=colour, label=label)
     axes.set_xticks(range(len(listed)), [name for name, _ in listed])
@@ -36,10 +40,10 @@ def _bars(axes: Any, groups: Iterable[tuple[str, Record]]) -> None:
     axes.grid(axis="x", visible=False)
 
 
-def _equivalent_bandwidth(told: Reproduction) -> Figure:
+def _equivalent_bandwidth(result: Reproduction) -> Figure:
     figure = new_figure(7.0, 4.0)
     axes = figure.add_subplot()
-    records = list(reversed(_records(told)))
+    records = list(reversed(_records(result)))
     names = [r["source"] if r["model"] == "any" else f"{r['model']} on {r['source']}" for r in records]
     colours = ["#2e6f95" if r["model"] == "any" else "#d1495b" for r in records]
     axes.barh(names, [r["gb_per_s"] for r in records], color=colours)
@@ -49,10 +53,10 @@ def _equivalent_bandwidth(told: Reproduction) -> Figure:
     return figure
 
 
-def _steps(told: Reproduction) -> Figure:
+def _steps(result: Reproduction) -> Figure:
     figure = new_figure(7.0, 4.0)
     axes = figure.add_subplot()
-    records = _records(told)
+    records = _records(result)
     at = [r["chunk"] for r in records]
     axes.plot(at, [r["a100_ms"] for r in records], color="#d1495b", label="A100")
     axes.plot(at, [r["h100_ms"] for r in records], color="#2e6f95", label="H100")
@@ -67,10 +71,10 @@ def _steps(told: Reproduction) -> Figure:
     return figure
 
 
-def _whole_gpu(told: Reproduction) -> Figure:
+def _whole_gpu(result: Reproduction) -> Figure:
     figure = new_figure(10.0, 6.6)
     top, bottom = figure.subplots(2, 2)
-    records = _records(told)
+    records = _records(result)
     for axes, gpu in zip(top, ("A100", "H100"), strict=True):
         mine = [r for r in records if r["panel"] == "a" and r["gpu"] == gpu]
         _bars(axes, [(f"{r['mbit_per_s']:,} Mbit/s", r) for r in mine])
@@ -90,8 +94,8 @@ def _whole_gpu(told: Reproduction) -> Figure:
     return figure
 
 
-def _part_of_gpu(told: Reproduction) -> Figure:
-    records = _records(told)
+def _part_of_gpu(result: Reproduction) -> Figure:
+    records = _records(result)
     lengths = sorted({r["tokens"] for r in records})
     shares = sorted({r["share"] for r in records}, key=float)
     figure = new_figure(11.0, 3.4 * len(lengths) + 0.5)
@@ -107,9 +111,9 @@ def _part_of_gpu(told: Reproduction) -> Figure:
     return figure
 
 
-def _overhead(told: Reproduction) -> Figure:
+def _overhead(result: Reproduction) -> Figure:
     figure = new_figure(8.0, 3.8)
-    records = _records(told)
+    records = _records(result)
     for axes, gpu in zip(figure.subplots(1, 2), ("A100", "H100"), strict=True):
         mine = [r for r in records if r["gpu"] == gpu]
         at = [r["chunk"] for r in mine]
@@ -133,13 +137,13 @@ _DRAWINGS: dict[int, Callable[[Reproduction], Figure]] = {
 }
 
 
-def write_cake_csv(told: Reproduction, folder: Path) -> Path:
-    """The numbers behind a figure."""
-    return save_csv(folder / f"cake-{told.figure:02d}.csv", told.header, told.rows)
+def write_cake_csv(result: Reproduction, folder: Path) -> Path:
+    """Writes a figure's data as CSV."""
+    return save_csv(folder / f"cake-{result.figure:02d}.csv", result.header, result.rows)
 
 
-def write_cake_figure(told: Reproduction, folder: Path) -> Path:
-    """The figure as PNG. Raises ``MissingExtra`` without matplotlib."""
-    figure = _DRAWINGS[told.figure](told)
-    figure.suptitle(f"Cake, figure {told.figure}. {told.title}", color=INK)
-    return save(figure, folder / f"cake-{told.figure:02d}.png")
+def write_cake_figure(result: Reproduction, folder: Path) -> Path:
+    """Writes the figure as PNG. Raises ``MissingExtra`` without matplotlib."""
+    figure = _DRAWINGS[result.figure](result)
+    figure.suptitle(f"Cake, figure {result.figure}. {result.title}", color=INK)
+    return save(figure, folder / f"cake-{result.figure:02d}.png")

@@ -1,4 +1,4 @@
-"""Mooncake's experiments, small: what they compare, and that the comparisons are of what ran."""
+"""Mooncake's experiments, small: what they compare, and that the values are of what ran."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput
 from skymemory.reproduce.mooncake import clusters, experiments, overload
-from skymemory.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, Setting, Told, plain
+from skymemory.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, Setting, Value, plain
 from skymemory.reproduce.mooncake.clusters import unloaded
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen, hits, layer_wise, popularity
 from skymemory.sim.trace import TraceRequest
@@ -37,40 +37,40 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(Source(small_trace(tmp_path / "trace.jsonl"), seed=1, quick=True), way="sequence")
 
 
-def of(told: Experiment, what: str) -> Told:
-    (found,) = [one for one in told.told if one.what == what]
+def of(experiment: Experiment, what: str) -> Value:
+    (found,) = [one for one in experiment.values if one.what == what]
     return found
 
 
 def test_popularity_counts_blocks(setting: Setting) -> None:
-    told = popularity(setting)
-    assert of(told, "requests that want the most popular block").ours == 120
-    assert told.rows[0] == (1, 1.0)
-    assert told.series["uses"][1][0] == 120
+    experiment = popularity(setting)
+    assert of(experiment, "requests with the most popular block").ours == 120
+    assert experiment.rows[0] == (1, 1.0)
+    assert experiment.series["uses"][1][0] == 120
 
 
 def test_hits_fall_with_the_capacity(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "CAPACITIES", (200, 100, 60, 20, 5))
-    told = hits(setting)
-    for row in told.rows[:3]:
+    experiment = hits(setting)
+    for row in experiment.rows[:3]:
         values = [float(str(value)) for value in row[1:]]
         assert values == sorted(values, reverse=True)
         assert values[0] == pytest.approx(values[1])  # all 201 blocks but one
-    assert of(told, "3 million tokens, LRU, of the most there is to hit").ours == pytest.approx(100)
+    assert of(experiment, "3 million tokens, LRU, of the most there is to hit").ours == pytest.approx(100)
 
 
 def test_layer_wise_leaves_one_layer_of_eighty() -> None:
-    told = layer_wise(Setting(Source(None)))
-    assert of(told, "what layer-wise storing leaves of the serial latency, most").ours == pytest.approx(100 / 80)
+    experiment = layer_wise(Setting(Source(None)))
+    assert of(experiment, "what layer-wise storing leaves of the serial latency, most").ours == pytest.approx(100 / 80)
 
 
 def test_scheduling_compares_what_ran(setting: Setting) -> None:
-    told = clusters.scheduling(setting)
-    rows = {row[0]: row for row in told.rows}
+    experiment = clusters.scheduling(setting)
+    rows = {row[0]: row for row in experiment.rows}
     assert set(clusters.SCHEDULERS) < set(rows)
-    ours = of(told, "mean TTFT, kvcache-centric").ours
+    ours = of(experiment, "mean TTFT, kvcache-centric").ours
     assert ours == rows["kvcache-centric"][1]
-    ratio = of(told, "kvcache-centric over random")
+    ratio = of(experiment, "kvcache-centric over random")
     assert ratio.published == pytest.approx(3.07 / 19.65)
     assert ratio.ours == ours / float(str(rows["random"][1]))
 
@@ -89,26 +89,26 @@ def test_bandwidth_and_ratio_run(setting: Setting) -> None:
 
 @pytest.mark.slow
 def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
-    told = overload.rejections(setting)
-    assert {"rejected", "goodput_per_s", "wasted_prefill_s"} < set(told.header)
-    assert len(told.rows) == 3 * len(overload.RULES)
-    assert of(told, "as stated: rejected, baseline").published == 4_183
-    assert of(told, "as stated: the same, of all, baseline").published == pytest.approx(17.72, abs=0.005)
+    experiment = overload.rejections(setting)
+    assert {"rejected", "goodput_per_s", "wasted_prefill_s"} < set(experiment.header)
+    assert len(experiment.rows) == 3 * len(overload.RULES)
+    assert of(experiment, "as stated: rejected, baseline").published == 4_183
+    assert of(experiment, "as stated: the same, of all, baseline").published == pytest.approx(17.72, abs=0.005)
     loads = overload.load_swings(setting)
-    assert len(loads.series) == len(loads.rows) == len(told.rows)
+    assert len(loads.series) == len(loads.rows) == len(experiment.rows)
 
 
 def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "QUICK_COUNT", 20)
     monkeypatch.setattr(clusters, "RULES", ("p90",))
-    told = clusters.public_datasets(setting)
+    experiment = clusters.public_datasets(setting)
     decodings = (*BOTH, "fast contexts")
     systems = ("2P+2D", "4 coupled", "4 coupled, chunked", "3P+1D")
-    assert [row[:4] for row in told.rows] == list(product(("arxiv", "l-eval"), decodings, systems, ("p90",)))
-    rates = {row[:4]: float(str(row[4])) for row in told.rows}
-    steps_s = {row[:4]: float(str(row[told.header.index("p90_tbt_s")])) for row in told.rows}
+    assert [row[:4] for row in experiment.rows] == list(product(("arxiv", "l-eval"), decodings, systems, ("p90",)))
+    rates = {row[:4]: float(str(row[4])) for row in experiment.rows}
+    steps_s = {row[:4]: float(str(row[experiment.header.index("p90_tbt_s")])) for row in experiment.rows}
     for decoding in decodings:
-        gain = of(told, f"arxiv, {decoding}: 3P+1D against 4 coupled, p90")
+        gain = of(experiment, f"arxiv, {decoding}: 3P+1D against 4 coupled, p90")
         apart, together = (rates["arxiv", decoding, name, "p90"] for name in ("3P+1D", "4 coupled"))
         assert gain.ours == pytest.approx(100 * (apart / together - 1))
         assert gain.published == 20.0
@@ -117,12 +117,12 @@ def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeyp
 
 
 def test_the_real_workload_is_run_with_each_decoding(setting: Setting) -> None:
-    told = clusters.real(setting)
-    rows = {row[:4]: dict(zip(told.header, row, strict=True)) for row in told.rows if row[2] == "measured"}
+    experiment = clusters.real(setting)
+    rows = {row[:4]: dict(zip(experiment.header, row, strict=True)) for row in experiment.rows if row[2] == "measured"}
     assert list(rows) == list(product((*BOTH, "turbomind"), clusters.PUBLISHED_SYSTEMS, ("measured",), clusters.RATES))
     for decoding, step_s in (("memory", 0.009), ("vllm", 0.045), ("turbomind", 0.029)):
         assert rows[decoding, "10P+10D", "measured", 1.0]["p90_tbt_s"] == pytest.approx(step_s, rel=0.1)
-        ours = of(told, f"{decoding}: mean TBT within 0.1 s, 20 coupled, rate × 1")
+        ours = of(experiment, f"{decoding}: mean TBT within 0.1 s, 20 coupled, rate × 1")
         assert ours.ours == 100 * rows[decoding, "20 coupled", "measured", 1.0]["tbt_met"]
         assert ours.published == 57.0
 
@@ -144,6 +144,8 @@ def test_names_figures_and_tables() -> None:
 
 
 def test_json_has_no_infinities() -> None:
-    told = Experiment("a", "b", "c", "d", (), ("x",), ((float("inf"),), (1 / 3,)), (Told("w", "", None, float("inf")),))
-    assert json.loads(json.dumps(told.as_json(), allow_nan=False))["rows"] == [{"x": None}, {"x": 0.333333}]
+    experiment = Experiment(
+        "a", "b", "c", "d", (), ("x",), ((float("inf"),), (1 / 3,)), (Value("w", "", None, float("inf")),)
+    )
+    assert json.loads(json.dumps(experiment.as_json(), allow_nan=False))["rows"] == [{"x": None}, {"x": 0.333333}]
     assert plain("words") == "words"

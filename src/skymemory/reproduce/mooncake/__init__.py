@@ -1,1 +1,1 @@
-"""Mooncake's experiments, on the simulated cluster."""
+"""Mooncake's experiments on the simulated cluster."""

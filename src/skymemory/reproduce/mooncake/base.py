@@ -1,4 +1,4 @@
-"""What an experiment is told with."""
+"""Settings, cost models and results of Mooncake's experiments."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from skymemory.sim.sweeps import Way
 from skymemory.sim.workload import Source
 
 COST = LLAMA_70B_8xA800.decoding_as(LLAMA_70B_8xA100)
-"""Prefills at half of the machine's speed, which the paper leaves open; decoding steps as were published of vLLM with
-that model on eight A100, which differ from the paper's A800 by their NVLink."""
+"""Prefills at half of the machine's speed (not stated in the paper); decoding steps as published of vLLM with that
+model on eight A100, which differ from the paper's A800 in NVLink."""
 DECODINGS: Mapping[str, CostModel] = {"vllm": COST, "turbomind": LLAMA_70B_8xA800.decoding_as(LLAMA_70B_4xA100)}
-"""Where it matters which engine decodes: steps of 45 ms and more, and of 29 ms and more (on half of the machine)."""
+"""For experiments that depend on the decode engine: steps from 45 ms, and from 29 ms (on half of the machine)."""
 VLLM_WORDS = "decoding vllm: steps published of vLLM with this model on 8×A100 (45 ms one request)"
 DECODING_WORDS = f"{VLLM_WORDS}; turbomind: of TurboMind on 4×A100 (29 ms), half of the machine"
 BOTH: Mapping[str, CostModel] = {"memory": LLAMA_70B_8xA800, "vllm": COST}
-"""Where coupled machines are compared: the least that the memory allows (9 ms and more), beside vLLM's, the rival's."""
-MEMORY_WORDS = "decoding memory: the memory's time and nothing else (9 ms one request): a bound, which nobody measured"
+"""For comparisons with coupled machines: the memory bound (from 9 ms), and vLLM's steps."""
+MEMORY_WORDS = "decoding memory: the memory's time and nothing else (9 ms one request): a bound, not a measurement"
 FAST_CONTEXTS = replace(COST, memory_share=1.0, decode_fixed_s=0.0357, decode_request_s=3.76e-4)
-"""vLLM's published steps met as nearly as by ``COST`` (2.3 % off in place of 2.1 %), another part of each being fixed.
-None of those steps reads more than 36,864 tokens of contexts; where batches of long prompts read ten times as many, the
-two are far apart, and what was published does not say which is right.
+"""Another fit of vLLM's published steps, nearly as good as ``COST`` (error 2.3 % instead of 2.1 %), with another fixed
+part. No published step reads more than 36,864 tokens of context; for batches with ten times as many the two fits differ
+much, and the published steps do not decide between them.
 """
 FAST_CONTEXTS_WORDS = (
     "decoding fast contexts: vLLM's published steps met as nearly (2.3 % off, not 2.1 %) with contexts read at the"
@@ -32,35 +32,35 @@ FAST_CONTEXTS_WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One figure that was published, beside ours."""
+class Value:
+    """A published value beside ours."""
 
     what: str
     unit: str
     published: float | str | None
-    """None: nothing was."""
+    """None: not published."""
     ours: float
     why: str = ""
-    """Why they differ, or what ours says that theirs does not."""
+    """Reason of a difference, or a remark."""
     digits: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What came of one."""
+    """Result of an experiment."""
 
     name: str
     published_as: str
     title: str
     source: str
-    """Whose requests."""
+    """Source of the requests."""
     assumed: tuple[str, ...]
-    """What the papers leave open, and what was taken."""
+    """Assumptions where the papers leave settings open."""
     header: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
-    told: tuple[Told, ...]
+    values: tuple[Value, ...]
     series: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
-    """Curves for a drawing, by name: columns of equal length."""
+    """Curves by name: columns of equal length."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -69,7 +69,7 @@ class Experiment:
             "title": self.title,
             "requests": self.source,
             "assumed": list(self.assumed),
-            "told": [
+            "told": [  # words: keep
                 {
                     "what": one.what,
                     "unit": one.unit,
@@ -77,14 +77,14 @@ class Experiment:
                     "ours": plain(one.ours),
                     "why": one.why,
                 }
-                for one in self.told
+                for one in self.values
             ],
             "rows": [dict(zip(self.header, map(plain, row), strict=True)) for row in self.rows],
         }
 
 
 def plain(value: object) -> object:
-    """As JSON can hold it: six digits that count; None for what is no number, or has no end."""
+    """For JSON: six significant digits, None for NaN and infinity."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
@@ -92,7 +92,7 @@ def plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How an experiment is run."""
+    """Settings of a run."""
 
     source: Source
     way: Way = "processes"

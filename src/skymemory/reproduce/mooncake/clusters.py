@@ -1,4 +1,6 @@
-"""Prefill and decode apart, against as many machines that do both (arXiv figures 11, 12 and 13)."""
+"""Separate prefill and decode machines against coupled ones (arXiv figures 11, 12, 13); schedulers, network rates and
+prefill:decode ratios (FAST'25 figure 5, arXiv figure 8).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from skymemory.reproduce.mooncake.base import (
     VLLM_WORDS,
     Experiment,
     Setting,
-    Told,
+    Value,
 )
 from skymemory.sim.cluster.cells import (
     Capacity,
@@ -37,10 +39,10 @@ from skymemory.sim.workload import SIMULATED, OpenSource
 
 REAL_SLO = Slo(30.0, 0.1)
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0
-"""Of the unloaded baseline: what is promised for the public and the simulated workloads."""
+"""SLOs of the public and simulated workloads, relative to an unloaded machine."""
 COUNT, QUICK_COUNT = 500, 250
 CHUNK_TOKENS = 2_048
-"""Of a coupled instance's step, where it computes prefills in chunks beside decoding."""
+"""Step size of coupled instances with chunked prefills."""
 RULES: tuple[Rule, ...] = ("p90", "p90 of the longest")
 _APART = ("3P+1D", "2P+2D")
 _COUPLED = ("4 coupled", "4 coupled, chunked")
@@ -48,7 +50,7 @@ _ALL = (*_APART, *_COUPLED)
 PUBLISHED_SYSTEMS = ("10P+10D", "20 coupled", "20 coupled, chunked")
 SEARCHED_PART = 0.4
 RATES = (1.0, 1.5, 2.0, 3.0)
-"""Times the trace's, at which the real workload is run; the first two are told beside the published figures."""
+"""Rates of the real workload, times the trace's; the first two are compared with the published figures."""
 PUBLISHED_MET = {"10P+10D": 100.0, "20 coupled": 57.0}
 """Percent of the requests."""
 PUBLISHED_GAIN = {"arxiv": 20.0, "l-eval": 40.0}
@@ -66,7 +68,7 @@ def simulated(setting: Setting) -> Experiment:
 
 
 def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, float]:
-    """Mean time to first token and between tokens, s, of requests that are alone, with all cached that came before."""
+    """Mean TTFT and TBT (s) of requests on an idle machine, with all earlier blocks cached."""
     seen: set[int] = set()
     ttft_s = tbt_s = 0.0
     for request in requests:
@@ -79,7 +81,7 @@ def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, floa
 
 
 def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[str, ClusterCell]:
-    """Cells by name, still without requests: apart, and as many coupled machines."""
+    """Cells by name, without requests: separate instances, and the same number of coupled ones."""
     prefill, decode = apart
     total = prefill + decode
     cells = {f"{prefill}P+{decode}D": (ClusterSetup(prefill=prefill, decode=decode), scheduler)}
@@ -108,7 +110,7 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
                 searches.append(CapacityCell(ready, 0.05 / ttft_s, 40.0 / ttft_s, rule=rule))
                 labels.append((workload, decoding, system, rule))
     answers = dict(zip(labels, sweep(capacity, searches, setting.way, setting.jobs, setting.progress), strict=True))
-    told: list[Told] = []
+    values: list[Value] = []
     for workload, decoding in product(workloads, costs):
         found = {(system, rule): answers[workload, decoding, system, rule] for system in _ALL for rule in RULES}
         which = f"{workload}, {decoding}"
@@ -116,10 +118,10 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
             gain = _gain(found["3P+1D", rule].rate, found[_COUPLED[0], rule].rate)
             published = PUBLISHED_GAIN.get(workload, PUBLISHED_LONG) if rule == "p90" else None
             what = f"{which}: 3P+1D against 4 coupled, {rule}"
-            told.append(Told(what, "% more requests", published, gain, _WHY[rule], digits=0))
+            values.append(Value(what, "% more requests", published, gain, _WHY[rule], digits=0))
         best = max(found[system, "p90"].rate for system in _APART)
-        told.append(
-            Told(
+        values.append(
+            Value(
                 f"{which}: best of 3P+1D and 2P+2D against 4 coupled with chunked prefill, p90",
                 "% more requests",
                 None,
@@ -146,12 +148,12 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
         ),
         header=("workload", "decoding", "system", "rule", *_HEADER),
         rows=tuple((*label, *_of(answers[label])) for label in labels),
-        told=tuple(told),
+        values=tuple(values),
     )
 
 
 def real(setting: Setting) -> Experiment:
-    """The conversation trace on 20 machines: apart, as published and in other splits, and coupled."""
+    """The conversation trace on 20 machines: separate, as published and in other splits, and coupled."""
     costs = {**BOTH, **DECODINGS}
     labels, cells = [], []
     for decoding, cost in costs.items():
@@ -174,7 +176,7 @@ def real(setting: Setting) -> Experiment:
     for (label, rate), answer in zip(flat, measured, strict=True):
         rows.append((*label, "measured", rate, *_promises(answer.metrics)))
     runs_by = {(*label, rate): answer.metrics for (label, rate), answer in zip(flat, measured, strict=True)}
-    told = [line for decoding in costs for line in _real_told(decoding, rates, runs_by)]
+    values = [line for decoding in costs for line in _real_values(decoding, rates, runs_by)]
     return Experiment(
         name="real",
         published_as="arXiv figure 13",
@@ -205,27 +207,27 @@ def real(setting: Setting) -> Experiment:
             "prefill_utilisation",
         ),
         rows=tuple(rows),
-        told=tuple(told),
+        values=tuple(values),
     )
 
 
-def _real_told(
+def _real_values(
     decoding: str, rates: dict[tuple[str, str], float], runs: dict[tuple[str, str, float], ClusterMetrics]
-) -> list[Told]:
+) -> list[Value]:
     apart, plain, chunked = PUBLISHED_SYSTEMS
     ours, rival, kinder = (rates[decoding, name] for name in PUBLISHED_SYSTEMS)
     split = max((apart, "14P+6D", "16P+4D"), key=lambda name: rates[decoding, name])
     best = rates[decoding, split]
-    told = []
+    values = []
     for rate, (name, published) in product(RATES[:2], PUBLISHED_MET.items()):
         one, where = runs[decoding, name, rate], f"{name}, rate × {rate:g}"
-        told += [
-            Told(f"{decoding}: mean TBT within 0.1 s, {where}", "%", published, 100 * one.tbt_met, digits=1),
-            Told(f"{decoding}: no stall above 0.1 s, {where}", "%", published, 100 * one.longest_tbt_met, digits=1),
+        values += [
+            Value(f"{decoding}: mean TBT within 0.1 s, {where}", "%", published, 100 * one.tbt_met, digits=1),
+            Value(f"{decoding}: no stall above 0.1 s, {where}", "%", published, 100 * one.longest_tbt_met, digits=1),
         ]
     return [
-        *told,
-        Told(
+        *values,
+        Value(
             f"{decoding}: rate that {apart} takes, against {plain}",
             "% more",
             None,
@@ -233,14 +235,14 @@ def _real_told(
             _REAL_WHY[decoding],
             digits=0,
         ),
-        Told(
+        Value(
             f"{decoding}: rate that the best split ({split}) takes, against {plain}",
             "% more",
             None,
             _gain(best, rival),
             digits=0,
         ),
-        Told(f"{decoding}: the same against {chunked}", "% more", None, _gain(best, kinder), digits=0),
+        Value(f"{decoding}: the same against {chunked}", "% more", None, _gain(best, kinder), digits=0),
     ]
 
 
@@ -270,7 +272,7 @@ _HEADER = (
 )
 _WHY: dict[Rule, str] = {
     "p90": "the mean of a request's TBT forgives stalls",
-    "p90 of the longest": "any prefill of others stalls decoding for longer than is promised",
+    "p90 of the longest": "any prefill of others stalls decoding beyond the SLO",
 }
 _REAL_WHY = {
     "memory": "ten machines prefill, and 20 coupled ones twice as much; with steps of 9 ms a mean TBT of 0.1 s forgives"
@@ -297,12 +299,8 @@ def _of(found: Capacity) -> tuple[object, ...]:
 
 
 def _gain(ours: float, theirs: float) -> float:
-    """By how many percent more; infinite where they keep nothing at any rate."""
+    """Gain in percent; infinite if theirs is 0."""
     return 100 * (ours / theirs - 1) if theirs else float("inf")
-
-
-# Who prefills: time to first token by scheduler (FAST'25 figure 5, arXiv figure 8), by the network's rate, and by how
-# many of the machines prefill.
 
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
@@ -312,7 +310,7 @@ GBIT_BYTES = 1e9 / 8
 NETWORK_GBIT = (24, 50, 100, 200, 400)
 NODES = 16
 NEAR = 0.001
-"""Splits that keep so little fewer promises than the best are named with it."""
+"""Relative difference within which splits count as equally good."""
 PREFILLING = (4, 6, 7, 8, 9, 10, 12)
 RATIO_RATES = (1.0, 1.5, 2.0)
 
@@ -328,35 +326,35 @@ def scheduling(setting: Setting) -> Experiment:
     found = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
     names = [*SCHEDULERS, *(f"kvcache-centric, {variant}" for variant in VARIANTS), "least requests"]
     ours = {name: answer.metrics.ttft_s.mean for name, answer in zip(SCHEDULERS, found, strict=False)}
-    told = [Told(f"mean TTFT, {name}", "s", PUBLISHED_TTFT_S[name], ours[name], _why(name)) for name in SCHEDULERS]
+    values = [Value(f"mean TTFT, {name}", "s", PUBLISHED_TTFT_S[name], ours[name], _why(name)) for name in SCHEDULERS]
     for name in SCHEDULERS[1:]:
         theirs = PUBLISHED_TTFT_S[name] / PUBLISHED_TTFT_S["random"]
-        told.append(Told(f"{name} over random", "", theirs, ours[name] / ours["random"], digits=3))
+        values.append(Value(f"{name} over random", "", theirs, ours[name] / ours["random"], digits=3))
     theirs = PUBLISHED_TTFT_S["kvcache-centric"] / PUBLISHED_TTFT_S["cache-aware"] - 1
     saved = ours["kvcache-centric"] / ours["cache-aware"] - 1
-    told.append(Told("kvcache-centric against cache-aware", "%", 100 * theirs, 100 * saved, digits=0))
+    values.append(Value("kvcache-centric against cache-aware", "%", 100 * theirs, 100 * saved, digits=0))
     least = found[-1].metrics.ttft_s.mean
-    told.append(Told("mean TTFT, fewest requests", "s", PUBLISHED_TTFT_S["load-balance"], least, _FEWEST_WHY))
+    values.append(Value("mean TTFT, fewest requests", "s", PUBLISHED_TTFT_S["load-balance"], least, _FEWEST_WHY))
     return Experiment(
         name="scheduling",
         published_as="FAST'25 figure 5; arXiv figure 8",
         title="Mean time to first token by scheduler, 8 machines that prefill and 8 that decode",
         source=setting.source.name,
         assumed=(
-            "half of the machines' speed is reached (mfu 0.5): our choice, the papers name none",
+            "half of the machines' speed is reached (mfu 0.5): our choice, the papers do not state it",
             "1 TB of DRAM a node for KV; 800 Gbit/s between nodes; the trace's own rate",
-            "arrivals spread over the 3 s between the trace's batches; nobody is refused",
+            "arrivals spread over the 3 s between the trace's batches; nothing is refused",
         ),
         header=("scheduler", *_SCHEDULING_HEADER),
         rows=tuple((name, *_row(answer)) for name, answer in zip(names, found, strict=True)),
-        told=tuple(told),
+        values=tuple(values),
     )
 
 
 def bandwidth(setting: Setting) -> Experiment:
     """Mean time to first token by the rate of the network between nodes."""
     alone = ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "cache-aware")
-    cells = [alone]  # Nothing is moved for a prefill there: the network's rate makes no difference to it.
+    cells = [alone]  # It moves no KV for prefills: independent of the network's rate.
     for gbit in NETWORK_GBIT:
         cost = ClusterSetup().cost
         machine = replace(cost.machine, network_bytes_per_s=gbit * GBIT_BYTES)
@@ -376,21 +374,21 @@ def bandwidth(setting: Setting) -> Experiment:
         assumed=("as for scheduling; the rate is each node's, in each direction",),
         header=("gbit_per_s", "cache_aware_mean_ttft_s", "mean_ttft_s", "p90_ttft_s", "tokens_from_other_nodes"),
         rows=tuple(rows),
-        told=(
-            Told("worst mean TTFT at 100 Gbit/s and more", "s", "below 2", above),
-            Told(
+        values=(
+            Value("worst mean TTFT at 100 Gbit/s and more", "s", "below 2", above),
+            Value(
                 "mean TTFT at 24 over that at 400 Gbit/s",
                 "×",
                 None,
                 rows[0][2] / rows[-1][2],
-                "who weighs loading against computing loads less where the network is slow",
+                "a scheduler that weighs loading against computing loads less over a slow network",
             ),
         ),
     )
 
 
 def ratio(setting: Setting) -> Experiment:
-    """How many of 16 machines should prefill, by what a decoding step takes and by how fast requests come."""
+    """Best number of prefill machines of 16, by decoding time and request rate."""
     counts = (6, 8, 10) if setting.quick else PREFILLING
     rates = RATIO_RATES[1:2] if setting.quick else RATIO_RATES
     labels = [(decoding, rate, count) for decoding in DECODINGS for rate in rates for count in counts]
@@ -403,7 +401,7 @@ def ratio(setting: Setting) -> Experiment:
     ]
     found = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
     met = {label: answer.metrics.met for label, answer in zip(labels, found, strict=True)}
-    told = []
+    values = []
     for name in DECODINGS:
         for rate in rates:
             most = max(met[name, rate, count] for count in counts)
@@ -411,15 +409,15 @@ def ratio(setting: Setting) -> Experiment:
             best = next(count for count in near if met[name, rate, count] == most)
             words = f"{near[0]} to {near[-1]} keep as many within {NEAR:.1%}" if len(near) > 1 else ""
             what = f"best number of machines that prefill, {name}, {rate:g} times the trace's rate"
-            told.append(Told(what, "", 8.0, best, words, digits=0))
+            values.append(Value(what, "", 8.0, best, words, digits=0))
     return Experiment(
         name="ratio",
         published_as="FAST'25, prefill:decode ratio on 16 nodes",
         title="Machines that prefill, of 16",
         source=setting.source.name,
         assumed=(
-            "SLOs of 30 s and 0.1 s; nobody is refused; best: most requests with both promises kept",
-            "their rate of replay is not stated; ours are told at 1, 1.5 and 2 times the trace's",
+            "SLOs of 30 s and 0.1 s; nothing is refused; best: most requests within both SLOs",
+            "their rate of replay is not stated; ours are 1, 1.5 and 2 times the trace's",
             DECODING_WORDS,
         ),
         header=("decoding", "rate", "prefill", "decode", *_SCHEDULING_HEADER),
@@ -427,7 +425,7 @@ def ratio(setting: Setting) -> Experiment:
             (name, rate, count, NODES - count, *_row(answer))
             for (name, rate, count), answer in zip(labels, found, strict=True)
         ),
-        told=tuple(told),
+        values=tuple(values),
     )
 
 

@@ -1,4 +1,4 @@
-"""Mooncake's experiments by name, and by the figures and tables in which they were published."""
+"""Mooncake's experiments by name and by published figure or table; those on popularity, hits and layer-wise storing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.cost_model.model import network_of, stored_s
 from skymemory.errors import InvalidInput
 from skymemory.eviction.policies import policy_named
-from skymemory.reproduce.mooncake.base import Experiment, Setting, Told
+from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.clusters import bandwidth, public_datasets, ratio, real, scheduling, simulated
 from skymemory.reproduce.mooncake.overload import load_swings, rejections
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.trace import BLOCK_TOKENS, block_uses, ideal_hits, shared_above, statistics_of
 from skymemory.sim.workload import Source
-
-# Which blocks come again (figure 6), and what a cache of so many of them hits (table 1): no cluster is needed.
-
 
 CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1_000)
 PUBLISHED_HITS = {
@@ -25,15 +22,15 @@ PUBLISHED_HITS = {
     "lfu": (0.51, 0.51, 0.49, 0.43, 0.35, 0.30),
     "length": (0.51, 0.50, 0.48, 0.42, 0.35, 0.30),
 }
-"""Table 1: without end, then by ``CAPACITIES``."""
+"""Table 1: unlimited, then by ``CAPACITIES``."""
 PUBLISHED_NAMES = {"lru": "LRUCache", "lfu": "LFUCache", "length": "LengthAwareCache"}
 THREE_MILLION_BLOCKS = 3_000_000 // BLOCK_TOKENS
-_SMALL = "in theirs a few blocks carry most hits (long prompts that all share); ours has one block that all share"
+_SMALL = "in theirs a few blocks have most of the hits (long prompts that all share); in ours all share only one block"
 _OTHER_TRACE = "theirs is another trace (23,608 requests, not released)"
 
 
 def popularity(setting: Setting) -> Experiment:
-    """Figure 6: the blocks by how often they are wanted."""
+    """Figure 6: popularity of blocks."""
     requests = setting.source.requests()
     found = statistics_of(requests)
     uses = block_uses(requests, partial=True)
@@ -41,22 +38,22 @@ def popularity(setting: Setting) -> Experiment:
     return Experiment(
         name="popularity",
         published_as="arXiv figure 6",
-        title="Blocks by how often they are wanted",
+        title="Blocks by number of prompts",
         source=setting.source.name,
         assumed=("every id counts, also of blocks that are not full, as in the paper",),
         header=("wanted_at_least", "share_of_blocks"),
         rows=tuple((level, shared_above(uses, level)) for level in levels),
-        told=(
-            Told("blocks that are never wanted again", "%", "over 50", 100 * found.once_share, digits=1),
-            Told(
-                "requests that want the most popular block",
+        values=(
+            Value("blocks that are never requested again", "%", "over 50", 100 * found.once_share, digits=1),
+            Value(
+                "requests with the most popular block",
                 "",
                 "thousands of times",
                 found.most_uses,
-                "every prompt begins with the same block; no other is wanted a hundred times",
+                "every prompt begins with the same block; no other is in a hundred prompts",
                 digits=0,
             ),
-            Told(
+            Value(
                 "hits of a cache that never evicts",
                 "% of blocks",
                 51.0,
@@ -64,7 +61,7 @@ def popularity(setting: Setting) -> Experiment:
                 _OTHER_TRACE,
                 digits=1,
             ),
-            Told(
+            Value(
                 "the same, blocks that are not full left out",
                 "% of blocks",
                 None,
@@ -86,7 +83,7 @@ class _Replay:
 
 
 def replayed(cell: _Replay) -> float:
-    """Part of the blocks that hit in one memory under a policy of the store, as engines call it."""
+    """Hit rate of blocks in one memory with a policy of the store."""
     prompts = [request.blocks(cell.partial) for request in cell.source.requests()]
     depth = {block: at for prompt in prompts for at, block in enumerate(prompt)}
     names = {block: block.to_bytes(8) for block in depth}
@@ -114,7 +111,7 @@ def replayed(cell: _Replay) -> float:
 
 
 def hits(setting: Setting) -> Experiment:
-    """Table 1, and how much of the most a cache of three million tokens hits (FAST'25)."""
+    """Table 1, and the hits of a cache of three million tokens (FAST'25)."""
     requests = setting.source.requests()
     most_hits, blocks = ideal_hits(requests, partial=True)
     most = most_hits / blocks
@@ -141,33 +138,30 @@ def hits(setting: Setting) -> Experiment:
         ),
         header=("policy", "no end", *(f"{capacity:,} blocks" for capacity in CAPACITIES)),
         rows=tuple(rows),
-        told=(
+        values=(
             *_compared(table, most),
-            Told(
+            Value(
                 "3 million tokens, LRU, of the most there is to hit",
                 "%",
                 50.0,
                 100 * three_million / most,
-                "in our trace what comes again comes later: 30,000 blocks are needed for nine tenths",
+                "in our trace blocks recur later: 30,000 blocks are needed for nine tenths",
                 digits=0,
             ),
         ),
     )
 
 
-def _compared(table: dict[str, list[float]], most: float) -> list[Told]:
-    """As parts of the most that can hit: what can be compared between two traces."""
-    told = [Told("most there is to hit", "% of blocks", 51.0, 100 * most, _OTHER_TRACE, digits=1)]
+def _compared(table: dict[str, list[float]], most: float) -> list[Value]:
+    """Relative to the hits of an unlimited cache, which is comparable between traces."""
+    values = [Value("most there is to hit", "% of blocks", 51.0, 100 * most, _OTHER_TRACE, digits=1)]
     for policy, ours in table.items():
         published: Sequence[float] = PUBLISHED_HITS[policy]
         for capacity, theirs, here in zip(CAPACITIES, published[1:], ours, strict=True):
             what = f"{PUBLISHED_NAMES[policy]}, {capacity:,} blocks"
             why = _SMALL if capacity <= 10_000 and policy == "lru" else ""
-            told.append(Told(what, "% of the most", 100 * theirs / published[0], 100 * here / most, why, digits=0))
-    return told
-
-
-# Storing KV while the next layer is computed, beside storing it afterwards (figure 7).
+            values.append(Value(what, "% of the most", 100 * theirs / published[0], 100 * here / most, why, digits=0))
+    return values
 
 
 LENGTHS = (8, 16, 32, 64, 128)
@@ -175,7 +169,7 @@ LENGTHS = (8, 16, 32, 64, 128)
 
 
 def layer_wise(setting: Setting) -> Experiment:
-    """By how much storing a prompt's KV lengthens its prefill."""
+    """Figure 7: latency that storing KV adds to a prefill, layer by layer and after it."""
     cost = LLAMA_70B_8xA800
     network = network_of(cost)
     rows = []
@@ -196,8 +190,8 @@ def layer_wise(setting: Setting) -> Experiment:
         ),
         header=("thousand_tokens", "prefill_s", "serial_ms", "layer_wise_ms", "left"),
         rows=tuple(rows),
-        told=(
-            Told(
+        values=(
+            Value(
                 "what layer-wise storing leaves of the serial latency, most",
                 "%",
                 "nearly nothing",
@@ -205,7 +199,7 @@ def layer_wise(setting: Setting) -> Experiment:
                 "one layer of 80 has nothing to hide behind",
                 digits=1,
             ),
-            Told(
+            Value(
                 "serial latency, 128k against 8k tokens",
                 "×",
                 "grows with the length",
@@ -246,10 +240,10 @@ PUBLISHED = {
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The experiments of these names, figures or tables, each once; all of them where none is named.
+    """Experiments by names, figures or tables, without duplicates; all without names.
 
     Raises:
-        InvalidInput: one that there is not.
+        InvalidInput: an unknown one.
     """
     found = []
     for name in names:

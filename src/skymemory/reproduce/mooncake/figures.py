@@ -1,4 +1,4 @@
-"""Mooncake's experiments as pictures and tables of numbers."""
+"""Drawings and CSV files of Mooncake's experiments."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ RED, BLUE, GREEN, GREY, AMBER = "#d1495b", "#2e6f95", "#1f8a4c", "#93a1ad", "#f5
 Record = dict[str, Any]
 
 
-def write_mooncake_csv(told: Experiment, folder: Path) -> Path:
-    """The numbers behind an experiment."""
-    return save_csv(folder / f"mooncake-{told.name}.csv", told.header, told.rows)
+def write_mooncake_csv(experiment: Experiment, folder: Path) -> Path:
+    """Writes an experiment's data as CSV."""
+    return save_csv(folder / f"mooncake-{experiment.name}.csv", experiment.header, experiment.rows)
 
 
-def write_mooncake_figure(told: Experiment, folder: Path) -> Path | None:
-    """The picture as PNG; None where there is none. Raises ``MissingExtra`` without matplotlib."""
-    draw = _DRAWINGS.get(told.name)
+def write_mooncake_figure(experiment: Experiment, folder: Path) -> Path | None:
+    """Writes the drawing as PNG; None if there is none. Raises ``MissingExtra`` without matplotlib."""
+    draw = _DRAWINGS.get(experiment.name)
     if draw is None:
         return None
-    figure = draw(told)
+    figure = draw(experiment)
     for axes in figure.get_axes():
         axes.set_axisbelow(True)
-    figure.suptitle(f"{told.title}\n({told.published_as}; {told.source})", color=INK, fontsize=10)
-    return save(figure, folder / f"mooncake-{told.name}.png")
+    figure.suptitle(f"{experiment.title}\n({experiment.published_as}; {experiment.source})", color=INK, fontsize=10)
+    return save(figure, folder / f"mooncake-{experiment.name}.png")
 
 
-def _records(told: Experiment) -> list[Record]:
-    return [dict(zip(told.header, row, strict=True)) for row in told.rows]
+def _records(experiment: Experiment) -> list[Record]:
+    return [dict(zip(experiment.header, row, strict=True)) for row in experiment.rows]
 
 
-def _popularity(told: Experiment) -> Figure:
+def _popularity(experiment: Experiment) -> Figure:
     figure = new_figure(6.5, 4.0)
     axes = figure.add_subplot()
-    ranks, uses = told.series["uses"]
+    ranks, uses = experiment.series["uses"]
     axes.loglog(ranks, uses, color=BLUE)
     axes.set_xlabel("blocks, the most popular first")
     axes.set_ylabel("prompts that have it")
     return figure
 
 
-def _hits(told: Experiment) -> Figure:
+def _hits(experiment: Experiment) -> Figure:
     figure = new_figure(6.5, 4.0)
     axes = figure.add_subplot()
-    sizes = [int(name.split()[0].replace(",", "")) for name in told.header[2:]]
-    for row, colour in zip(told.rows, (RED, BLUE, GREEN, GREY), strict=False):
+    sizes = [int(name.split()[0].replace(",", "")) for name in experiment.header[2:]]
+    for row, colour in zip(experiment.rows, (RED, BLUE, GREEN, GREY), strict=False):
         parts = [100 * float(str(value)) / float(str(row[1])) for value in row[2:]]
         axes.plot(sizes, parts, "o-", color=colour, label=str(row[0]), markersize=4)
     axes.set_xscale("log")
@@ -62,10 +62,10 @@ def _hits(told: Experiment) -> Figure:
     return figure
 
 
-def _layer_wise(told: Experiment) -> Figure:
+def _layer_wise(experiment: Experiment) -> Figure:
     figure = new_figure(6.5, 4.0)
     axes = figure.add_subplot()
-    records = _records(told)
+    records = _records(experiment)
     at = range(len(records))
     axes.bar([x - 0.2 for x in at], [r["serial_ms"] for r in records], 0.38, color=RED, label="after the prefill")
     axes.bar([x + 0.2 for x in at], [r["layer_wise_ms"] for r in records], 0.38, color=GREEN, label="layer by layer")
@@ -77,11 +77,11 @@ def _layer_wise(told: Experiment) -> Figure:
     return figure
 
 
-def _scheduling(told: Experiment) -> Figure:
+def _scheduling(experiment: Experiment) -> Figure:
     figure = new_figure(8.0, 3.8)
     left, right = figure.subplots(1, 2)
-    records = _records(told)[:4]
-    published = [one.published for one in told.told[:4]]
+    records = _records(experiment)[:4]
+    published = [one.published for one in experiment.values[:4]]
     at = range(len(records))
     left.bar([x - 0.2 for x in at], published, 0.38, color=GREY, label="published")
     left.bar([x + 0.2 for x in at], [r["mean_ttft_s"] for r in records], 0.38, color=GREEN, label="ours")
@@ -97,10 +97,10 @@ def _scheduling(told: Experiment) -> Figure:
     return figure
 
 
-def _bandwidth(told: Experiment) -> Figure:
+def _bandwidth(experiment: Experiment) -> Figure:
     figure = new_figure(6.5, 4.0)
     axes = figure.add_subplot()
-    records = _records(told)
+    records = _records(experiment)
     at = [r["gbit_per_s"] for r in records]
     axes.plot(at, [r["mean_ttft_s"] for r in records], "o-", color=GREEN, label="KVCache-centric, mean")
     axes.plot(at, [r["p90_ttft_s"] for r in records], "o:", color=GREEN, label="KVCache-centric, p90")
@@ -114,8 +114,8 @@ def _bandwidth(told: Experiment) -> Figure:
     return figure
 
 
-def _ratio(told: Experiment) -> Figure:
-    records = _records(told)
+def _ratio(experiment: Experiment) -> Figure:
+    records = _records(experiment)
     kinds = list(dict.fromkeys(r["decoding"] for r in records))
     figure = new_figure(4.0 * len(kinds), 3.8)
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
@@ -125,14 +125,14 @@ def _ratio(told: Experiment) -> Figure:
             names = [f"{r['prefill']}P+{r['decode']}D" for r in mine]
             axes.plot(names, [r["met"] for r in mine], "o-", color=colour, label=f"rate × {rate:g}", markersize=4)
         axes.set_title(f"decoding {kind}", fontsize=9)
-        axes.set_ylabel("requests with both promises kept")
+        axes.set_ylabel("requests within both SLOs")
         axes.tick_params(axis="x", labelrotation=30, labelsize=8)
         axes.legend(fontsize=8)
     return figure
 
 
-def _capacities(told: Experiment) -> Figure:
-    records = _records(told)
+def _capacities(experiment: Experiment) -> Figure:
+    records = _records(experiment)
     workloads, kinds, rules, names = (
         list(dict.fromkeys(str(r[key]) for r in records)) for key in ("workload", "decoding", "rule", "system")
     )
@@ -152,8 +152,8 @@ def _capacities(told: Experiment) -> Figure:
     return figure
 
 
-def _real(told: Experiment) -> Figure:
-    records = _records(told)
+def _real(experiment: Experiment) -> Figure:
+    records = _records(experiment)
     kinds = list(dict.fromkeys(r["decoding"] for r in records))
     names = list(dict.fromkeys(r["system"] for r in records))
     figure = new_figure(8.0, 6.0)
@@ -180,8 +180,8 @@ def _real(told: Experiment) -> Figure:
     return figure
 
 
-def _rejections(told: Experiment) -> Figure:
-    records = _records(told)
+def _rejections(experiment: Experiment) -> Figure:
+    records = _records(experiment)
     situations = list(dict.fromkeys(str(r["situation"]) for r in records))
     figure = new_figure(9.0, 3.2 * len(situations))
     panels = figure.subplots(len(situations), 3, squeeze=False)
@@ -205,11 +205,11 @@ def _rejections(told: Experiment) -> Figure:
     return figure
 
 
-def _swings(told: Experiment) -> Figure:
-    shown = [name for name in told.series if name.startswith("decode short, vllm") and not name.endswith(" all")]
+def _swings(experiment: Experiment) -> Figure:
+    shown = [name for name in experiment.series if name.startswith("decode short, vllm") and not name.endswith(" all")]
     figure = new_figure(9.0, 1.9 * len(shown))
     for axes, name in zip(figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
-        times_s, prefill, decode = told.series[name]
+        times_s, prefill, decode = experiment.series[name]
         inside = [at for at, time_s in enumerate(times_s) if time_s <= 1_200]
         minutes = [times_s[at] / 60 for at in inside]
         axes.plot(minutes, [prefill[at] for at in inside], color=RED, lw=0.9, label="prefill")

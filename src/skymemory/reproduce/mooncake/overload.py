@@ -1,36 +1,38 @@
-"""Who is let in under overload: rejections (arXiv table 3) and swings of the loads (figures 9 and 10)."""
+"""Admission under overload: rejections (arXiv table 3) and swings of the loads (figures 9 and 10)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.admission.base import Slo
-from skymemory.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Told
+from skymemory.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Value
 from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source
 
 RULES = ("all", "baseline", "early", "predicted", "predicted, long", "goodput")
-"""With ``long`` the usual time of decoding is without end: within the time of a prefill nobody is taken to leave."""
-WITHOUT_END_S = 1e9
+"""``long``: the usual time of decoding is infinite, so no request is forecast to end during a prefill."""
+INFINITE_S = 1e9
 PUBLISHED_REJECTIONS = {"baseline": 4_183, "early": 3_771, "predicted": 3_589, "predicted, long": 3_589}
 PUBLISHED_REQUESTS = 23_608
 RATE = 2.0
 SLO = Slo(30.0, 0.1)
 SHORT = {"vllm": (11, 5), "turbomind": (13, 3)}
-"""Machines that prefill and decode, of the same sixteen, with which decode comes to its SLO before prefill does."""
+"""Splits of the sixteen machines in which decode reaches its SLO before prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
+    """A cluster under overload."""
+
     name: str
     setup: ClusterSetup
     words: str
 
 
 def situations(seed: int) -> tuple[Situation, ...]:
-    """The stated one, in which prefill is what is short; and, by engine, one in which decode is."""
+    """The published one, limited by prefill; and one limited by decode, by engine."""
     stated = ClusterSetup(rate=RATE, slo=SLO, cost=COST, seed=seed)
     words = "8P+8D, the trace at twice its rate, SLOs of 30 s and 0.1 s a token; decoding as vLLM's on 8×A100"
     found = [Situation("as stated", stated, words)]
@@ -43,20 +45,20 @@ def situations(seed: int) -> tuple[Situation, ...]:
 
 
 def rejections(setting: Setting) -> Experiment:
-    """Rejections of each rule, always with goodput and with the prefills that were for nothing."""
+    """Rejections by rule, with goodput and wasted prefills."""
     found = _runs(setting)
     rows = [(situation.name, rule, *_row(answer)) for situation, rule, answer in found]
     ours = {(situation.name, rule): answer.metrics for situation, rule, answer in found}
-    told: list[Told] = []
+    values: list[Value] = []
     for situation in situations(setting.seed):
         for rule, published in PUBLISHED_REJECTIONS.items():
             one = ours[situation.name, rule]
             refused = one.refused + one.refused_after_prefill
             why = _STATED_WHY if situation.name == "as stated" else _SHORT_WHY
-            told.append(Told(f"{situation.name}: rejected, {rule}", "requests", published, refused, why, digits=0))
+            values.append(Value(f"{situation.name}: rejected, {rule}", "requests", published, refused, why, digits=0))
             part = 100 * refused / max(1, one.requests)
-            told.append(
-                Told(
+            values.append(
+                Value(
                     f"{situation.name}: the same, of all, {rule}",
                     "%",
                     100 * published / PUBLISHED_REQUESTS,
@@ -67,11 +69,11 @@ def rejections(setting: Setting) -> Experiment:
         base = ours[situation.name, "baseline"]
         for rule in RULES[1:]:
             one = ours[situation.name, rule]
-            told.append(Told(f"{situation.name}: goodput, {rule}", "requests/s", None, one.goodput_per_s, digits=3))
+            values.append(Value(f"{situation.name}: goodput, {rule}", "requests/s", None, one.goodput_per_s, digits=3))
             if rule != "baseline":
                 saved = _saved(one.wasted_prefill_s, base.wasted_prefill_s)
-                told.append(
-                    Told(f"{situation.name}: wasted prefill against baseline, {rule}", "%", None, saved, digits=0)
+                values.append(
+                    Value(f"{situation.name}: wasted prefill against baseline, {rule}", "%", None, saved, digits=0)
                 )
     return Experiment(
         name="rejections",
@@ -84,16 +86,16 @@ def rejections(setting: Setting) -> Experiment:
         ),
         header=("situation", "rule", *_HEADER),
         rows=tuple(rows),
-        told=tuple(told),
+        values=tuple(values),
     )
 
 
 def load_swings(setting: Setting) -> Experiment:
-    """How prefill and decode swing under each rule: amplitude, period, phase."""
+    """Swings of prefill and decode loads by rule: amplitude, period, phase."""
     found = _runs(setting)
     rows: list[tuple[object, ...]] = []
     series: dict[str, tuple[tuple[float, ...], ...]] = {}
-    told: list[Told] = []
+    values: list[Value] = []
     for situation, rule, answer in found:
         one = answer.swings
         assert one is not None
@@ -114,9 +116,9 @@ def load_swings(setting: Setting) -> Experiment:
         series[f"{situation.name}, {rule}"] = answer.curves
         if situation.name == "decode short, vllm" and rule in ("early", "predicted, long", "goodput"):
             says = {"early": "anti-phase: near -1", "predicted, long": "calmer"}.get(rule)
-            told.append(Told(f"{rule}: correlation of both loads", "", says, one.correlation, _SWING_WHY))
-            told.append(Told(f"{rule}: amplitude of decode", "of its SLO", None, one.decode_amplitude, digits=3))
-            told.append(Told(f"{rule}: amplitude of prefill", "of its SLO", None, one.prefill_amplitude, digits=3))
+            values.append(Value(f"{rule}: correlation of both loads", "", says, one.correlation, _SWING_WHY))
+            values.append(Value(f"{rule}: amplitude of decode", "of its SLO", None, one.decode_amplitude, digits=3))
+            values.append(Value(f"{rule}: amplitude of prefill", "of its SLO", None, one.prefill_amplitude, digits=3))
     return Experiment(
         name="swings",
         published_as="arXiv figures 9 and 10",
@@ -140,7 +142,7 @@ def load_swings(setting: Setting) -> Experiment:
             "coherence",
         ),
         rows=tuple(rows),
-        told=tuple(told),
+        values=tuple(values),
         series=series,
     )
 
@@ -163,7 +165,7 @@ _SWING_WHY = "published as a picture"
 
 
 _FOUND: dict[Source, list[CellAnswer]] = {}
-"""Of the source that was asked for last: rejections and swings are told of the same runs."""
+"""Runs of the last source, which rejections and swings share."""
 
 
 def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
@@ -177,9 +179,9 @@ def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
 
 
 def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell:
-    """Of one of ``RULES``."""
+    """The cell of one of ``RULES``."""
     name, _, long = rule.partition(", ")
-    options = (("decode_s", WITHOUT_END_S),) if long else ()
+    options = (("decode_s", INFINITE_S),) if long else ()
     return ClusterCell(source, setup, scheduler_options=options, admission=name, curves=True)
 
 
@@ -200,5 +202,5 @@ def _row(answer: CellAnswer) -> tuple[object, ...]:
 
 
 def _saved(ours: float, theirs: float) -> float:
-    """Percent more or less than theirs; 0 where neither wasted anything."""
+    """Difference in percent; 0 if theirs is 0."""
     return 100 * (ours / theirs - 1) if theirs else 0.0

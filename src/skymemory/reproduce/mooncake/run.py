@@ -1,4 +1,4 @@
-"""``skymemory reproduce mooncake``: the paper's experiments in our simulator, its figures beside ours."""
+"""``skymemory reproduce mooncake``: runs the experiments and prints the published values beside ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from skymemory.errors import InvalidInput, MissingExtra
-from skymemory.reproduce.mooncake.base import Experiment, Setting, Told
+from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, chosen
 from skymemory.reproduce.mooncake.figures import write_mooncake_csv, write_mooncake_figure
 from skymemory.sim.workload import Source
@@ -20,38 +20,36 @@ from skymemory.sim.workload import Source
 
 def run_mooncake(args: argparse.Namespace) -> int:
     if args.trace is not None and not args.trace.is_file():
-        raise InvalidInput(
-            f"--trace {args.trace}: there is no such file; without it a seeded generator takes its place"
-        )
+        raise InvalidInput(f"--trace {args.trace}: no such file; without --trace a seeded generator is used")
     names = chosen(args.fig or [])
     source = Source(args.trace, args.seed, args.quick)
     if args.trace is None:
         print(
-            "skymemory: no trace is named (--trace FILE): requests come from the seeded generator, which has the"
-            " statistics of Mooncake's conversation trace, not its requests",
+            "skymemory: no --trace FILE: requests come from the seeded generator, which has the statistics of"
+            " Mooncake's conversation trace, not its requests",
             file=sys.stderr,
         )
-    told: list[Experiment] = []
+    results: list[Experiment] = []
     for name in names:
         progress = Progress(sys.stderr, name)
         setting = Setting(source, args.way, args.jobs, progress.show)
         try:
-            told.append(EXPERIMENTS[name](setting))
+            results.append(EXPERIMENTS[name](setting))
         finally:
             progress.close()
         if not args.json:
-            for line in (as_markdown if args.markdown else as_text)(told[-1]):
+            for line in (as_markdown if args.markdown else as_text)(results[-1]):
                 print(line)
             sys.stdout.flush()
     if args.json:
-        print(json.dumps([one.as_json() for one in told], indent=1, ensure_ascii=False))
+        print(json.dumps([one.as_json() for one in results], indent=1, ensure_ascii=False))
     if args.out is not None:
-        _write(told, args.out, sys.stderr if args.json else sys.stdout)
+        _write(results, args.out, sys.stderr if args.json else sys.stdout)
     return 0
 
 
 class Progress:
-    """One line, drawn over itself, on a terminal; nothing anywhere else."""
+    """Progress in one line that is overwritten; only on a terminal."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._began_s = stream, name, time.monotonic()
@@ -70,30 +68,39 @@ class Progress:
             self._stream.flush()
 
 
-def as_text(told: Experiment) -> list[str]:
-    """Published, ours, and why they differ; then all numbers."""
-    lines = ["", f"{told.name} ({told.published_as}): {told.title}", f"  requests: {told.source}"]
-    lines += [f"  assumed: {one}" for one in told.assumed]
-    width = max(len(one.what) for one in told.told)
+def as_text(experiment: Experiment) -> list[str]:
+    """Published values, ours and remarks; then all data."""
+    lines = [
+        "",
+        f"{experiment.name} ({experiment.published_as}): {experiment.title}",
+        f"  requests: {experiment.source}",
+    ]
+    lines += [f"  assumed: {one}" for one in experiment.assumed]
+    width = max(len(one.what) for one in experiment.values)
     lines.append(f"  {'':<{width}}  {'published':>22}  {'ours':>10}")
-    for one in told.told:
+    for one in experiment.values:
         why = f"  ({one.why})" if one.why else ""
         unit = f" {one.unit}" if one.unit else ""
         lines.append(f"  {one.what:<{width}}  {_published(one):>22}  {_number(one.ours, one.digits):>10}{unit}{why}")
-    return [*lines, "", *(f"  {line}" for line in table(told.header, told.rows))]
+    return [*lines, "", *(f"  {line}" for line in table(experiment.header, experiment.rows))]
 
 
-def as_markdown(told: Experiment) -> list[str]:
-    """The same as a section of a page: how docs/reproduce/mooncake.md is written."""
-    lines = ["", f"### {told.title}", "", f"`{told.name}`; published as {told.published_as}. Requests: {told.source}."]
-    lines += ["", *(f"- {one}" for one in told.assumed)]
+def as_markdown(experiment: Experiment) -> list[str]:
+    """The same as a Markdown section, for docs/reproduce/mooncake.md."""
+    lines = [
+        "",
+        f"### {experiment.title}",
+        "",
+        f"`{experiment.name}`; published as {experiment.published_as}. Requests: {experiment.source}.",
+    ]
+    lines += ["", *(f"- {one}" for one in experiment.assumed)]
     lines += ["", "| what | published | ours | | why |", "| --- | ---: | ---: | --- | --- |"]
-    for one in told.told:
+    for one in experiment.values:
         lines.append(f"| {one.what} | {_published(one)} | {_number(one.ours, one.digits)} | {one.unit} | {one.why} |")
-    lines += ["", f"| {' | '.join(told.header)} |".replace("_", " ")]
-    words = [all(isinstance(row[at], str) for row in told.rows) for at in range(len(told.header))]
+    lines += ["", f"| {' | '.join(experiment.header)} |".replace("_", " ")]
+    words = [all(isinstance(row[at], str) for row in experiment.rows) for at in range(len(experiment.header))]
     lines.append(f"| {' | '.join('---' if left else '---:' for left in words)} |")
-    lines += [f"| {' | '.join(_cell(value) for value in row)} |" for row in told.rows]
+    lines += [f"| {' | '.join(_cell(value) for value in row)} |" for row in experiment.rows]
     return lines
 
 
@@ -110,7 +117,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     ]
 
 
-def _published(one: Told) -> str:
+def _published(one: Value) -> str:
     if one.published is None:
         return "-"
     return one.published if isinstance(one.published, str) else _number(one.published, one.digits)
@@ -132,11 +139,11 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _write(told: Sequence[Experiment], folder: Path, stream: TextIO) -> None:
-    for one in told:
+def _write(results: Sequence[Experiment], folder: Path, stream: TextIO) -> None:
+    for one in results:
         print(write_mooncake_csv(one, folder), file=stream)
     try:
-        for one in told:
+        for one in results:
             path = write_mooncake_figure(one, folder)
             if path is not None:
                 print(path, file=stream)
