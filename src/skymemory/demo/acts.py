@@ -1,4 +1,4 @@
-"""The acts of the demo with a model: a check of identity, table 3 with a rotation in its middle."""
+"""Steps of `skymemory demo table3`: a check that outputs are identical, then table 3 with a rotation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TAIL_TOKENS = 12
 
 
 class _FirstToken:
-    """A streamer that notes when the first new token came."""
+    """A streamer that measures the time to the first new token."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
@@ -51,7 +51,7 @@ class _FirstToken:
 
 
 def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> tuple[list[int], float, float]:
-    """New tokens, seconds to the first of them, seconds to the last. ``cache`` is called first, on the clock."""
+    """New tokens, seconds to the first and to the last of them; calling ``cache`` is part of the time."""
     clock = _FirstToken()
     options = {"past_key_values": cache()} if cache is not None else {}
     out = model.generate(
@@ -74,7 +74,7 @@ def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -
 
 
 def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: Narrator, document: str) -> bool:
-    """The small trained model in float32: greedy tokens with the cache from the sky and without it are the same."""
+    """Whether the small trained model (float32) generates the same greedy tokens with and without the cache."""
     ready = ready_model("small", dtype="float32")
     model, tokenizer = ready.model, ready.tokenizer
     ids = tokenizer(document, return_tensors="pt").input_ids[:, : 4 * BLOCK_TOKENS + TAIL_TOKENS]
@@ -86,8 +86,10 @@ def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: N
             f"{ready.words} in float32: {kvc.last.cached_tokens} of {ids.shape[1]} tokens from the sky, 30 greedy "
             f"tokens {'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
         )
-        end, said = (" ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky))
-        narrator.say(f'it goes on: "… {end}" → "{said} …"')
+        prompt_end, answer = (
+            " ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky)
+        )
+        narrator.say(f'it goes on: "… {prompt_end}" → "{answer} …"')
         return plain == sky and kvc.last.cached_tokens > 0
 
 
@@ -125,7 +127,7 @@ def table_rows(
     model, tokenizer = _load(args, narrator)
     ids = _prompt_ids(args, tokenizer, document)
     new_tokens = 10 if args.quick else 30
-    _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warms what a first call sets up
+    _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warm-up
     rows: list[Row] = []
     moved: dict[str, Any] = {}
     reference, block = None, b""
@@ -194,7 +196,7 @@ def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
 
 
 def _rotate(plan: ConstellationPlan, narrator: Narrator) -> dict[str, Any]:
-    """The overhead point moves one slot on: the leaving column hands its chunks over, by itself."""
+    """Moves the overhead point by one slot; the leaving column hands over its chunks."""
     rotation = rotate(plan, 1, 0)
     narrator.say(
         f"rotated by one slot: {rotation.chunks_migrated} chunks handed over within their planes in "
@@ -204,5 +206,5 @@ def _rotate(plan: ConstellationPlan, narrator: Narrator) -> dict[str, Any]:
 
 
 def _common(plain: list[int], sky: list[int]) -> int:
-    """Leading tokens that are equal."""
+    """Number of equal leading tokens."""
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))

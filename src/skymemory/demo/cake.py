@@ -94,8 +94,10 @@ class Kitchen:
         cache = kvc.get_cache_ids(ids)
         with torch.inference_mode():
             logits = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, logits_to_keep=1).logits
-        first, seconds, told = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
-        computed, loaded, met = (told.computed_tokens, told.loaded_tokens, told.met_at_token) if told else (0, 0, None)
+        first, seconds, loader = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
+        computed, loaded, met = 0, 0, None
+        if loader:
+            computed, loaded, met = loader.computed_tokens, loader.loaded_tokens, loader.met_at_token
         return Prompt(seconds, computed, loaded, met, first)
 
     def learn(self, bytes_per_s: float) -> None:
@@ -178,9 +180,6 @@ def _table(rows: list[RateRow], tokens: int) -> list[str]:
     return lines
 
 
-# The bars of the cake demo: a prompt's chunks, coloured by where they came from, as they come.
-
-
 WIDTH = 56
 COMPUTED, LOADED, NOTHING = "█", "▒", "·"
 _COLOURS = {COMPUTED: "\x1b[38;5;215m", LOADED: "\x1b[38;5;75m", NOTHING: "\x1b[2m"}
@@ -195,7 +194,7 @@ def bar(computed: int, width: int) -> str:
 
 
 class Bars:
-    """Three bars that fill, drawn in place on a terminal and said line by line elsewhere. Told from any thread."""
+    """Three bars that fill, drawn in place on a terminal and printed as lines elsewhere. Thread-safe."""
 
     def __init__(self, stream: TextIO, began_s: float, *, colour: bool) -> None:
         self._screen = Screen(stream, WIDTH + 24, began_s, line_every_s=float("inf"))

@@ -110,7 +110,7 @@ def run_drive(
 ) -> DriveReport:
     """Store the value where the drive begins and read it every 5 s to its end.
 
-    ``passed`` is told of each read: the time, reads so far, and hits among them.
+    ``passed`` is called after each read with the time, the reads so far and their hits.
     """
     clock = MoveClock(time_scale=1.0, track=town.grid.track(path, town.margin))
     sky = SkyMap(town.grid.torus, town.grid.centre(path, town.margin))
@@ -162,9 +162,6 @@ def run_drive(
 
 def _delay_s(sender: Node, receiver: Node) -> float:
     return HOP_S if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId) else RADIO_S
-
-
-# ``skymemory demo cells``: a cache that follows its user among base stations, beside one that stays.
 
 
 SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays where it was stored"))

@@ -1,4 +1,4 @@
-"""What the demo runs unless it is told otherwise."""
+"""Defaults of the demos."""
 
 DEMO_CODECS = ("raw", "quanto8", "hqq8")
 QUICK_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")

@@ -39,7 +39,7 @@ def run_conductor(args: argparse.Namespace) -> int:
     if not 0.1 <= args.rate <= 20:
         raise InvalidInput(f"--rate {args.rate:g}: expected 0.1 to 20 times the workload's own")
     if args.trace is not None and not args.trace.is_file():
-        raise InvalidInput(f"--trace {args.trace}: there is no such file")
+        raise InvalidInput(f"--trace {args.trace}: file not found")
     source = Source(args.trace, args.seed, quick=True)
     spans = args.chart is not None
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
@@ -122,12 +122,9 @@ def _say(stream: TextIO, words: str) -> None:
     print(words, file=stream, flush=True)
 
 
-# What the conductor's demo shows: a line for each scheduler as it runs, and the table when all is over.
-
-
 WIDTH = 118
 LATELY = 100
-"""First tokens over whose times the mean of the moment is taken."""
+"""Number of latest first tokens in the running mean."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _LINE_STEP, _BATCH_STEP = 2, 1
 """Requests of one step of a bar."""
@@ -201,11 +198,8 @@ def _milliseconds(value: float) -> str:
 
 
 def _bars(counts: Sequence[int], step: int) -> str:
-    """A bar for each machine; nothing where nobody is, eight steps at most."""
+    """A bar of at most eight steps for each machine; blank at 0."""
     return "".join(_BARS[min(8, -(-count // step))] for count in counts)
-
-
-# What a run looked like at each moment, from the records of its requests: for who plays it back.
 
 
 @dataclass(slots=True)

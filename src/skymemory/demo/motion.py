@@ -1,4 +1,4 @@
-"""The acts of the moving demo: an orbit run fast, reads all the while, a plane killed in the middle and revived."""
+"""`skymemory demo motion`: a fast orbit with continuous reads, one plane killed in the middle and revived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skymemory.units import format_size
 from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
 
 VALUES = {1: 4, 2: 4}
-"""So many values with one copy in the sky, so many with two."""
+"""Number of values by number of copies."""
 CHUNKS_PER_VALUE = 480
 """A block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
 KILL_AT, DOWN_FOR = 0.4, 0.2
@@ -40,9 +40,7 @@ FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 GIVE_UP_S = 0.5
 PATIENCE_S = 20.0
-"""For the first values to be stored, and for the last ones and the last satellites to come back. Only a machine that is
-busy with something else takes more than 5 s.
-"""
+"""Timeout for the first stores, and for the last values and satellites to come back; 5 s suffice on an idle machine."""
 
 
 @dataclass(slots=True)
@@ -62,7 +60,7 @@ class _Flight:
     """On the clock of satellites and clients (Unix time)."""
     dead: HostShare | None = None
     absent: int = 0
-    """Values that cannot be read, as last told."""
+    """Unreadable values at the last report."""
 
     def moves(self) -> Moves:
         return clock_of(self.plan).moves(time.time())
@@ -82,8 +80,8 @@ class _Flight:
             *(reader.words for reader in self.readers),
         ]
 
-    def tell_what_is_absent(self) -> None:
-        """Say when values can no longer be read, and when they can again."""
+    def report_absent(self) -> None:
+        """Prints when values become unreadable, and when all are readable again."""
         absent = sum(len(reader.absent) for reader in self.readers)
         if absent and not self.absent:
             self.screen.say("a value is missed: it is computed again, and stored as soon as the sky can take it")
@@ -93,13 +91,13 @@ class _Flight:
         self.absent = absent
 
     def until(self, elapsed_s: float) -> None:
-        """Draw until so long after the beginning; KeyboardInterrupt where somebody asked us to stop."""
+        """Draws until ``elapsed_s`` after the start. Raises KeyboardInterrupt on a signal to stop."""
         while (left_s := self.began_s + elapsed_s - time.time()) > 0:
             self.gate.check()
             for reader in self.readers:
                 if reader.error is not None:
                     raise reader.error
-            self.tell_what_is_absent()
+            self.report_absent()
             self.screen.show(self.picture(), self.figures())
             time.sleep(min(FRAME_S, left_s))
         self.gate.check()
@@ -107,7 +105,7 @@ class _Flight:
 
 @contextmanager
 def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
-    """The testbed on its lines to us: its processes end when we do, however that is. Nothing is left of it."""
+    """A testbed whose processes end with this one, however it ends; its directory is removed."""
     with temporary_run_directory("motion-") as folder:
         directory = RunDirectory(folder)
         started: Started | None = None
@@ -141,7 +139,7 @@ def _planes(host: HostShare) -> str:
 
 
 def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
-    """The process of the plane overhead, in the middle of whatever it does: ``(host, chunks lost, bytes lost)``."""
+    """Kills the process of the plane overhead: ``(host, chunks lost, bytes lost)``."""
     flight.watch.ask()
     host = _host_of(flight.plan, flight.placement.centre_at(flight.moves()).plane)
     child = flight.children[host.name]
@@ -156,7 +154,7 @@ def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
 
 
 def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
-    """Its process again, with empty memory: the clock tells it where the box is."""
+    """Starts the host's process again, with empty memory."""
     began_s = time.perf_counter()
     revive(flight.directory, flight.gate, started.children)
     flight.dead = None
@@ -166,17 +164,17 @@ def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
 
 
 def _closing(flight: _Flight) -> tuple[int, int]:
-    """Everything read once more, what is gone computed first: ``(values readable, satellites that answer)``."""
+    """Reads everything once more, storing what is lost: ``(values readable, satellites that answer)``."""
     for reader in flight.readers:
         reader.stop()
     readable, deadline_s = 0, time.monotonic() + PATIENCE_S
     for reader in flight.readers:
         for key in reader.keys:
             while not (right := reader.read(key)) and time.monotonic() < deadline_s:
-                flight.gate.check()  # satellites that have just come back are taken for dead for another second
+                flight.gate.check()  # clients regard revived satellites as dead for another second
                 time.sleep(FRAME_S)
             readable += right
-    flight.tell_what_is_absent()
+    flight.report_absent()
     flight.watch.stop()
     answering = wait_for_answers(flight.watch, flight.plan.torus.size, PATIENCE_S)
     flight.screen.show(flight.picture(), flight.figures())
@@ -239,12 +237,9 @@ def _random_values(seed: int, copies: int, size_bytes: int) -> dict[bytes, bytes
 
 
 def run_motion(args: argparse.Namespace) -> int:
-    """All of it; exit code 0 if no byte was wrong and in the end everything can be read again."""
+    """Runs the demo; exit code 0 if no byte was wrong and everything is readable at the end."""
     if not LEAST_SECONDS <= args.seconds <= MOST_SECONDS:
-        raise InvalidInput(
-            f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g}, to see a plane die and return, "
-            f"to {MOST_SECONDS:g}"
-        )
+        raise InvalidInput(f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     if not 0 < args.speed <= 2000:
         raise InvalidInput(f"--speed {args.speed:g}: expected more than 0 and at most 2000 times real time")
     stream = sys.stderr if args.json else sys.stdout

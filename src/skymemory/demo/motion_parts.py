@@ -19,14 +19,14 @@ from skymemory.units import format_duration, format_size
 
 @dataclass(slots=True)
 class ReadTally:
-    """What the reads have come to. Seconds are of reads that came back right, in the order they were made."""
+    """Counters of reads; ``seconds`` are of correct reads, in order."""
 
     right: int = 0
     wrong: int = 0
     missed: int = 0
     recomputed: int = 0
     refused: int = 0
-    """Computed again, but the sky could not take it back (yet)."""
+    """Computed again, but not (yet) stored."""
     recomputed_bytes: int = 0
     longest_miss_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -40,23 +40,23 @@ class ReadTally:
         return self.right, self.reads
 
     def percentile_s(self, percent: float) -> float:
-        """Of the right reads; 0 where there were none."""
+        """Percentile of correct reads; 0 without any."""
         return percentile(self.seconds, percent) if self.seconds else 0.0
 
 
 class Reader(threading.Thread):
-    """Reads ``values`` in turn until stopped. A miss is computed again: the value, which we know, is stored anew."""
+    """Reads ``values`` in turn until stopped. After a miss the (known) value is stored again."""
 
     def __init__(self, store: ConstellationStore, values: Mapping[bytes, bytes], pause_s: float) -> None:
         super().__init__(name="reader", daemon=True)
         self.tally = ReadTally()
         self.copies = store.settings.replicas
         self.absent: set[bytes] = set()
-        """Keys that were missed and that the sky has not taken since."""
+        """Missed keys that are not stored again yet."""
         self.at_death: Counts = (0, 0)
         self.at_return: Counts = (0, 0)
         self.error: Exception | None = None
-        """What ended the reader before it was stopped."""
+        """The error that ended the reader early."""
         self._store = store
         self._values = values
         self._pause_s = pause_s
@@ -67,7 +67,7 @@ class Reader(threading.Thread):
         return list(self._values)
 
     def store(self, key: bytes) -> bool:
-        """Put the value of ``key`` into the sky; whether it took it."""
+        """Stores the value of ``key``; returns whether that succeeded."""
         return self._store.put_many([(key, self._values[key])])[0]
 
     def run(self) -> None:
@@ -81,13 +81,13 @@ class Reader(threading.Thread):
             self.error = error
 
     def stop(self) -> None:
-        """Ends after the read in progress; returns when it has."""
+        """Stops after the read in progress, and waits for it."""
         self._stopping.set()
         if self.is_alive():
             self.join()
 
     def read(self, key: bytes) -> bool:
-        """One read, verified; True if the bytes came and are right. A miss is stored again."""
+        """One verified read; True if its bytes are correct. A miss is stored again."""
         tally, value = self.tally, self._values[key]
         began_s = time.perf_counter()
         ticket = self._store.prepare_load([key])
@@ -118,7 +118,7 @@ class Reader(threading.Thread):
 
     @property
     def words(self) -> str:
-        """How its reads fare, in one line."""
+        """A one-line summary."""
         tally = self.tally
         return (
             f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
@@ -145,11 +145,8 @@ class Reader(threading.Thread):
         )
 
 
-# The closing report of the moving demo: what was moved, lost and computed again, and how reads fared.
-
-
 Counts = tuple[int, int]
-"""Reads that came back right, of how many."""
+"""Correct reads, and all reads."""
 
 
 def counted(moves: Moves) -> str:
@@ -164,13 +161,13 @@ def copies(count: int) -> str:
 
 
 def minus(later: Counts, earlier: Counts) -> Counts:
-    """What came between."""
+    """The difference."""
     return later[0] - earlier[0], later[1] - earlier[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """Reads of the values that have so many copies: before the plane died, while it was dead, after its return."""
+    """Reads of values with ``copies`` copies: before the plane died, while it was dead, after its return."""
 
     copies: int
     values: int
@@ -199,7 +196,7 @@ _HEAD = f"{'right':<10}{'before':<15}{'while dead':<15}{'after':<15}{'computed a
 
 @dataclass(frozen=True, slots=True)
 class MotionReport:
-    """Counts, bytes and seconds of one run. Chunks and bytes moved are what satellites handed to each other."""
+    """Counts, bytes and seconds of one run. Moved chunks and bytes are between satellites."""
 
     seconds: float
     satellite_seconds: float
@@ -228,7 +225,7 @@ class MotionReport:
 
     @property
     def sound(self) -> bool:
-        """No wrong byte ever; in the end everybody is back and everything can be read."""
+        """No wrong byte; at the end all satellites answer and all values are readable."""
         whole = self.readable_at_end == self.values and self.satellites_at_end == self.satellites
         return self.wrong == 0 and all(one.right > 0 for one in self.reads) and whole
 
@@ -236,7 +233,7 @@ class MotionReport:
         return {"sound": self.sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as text."""
         refused = sum(one.recompute_refused for one in self.reads)
         return [
             f"flown     {self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
@@ -254,16 +251,13 @@ class MotionReport:
         ]
 
 
-# What the satellites say of themselves during the moving demo, added up over restarts.
-
-
 _COUNTED = ("chunks_migrated_out", "chunks_served", "chunks_set", "chunks_evicted", "migrations_retransmitted")
 _PATIENCE_S = 0.4
 _EVERY_S = 0.6
 
 
 class Watch(threading.Thread):
-    """Asks every satellite now and then. Counters of one that died and came back go on from where they were."""
+    """Polls all satellites. Counters of a restarted one continue from their last values."""
 
     def __init__(self, plan: ConstellationPlan) -> None:
         super().__init__(name="watch", daemon=True)
@@ -295,7 +289,7 @@ class Watch(threading.Thread):
             return sum(found is not None for found in answers.values())
 
     def died(self, satellites: Iterable[SatelliteId]) -> tuple[int, int]:
-        """These are dead: ``(chunks, bytes)`` that they held when they last spoke."""
+        """Removes dead satellites: ``(chunks, bytes)`` that they held at their last answer."""
         with self._asking:
             gone = [found for satellite in satellites if (found := self._latest.pop(satellite, None)) is not None]
             for found in gone:
@@ -312,12 +306,12 @@ class Watch(threading.Thread):
 
     @property
     def holding(self) -> frozenset[SatelliteId]:
-        """Satellites that held chunks when they last spoke."""
+        """Satellites that held chunks at their last answer."""
         return frozenset(satellite for satellite, found in list(self._latest.items()) if found["chunks_held"])
 
 
 def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
-    """How many satellites answer, as soon as all do or ``patience_s`` is over."""
+    """Number of satellites that answer, once all do or after ``patience_s``."""
     deadline_s = time.monotonic() + patience_s
     while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
         time.sleep(_EVERY_S / 4)

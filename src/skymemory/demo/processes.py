@@ -1,4 +1,4 @@
-"""Engines and the router of the routing demo as processes: the very commands that a person would type."""
+"""Engines and the router of the routing demo as processes, started with the `skymemory` command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO
 from skymemory.errors import SkyMemoryError
 
 START_S = 90.0
-"""Four engines import torch at the same time; on a busy computer that takes a while."""
+"""Start timeout: four engines import torch at the same time."""
 GRACE_S = 5.0
 _ADDRESS = re.compile(r"http://[^\s/]+:\d+")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -23,13 +23,13 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 @asynccontextmanager
 async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
-    """``skymemory WORDS``, from when it has told ``addresses`` of them until the end of the block.
+    """``skymemory WORDS``, from the output of its ``addresses`` addresses to the end of the block.
 
-    It has a session of its own, so that Ctrl-C reaches us alone, and ends by itself when we are gone: its standard
-    input is a pipe from us.
+    It has its own session, so that Ctrl-C reaches only this process, and ends with this process: its standard input is
+    a pipe from here.
 
     Raises:
-        SkyMemoryError: it ended, or said nothing for ``START_S``; with its last words.
+        SkyMemoryError: the command ended, or printed no address for ``START_S``; with its last line of output.
     """
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
@@ -45,13 +45,13 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
             start_new_session=True,
         )
         try:
-            yield await _told(what, addresses, process, log)
+            yield await _addresses(what, addresses, process, log)
         finally:
             await _end(process)
 
 
-async def _told(what: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
-    """The addresses that its first lines have."""
+async def _addresses(what: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
+    """The addresses in its first lines."""
     assert process.stdout is not None
     found: list[str] = []
     try:
@@ -63,12 +63,12 @@ async def _told(what: str, addresses: int, process: asyncio.subprocess.Process, 
     if len(found) < addresses:
         log.seek(0)
         last = log.read().decode(errors="replace").strip().splitlines()
-        raise SkyMemoryError(f"{what} did not start: {last[-1] if last else 'it said nothing'}")
+        raise SkyMemoryError(f"{what} did not start: {last[-1] if last else 'no output'}")
     return found
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Its input ends, so it does; killed if it has not after a while."""
+    """Closes its input, which ends it; kills it after ``GRACE_S``."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -22,7 +22,7 @@ import aiohttp
 
 from skymemory.demo.choices import QUICK_STRATEGIES, ROUTE_STRATEGIES
 from skymemory.demo.processes import service
-from skymemory.demo.route_load import BLOCK_TOKENS, Heard, Load, ask, clear_caches, make_load, metrics, replay
+from skymemory.demo.route_load import BLOCK_TOKENS, Answer, Load, ask, clear_caches, make_load, metrics, replay
 from skymemory.demo.screen import Screen
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.stats import percentile
@@ -62,8 +62,8 @@ class Stage:
 
         async def one(url: str) -> int:
             text = " ".join(str(dice.randrange(10**6)) for _ in range(PROBE_TOKENS // 4))
-            heard = await ask(self.client, url, text, 1)
-            return heard.prompt_tokens
+            answer = await ask(self.client, url, text, 1)
+            return answer.prompt_tokens
 
         began_s = time.perf_counter()
         tokens = sum(await asyncio.gather(*(one(url) for url in self.urls for _ in range(2))))
@@ -77,7 +77,7 @@ class Stage:
             watching = asyncio.create_task(self._watch(row, before))
             try:
                 began_s = time.perf_counter()
-                await replay(self.client, router, load, span_s, row.heard.append)
+                await replay(self.client, router, load, span_s, row.answers.append)
                 row.seconds += time.perf_counter() - began_s
             finally:
                 watching.cancel()
@@ -86,37 +86,37 @@ class Stage:
         row.served = [now - then for now, then in zip(await self._counts(), before, strict=True)]
 
     async def _counts(self) -> list[int]:
-        """Prompts that each engine has begun."""
-        told = [await metrics(self.client, url) for url in self.urls]
-        return [int(one.get("vllm:time_to_first_token_seconds_count", 0)) for one in told]
+        """Number of prompts that each engine has begun."""
+        counters = [await metrics(self.client, url) for url in self.urls]
+        return [int(one.get("vllm:time_to_first_token_seconds_count", 0)) for one in counters]
 
     async def _watch(self, row: Row, before: Sequence[int]) -> None:
         while True:
             for at, url in enumerate(self.urls):
-                told = await metrics(self.client, url)
-                row.served[at] = int(told.get("vllm:time_to_first_token_seconds_count", 0)) - before[at]
-                row.loads[at] = int(told["vllm:num_requests_waiting"] + told["vllm:num_requests_running"])
+                counters = await metrics(self.client, url)
+                row.served[at] = int(counters.get("vllm:time_to_first_token_seconds_count", 0)) - before[at]
+                row.loads[at] = int(counters["vllm:num_requests_waiting"] + counters["vllm:num_requests_running"])
             self.screen.show(frame(self.rows, row), [] if self.screen.live else figures(row))
             await asyncio.sleep(WATCH_S)
 
 
 def router_words(strategy: str, folder: Path) -> list[str]:
-    """``skymemory route`` as a person would type it. ``precise`` reads prompts with the engines' tokenizer: it must."""
+    """``skymemory route`` arguments. ``precise`` needs the engines' tokenizer."""
     file = folder / ("precise.toml" if strategy == "precise" else "route.toml")
     return ["route", "--listen", "127.0.0.1:0", "--strategy", strategy, "--settings", str(file)]
 
 
 async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, folder: Path) -> None:
-    """Both files for ``router_words``; where engines publish their events they say themselves."""
+    """Writes both files for ``router_words``; the engines report where they publish events."""
     common = [f"seed = {seed}", 'drain = "1s"']
     tokens = ["[prompts]", f"tokenizer = {json.dumps(str(SMALL_MODEL_FOLDER))}", f"block_tokens = {BLOCK_TOKENS}"]
     backends, followed = list[str](), list[str]()
     for url in urls:
         async with client.get(f"{url}/kv_event_sources") as answer:
-            told = (await answer.json())[0]
+            source = (await answer.json())[0]
         table = ["[[backends]]", f"url = {json.dumps(url)}"]
         backends += table
-        followed += [*table, *(f"{key} = {json.dumps(told[name])}" for key, name in EVENT_KEYS.items())]
+        followed += [*table, *(f"{key} = {json.dumps(source[name])}" for key, name in EVENT_KEYS.items())]
     (folder / "route.toml").write_text("\n".join([*common, *backends]), "utf-8")
     (folder / "precise.toml").write_text("\n".join([*common, *tokens, *followed]), "utf-8")
 
@@ -131,7 +131,7 @@ def run_route(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt from None
     finally:
         screen.close()
-    sound = all(not row.failed and len(row.heard) == row.requests == sum(row.served) for row in stage.rows)
+    sound = all(not row.failed and len(row.answers) == row.requests == sum(row.served) for row in stage.rows)
     if args.json:
         print(json.dumps(_report(args, stage, loads, sound), indent=1))
     else:
@@ -140,7 +140,7 @@ def run_route(args: argparse.Namespace) -> int:
         words = "every request was answered" if sound else "NOT as it should be: requests failed"
         print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
     for row in stage.rows:
-        for error in {one.error for one in row.heard if one.error}:
+        for error in {one.error for one in row.answers if one.error}:
             print(f"{row.strategy}: {error}", file=sys.stderr)
     return 0 if sound else 1
 
@@ -211,9 +211,6 @@ async def _until_interrupted(work: Any) -> Any:
     return await task
 
 
-# What the routing demo shows: one line for each strategy, as it runs and when it is done.
-
-
 _HEAD = f"{'strategy':<14}{'answered':>10}{'TTFT mean':>11}{'p90':>9}{'p99':>9}{'hits':>7}   requests by server"
 WIDTH = 100
 
@@ -224,21 +221,21 @@ class Row:
 
     strategy: str
     requests: int
-    heard: list[Heard] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
-    """Requests that each engine says it was sent."""
+    """Number of requests that each engine received."""
     loads: list[int] = field(default_factory=list)
     """Requests at each engine now: in line, in prefill, being answered."""
     seconds: float = 0.0
 
     @property
     def failed(self) -> int:
-        return sum(bool(one.error) for one in self.heard)
+        return sum(bool(one.error) for one in self.answers)
 
     @property
     def hits(self) -> float:
         """Part of the prompts' tokens that caches supplied, as the engines say."""
-        return sum(one.cached_tokens for one in self.heard) / max(1, sum(one.prompt_tokens for one in self.heard))
+        return sum(one.cached_tokens for one in self.answers) / max(1, sum(one.prompt_tokens for one in self.answers))
 
     @property
     def mean_s(self) -> float:
@@ -253,31 +250,33 @@ class Row:
             f"{_seconds(value):>{width}}"
             for value, width in ((self.mean_s, 11), (self.percentile_s(90), 9), (self.percentile_s(99), 9))
         )
-        hits = f"{self.hits:.0%}" if self.heard else "-"
-        return f"{self.strategy:<14}{f'{len(self.heard)}/{self.requests}':>10}{figures}{hits:>7}   {_each(self.served)}"
+        hits = f"{self.hits:.0%}" if self.answers else "-"
+        return (
+            f"{self.strategy:<14}{f'{len(self.answers)}/{self.requests}':>10}{figures}{hits:>7}   {_each(self.served)}"
+        )
 
     def as_object(self) -> dict[str, object]:
         return {
             "strategy": self.strategy,
-            "answered": len(self.heard) - self.failed,
+            "answered": len(self.answers) - self.failed,
             "failed": self.failed,
             "ttft_mean_s": self.mean_s,
             "ttft_p90_s": self.percentile_s(90),
             "ttft_p99_s": self.percentile_s(99),
             "hit_ratio": self.hits,
-            "prompt_tokens": sum(one.prompt_tokens for one in self.heard),
-            "cached_tokens": sum(one.cached_tokens for one in self.heard),
+            "prompt_tokens": sum(one.prompt_tokens for one in self.answers),
+            "cached_tokens": sum(one.cached_tokens for one in self.answers),
             "requests_by_server": self.served,
             "seconds": self.seconds,
         }
 
     def _times(self) -> list[float]:
-        return sorted(one.ttft_s for one in self.heard if not one.error)
+        return sorted(one.ttft_s for one in self.answers if not one.error)
 
 
 def frame(rows: Sequence[Row], current: Row | None) -> list[str]:
     """All strategies in their order; with the one that runs, the load at each engine."""
-    lines = [row.line() if row.heard or row is current else row.strategy for row in rows]
+    lines = [row.line() if row.answers or row is current else row.strategy for row in rows]
     return [
         _HEAD,
         *(
@@ -290,7 +289,7 @@ def frame(rows: Sequence[Row], current: Row | None) -> list[str]:
 def figures(row: Row) -> list[str]:
     """The moment in words, for a log."""
     return [
-        f"{row.strategy}: {len(row.heard)} of {row.requests} answered",
+        f"{row.strategy}: {len(row.answers)} of {row.requests} answered",
         f"TTFT {_seconds(row.mean_s)}",
         f"hits {row.hits:.0%}",
         f"at the engines now {_each(row.loads)}",

@@ -1,4 +1,4 @@
-"""What the routing demo asks, when, and what it hears: prompts of the generator, sent as their arrivals say."""
+"""Load of the routing demo: generated prompts, sent at their arrival times, and the answers."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Load:
     asked: tuple[Asked, ...]
     tokens: int
     distinct_blocks: int
-    """Of 16 tokens: what one cache would need to hold everything."""
+    """Blocks of 16 tokens that one cache needs to hold everything."""
     best_hits: float
-    """Part of the tokens that one such cache would supply."""
+    """Share of tokens that one such cache would supply."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """One answer: seconds to its first token, and what the engine says of its prompt; or why there was none."""
+class Answer:
+    """TTFT in seconds and the engine's token counts of the prompt; or the error."""
 
     ttft_s: float = math.nan
     prompt_tokens: int = 0
@@ -93,12 +93,12 @@ def make_load(workload: str, requests: int, seed: int) -> Load:
 
 
 async def replay(
-    client: aiohttp.ClientSession, url: str, load: Load, span_s: float, heard: Callable[[Heard], None]
-) -> list[Heard]:
+    client: aiohttp.ClientSession, url: str, load: Load, span_s: float, heard: Callable[[Answer], None]
+) -> list[Answer]:
     """Send every request at its time within ``span_s``; all answers, in the order of the requests."""
     began_s = time.perf_counter()
 
-    async def one(asked: Asked) -> Heard:
+    async def one(asked: Asked) -> Answer:
         await asyncio.sleep(max(0.0, began_s + asked.at * span_s - time.perf_counter()))
         answer = await ask(client, url, asked.prompt, asked.new_tokens)
         heard(answer)
@@ -109,7 +109,7 @@ async def replay(
     return [task.result() for task in tasks]
 
 
-async def ask(client: aiohttp.ClientSession, url: str, prompt: str, new_tokens: int) -> Heard:
+async def ask(client: aiohttp.ClientSession, url: str, prompt: str, new_tokens: int) -> Answer:
     """One streamed completion, greedy, of exactly ``new_tokens``."""
     body = {
         "model": "small",
@@ -125,7 +125,7 @@ async def ask(client: aiohttp.ClientSession, url: str, prompt: str, new_tokens: 
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with client.post(f"{url}/v1/completions", json=body, timeout=timeout) as answer:
             if answer.status != 200:
-                return Heard(error=f"{answer.status}: {(await answer.text())[:200]}")
+                return Answer(error=f"{answer.status}: {(await answer.text())[:200]}")
             async for line in answer.content:
                 if not line.startswith(b"data: "):
                     continue
@@ -136,10 +136,10 @@ async def ask(client: aiohttp.ClientSession, url: str, prompt: str, new_tokens: 
                 elif (found := json.loads(line[6:]).get("usage")) is not None:
                     usage = found
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        return Heard(error=f"{type(error).__name__}: {error}")
+        return Answer(error=f"{type(error).__name__}: {error}")
     if usage is None or not done or usage["completion_tokens"] != new_tokens:
-        return Heard(error="the answer was not whole")
-    return Heard(ttft_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+        return Answer(error="the answer is incomplete")
+    return Answer(ttft_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
 async def clear_caches(client: aiohttp.ClientSession, urls: Sequence[str]) -> None:

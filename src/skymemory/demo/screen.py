@@ -24,7 +24,7 @@ class Screen:
             self._stream.write(_HIDE_CURSOR)
 
     def say(self, words: str, picture: Sequence[str] = ()) -> None:
-        """Tell an event; what is drawn stays below it. Without a terminal a picture may go with it."""
+        """Prints an event above the drawing; ``picture`` is printed with it where there is no terminal."""
         self._erase()
         print(f"[{time.monotonic() - self._began_s:5.1f} s] {words}", file=self._stream)
         for line in picture if not self.live else ():

@@ -1,4 +1,4 @@
-"""The demo's frame: what is asked is checked, the constellation comes up, and only then torch is loaded."""
+"""`skymemory demo table3`: checks the options, starts the constellation, then loads torch."""
 
 from __future__ import annotations
 

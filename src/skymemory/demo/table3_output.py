@@ -37,7 +37,7 @@ class Row:
 
 
 class Narrator:
-    """Tells each step as it ends, with the time since the start."""
+    """Prints each finished step with the time since the start."""
 
     def __init__(self, quiet: bool) -> None:
         self._began_s = time.perf_counter()

@@ -19,7 +19,7 @@ from skymemory.constellation.presets import EPOCH_UNIX_S
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost, elevations_deg, gateway, slants_m
 from skymemory.errors import InvalidInput
-from skymemory.sim.clock import Clock
+from skymemory.sim.clock import Clock, Event
 from skymemory.units import SPEED_OF_LIGHT_M_S
 
 StepSeconds = Callable[[int, int], float]
@@ -112,7 +112,7 @@ def simulate_load(
     loader.push_seq(chunks, 0.0)
     clock = Clock()
     for at_s, tokens in (budgets or {}).items():
-        clock.at(at_s, lambda _, tokens=tokens: loader.budget_changed(tokens))
+        clock.at(at_s, _budget_change(loader, tokens))
     if abort_at_s is not None:
         clock.at(abort_at_s, loader.abort)
     link_free_s = 0.0
@@ -162,6 +162,10 @@ def simulate_load(
             spent_s += timer() - began_s
     origins = tuple(loader.origin(i) for i in range(len(chunks)))
     return SimulatedLoad(clock.now_s, loader.result(), origins, tuple(scheduling_s))
+
+
+def _budget_change(loader: BidirectionalLoader, tokens: int) -> Event:
+    return lambda _: loader.budget_changed(tokens)
 
 
 def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: LinkTrace, *, budget_tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""Runs of a simulated cluster side by side, on one page: times, hits, ends, loads."""
+"""One page that compares runs of a simulated cluster: times, hits, outcomes, loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENDS = (
 
 
 def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) -> Figure:
-    """``runs`` by name, of the same requests. Raises ``MissingExtra`` without matplotlib."""
+    """Draws ``runs`` (by name) of the same requests. Raises ``MissingExtra`` without matplotlib."""
     figure = new_figure(12.0, 7.2)
     (ttft, tbt, waiting), (hits, ends, loads) = figure.subplots(2, 3)
     found = {name: measured(run, slo) for name, run in runs.items()}
@@ -54,12 +54,12 @@ def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) ->
 
 
 def write_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str, path: Path) -> Path:
-    """As PNG, SVG or PDF, by its ending. Raises InvalidInput for another, ``MissingExtra`` without matplotlib."""
+    """Writes PNG, SVG or PDF, by suffix. Raises InvalidInput for another suffix, ``MissingExtra`` without matplotlib."""
     return save(draw_cluster_report(runs, slo, title), path)
 
 
 def _distribution(axes: Any, values: Sequence[float], name: str, colour: str) -> None:
-    """Part of the values that are at most so large."""
+    """Cumulative distribution of the values."""
     ordered = sorted(value for value in values if value > 0)
     parts = [100 * (at + 1) / len(ordered) for at in range(len(ordered))]
     axes.plot(ordered, parts, color=colour, lw=1.4, label=name)

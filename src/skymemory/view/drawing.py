@@ -1,4 +1,4 @@
-"""How every figure is drawn: matplotlib without a display, one palette, same numbers same bytes."""
+"""Common drawing code: matplotlib without a display, one palette, deterministic files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = ("png", "svg", "pdf")
 PNG_DPI = 110
 INK, FAINT, GONE, GREEN, PAPER = "#22303c", "#c3ccd4", "#93a1ad", "#1f8a4c", "#ffffff"
 ORANGES = ("#f5a94e", "#f8bb70", "#facb91", "#fcd9ae", "#fde5c8", "#feefdc")
-"""The box, from the centre outwards: one tint per hop, the last for all further ones."""
+"""Tints of the box by hops from the centre; the last also for all further hops."""
 SERIES = {
     "rotation": ("#d1495b", "s", "rotation"),
     "hop": ("#2e6f95", "^", "hop (on board)"),
@@ -48,7 +48,7 @@ _STYLE: dict[str, Any] = {
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure in our style, not bound to any display. Raises ``MissingExtra`` without matplotlib."""
+    """An empty figure in the common style, without a display. Raises ``MissingExtra`` without matplotlib."""
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -64,14 +64,14 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def drawing_path(path: Path) -> Path:
-    """``path`` if its ending is one we draw."""
+    """``path`` if its suffix is one of ``FORMATS``."""
     if path.suffix.lower().removeprefix(".") not in FORMATS:
-        raise InvalidInput(f"{path}: expected a name that ends in {', '.join('.' + name for name in FORMATS)}")
+        raise InvalidInput(f"{path}: expected the suffix {', '.join('.' + name for name in FORMATS)}")
     return path
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the figure in the format its name ends in; no dates, so that the same figure is the same file."""
+    """Writes the figure in the format of its suffix, without dates, so that files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {
@@ -84,7 +84,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write the numbers behind a figure; what holds a comma is quoted."""
+    """Writes a figure's data as CSV; values with a comma are quoted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as stream:
         lines = csv.writer(stream, lineterminator="\n")

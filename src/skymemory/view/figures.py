@@ -1,4 +1,4 @@
-"""The paper's figures from our own code: 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency).
+"""The paper's figures, computed by our code: 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency).
 
 Each is written as PNG and SVG, and figures with numbers as CSV too.
 """
@@ -70,7 +70,7 @@ def draw_link_delay_surface() -> Figure:
 
 
 def draw_link_delay_contours() -> Figure:
-    """Figure 2: the same as contours, with the 2 ms line that the paper puts at 50 satellites."""
+    """Figure 2: the same as contours, with the paper's 2 ms line at 50 satellites."""
     import numpy as np
 
     figure = new_figure(7.0, 4.6)
@@ -99,7 +99,7 @@ def draw_paper_map(number: int) -> Figure:
 
 
 def draw_layout(shown: LayoutMap) -> Figure:
-    """Any layout, as big as its map."""
+    """Any layout, sized by its map."""
     width_in = max(4.2, min(16.0, 0.52 * len(shown.columns) + 0.9))
     height_in = max(2.6, min(16.0, 0.52 * len(shown.rows) + 1.1))
     figure = new_figure(width_in, height_in)
@@ -122,7 +122,7 @@ def draw_layouts(number: int) -> Figure:
 
 
 def layout_rows(number: int) -> Iterator[tuple[str, int, int, int, int]]:
-    """Numbers behind figures 13 to 15, all 1-based: strategy, servers, server, satellite, plane."""
+    """Data of figures 13 to 15, all 1-based: strategy, servers, server, satellite, plane."""
     strategy, _ = LAYOUT_FIGURES[number]
     for servers in LAYOUT_SIZES:
         placement = Placement.of(strategy, servers, PAPER_TORUS, PAPER_CENTRE)
@@ -196,17 +196,17 @@ FIGURES: dict[int, Callable[[int, Path], list[Path]]] = {
     **dict.fromkeys(LAYOUT_FIGURES, _write_layouts),
     16: _write_latency,
 }
-"""The figures we can draw, by the paper's numbers."""
+"""The available figures, by the paper's numbers."""
 
 
 def check_figure(number: int) -> None:
-    """Raise unless it is a figure we draw."""
+    """Raises InvalidInput for an unknown figure."""
     if number not in FIGURES:
         known = ", ".join(map(str, sorted(FIGURES)))
-        raise InvalidInput(f"figure {number} is not one we draw: expected one of {known}")
+        raise InvalidInput(f"figure {number} is not available; expected one of {known}")
 
 
 def write_figure(number: int, folder: Path) -> list[Path]:
-    """Draw one of the paper's figures into ``folder``; the files written."""
+    """Draws one of the paper's figures into ``folder``; returns the files written."""
     check_figure(number)
     return FIGURES[number](number, folder)

@@ -1,4 +1,4 @@
-"""A placement as the paper's figures 4 to 8 show it: a map of satellites and the server each is, as text.
+"""Text maps of placements like the paper's figures 4 to 8: each satellite with its server.
 
 Planes are rows, north above; satellites of a plane are columns, and fly east. Numbers are 1-based, as in the
 paper.
@@ -25,7 +25,7 @@ _ORANGE, _GREEN, _FAINT, _RESET = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1
 
 @dataclass(frozen=True, slots=True)
 class LayoutMap:
-    """What was set at moves (0, 0), where it is at ``now_moves``, and the part of the torus to show."""
+    """Servers placed at moves (0, 0), their positions at ``now_moves``, and the part of the torus to show."""
 
     placement: Placement
     now_moves: Moves
@@ -39,7 +39,7 @@ class LayoutMap:
 
     @property
     def handovers(self) -> list[ServerHandover]:
-        """Servers that are elsewhere than where they were set."""
+        """Servers that moved since they were placed."""
         return server_moves(self.placement, (0, 0), (0, 0), self.now_moves)
 
     def server(self, satellite: SatelliteId) -> int | None:
@@ -80,7 +80,7 @@ PAPER_MAPS: dict[int, PaperMap] = {
 def paper_map(figure: int) -> LayoutMap:
     """The map of figure 4, 5, 6, 7 or 8."""
     if figure not in PAPER_MAPS:
-        raise InvalidInput(f"figure {figure} is no layout: expected one of {', '.join(map(str, PAPER_MAPS))}")
+        raise InvalidInput(f"figure {figure} is not a layout; expected one of {', '.join(map(str, PAPER_MAPS))}")
     return PAPER_MAPS[figure].map()
 
 
@@ -161,7 +161,7 @@ def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) ->
 
 
 def _figure_style(satellite: SatelliteId) -> str:
-    """``(satellite, plane)``, 1-based, as the text around figure 8 writes it."""
+    """``(satellite, plane)``, 1-based, as in the text on figure 8."""
     return f"({satellite.slot + 1},{satellite.plane + 1})"
 
 

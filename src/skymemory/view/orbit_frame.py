@@ -1,4 +1,4 @@
-"""One frame of a constellation in motion, as text: the box on the grid, who is dead, who holds what.
+"""One frame of a constellation in motion, as text: the box on the grid, dead satellites, servers and holders of chunks.
 
 Planes are rows and slots are columns; satellites fly east, so the box walks west over the grid. Numbers are 1-based.
 """
@@ -25,7 +25,7 @@ LEGEND = "n a server   (n) overhead   □ in the box, no server   + holds chunks
 
 @dataclass(frozen=True, slots=True)
 class OrbitFrame:
-    """What to show of one moment. ``set_moves`` is when the values whose servers are numbered were stored."""
+    """State at one moment. ``set_moves``: moves at which the values with numbered servers were stored."""
 
     placement: Placement
     set_moves: Moves
@@ -42,7 +42,7 @@ class OrbitFrame:
         return self.placement.cell_of(satellite, self.centre) is not None
 
     def mark(self, satellite: SatelliteId) -> str:
-        """What stands in the satellite's cell."""
+        """Text of the satellite's cell."""
         if satellite in self.dead:
             mark = "×"
         elif (server := self.placement.server_at(satellite, self.set_moves, self.now_moves)) is not None:
@@ -55,12 +55,12 @@ class OrbitFrame:
 
 
 def frame_width(slots_per_plane: int) -> int:
-    """Columns of a terminal that a frame needs."""
+    """Terminal columns of a frame."""
     return LABEL_WIDTH + CELL_WIDTH * slots_per_plane
 
 
 def render_frame(frame: OrbitFrame, colour: bool = False) -> list[str]:
-    """The frame's lines: slots, then a line per plane. Always as many and as wide for one torus, to be drawn over."""
+    """The frame's lines: slots, then a line per plane. Their number and width are constant for a torus, for drawing in place."""
     torus = frame.placement.torus
     lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in range(torus.slots_per_plane))]
     for plane in range(torus.planes):
