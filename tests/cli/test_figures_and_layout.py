@@ -50,7 +50,7 @@ def test_layout_draws_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("--strategy", "hops"), "did you mean 'hop'"),
         (("--figure", "9"), "expected one of 4"),
         (("--figure", "8", "--strategy", "hop"), "sets the layout"),
-        (("--out", "map.jpg"), "expected a name that ends in"),
+        (("--out", "map.jpg"), "expected the suffix"),
     ],
 )
 def test_layout_answers_wrong_input(words: tuple[str, ...], message: str) -> None:

@@ -38,7 +38,7 @@ def test_plays_all_four_and_tells_what_came_of_them() -> None:
 def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["demo", "conductor", "--rate", "0"]) == 2
     assert main(["demo", "conductor", "--trace", str(tmp_path / "none.jsonl")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "file not found" in capsys.readouterr().err
 
 
 @pytest.mark.slow

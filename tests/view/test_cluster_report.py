@@ -35,8 +35,8 @@ def test_shows_every_run_and_every_end(tmp_path: Path) -> None:
     assert hits["local"] == pytest.approx([100 * 512 / 2_000, 51.2])
     assert hits["node"] == pytest.approx([5.0, 10.0])
     ends = {bar.get_label(): [patch.get_height() for patch in bar] for bar in panels[4].containers}
-    assert ends == {"both promises kept": [1, 3], "a promise broken": [1, 0], "refused on arrival": [1, 0]}
+    assert ends == {"both SLOs met": [1, 3], "an SLO missed": [1, 0], "refused on arrival": [1, 0]}
     path = write_cluster_report(RUNS, Slo(5.0, 0.1), "two schedulers", tmp_path / "report.png")
     assert path.stat().st_size > 20_000
-    with pytest.raises(InvalidInput, match="ends in"):
+    with pytest.raises(InvalidInput, match="expected the suffix"):
         write_cluster_report(RUNS, Slo(5.0, 0.1), "x", tmp_path / "report.gif")

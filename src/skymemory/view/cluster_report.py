@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#93a1ad", "#f5a94e", "#2e6f95", "#1f8a4c", "#d1495b", "#7a5195")
 _ENDS = (
-    ("met", "both promises kept", "#1f8a4c"),
-    ("broken", "a promise broken", "#f5a94e"),
+    ("met", "both SLOs met", "#1f8a4c"),
+    ("broken", "an SLO missed", "#f5a94e"),
     ("refused", "refused on arrival", "#93a1ad"),
     ("after", "refused after prefill", "#d1495b"),
     ("failed", "failed", "#22303c"),
@@ -39,11 +39,11 @@ def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) ->
     for axes, promised, label in ((ttft, slo.ttft_s, "TTFT, s"), (tbt, 1e3 * slo.tbt_s, "a request's mean TBT, ms")):
         axes.axvline(promised, color=INK, linestyle=":", lw=1)
         axes.set_xscale("log")
-        axes.set_xlabel(f"{label} (dotted: promised)")
+        axes.set_xlabel(f"{label} (dotted: SLO)")
         axes.set_ylabel("completed requests, %")
         axes.set_ylim(0, 101)
     waiting.set_xlabel("minutes")
-    waiting.set_ylabel("requests in line for a prefill")
+    waiting.set_ylabel("requests that wait for prefill")
     loads.set_xlabel("load of prefill, of its SLO")
     loads.set_ylabel("load of decode, of its SLO")
     _stacked_hits(hits, found)
@@ -54,7 +54,7 @@ def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) ->
 
 
 def write_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str, path: Path) -> Path:
-    """Writes PNG, SVG or PDF, by suffix. Raises InvalidInput for another suffix, ``MissingExtra`` without matplotlib."""
+    """Writes PNG, SVG or PDF, by suffix. Raises InvalidInput for another, ``MissingExtra`` without matplotlib."""
     return save(draw_cluster_report(runs, slo, title), path)
 
 

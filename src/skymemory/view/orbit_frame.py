@@ -60,7 +60,7 @@ def frame_width(slots_per_plane: int) -> int:
 
 
 def render_frame(frame: OrbitFrame, colour: bool = False) -> list[str]:
-    """The frame's lines: slots, then a line per plane. Their number and width are constant for a torus, for drawing in place."""
+    """The frame's lines: slots, then a line per plane. Number and width are constant for a torus."""
     torus = frame.placement.torus
     lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in range(torus.slots_per_plane))]
     for plane in range(torus.planes):
