@@ -31,7 +31,7 @@ def done(at_s: float, ttft_s: float, tbt_s: float | None, **more: object) -> Req
 
 OUTCOMES = (
     done(0.0, 1.0, 0.05, held_tokens=512, loaded_tokens={"ssd": 256}, computed_tokens=232),
-    done(1.0, 2.0, 0.1),  # both promises kept to the second
+    done(1.0, 2.0, 0.1),  # both SLOs met exactly
     done(2.0, 2.5, 0.05, prefill_s=0.7),  # its first token late
     done(3.0, 1.0, 0.2, prefill_s=0.9, prompt_tokens=1_024, held_tokens=1_023, computed_tokens=1),
     done(4.0, 1.5, None, output_tokens=1),
