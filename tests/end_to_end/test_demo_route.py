@@ -91,7 +91,7 @@ def test_however_it_is_ended_nothing_is_left(number: signal.Signals) -> None:
     ("words", "told"),
     [
         (["--requests", "3"], "10 to 5000"),
-        (["--strategies", "luck"], "'luck' is not a strategy"),
+        (["--strategies", "luck"], "no routing strategy 'luck'"),
         (["--strategies", ","], "no strategy"),
         (["--workload", "other"], "tenants"),
     ],
