@@ -33,12 +33,13 @@ def test_a_dead_tier_costs_next_to_nothing_and_comes_back_by_itself() -> None:
     far.trouble, far.slow_s = "slow", 0.3
     expected = [items(1)[0][1], None]
     assert soon(lambda: tiers.get_many([key(1), key(2)]) == expected and tiers.stats()["far_breaker_open"] == 1)
-    # It is not called by a reader, only by probes, of four calls each (and those of before may still be on their way).
+    # Only probes call it, four times each, and calls given up before, which may still be under way. If not skipped,
+    # each read would wait for its deadline, and 50 of them would make some 60 calls.
     calls = far.calls
     far.asked_by.clear()
     for _ in range(50):
         assert tiers.get_many([key(1), key(2)]) == expected
-    assert far.calls - calls <= 4 * tiers.stats().get("tier_probes_total{far}", 0) + 4
+    assert far.calls - calls <= 4 * tiers.stats().get("tier_probes_total{far}", 0) + 12
     assert far.asked_by.keys() <= {"tier far"}, "no reader waits for it"
     far.trouble = ""
     assert soon(lambda: tiers.get_many([key(2)]) == [items(2)[0][1]])
