@@ -129,11 +129,12 @@ models-page: $(VENV)/.installed-dev ## docs/reference/models.md: every family by
 small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
 
-check: $(VENV)/.installed-dev ## style, types, and who may import whom
+check: $(VENV)/.installed-dev ## style, types, who may import whom, and the word list
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tools.words
 
 bench: $(VENV)/.installed-dev ## every table of docs/benchmarks
 	@for benchmark in benchmarks/[a-z]*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark"; done

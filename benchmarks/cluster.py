@@ -37,7 +37,7 @@ PARTS = ("schedulers", "admission", "coupled", "speed")
 PAPERS_BEST = 3.07 / 19.65
 
 
-def told(name: str) -> Any:
+def progress_of(name: str) -> Any:
     """Progress on a terminal."""
 
     def show(done: int, of: int) -> None:
@@ -51,7 +51,7 @@ def schedulers(source: Source, time: str, jobs: int) -> list[dict[str, Any]]:
     labels, cells = zip(*scheduler_cells(source, time), strict=True)
     rows = []
     for (rate, name), answer in zip(
-        labels, sweep(run_cell, cells, jobs=jobs, progress=told("schedulers")), strict=True
+        labels, sweep(run_cell, cells, jobs=jobs, progress=progress_of("schedulers")), strict=True
     ):
         rows.append({"rate": rate, "scheduler": name, **row_of(answer)})
     for rate in dict.fromkeys(row["rate"] for row in rows):
@@ -89,7 +89,7 @@ def admission(source: Source, time: str, jobs: int, rates: Sequence[float], draw
     drawn = [replace(source, seed=source.seed + draw) for draw in range(draws)]
     labels, cells = zip(*(one for each in drawn for one in admission_cells(each, time, rates)), strict=True)
     by_cell: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for label, answer in zip(labels, sweep(run_cell, cells, jobs=jobs, progress=told("admission")), strict=True):
+    for label, answer in zip(labels, sweep(run_cell, cells, jobs=jobs, progress=progress_of("admission")), strict=True):
         by_cell.setdefault(tuple(label.items()), []).append(row_of(answer))
     rows = [{**dict(label), **_of_draws(mine)} for label, mine in by_cell.items()]  # type: ignore[arg-type]
     groups: dict[tuple[object, ...], dict[str, dict[str, Any]]] = {}
@@ -165,10 +165,10 @@ def _best(mine: dict[str, dict[str, Any]]) -> str:
 def coupled(source: Source, jobs: int) -> list[dict[str, Any]]:
     found: list[Experiment] = []
     for name, experiment in (("real", real), ("simulated", simulated)):
-        found.append(experiment(Setting(source, jobs=jobs, progress=told(name))))
+        found.append(experiment(Setting(source, jobs=jobs, progress=progress_of(name))))
         last = found[-1]
         print_table(f"{last.title} ({last.source})", list(last.header), [[_cell(v) for v in row] for row in last.rows])
-        for one in last.told:
+        for one in last.values:
             published = "-" if one.published is None else one.published
             print(f"  {one.what}: published {published}, ours {one.ours:,.{one.digits}f} {one.unit}  {one.why}")
     return [one.as_json() for one in found]

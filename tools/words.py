@@ -61,7 +61,10 @@ def found(name: str) -> Iterator[str]:
 def main() -> int:
     lines = [
         line
-        for name in files(sys.argv[1:] or ["src", "docs", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+        for name in files(
+            sys.argv[1:]
+            or ["src", "docs", "benchmarks", "tools", "Makefile", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"]
+        )
         for line in found(name)
     ]
     print("\n".join(lines) or "no word of the list", file=sys.stderr if lines else sys.stdout)

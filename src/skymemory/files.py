@@ -86,7 +86,7 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is something else: ``strerror`` says what.
     """
-    # Without O_NONBLOCK the open of a pipe that nobody writes to waits before we can see that it is one.
+    # Without O_NONBLOCK the open of a pipe without a writer waits before we can see that it is one.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | (0 if pipes else os.O_NONBLOCK))
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
