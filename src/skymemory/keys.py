@@ -21,7 +21,7 @@ MAX_KEYS = 16
 class SecretKey:
     """One key: ``key_id`` names it on the wire (1 to 65,535), ``from_s`` is the Unix time from which it is used.
 
-    It is accepted as long as it is in the ring, before ``from_s`` too, so that no host meets a key it does not know yet.
+    It is accepted as long as it is in the ring, before ``from_s`` too: every host must know a key before its first use.
     """
 
     key_id: int
