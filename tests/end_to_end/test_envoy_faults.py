@@ -73,7 +73,7 @@ def test_no_endpoint_is_503_and_no_room_is_429_and_endpoints_may_come_later(serv
         with running_envoy(bootstrap([Entrance("door", f"127.0.0.1:{picker.port}")]), tmp_path / "run") as envoy:
             port = envoy.ports["door"]
             none = ask(port, "/v1/completions", a_completion())
-            assert none.status == 503 and none.headers["retry-after"] == "1" and b"no server is known" in none.body
+            assert none.status == 503 and none.headers["retry-after"] == "1" and b"has no server" in none.body
             file.write_text(f"{servers.endpoints[0]}\n")
             picker.wait_for("1 endpoints: 1 came")
             body = a_completion(stream=True)

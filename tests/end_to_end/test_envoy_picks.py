@@ -87,7 +87,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             config = bootstrap(
                 [
                     Entrance("metadata", asked),
-                    Entrance("header", asked, told_by="header"),
+                    Entrance("header", asked, read_from="header"),
                     Entrance("known", asked, endpoints=servers.endpoints),
                     Entrance("subset", asked, filters_before=(subsets,)),
                     Entrance("impatient", asked, upload_s=0.4),
