@@ -63,7 +63,7 @@ async def _changed_and_stopped(door: Door, other_engine: str) -> Load:
     settings = door.folder / "router.toml"
     settings.write_text(settings.read_text().replace(door.engines[0], other_engine))
     door.process.tell(signal.SIGHUP)
-    await until(lambda: any("left" in line for line in door.process.said))
+    await until(lambda: any(" removed" in line for line in door.process.said))
 
     # Another key: both hold until the old one is taken out.
     late = await asyncio.to_thread(new_key, door.key_file, "gold")
