@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from skymemory.cli._options import argument, check_serving_installed, size
 from skymemory.config import suggestion
-from skymemory.demo.choices import ROUTE_STRATEGIES
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
+
+_QUICK_STRATEGIES = ("random", "round-robin", "least-load", "approximate", "least-ttft")
+_STRATEGIES = (*_QUICK_STRATEGIES[:-1], "precise", "least-ttft")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -124,7 +126,7 @@ def _add_route(others: Subparsers) -> None:
         type=argument(_strategies),
         default=(),
         metavar="A,B,…",
-        help=f"strategies of the router (default: {','.join(ROUTE_STRATEGIES)}; with --quick without precise)",
+        help=f"strategies of the router (default: {','.join(_STRATEGIES)}; with --quick without precise)",
     )
     add(
         "--workload",
@@ -190,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
         if args.requests is not None and not 10 <= args.requests <= 5000:
             raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")
         check_serving_installed()
+        args.strategies = args.strategies or (_QUICK_STRATEGIES if args.quick else _STRATEGIES)
         from skymemory.demo.route import run_route
 
         return run_route(args)

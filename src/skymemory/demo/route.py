@@ -12,19 +12,25 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tokenizers import Tokenizer
 
-from skymemory.demo.choices import QUICK_STRATEGIES, ROUTE_STRATEGIES
 from skymemory.demo.processes import service
-from skymemory.demo.route_load import BLOCK_TOKENS, Answer, Load, ask, clear_caches, make_load, metrics, replay
 from skymemory.demo.screen import Screen
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+from skymemory.kv.block import hash_blocks
+from skymemory.serving.replay.client import Client, Target
+from skymemory.serving.replay.outcome import Outcome, Status
+from skymemory.serving.replay.play import OpenLoop
+from skymemory.serving.replay.prompts import PlannedRequest
+from skymemory.serving.replay.report import samples_of
+from skymemory.sim.workload import WORKLOADS, generate, render_text
 from skymemory.stats import percentile
 
 ENGINES = 4
@@ -34,6 +40,16 @@ meanwhile, as other programs on the computer do, then harms all alike. ``--quick
 """
 CACHE_SHARE = 1 / 3
 """Of all distinct blocks of the prompts, what each engine's cache holds: no engine has room for everything."""
+BLOCK_TOKENS = 16
+CHARACTERS_PER_BLOCK = 96
+"""Of text for each 512 tokens of the generator: prompts of some 12,000 tokens become some 600 of the small model."""
+MOST_TOKENS = 100_000
+"""Of the generator; longer prompts are left out, as its own limit is."""
+NEW_TOKENS = (4, 12)
+TRACE_S_PER_REQUEST = 25.0
+"""Time of the generator per request: conversations begin so seldom that a short run sees their later turns."""
+PATIENCE_S = 120.0
+_CONTEXT = bytes(32)
 BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
 """Of the small model in float32, with the value's header: tokens, keys and values, layers, heads, numbers, bytes."""
 OFFERED = 0.85
@@ -42,6 +58,90 @@ PROBE_TOKENS = 600
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
 """Of a backend's settings, and of what an engine says of its events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: when, as a part of the whole run, what, and how much of an answer."""
+
+    at: float
+    prompt: str
+    tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    asked: tuple[Asked, ...]
+    tokens: int
+    distinct_blocks: int
+    """Blocks of 16 tokens that one cache needs to hold everything."""
+    best_hits: float
+    """Share of tokens that one such cache would supply."""
+
+
+def make_load(workload: str, requests: int, seed: int) -> Load:
+    """Requests with the statistics of ``workload``; equal arguments give equal requests."""
+    kind = WORKLOADS[workload]
+    span_s = requests * TRACE_S_PER_REQUEST
+    rate = kind.conversations_per_s
+    drawn: list[Any] = []
+    kind = replace(kind, batch_s=0.0, most_tokens=MOST_TOKENS)
+    for _ in range(8):  # the number of requests is drawn, too: ask for more conversations until there are enough
+        drawn = generate(replace(kind, conversations_per_s=rate), span_s, seed)
+        if requests <= len(drawn) <= 1.3 * requests:
+            break
+        rate *= 1.12 * requests / max(1, len(drawn))
+    drawn = drawn[:requests]
+    tokenizer = Tokenizer.from_file(str(Path(SMALL_MODEL_FOLDER) / "tokenizer.json"))
+    dice = random.Random(seed)
+    known: set[bytes] = set()
+    asked, supplied = [], 0
+    for request in drawn:
+        prompt = render_text(request, CHARACTERS_PER_BLOCK)
+        ids = tokenizer.encode(prompt).ids
+        blocks = hash_blocks(_CONTEXT, ids, BLOCK_TOKENS)
+        held = sum(block in known for block in blocks)
+        supplied += min(held * BLOCK_TOKENS, len(ids) - 1)
+        known.update(blocks)
+        at = (request.at_s - drawn[0].at_s) / max(1e-9, drawn[-1].at_s - drawn[0].at_s)
+        asked.append(Asked(at, prompt, len(ids), dice.randint(*NEW_TOKENS)))
+    tokens = sum(one.tokens for one in asked)
+    return Load(tuple(asked), tokens, len(known), supplied / tokens)
+
+
+async def replay(
+    client: aiohttp.ClientSession, url: str, load: Load, span_s: float, on_answer: Callable[[Outcome], object]
+) -> None:
+    """Send every request at its time within ``span_s``, and wait for all answers."""
+    planned = [
+        PlannedRequest(at, asked.at * span_s, (), asked.tokens, asked.new_tokens) for at, asked in enumerate(load.asked)
+    ]
+    sender = Client(client, Target(url, "small", patience_s=PATIENCE_S))
+    await OpenLoop(
+        planned,
+        lambda request: sender.target.body(load.asked[request.number].prompt, request.output_tokens),
+        lambda request, body, clock, held_up_s: sender.send(request, body, clock, on_answer, held_up_s),
+    ).play()
+
+
+def error_of(answer: Outcome) -> str:
+    """Why it does not count; empty for a complete answer."""
+    if answer.status is not Status.COMPLETED:
+        return answer.error or str(answer.status)
+    whole = answer.whole and answer.output_tokens == answer.wanted_output_tokens and answer.prompt_tokens is not None
+    return "" if whole else "the answer is incomplete"
+
+
+async def clear_caches(client: aiohttp.ClientSession, urls: Sequence[str]) -> None:
+    for url in urls:
+        async with client.post(f"{url}/reset_prefix_cache") as answer:
+            answer.raise_for_status()
+
+
+async def metrics(client: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with client.get(f"{url}/metrics") as answer:
+        return samples_of(await answer.text())
 
 
 class Stage:
@@ -62,8 +162,10 @@ class Stage:
 
         async def one(url: str) -> int:
             text = " ".join(str(dice.randrange(10**6)) for _ in range(PROBE_TOKENS // 4))
-            answer = await ask(self.client, url, text, 1)
-            return answer.prompt_tokens
+            answer = await Client(self.client, Target(url, "small", patience_s=PATIENCE_S)).probe(
+                text, 1, time.perf_counter
+            )
+            return answer.prompt_tokens or 0
 
         began_s = time.perf_counter()
         tokens = sum(await asyncio.gather(*(one(url) for url in self.urls for _ in range(2))))
@@ -140,7 +242,7 @@ def run_route(args: argparse.Namespace) -> int:
         words = "every request was answered" if sound else "NOT as it should be: requests failed"
         print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
     for row in stage.rows:
-        for error in {one.error for one in row.answers if one.error}:
+        for error in sorted({error for one in row.answers if (error := error_of(one))}):
             print(f"{row.strategy}: {error}", file=sys.stderr)
     return 0 if sound else 1
 
@@ -162,7 +264,7 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await write_settings(client, urls, args.seed, folder)
-        order = list(args.strategies or (QUICK_STRATEGIES if args.quick else ROUTE_STRATEGIES))
+        order = list(args.strategies)
         random.Random(args.seed).shuffle(order)
         stage = Stage(client, urls, screen, order, sum(len(load.asked) for load in loads))
         await stage.measure(args.seed)  # what is slow only the first time
@@ -221,7 +323,7 @@ class Row:
 
     strategy: str
     requests: int
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Outcome] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     """Number of requests that each engine received."""
     loads: list[int] = field(default_factory=list)
@@ -230,12 +332,16 @@ class Row:
 
     @property
     def failed(self) -> int:
-        return sum(bool(one.error) for one in self.answers)
+        return sum(bool(error_of(one)) for one in self.answers)
 
     @property
     def hits(self) -> float:
         """Part of the prompts' tokens that caches supplied, as the engines say."""
-        return sum(one.cached_tokens for one in self.answers) / max(1, sum(one.prompt_tokens for one in self.answers))
+        return self.total("cached_tokens") / max(1, self.total("prompt_tokens"))
+
+    def total(self, name: str) -> int:
+        """Sum of an engine's token count over the answers."""
+        return sum(getattr(one, name) or 0 for one in self.answers)
 
     @property
     def mean_s(self) -> float:
@@ -264,14 +370,14 @@ class Row:
             "ttft_p90_s": self.percentile_s(90),
             "ttft_p99_s": self.percentile_s(99),
             "hit_ratio": self.hits,
-            "prompt_tokens": sum(one.prompt_tokens for one in self.answers),
-            "cached_tokens": sum(one.cached_tokens for one in self.answers),
+            "prompt_tokens": self.total("prompt_tokens"),
+            "cached_tokens": self.total("cached_tokens"),
             "requests_by_server": self.served,
             "seconds": self.seconds,
         }
 
     def _times(self) -> list[float]:
-        return sorted(one.ttft_s for one in self.answers if not one.error)
+        return sorted(one.ttft_s for one in self.answers if not error_of(one))
 
 
 def frame(rows: Sequence[Row], current: Row | None) -> list[str]:

@@ -1,19 +1,20 @@
-"""`skymemory demo table3`: checks the options, starts the constellation, then loads torch."""
+"""``skymemory demo``: checks the options, starts the constellation, then loads torch and measures."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
-from skymemory.demo.table3_output import BLOCK_TOKENS, Narrator, print_table_3
 from skymemory.engine.inputs import check_engine_installed, check_model
 from skymemory.errors import InvalidInput
+from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS
 from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s
 from skymemory.testbed.control import confirm_all_answer
@@ -24,7 +25,7 @@ from skymemory.units import format_duration
 
 
 @contextmanager
-def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunDirectory]]:
+def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPlan, RunDirectory]]:
     """The testbed with real delays, in a run directory of its own, its processes on lines to us: gone at the end
     whatever happens.
     """
@@ -41,7 +42,7 @@ def _constellation(narrator: Narrator) -> Iterator[tuple[ConstellationPlan, RunD
                 confirm=confirm_all_answer,
             )
             plan = started.plan
-            narrator.say(
+            say(
                 f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
                 f"processes, {plan.servers} servers by {plan.strategy}, "
                 f"round trip {format_duration(expected_round_trip_s(plan, 'los'))}"
@@ -69,22 +70,30 @@ def _check_input(args: argparse.Namespace, document: str) -> None:
 def run_demo(args: argparse.Namespace, document: str) -> int:
     """All of it; exit code 0 if the identity check held and every codec got its tokens from the sky."""
     _check_input(args, document)
-    narrator = Narrator(quiet=args.json)
     began_s = time.perf_counter()
-    with _constellation(narrator) as (plan, directory):
+
+    def say(words: str) -> None:
+        stream = sys.stderr if args.json else sys.stdout
+        print(f"[{time.perf_counter() - began_s:5.1f} s] {words}", file=stream, flush=True)
+
+    with _constellation(say) as (plan, directory):
         from transformers.utils import logging as transformers_logging  # takes seconds: the sky is up by then
 
-        from skymemory.demo.acts import check_identity, table_rows
+        from skymemory.demo.table3_measure import check_identity, print_table_3, table_rows
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        identical = check_identity(plan, directory, narrator, document)
-        rows, moved = table_rows(args, plan, directory, narrator, document)
+        identical = check_identity(plan, directory, say, document)
+        rows, moved = table_rows(args, plan, directory, say, document)
     sound = identical and bool(rows) and all(row.tokens_from_sky > 0 for row in rows)
     if args.json:
         report = {"identical": identical, "rotation": moved, "rows": [asdict(row) for row in rows]}
         print(json.dumps(report, indent=1))
     else:
         print_table_3(rows)
-        narrator.finish(time.perf_counter() - began_s, sound)
+        verdict = "done" if sound else "NOT as it should be: see above"
+        print(f"\n{verdict} in {time.perf_counter() - began_s:.0f} s; the constellation is down again. Try next:")
+        print("  skymemory constellation up && skymemory kv put README.md && skymemory kv get README.md -o copy.md")
+        print("  skymemory demo --tokens 2048          a longer context: the cache wins by more")
+        print("  skymemory layout --rotations 1        where the chunks are, and where they go")
     return 0 if sound else 1

@@ -1,19 +1,20 @@
-"""Steps of `skymemory demo table3`: a check that outputs are identical, then table 3 with a rotation."""
+"""Measurements of ``skymemory demo``: outputs with and without the cache, then the paper's table 3, and its print.
+
+Imports torch, which takes seconds: ``table3`` loads this file when its constellation is up.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.demo.choices import DEMO_CODECS
-from skymemory.demo.table3_output import BLOCK_TOKENS, Narrator, Row
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.models import ready_model
@@ -21,6 +22,7 @@ from skymemory.engine.quantizers import codec_of, one_thread
 from skymemory.engine.substance import weights_digest
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
+from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import store_of
@@ -31,6 +33,34 @@ from skymemory.units import format_duration, format_size
 
 TAIL_TOKENS = 12
 """What a question adds to a cached context."""
+CODECS = ("raw", "quanto8", "hqq8")
+_PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
+"""Table 3 of the paper: 30 tokens on a Jetson Nano without and with the cache, seconds."""
+_NAMES = {"raw": "none (16 bit)", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
+
+Say = Callable[[str], None]
+"""Prints a finished step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One codec's line of table 3. Seconds; TTFT is up to the first new token, looking up included."""
+
+    codec: str
+    plain_ttft_s: float
+    plain_total_s: float
+    sky_ttft_s: float
+    sky_total_s: float
+    tokens_from_sky: int
+    prompt_tokens: int
+    block_bytes: int
+    chunks_per_block: int
+    satellites: int
+    retransmitted: int
+    rms_error: float
+    logit_distance: float
+    same_tokens: int
+    new_tokens: int
 
 
 class _FirstToken:
@@ -73,7 +103,7 @@ def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -
     return out.logits[0, -1].float()
 
 
-def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: Narrator, document: str) -> bool:
+def check_identity(plan: ConstellationPlan, directory: RunDirectory, say: Say, document: str) -> bool:
     """Whether the small trained model (float32) generates the same greedy tokens with and without the cache."""
     ready = ready_model("small", dtype="float32")
     model, tokenizer = ready.model, ready.tokenizer
@@ -82,14 +112,14 @@ def check_identity(plan: ConstellationPlan, directory: RunDirectory, narrator: N
         plain, _, _ = _generate(model, ids, 30, None)
         kvc.add_blocks_ids(ids)
         sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
-        narrator.say(
+        say(
             f"{ready.words} in float32: {kvc.last.cached_tokens} of {ids.shape[1]} tokens from the sky, 30 greedy "
             f"tokens {'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
         )
         prompt_end, answer = (
             " ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky)
         )
-        narrator.say(f'it goes on: "… {prompt_end}" → "{answer} …"')
+        say(f'it goes on: "… {prompt_end}" → "{answer} …"')
         return plain == sky and kvc.last.cached_tokens > 0
 
 
@@ -102,11 +132,11 @@ def _store(plan: ConstellationPlan, directory: RunDirectory) -> Iterator[Constel
         store.close()
 
 
-def _load(args: argparse.Namespace, narrator: Narrator) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(args: argparse.Namespace, say: Say) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     began_s = time.perf_counter()
     ready = ready_model(args.model or ("tinyllama-6-random" if args.quick else "tinyllama-random"), seed=args.seed)
     parameters = sum(parameter.numel() for parameter in ready.model.parameters())
-    narrator.say(f"{ready.words}: {parameters / 1e9:.2f} G parameters, ready in {time.perf_counter() - began_s:.1f} s")
+    say(f"{ready.words}: {parameters / 1e9:.2f} G parameters, ready in {time.perf_counter() - began_s:.1f} s")
     return ready.model, ready.tokenizer
 
 
@@ -122,9 +152,9 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, do
 
 
 def table_rows(
-    args: argparse.Namespace, plan: ConstellationPlan, directory: RunDirectory, narrator: Narrator, document: str
+    args: argparse.Namespace, plan: ConstellationPlan, directory: RunDirectory, say: Say, document: str
 ) -> tuple[list[Row], dict[str, Any]]:
-    model, tokenizer = _load(args, narrator)
+    model, tokenizer = _load(args, say)
     ids = _prompt_ids(args, tokenizer, document)
     new_tokens = 10 if args.quick else 30
     _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warm-up
@@ -132,7 +162,7 @@ def table_rows(
     moved: dict[str, Any] = {}
     reference, block = None, b""
     revision = weights_digest(model)
-    for codec in DEMO_CODECS:
+    for codec in CODECS:
         with _store(plan, directory) as store:
             try:
                 # Blocks of one context may be in any codec; a salt each keeps the three runs apart.
@@ -140,17 +170,17 @@ def table_rows(
                     model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
                 )
             except CodecUnavailable as error:
-                narrator.say(f"{codec}: left out, {error}")
+                say(f"{codec}: left out, {error}")
                 continue
             with manager as kvc:
                 # Exactly the disclosure's example: the first generate computes, add_blocks stores what it computed.
                 plain, plain_ttft_s, plain_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
                 stored = kvc.add_blocks_ids(ids)
-                narrator.say(f"{codec}: computed in {plain_ttft_s:.2f} s; {stored.describe()}")
+                say(f"{codec}: computed in {plain_ttft_s:.2f} s; {stored.describe()}")
                 if reference is None:
                     reference = _last_logits(model, ids)
                 if not moved:
-                    moved = _rotate(plan, narrator)
+                    moved = _rotate(plan, say)
                     block = _first_block(kvc, ids)  # as computed: the first codec is the lossless one
                 rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
                 sky, sky_ttft_s, sky_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
@@ -178,7 +208,7 @@ def table_rows(
                     )
                 )
                 fetch_s = result.seconds.get("fetch", 0.0)
-                narrator.say(
+                say(
                     f"{codec}: {result.cached_tokens} of {result.prompt_tokens} tokens back from the sky, "
                     f"{format_size(result.size_bytes)} in {format_duration(fetch_s)}; first token after "
                     f"{format_duration(sky_ttft_s)}"
@@ -195,10 +225,10 @@ def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
     return bytes(out)
 
 
-def _rotate(plan: ConstellationPlan, narrator: Narrator) -> dict[str, Any]:
+def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
     """Moves the overhead point by one slot; the leaving column hands over its chunks."""
     rotation = rotate(plan, 1, 0)
-    narrator.say(
+    say(
         f"rotated by one slot: {rotation.chunks_migrated} chunks handed over within their planes in "
         f"{format_duration(rotation.seconds)}, everything else stayed"
     )
@@ -208,3 +238,35 @@ def _rotate(plan: ConstellationPlan, narrator: Narrator) -> dict[str, Any]:
 def _common(plain: list[int], sky: list[int]) -> int:
     """Number of equal leading tokens."""
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
+
+
+def print_table_3(rows: Sequence[Row]) -> None:
+    """The paper's table 3 on this machine."""
+    if not rows:
+        return
+    row = rows[0]
+    print(
+        f"\nTable 3, here: {row.prompt_tokens} tokens of prompt, {row.new_tokens} generated (seconds)\n"
+        f"{'quantization':<16}{'TTFT no KVC':>12}{'TTFT KVC':>10}{'':>7}{'all no KVC':>12}{'all KVC':>9}{'':>7}"
+        f"{'block':>10}{'chunks':>8}{'sats':>6}{'resent':>8}{'rms error':>11}{'|Δlogit|':>10}{'same':>7}"
+    )
+    for row in rows:
+        print(
+            f"{_NAMES[row.codec]:<16}{row.plain_ttft_s:>12.2f}{row.sky_ttft_s:>10.2f}"
+            f"{_change(row.plain_ttft_s, row.sky_ttft_s):>7}{row.plain_total_s:>12.2f}{row.sky_total_s:>9.2f}"
+            f"{_change(row.plain_total_s, row.sky_total_s):>7}{format_size(row.block_bytes):>10}"
+            f"{row.chunks_per_block:>8}{row.satellites:>6}{row.retransmitted:>8}{row.rms_error:>11.4f}{row.logit_distance:>10.3f}"
+            f"{f'{row.same_tokens}/{row.new_tokens}':>7}"
+        )
+        if row.codec in _PAPER:
+            without, with_cache = _PAPER[row.codec]
+            print(f"{'  the paper':<16}{'':>29}{without:>12.1f}{with_cache:>9.1f}{_change(without, with_cache):>7}")
+    print(
+        "rms error: of the codec on a block's keys and values, read back.\n"
+        "|Δlogit|: largest difference at the first new token from computing everything at once (in bfloat16 the split\n"
+        "of the prefill alone changes rounding); same: leading tokens equal to those without the cache."
+    )
+
+
+def _change(before_s: float, after_s: float) -> str:
+    return f"{(after_s / before_s - 1) * 100:+.0f}%"
