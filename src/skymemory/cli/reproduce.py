@@ -101,7 +101,7 @@ def _remark(headline: Headline) -> str:
 
 def _write(results: list[Reproduction], folder: Path, stream: TextIO) -> None:
     from skymemory.errors import MissingExtra
-    from skymemory.reproduce.figures_cake import write_cake_csv, write_cake_figure
+    from skymemory.reproduce.cake import write_cake_csv, write_cake_figure
 
     for result in results:
         print(write_cake_csv(result, folder), file=stream)

@@ -27,7 +27,7 @@ from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, ma
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import SignalGate, Started, revive, start_on_free_ports
 from skymemory.units import format_size
-from skymemory.view.orbit_frame import LEGEND, OrbitFrame, frame_width, render_frame
+from skymemory.view.layout_map import LEGEND, OrbitFrame, frame_width, render_frame
 
 VALUES = {1: 4, 2: 4}
 """Number of values by number of copies."""

@@ -1,7 +1,7 @@
-"""Text maps of placements like the paper's figures 4 to 8: each satellite with its server.
+"""Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
 
-Planes are rows, north above; satellites of a plane are columns, and fly east. Numbers are 1-based, as in the
-paper.
+Planes are rows, north above; satellites of a plane are columns. They fly east, so the box overhead walks west over the
+map. Numbers are 1-based, as in the paper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ surroundings.
 SURROUNDINGS = 2
 LISTED_HANDOVERS = 12
 
-_ORANGE, _GREEN, _FAINT, _RESET = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[2m", "\x1b[0m"
+# Terminal colours: the box, the satellite overhead, holders of chunks, dead satellites, everything else.
+_ORANGE, _GREEN, _PALE, _RED = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[48;5;230;30m", "\x1b[48;5;167;97m"
+_FAINT, _RESET = "\x1b[2m", "\x1b[0m"
+
+CELL_WIDTH, LABEL_WIDTH = 4, 3
+"""Columns of a frame; a map's depend on its numbers."""
+LEGEND = "n a server   (n) overhead   □ in the box, no server   + holds chunks   × dead   · empty"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +173,65 @@ def _figure_style(satellite: SatelliteId) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if abs(number) == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True, slots=True)
+class OrbitFrame:
+    """State at one moment. ``set_moves``: moves at which the values with numbered servers were stored."""
+
+    placement: Placement
+    set_moves: Moves
+    now_moves: Moves
+    dead: frozenset[SatelliteId] = frozenset()
+    holding: frozenset[SatelliteId] = frozenset()
+
+    @property
+    def centre(self) -> SatelliteId:
+        """The satellite overhead."""
+        return self.placement.centre_at(self.now_moves)
+
+    def in_box(self, satellite: SatelliteId) -> bool:
+        return self.placement.cell_of(satellite, self.centre) is not None
+
+    def mark(self, satellite: SatelliteId) -> str:
+        """Text of the satellite's cell."""
+        if satellite in self.dead:
+            mark = "×"
+        elif (server := self.placement.server_at(satellite, self.set_moves, self.now_moves)) is not None:
+            mark = str(server + 1)
+        elif satellite in self.holding:
+            mark = "+"
+        else:
+            mark = "□" if self.in_box(satellite) else "·"
+        return f"({mark})" if satellite == self.centre else mark
+
+
+def frame_width(slots_per_plane: int) -> int:
+    """Terminal columns of a frame."""
+    return LABEL_WIDTH + CELL_WIDTH * slots_per_plane
+
+
+def render_frame(frame: OrbitFrame, colour: bool = False) -> list[str]:
+    """The frame's lines: slots, then a line per plane. Number and width are constant for a torus."""
+    torus = frame.placement.torus
+    lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in range(torus.slots_per_plane))]
+    for plane in range(torus.planes):
+        cells = [_frame_cell(frame, SatelliteId(plane, slot), colour) for slot in range(torus.slots_per_plane)]
+        lines.append(f"{plane + 1:<{LABEL_WIDTH}}" + "".join(cells))
+    return lines
+
+
+def _frame_cell(frame: OrbitFrame, satellite: SatelliteId, colour: bool) -> str:
+    mark = frame.mark(satellite)
+    text = f"{mark:^{CELL_WIDTH}}"
+    if not colour:
+        return text
+    if satellite in frame.dead:
+        tint = _RED
+    elif satellite == frame.centre:
+        tint = _GREEN
+    elif frame.in_box(satellite):
+        tint = _ORANGE
+    else:
+        tint = _PALE if mark == "+" else _FAINT
+    return f"{tint}{text}{_RESET}"

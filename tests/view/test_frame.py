@@ -8,7 +8,7 @@ import pytest
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.locate import Placement
-from skymemory.view.orbit_frame import OrbitFrame, frame_width, render_frame
+from skymemory.view.layout_map import OrbitFrame, frame_width, render_frame
 
 TORUS = Torus(5, 7)
 PLACEMENT = Placement.of("rotation_hop", 9, TORUS, SatelliteId(2, 3))
