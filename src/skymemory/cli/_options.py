@@ -1,4 +1,4 @@
-"""Options that several verbs share, and parsers of what people type: sizes, shares, durations, ``NAME=VALUE``."""
+"""Options that several verbs share, and parsers of what people type: sizes, shares, durations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from skymemory.errors import InvalidInput, MissingExtra
 from skymemory.units import parse_duration, parse_fraction, parse_size
@@ -71,27 +71,6 @@ def os_error(error: OSError) -> str:
     """An error of the system as users read it: the file and the reason, no number."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
-
-
-def without_unset(table: dict[str, Any]) -> dict[str, Any]:
-    """Flags of `route` and `epp` as a table of settings, without those that were not given."""
-    tables = {key: without_unset(value) if isinstance(value, dict) else value for key, value in table.items()}
-    return {key: value for key, value in tables.items() if value is not None and value != {}}
-
-
-def option(text: str) -> tuple[str, object]:
-    """``name=value``, the value as a number or a boolean where it reads as one."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
-    if value in ("true", "false"):
-        return name, value == "true"
-    for read in (int, float):
-        try:
-            return name, read(value)
-        except ValueError:
-            continue
-    return name, value
 
 
 def token_ids(text: str) -> tuple[int, int]:

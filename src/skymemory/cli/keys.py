@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import duration
+from skymemory.cli._options import check_router_installed, duration
 from skymemory.units import format_duration
 
 if TYPE_CHECKING:
@@ -65,13 +65,12 @@ def _print_ring(path: Path, ring: KeyRing) -> None:
 def _add_api_key(path: Path, tenant: str, note: str) -> int:
     import os
 
-    from skymemory.errors import InvalidInput, MissingExtra
+    from skymemory.errors import InvalidInput
     from skymemory.files import read_bounded, write_private
 
-    try:
-        from skymemory.router.api_keys import SECRET_BYTES, new_key, with_key
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"{error.name} is missing: pip install 'skymemory[router]'") from error
+    check_router_installed()
+    from skymemory.router.api_keys import SECRET_BYTES, new_key, with_key
+
     key = new_key(os.urandom(SECRET_BYTES))
     try:
         table = read_bounded(path).decode("utf-8") if path.exists() else ""

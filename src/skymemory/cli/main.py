@@ -34,7 +34,7 @@ END_WITH_STDIN = "--end-with-stdin"
 _GRACE_S = 4.0
 """From the end of standard input until the process ends without waiting for its verb."""
 
-_IN_FILE_OF = {"figures": "reproduce", "prefetch": "kv", "satellite": "constellation"}
+_IN_FILE_OF = {"epp": "route", "figures": "reproduce", "prefetch": "kv", "satellite": "constellation"}
 _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 
 
