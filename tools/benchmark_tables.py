@@ -13,7 +13,7 @@ from typing import Any
 from skymemory.eviction.policies import POLICIES, REPLACEMENTS
 from tools.arena_tables import FOLDER, fill, table
 
-PAGES = [*sorted(FOLDER.glob("*.md")), *sorted(FOLDER.parent.glob("*.md"))]
+PAGES = [page for folder in (FOLDER, FOLDER.parent, FOLDER.parent / "guide") for page in sorted(folder.glob("*.md"))]
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/conformance.md").read_text("utf-8")
+PAGE = (ROOT / "docs/reference/conformance.md").read_text("utf-8")
 ROWS = re.findall(r"^\| (\d+) \|.*$", PAGE, re.MULTILINE)
-NAMED = re.findall(r"\[`(test_\w+)`\]\(\.\./([\w/.]+)\)", PAGE)
+NAMED = re.findall(r"\[`(test_\w+)`\]\((?:\.\./)+([\w/.]+)\)", PAGE)
 
 
 def test_every_test_that_is_named_exists() -> None:

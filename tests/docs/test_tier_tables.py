@@ -76,7 +76,7 @@ def test_the_tiers_are_measured(tmp_path: Path) -> None:
 
 
 def test_the_table_of_tiers_that_hang() -> None:
-    page = (ROOT / "docs/tiers.md").read_text("utf-8")
+    page = (ROOT / "docs/guide/tiers.md").read_text("utf-8")
     rows = json.loads((ROOT / "docs/benchmarks/hung_tiers.json").read_text("utf-8"))["rows"]
     assert len(rows) == 6
     for row in rows:

@@ -443,7 +443,7 @@ def test_a_client_ignores_answers_without_a_mac_where_every_packet_has_one(value
 
 
 def test_a_forged_answer_ends_an_operation_where_answers_carry_none(value_of) -> None:
-    """What docs/security.md admits: a miss, never wrong bytes."""
+    """What docs/guide/security.md admits: a miss, never wrong bytes."""
     world, _ = guarded(authority())
     _, info = world.put("answers", value_of(10_000))
     machine = world.host.machine

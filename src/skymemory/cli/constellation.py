@@ -144,7 +144,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="speed of the satellites' clock: 0 stands still (default), 1 is real time, 60 is an hour per minute",
     )
     memory = parser.add_argument_group(
-        "memory", "what a satellite evicts when its memory is full; see docs/eviction.md"
+        "memory", "what a satellite evicts when its memory is full; see docs/guide/eviction.md"
     )
     memory.add_argument(
         "--eviction",
