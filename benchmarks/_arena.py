@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from _predicted_latency import PredictedLatency
+from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Scorer
 from skymemory.sim.routing import CacheEvents, RoutingSetup, as_routed, strategy_for
 from skymemory.sim.trace import TraceRequest, jittered, read_trace
 from skymemory.sim.workload import WORKLOADS, generate

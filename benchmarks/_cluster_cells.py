@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.reproduce.mooncake.overload import overload_cell
 from skymemory.sim.cluster.cells import ClusterCell
 from skymemory.sim.cluster.setup import ClusterSetup
@@ -66,7 +66,7 @@ def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[t
 _ALONE = """
 import sys, time
 from pathlib import Path
-from skymemory.sim.cluster.metrics import measured
+from skymemory.sim.cluster.outcome import measured
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.workload import Source

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Indexed, Ranking, RequestNotes
+from skymemory.conductor.strategies.base import Indexed, RequestNotes
 
 TRAINED_EVERY_S = 10.0
 LEAST_SAMPLES = 100

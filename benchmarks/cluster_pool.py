@@ -19,8 +19,8 @@ import numpy as np
 from _bench import print_table, write_json
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Plan
-from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.setup import PoolSettings, SkySetup
+from skymemory.sim.cluster.simulation import new_pool
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from skymemory.sim.workload import CONVERSATIONS, generate
 
@@ -41,7 +41,7 @@ def replay(settings: PoolSettings, requests: list[TraceRequest]) -> tuple[float,
     """Processor seconds, and the share of blocks that hit."""
     names = [f"{kind}-{number}" for kind in ("prefill", "decode") for number in range(NODES)]
     prompts = [(one.at_s, one.blocks(), np.array(one.blocks(), dtype=np.uint64)) for one in requests]
-    pool, hits = ClusterPool(names, LLAMA_70B_8xA800, settings), 0
+    pool, hits = new_pool(names, LLAMA_70B_8xA800, settings), 0
     began_s = time.process_time()
     for number, (now_s, ids, blocks) in enumerate(prompts):
         node = number % NODES

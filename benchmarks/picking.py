@@ -28,8 +28,7 @@ import numpy as np
 
 from _bench import print_table, write_json
 from skymemory import native
-from skymemory.conductor.fleet import Fleet, LoadReport
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, LoadReport, Picker
 from skymemory.conductor.prefix_index.approximate import MAX_MATCH, ApproximatePrefixIndex
 from skymemory.conductor.request import Decision, Prompt, Request
 from skymemory.conductor.strategies.named import named

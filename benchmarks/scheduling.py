@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from _bench import print_table, write_json
-from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.model import Medium
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800, Medium
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduling.named import prefill_scorer

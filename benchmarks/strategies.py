@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from _bench import print_table, write_json
 from skymemory import native
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.events import BlocksStored
 from skymemory.conductor.request import Prompt, Request, seed
 from skymemory.conductor.strategies.named import NAMES, named

@@ -7,8 +7,7 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
 
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.simple import RandomChoice
 from skymemory.config import known_keys

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skymemory.conductor.cost_model import EIGHT_A800, LLAMA_70B, CostModel, LLAMA_70B_8xA800, Machine, ModelShape
-from skymemory.conductor.cost_model.fit import (
+from skymemory.conductor.cost_fit import (
     DecodePoint,
     PrefillPoint,
     decode_errors,
@@ -23,7 +22,15 @@ from skymemory.conductor.cost_model.fit import (
     parse,
     prefill_errors,
 )
-from skymemory.conductor.cost_model.model import shape_of
+from skymemory.conductor.cost_model import (
+    EIGHT_A800,
+    LLAMA_70B,
+    CostModel,
+    LLAMA_70B_8xA800,
+    Machine,
+    ModelShape,
+    shape_of,
+)
 from skymemory.errors import InvalidInput
 from skymemory.router.settings import read_cost
 

@@ -6,9 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from skymemory.conductor.cost_model import EIGHT_A800, LLAMA_70B, CostModel, Machine, Medium
+from skymemory.conductor.cost_model import (
+    EIGHT_A800,
+    LLAMA_70B,
+    CostModel,
+    Machine,
+    Medium,
+    loaded_s,
+    network_of,
+    pipelined_s,
+    reuse_pays_bytes_per_s,
+    stored_s,
+)
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as PAPER
-from skymemory.conductor.cost_model.model import loaded_s, network_of, pipelined_s, reuse_pays_bytes_per_s, stored_s
 from skymemory.errors import InvalidInput
 
 

@@ -12,16 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.conductor.cost_model import (
-    PRESETS,
-    QWEN_7B_L4,
-    CostModel,
-    LLAMA_70B_4xA100,
-    LLAMA_70B_8xA100,
-    LLAMA_70B_8xA800,
-    LLAMA_70B_8xH800,
-)
-from skymemory.conductor.cost_model.fit import (
+from skymemory.conductor.cost_fit import (
     DecodePoint,
     PrefillPoint,
     decode_errors,
@@ -29,7 +20,19 @@ from skymemory.conductor.cost_model.fit import (
     fit_prefill,
     prefill_errors,
 )
-from skymemory.conductor.cost_model.model import LLAMA_70B, QWEN_7B, ModelShape, shape_of
+from skymemory.conductor.cost_model import (
+    LLAMA_70B,
+    PRESETS,
+    QWEN_7B,
+    QWEN_7B_L4,
+    CostModel,
+    LLAMA_70B_4xA100,
+    LLAMA_70B_8xA100,
+    LLAMA_70B_8xA800,
+    LLAMA_70B_8xH800,
+    ModelShape,
+    shape_of,
+)
 from skymemory.errors import InvalidInput
 from skymemory.reproduce.mooncake.base import COST, FAST_CONTEXTS
 from skymemory.router.settings import read_cost

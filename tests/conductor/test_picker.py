@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from skymemory.conductor.fleet import Fleet, LoadReport, Server
-from skymemory.conductor.picker import ADAPTER_QUEUE, NoServer, Picker
+from skymemory.conductor.picker import ADAPTER_QUEUE, Fleet, LoadReport, NoServer, Picker, Server
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput

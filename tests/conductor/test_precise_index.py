@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from skymemory import native
-from skymemory.conductor.prefix_index import engine_blocks
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.prefix_index import events
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import seed
@@ -149,7 +149,7 @@ def test_a_block_without_its_parent_is_no_beginning(index: PreciseIndex) -> None
 
 
 def test_few_blocks_wait_for_their_parents(index: PreciseIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_blocks, "MAX_ORPHANS", 2)
+    monkeypatch.setattr(events, "MAX_ORPHANS", 2)
     tell(index, 0, stored(1, 4))
     assert index.orphans(0) == 2
     tell(index, 1, stored(0, 1))

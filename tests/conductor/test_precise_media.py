@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from skymemory import native
-from skymemory.conductor.prefix_index import engine_blocks
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.prefix_index import events
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.prefix_index.events import MEDIA, OTHER, AllCleared, BlocksRemoved, BlocksStored, medium_of
 from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
 from skymemory.conductor.request import seed
@@ -172,8 +172,8 @@ def test_a_medium_that_never_tells_what_it_evicts_is_not_believed_against_the_en
 
 
 def test_of_what_is_never_told_to_be_removed_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_blocks, "MAX_BEYOND_GPU", 64)
-    monkeypatch.setattr(engine_blocks, "MAX_RECENT", 64)
+    monkeypatch.setattr(events, "MAX_BEYOND_GPU", 64)
+    monkeypatch.setattr(events, "MAX_RECENT", 64)
     index = PreciseIndex(BLOCK)
     index.follow(0, "m")
     for at in range(400):

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conductor.naive_index import NaivePrefixIndex
 
 from skymemory import native
-from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks, PrefixIndex
 from skymemory.conductor.prefix_index.events import BlocksStored
-from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.prefix_index.replicated import (
     Dropped,

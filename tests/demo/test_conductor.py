@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from skymemory.cli.main import main
+from skymemory.conductor.cost_fit import dump
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.fit import dump
 from skymemory.demo.conductor import SCHEDULERS, WIDTH, Playback, _play, final, frame
 from skymemory.sim.cluster.cells import ClusterCell, run_of
-from skymemory.sim.cluster.metrics import measured
+from skymemory.sim.cluster.outcome import measured
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.workload import OpenSource
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.conductor.naive_index import NaivePrefixIndex
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.native.twin.backend import xxh64
 
 SLOTS = (0, 1, 63, 64, 200)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.conductor.strategies.fleets import a_fleet
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.fleet import LoadReport
+from skymemory.conductor.picker import LoadReport
 
 
 def test_a_queue_shrinks_with_time_and_with_answers(impl: ModuleType) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.conductor.strategies.fleets import a_fleet
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.fleet import LoadReport, Server
+from skymemory.conductor.picker import LoadReport, Server
 from skymemory.native.twin import backend
 from skymemory.native.twin.ttft import BENDS, FIGURES
 

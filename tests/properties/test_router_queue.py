@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.router.naive_queue import NaiveQueue
 
-from skymemory.conductor.admission.base import KINDS, Refusal, Slo
-from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.request import Prompt, Request, Slo
+from skymemory.conductor.scheduler import KINDS, Refusal
 from skymemory.router.queue import Entry, QueueSettings, RequestQueue
 
 PROMPT = Prompt(np.empty(0, np.uint64), np.empty(0, np.uint64), 16.0, 1)

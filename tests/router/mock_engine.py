@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from skymemory.conductor.fleet import PrefillTotals
+from skymemory.conductor.picker import PrefillTotals
 
 METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{model_name="small"}} {running}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from skymemory import native
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
 
 KIND = "tokens 16"

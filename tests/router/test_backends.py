@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skymemory.conductor.fleet import Fleet, LoadReport, Server
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, LoadReport, Picker, Server
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.router.backends import REST_S, Backends

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.router.api_error import ApiError
 from skymemory.router.clients import Clients, promised
 

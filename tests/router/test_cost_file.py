@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skymemory.conductor.cost_fit import dump
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.fit import dump
-from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Fleet
 from skymemory.conductor.strategies.estimates import GivenSpeeds
 from skymemory.conductor.strategies.least_ttft import LeastTtft
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER

@@ -9,7 +9,7 @@ import pytest
 from tests.router.envoy.exchanges import a_completion, a_service, header_destination, request_body, request_headers
 from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
-from skymemory.conductor.fleet import Server
+from skymemory.conductor.picker import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy.ext_proc_server import PickerServer

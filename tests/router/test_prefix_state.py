@@ -15,7 +15,7 @@ from tests.router.running import Loop, Running, until
 from tests.store.redis_server import RedisServer
 
 import skymemory
-from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Fleet
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.router import prefix_state

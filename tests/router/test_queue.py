@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from skymemory.conductor.admission.base import Refusal, Slo
-from skymemory.conductor.request import Prompt, Request
+from skymemory.conductor.request import Prompt, Request, Slo
+from skymemory.conductor.scheduler import Refusal
 from skymemory.errors import InvalidInput
 from skymemory.router.queue import Entry, QueueSettings, RequestQueue, Waits, work_of
 

@@ -14,8 +14,8 @@ import pytest
 from tests.serving.door import Door
 
 from skymemory.cli.main import main
+from skymemory.conductor.cost_fit import decode_errors, fit_decode, fit_prefill, prefill_errors
 from skymemory.conductor.cost_model import CostModel, Machine, ModelShape
-from skymemory.conductor.cost_model.fit import decode_errors, fit_decode, fit_prefill, prefill_errors
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.settings import read_cost

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, Machine
-from skymemory.conductor.fleet import LoadReport, Server
+from skymemory.conductor.picker import LoadReport, Ranking, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking, Stateless
+from skymemory.conductor.strategies.base import Stateless
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.pool_base import PrefixCache
+from skymemory.sim.cluster.pool import PrefixCache
 from skymemory.sim.routing import RoutingSetup, as_routed, measured, simulate, worst_share
 from skymemory.sim.trace import TraceRequest
 from skymemory.sim.workload import CONVERSATIONS, generate

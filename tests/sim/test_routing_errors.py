@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.request import Request
 from skymemory.errors import InvalidInput

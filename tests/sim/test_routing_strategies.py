@@ -12,7 +12,7 @@ import pytest
 
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.named import DEFAULT, NAMES, named
-from skymemory.sim.cluster.pool_base import PrefixCache
+from skymemory.sim.cluster.pool import PrefixCache
 from skymemory.sim.routing import (
     WINDOW_REQUESTS,
     EngineEvents,

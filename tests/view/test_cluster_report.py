@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import aiohttp
 
     from skymemory.cli.main import Subparsers
-    from skymemory.conductor.cost_model.fit import DecodePoint, Errors, PrefillPoint
-    from skymemory.conductor.cost_model.model import CostModel, ModelShape
+    from skymemory.conductor.cost_fit import DecodePoint, Errors, PrefillPoint
+    from skymemory.conductor.cost_model import CostModel, ModelShape
     from skymemory.serving.fitting import DecodeCell, MakePrompt, Spent
     from skymemory.serving.replay.client import Client
     from skymemory.serving.replay.prompts import Prompt
@@ -196,7 +196,7 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
     """Exit code 1 where ``--within`` is missed."""
     import asyncio
 
-    from skymemory.conductor.cost_model.fit import dump
+    from skymemory.conductor.cost_fit import dump
     from skymemory.serving.fitting import prefill_cells
     from skymemory.serving.replay.client import base_url
 
@@ -222,7 +222,7 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
 
 
 def _shape(args: argparse.Namespace) -> ModelShape:
-    from skymemory.conductor.cost_model.model import shape_of
+    from skymemory.conductor.cost_model import shape_of
     from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 
     file = args.shape or Path(SMALL_MODEL_FOLDER) / "config.json"
@@ -313,8 +313,8 @@ async def _prompts(args: argparse.Namespace, client: Client, context_tokens: int
 
 
 def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) -> _Fitted:
-    from skymemory.conductor.cost_model.fit import decode_errors, fit_decode, fit_prefill, prefill_errors
-    from skymemory.conductor.cost_model.model import Machine
+    from skymemory.conductor.cost_fit import decode_errors, fit_decode, fit_prefill, prefill_errors
+    from skymemory.conductor.cost_model import Machine
 
     machine = None
     if args.flops is not None:
@@ -393,7 +393,7 @@ def _law(cost: CostModel) -> str:
 
 
 def _object(measured: _Measured, fitted: _Fitted, notes: dict[str, Any]) -> dict[str, Any]:
-    from skymemory.conductor.cost_model.fit import dump
+    from skymemory.conductor.cost_fit import dump
 
     cost = fitted.cost
     return {

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from skymemory.conductor.fleet import Fleet, Server
-from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.strategies.base import Scorer, unpack_scores
-from skymemory.errors import SkyMemoryError
+from skymemory.conductor.request import Decision, Plan, Request
+from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
@@ -22,6 +22,298 @@ ADAPTER_QUEUE = 16
 adapter is loaded: loading one takes about as long as a few prefills.
 """
 _MASK = (1 << 64) - 1
+_KEPT = 0.95
+"""Decay of earlier prompts per new one, in the ratio of our tokens to the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTotals:
+    """Counters of an engine over all requests since its start. Tokens are by its tokenizer, not ours."""
+
+    requests: float
+    tokens: float
+    """Prompt tokens."""
+    computed: float
+    """Prompt tokens that were not cached."""
+    seconds: float
+    """Sum over requests, from the start of the prefill to the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """An engine's metrics as of ``at_s``."""
+
+    at_s: float
+    waiting: int = 0
+    """Requests queued for their prefill."""
+    running: int = 0
+    kv_usage: float = 0.0
+    """Share of its KV cache in use, 0 to 1."""
+    cache_blocks: int | None = None
+    """Capacity of its KV cache in blocks, if reported."""
+    block_tokens: int | None = None
+    adapters: frozenset[str] = frozenset()
+    """LoRA adapters that are loaded or loading."""
+    max_adapters: int | None = None
+    prefills: PrefillTotals | None = None
+    """Totals of its prefills, if reported."""
+
+
+class Server:
+    """One server. ``reported`` is its last report, None before the first."""
+
+    __slots__ = (
+        "_draining",
+        "_engine_tokens",
+        "_fleet",
+        "_healthy",
+        "_read_tokens",
+        "in_flight",
+        "name",
+        "prefill_tokens",
+        "prefilling",
+        "reported",
+        "slot",
+    )
+
+    def __init__(self, name: str, slot: int, fleet: Fleet | None = None) -> None:
+        self.name = name
+        self.slot = slot
+        self.reported: LoadReport | None = None
+        self.in_flight = 0
+        """Requests sent to it that have not ended."""
+        self.prefilling = 0
+        """Those of them without their first byte."""
+        self.prefill_tokens = 0.0
+        """Estimated prefill backlog of those: prompt tokens less matched ones."""
+        self._healthy, self._draining = True, False
+        self._fleet = fleet
+        self._read_tokens = self._engine_tokens = 0.0
+
+    def __repr__(self) -> str:
+        state = "" if self._healthy else ", not healthy"
+        return (
+            f"Server({self.name!r}, slot {self.slot}, {self.in_flight} in flight{state}{', draining' * self._draining})"
+        )
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    @healthy.setter
+    def healthy(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self._changed()
+
+    @property
+    def draining(self) -> bool:
+        """Finishes its requests and gets no new ones."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._changed()
+
+    @property
+    def takes_requests(self) -> bool:
+        return self._healthy and not self._draining
+
+    def _changed(self) -> None:
+        if self._fleet is not None:
+            self._fleet.changed()
+
+    def reported_tokens(self, read: int, reported: int) -> None:
+        """Records that a prompt of ``read`` tokens by our count had ``reported`` by the engine's usage."""
+        if read and reported:
+            self._read_tokens = self._read_tokens * _KEPT + read
+            self._engine_tokens = self._engine_tokens * _KEPT + reported
+
+    @property
+    def read_per_token(self) -> float:
+        """Our tokens per token of the engine; 1 before it reported any."""
+        return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
+
+    def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
+        """The last report, or None if it is older than ``stale_s``."""
+        report = self.reported
+        return report if report is not None and now_s - report.at_s <= stale_s else None
+
+
+class Fleet:
+    """Servers by name."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+        """In the order of their addition."""
+        self._free_slots: list[int] = []
+        self._slots = 0
+        self._available: tuple[Server, ...] | None = None
+
+    @property
+    def available(self) -> tuple[Server, ...]:
+        """Servers that take requests, in the order of their addition; cached until a server changes."""
+        available = self._available
+        if available is None:
+            available = self._available = tuple(server for server in self.servers.values() if server.takes_requests)
+        return available
+
+    def changed(self) -> None:
+        """Drops the cached ``available``."""
+        self._available = None
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self.servers.values())
+
+    def __len__(self) -> int:
+        return len(self.servers)
+
+    def add(self, name: str) -> Server:
+        """Adds a server, which counts as healthy.
+
+        Raises:
+            InvalidInput: the name is taken.
+        """
+        if name in self.servers:
+            raise InvalidInput(f"server {name!r} is in the fleet already; names must differ")
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot, self._slots = self._slots, self._slots + 1
+        server = self.servers[name] = Server(name, slot, self)
+        self.changed()
+        return server
+
+    def remove(self, name: str) -> Server | None:
+        """Removes a server. Its slot goes to the next one added: scorers must have forgotten it by then."""
+        server = self.servers.pop(name, None)
+        if server is not None:
+            self._free_slots.append(server.slot)
+            self.changed()
+        return server
+
+
+Weights = tuple[tuple[str, Sequence[float]], ...]
+RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
+"""A ranking's entry of one server: score, matched tokens, estimated time to first token and between tokens, plan,
+estimated compute time, and its figures in ``weights``. A plain tuple, since every request makes one.
+"""
+
+
+class Ranking:
+    """Scores and estimates of servers, in the order in which they were given."""
+
+    __slots__ = ("_compute_s", "_matched", "_scores", "_ttft_s", "_weights", "estimated_tbt_s", "plans", "reasons")
+
+    def __init__(
+        self,
+        scores: Sequence[float],
+        matched_tokens: Sequence[int] | None = None,
+        estimated_ttft_s: Sequence[float] | None = None,
+        reasons: tuple[str, ...] = (),
+        weights: Weights = (),
+        estimated_tbt_s: Sequence[float] | None = None,
+        plans: Sequence[Plan] | None = None,
+        estimated_compute_s: Sequence[float] | None = None,
+    ) -> None:
+        self._scores, self._matched = scores, matched_tokens
+        self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
+        self.reasons = reasons
+        """Reasons that hold for all servers."""
+        self.estimated_tbt_s = estimated_tbt_s
+        """Seconds between tokens, for decode servers."""
+        self.plans = plans
+        """How each would obtain the prompt's KV."""
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """Higher is better; the picker breaks ties."""
+        return self._scores
+
+    @property
+    def matched_tokens(self) -> Sequence[int] | None:
+        """Tokens of the prompt that each is estimated to hold; None if the strategy ignores caches."""
+        return self._matched
+
+    @property
+    def estimated_ttft_s(self) -> Sequence[float] | None:
+        return self._ttft_s
+
+    @property
+    def estimated_compute_s(self) -> Sequence[float] | None:
+        """The compute part of ``estimated_ttft_s``; with plans, see those."""
+        return self._compute_s
+
+    @property
+    def weights(self) -> Weights:
+        """Named parts of the scores, per server: the chosen one's become reasons."""
+        return self._weights
+
+    @property
+    def packed(self) -> Sequence[float] | bytes:
+        """The scores in the form that a decision keeps."""
+        return self._scores
+
+    def best(self) -> Sequence[int]:
+        """Positions of the highest score."""
+        scores = self.scores
+        best = max(scores)
+        return [at for at, score in enumerate(scores) if score == best]
+
+    def entry(self, at: int) -> RankedServer:
+        matched, ttft_s, tbt_s = self.matched_tokens, self.estimated_ttft_s, self.estimated_tbt_s
+        plan = None if self.plans is None else self.plans[at]
+        compute_s = self.estimated_compute_s
+        return (
+            self.scores[at],
+            0 if matched is None else matched[at],
+            None if ttft_s is None else ttft_s[at],
+            None if tbt_s is None else tbt_s[at],
+            plan,
+            plan.compute_s if plan is not None else None if compute_s is None else compute_s[at],
+            tuple((name, figures[at]) for name, figures in self.weights),
+        )
+
+
+def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
+    """The scores of ``Ranking.packed``."""
+    return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
+
+
+class Scorer(Protocol):
+    """A routing strategy."""
+
+    name: str
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        """Scores of ``servers`` (at least one) for ``request``. Changes no visible state."""
+
+    def routed(self, request: Request, server: Server, now_s: float) -> None:
+        """``request`` is sent to ``server``."""
+
+    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
+        """The first byte of the answer came: the server has computed the prompt and holds it.
+
+        ``cached_tokens``: tokens of the prompt that the server reports as cached, if it does.
+        """
+
+    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
+        """The end of the answer reports the cached tokens of the prompt.
+
+        Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
+        """
+
+    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        """The last byte came, or the client disconnected after ``succeeded``. Called once, before ``corrected``.
+
+        ``output_tokens``: of the answer, if complete and reported.
+        """
+
+    def failed(self, request: Request, server: Server, now_s: float) -> None:
+        """The request ended before its first byte: it left nothing in the cache."""
+
+    def forget(self, server: Server) -> None:
+        """The server left the fleet or restarted: its cache is empty."""
 
 
 class NoServer(SkyMemoryError):

@@ -2,35 +2,185 @@
 
 Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a ``Picker``
 of decode servers, and an ``Admission`` rule. Servers that do both need one picker only.
+
+An admission rule decides twice: when a request arrives, and when its prefill is done, before it joins a decode batch (a
+refusal then wastes the prefill). It sees estimates only: the time to first token, the decode server's time between
+tokens, and a forecast of the latter (``DecodeForecast``). It is notified of the outcome of every request, and may learn
+from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from skymemory.conductor.admission.base import Admission, AdmitAll, Case, DecodeForecast, Refusal
 from skymemory.conductor.picker import Picker
-from skymemory.conductor.request import Decision, Request
+from skymemory.conductor.request import Decision, Request, Slo
+
+KINDS = ("ttft", "tbt", "cost", "share", "priority", "queue")
+"""Estimated time to first token too long; time between tokens too long; costs more than others that fit; the tenant's
+share is used up; higher priorities go first; the queue is full, or the wait in it too long."""
+RETRY_S = 1.0
+"""Retry-After where no estimate says when there will be room."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is refused."""
+
+    reason: str
+    """One sentence with figures."""
+    retry_after_s: float
+    """Estimated time until a retry may be admitted."""
+    computed: bool = False
+    """Its prefill had been computed, and is wasted."""
+    kind: str = ""
+    """One of ``KINDS``, for metrics."""
+
+
+class DecodeForecast(Protocol):
+    """Forecast of the decode servers' load."""
+
+    @property
+    def decode_s(self) -> float:
+        """Usual duration of decoding; infinite while unknown."""
+        ...
+
+    def expected(self, request: Request, at_s: float) -> None:
+        """A request placed on a decode server is estimated to join its batch at ``at_s``."""
+        ...
+
+    def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
+        """Mean over the servers of the seconds between tokens at ``at_s``, with ``request`` added to each batch.
+
+        Counts the requests that are decoding or in prefill now, that will have joined by then and not ended, if each
+        decodes for the usual time.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class Placement:
-    """Where one admitted request goes."""
+    """A request and where it goes; before its admission, where it would go. Immutable by convention."""
 
-    case: Case
+    request: Request
+    prefill: Decision
+    decode: Decision | None = None
+    """None: the prefill server decodes too."""
+    forecast: DecodeForecast | None = None
 
-    @property
-    def request(self) -> Request:
-        return self.case.request
+    def slo(self, default: Slo) -> Slo:
+        """The request's own objectives, else ``default``."""
+        return self.request.slo or default
 
-    @property
-    def prefill(self) -> Decision:
-        return self.case.prefill
 
-    @property
-    def decode(self) -> Decision | None:
-        return self.case.decode
+class Admission(Protocol):
+    """An admission rule. No I/O, no clock; equal calls give equal answers."""
+
+    name: str
+
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        """None: admitted. Changes no state."""
+        ...
+
+    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+        """The prefill is done; ``placement.decode`` is a current estimate. None: it may decode."""
+        ...
+
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+        """It was refused on arrival, by this rule or by one around it."""
+        ...
+
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        """It was admitted."""
+        ...
+
+    def prefilled(self, placement: Placement, now_s: float) -> None:
+        """The first token came. Called before ``before_decode``."""
+        ...
+
+    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+        """It ended; ``met``: whether its objectives were met.
+
+        None: unknown, it failed, or it was refused before decoding.
+        """
+        ...
+
+
+class StatelessRule:
+    """Base of rules that learn nothing."""
+
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+        pass
+
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        pass
+
+    def prefilled(self, placement: Placement, now_s: float) -> None:
+        pass
+
+    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+        pass
+
+
+class AdmitAll(StatelessRule):
+    """Refuses nothing."""
+
+    name = "all"
+
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        return None
+
+    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+        return None
+
+
+class RuleAround:
+    """Base of rules around another one: passes everything on."""
+
+    def __init__(self, rule: Admission) -> None:
+        self.rule = rule
+        self.name = rule.name
+
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        return self.rule.on_arrival(placement, now_s)
+
+    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+        return self.rule.before_decode(placement, now_s)
+
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+        self.rule.refused(placement, refusal, now_s)
+
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        self.rule.accepted(placement, now_s)
+
+    def prefilled(self, placement: Placement, now_s: float) -> None:
+        self.rule.prefilled(placement, now_s)
+
+    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+        self.rule.ended(placement, now_s, met)
+
+
+class Probing(RuleAround):
+    """``rule``, but admits the next request when none was admitted for ``every_s``.
+
+    Estimates are learnt from served requests. Once they are so wrong that all are refused (after a server hung, or
+    with an objective below the default estimate), only a probe can correct them.
+    """
+
+    def __init__(self, rule: Admission, every_s: float) -> None:
+        super().__init__(rule)
+        self._every_s = every_s
+        self._admitted_s = -math.inf
+
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        return None if now_s - self._admitted_s >= self._every_s else super().on_arrival(placement, now_s)
+
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        self._admitted_s = now_s
+        super().accepted(placement, now_s)
 
 
 class Scheduler:
@@ -58,14 +208,12 @@ class Scheduler:
         Raises:
             NoServer: no server takes requests.
         """
-        prefill = self.prefill.pick(request, now_s, among)
-        decode = None if self.decode is None else self.decode.pick(request, now_s)
-        case = Case(request, prefill, decode, self.forecast)
-        refusal = self.admission.on_arrival(case, now_s)
+        placement = self._picked(request, now_s, among)
+        refusal = self.admission.on_arrival(placement, now_s)
         if refusal is not None:
-            self.admission.refused(case, refusal, now_s)
+            self.admission.refused(placement, refusal, now_s)
             return refusal
-        return Placement(case)
+        return placement
 
     def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
         """Another placement after a server ``failed``; admission is not repeated.
@@ -73,32 +221,33 @@ class Scheduler:
         Raises:
             NoServer: no server takes requests.
         """
-        prefill = self.prefill.pick(placement.request, now_s, among)
-        decode = None if self.decode is None else self.decode.pick(placement.request, now_s)
-        return Placement(replace(placement.case, prefill=prefill, decode=decode))
+        return self._picked(placement.request, now_s, among)
+
+    def _picked(self, request: Request, now_s: float, among: Collection[str] | None) -> Placement:
+        prefill = self.prefill.pick(request, now_s, among)
+        decode = None if self.decode is None else self.decode.pick(request, now_s)
+        return Placement(request, prefill, decode, self.forecast)
 
     def begin(self, placement: Placement, now_s: float) -> None:
         """The request is sent. From now on the decode server expects it."""
-        case = placement.case
-        self.prefill.routed(case.prefill, now_s)
+        self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
             if self.forecast is not None:
                 self.forecast.expected(placement.request, now_s + (placement.prefill.estimated_ttft_s or 0.0))
-        self.admission.accepted(case, now_s)
+        self.admission.accepted(placement, now_s)
 
     def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:
         """The prefill is done. Returns a refusal if the request may not decode; it has ended then."""
-        case = placement.case
-        self.prefill.succeeded(case.prefill, now_s, cached_tokens)
-        self.admission.prefilled(case, now_s)
+        self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
+        self.admission.prefilled(placement, now_s)
         if self.decode is None or placement.decode is None:
             return None
         self.prefill.ended(placement.prefill, now_s)
-        refusal = self.admission.before_decode(self._case_now(placement, now_s), now_s)
+        refusal = self.admission.before_decode(self._current(placement, now_s), now_s)
         if refusal is not None:
             self.decode.failed(placement.decode, now_s)
-            self.admission.ended(placement.case, now_s, None)
+            self.admission.ended(placement, now_s, None)
             return replace(refusal, computed=True)
         return None
 
@@ -119,12 +268,11 @@ class Scheduler:
 
         ``cached_tokens`` and ``output_tokens``: from the answer's usage, where it has them.
         """
-        case = placement.case
-        if self.decode is not None and case.decode is not None:
-            self.decode.ended(case.decode, now_s, output_tokens=output_tokens)
+        if self.decode is not None and placement.decode is not None:
+            self.decode.ended(placement.decode, now_s, output_tokens=output_tokens)
         else:
-            self.prefill.ended(case.prefill, now_s, cached_tokens, output_tokens)
-        self.admission.ended(case, now_s, met)
+            self.prefill.ended(placement.prefill, now_s, cached_tokens, output_tokens)
+        self.admission.ended(placement, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
         """Its server failed, with the prefill done or not, in a decode batch or not."""
@@ -134,14 +282,14 @@ class Scheduler:
             if not prefilled:
                 self.prefill.failed(placement.prefill, now_s)
             (self.decode.ended if decoding else self.decode.failed)(placement.decode, now_s)
-        self.admission.ended(placement.case, now_s, None)
+        self.admission.ended(placement, now_s, None)
 
-    def _case_now(self, placement: Placement, now_s: float) -> Case:
-        """The request's case with a current estimate of its decode server."""
+    def _current(self, placement: Placement, now_s: float) -> Placement:
+        """The placement with a current estimate of its decode server."""
         assert self.decode is not None and placement.decode is not None
         chosen = placement.decode.server
         server = self.decode.fleet.servers.get(chosen)
         if server is None or not server.takes_requests:
-            return placement.case
+            return placement
         again = self.decode.pick(placement.request, now_s, (chosen,))
-        return replace(placement.case, decode=again)
+        return replace(placement, decode=again)

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from skymemory.conductor.admission.base import Slo
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.conductor.request import Slo
 from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.settings import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.chrome_trace import write_chrome_trace
-from skymemory.sim.cluster.metrics import ClusterMetrics, keeps, measured
-from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome
+from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, RequestOutcome, keeps, measured
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 
-from skymemory.conductor.admission.base import Admission, AdmitAll, Probing, Refusal, Slo
 from skymemory.conductor.admission.named import FAIR, admission
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import Admission, AdmitAll, Probing, Refusal
 from skymemory.conductor.strategies.named import DEFAULT, ESTIMATES
 from skymemory.errors import InvalidInput
 from skymemory.router.api_error import ApiError

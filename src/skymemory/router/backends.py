@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Picker, Server
 from skymemory.conductor.request import Request
 from skymemory.router.settings import Backend, Health
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import msgspec
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.router.api_error import ApiError
 
 MOST_PRIORITY = 10

@@ -16,7 +16,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Fleet, Scorer
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.prefix_index.replicated import (
@@ -28,7 +28,6 @@ from skymemory.conductor.prefix_index.replicated import (
     take_snapshot,
     unpack_snapshot,
 )
-from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES, named
 from skymemory.errors import InvalidInput, LaterFile, os_reason
 from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded, write_private

@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
-from skymemory.conductor.admission.base import RETRY_S, Refusal, Slo
-from skymemory.conductor.request import Request
+from skymemory.conductor.request import Request, Slo
+from skymemory.conductor.scheduler import RETRY_S, Refusal
 from skymemory.config import duration, setting, size, whole
 from skymemory.errors import InvalidInput
 

@@ -123,7 +123,7 @@ class RequestAccount:
             return False
         self._enter(self._scheduler.failed, self._placement, now_s, False)
         self.decision = decision.taken_by(server)
-        self._placement = Placement(replace(self._placement.case, prefill=self.decision))
+        self._placement = replace(self._placement, prefill=self.decision)
         self._enter(self._scheduler.begin, self._placement, now_s)
         return True
 

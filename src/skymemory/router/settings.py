@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from skymemory.conductor.cost_fit import parse
 from skymemory.conductor.cost_model import PRESETS, CostModel
-from skymemory.conductor.cost_model.fit import parse
 from skymemory.config import (
     duration,
     filled,

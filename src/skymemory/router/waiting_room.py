@@ -10,8 +10,8 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from skymemory.conductor.admission.base import Refusal
 from skymemory.conductor.request import Request
+from skymemory.conductor.scheduler import Refusal
 from skymemory.router.queue import Entry, RequestQueue, Waits, work_of
 
 LOOK_S = 0.25

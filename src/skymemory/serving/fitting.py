@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from skymemory.conductor.cost_model.fit import DecodePoint, PrefillPoint
+from skymemory.conductor.cost_fit import DecodePoint, PrefillPoint
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.serving.replay.client import Client, Clock
 from skymemory.serving.replay.outcome import Outcome, Status

@@ -23,20 +23,18 @@ from numpy.typing import NDArray
 
 from skymemory import native
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
-from skymemory.conductor.fleet import Fleet, LoadReport, PrefillTotals, Server
-from skymemory.conductor.picker import Picker
-from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.picker import Fleet, LoadReport, Picker, PrefillTotals, Scorer, Server
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, PrefixIndex
 from skymemory.conductor.prefix_index.events import Batch, BlocksRemoved, BlocksStored
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request, seed
-from skymemory.conductor.strategies.base import Scorer, mix
+from skymemory.conductor.strategies.base import mix
 from skymemory.conductor.strategies.estimates import PrefillCost
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.named import named
 from skymemory.errors import InvalidInput
 from skymemory.sim.clock import Clock, Event
-from skymemory.sim.cluster.pool_base import PrefixCache
+from skymemory.sim.cluster.pool import PrefixCache
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
 from skymemory.stats import percentile
 

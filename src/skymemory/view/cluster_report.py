@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.conductor.admission.base import Slo
-from skymemory.sim.cluster.metrics import ClusterMetrics, measured
-from skymemory.sim.cluster.outcome import ClusterRun
+from skymemory.conductor.request import Slo
+from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, measured
 from skymemory.view.drawing import INK, new_figure, save
 
 if TYPE_CHECKING:

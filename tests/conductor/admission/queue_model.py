@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from tests.conductor.admission.cases import case
 
-from skymemory.conductor.admission.base import Admission, Refusal, Slo
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import Admission, Refusal
 
 
 @dataclass

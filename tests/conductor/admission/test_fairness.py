@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.conductor.admission.cases import case
 from tests.conductor.admission.queue_model import Asked, poisson, run
 
-from skymemory.conductor.admission.base import AdmitAll, Slo
 from skymemory.conductor.admission.fairness import Fair, FairnessSettings
 from skymemory.conductor.admission.named import admission
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import AdmitAll
 from skymemory.errors import InvalidInput
 
 SLO = Slo(10.0, 0.1)
@@ -153,7 +154,7 @@ def test_a_small_tenant_is_not_refused_for_being_dear() -> None:
 
 
 def refusal_of() -> object:
-    from skymemory.conductor.admission.base import Refusal
+    from skymemory.conductor.scheduler import Refusal
 
     return Refusal("", 1.0)
 

@@ -8,9 +8,10 @@ import pytest
 from tests.conductor.admission.cases import Believed, case
 from tests.conductor.admission.queue_model import Asked, poisson, run
 
-from skymemory.conductor.admission.base import Refusal, Slo
 from skymemory.conductor.admission.goodput import Batches, Goodput, GoodputSettings, LearntHeadroom, LearntTtft, Price
 from skymemory.conductor.admission.named import admission
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import Refusal
 from skymemory.errors import InvalidInput
 
 SLO = Slo(10.0, 0.1)

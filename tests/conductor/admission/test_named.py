@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.conductor.admission.base import Slo
 from skymemory.conductor.admission.goodput import Goodput
 from skymemory.conductor.admission.named import NAMES, RULES, admission, options_of
+from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 
 SLO = Slo(10.0, 0.1)

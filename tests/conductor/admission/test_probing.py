@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tests.conductor.admission.cases import case
 
-from skymemory.conductor.admission.base import Probing, Slo
 from skymemory.conductor.admission.mooncake import Early
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import Probing
 
 
 def test_one_is_let_in_when_nobody_was_for_a_while() -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 from tests.conductor.admission.cases import Believed, case
 
-from skymemory.conductor.admission.base import Admission, Slo
 from skymemory.conductor.admission.mooncake import Baseline, Early, Predicted
 from skymemory.conductor.admission.named import admission
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import Admission
 
 SLO = Slo(ttft_s=10.0, tbt_s=0.1)
 RULES: list[Callable[[Slo], Admission]] = [Baseline, Early, Predicted]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.conductor.scheduling.worlds import a_request, centric, fleet_of
 
-from skymemory.conductor.cost_model.model import Medium
+from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Plan
 from skymemory.errors import InvalidInput

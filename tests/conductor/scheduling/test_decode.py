@@ -8,8 +8,7 @@ import pytest
 from tests.conductor.scheduling.worlds import a_request, fleet_of
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.fleet import Fleet, LoadReport
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, LoadReport, Picker
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduling.decode import LeastTbt, Parts
 from skymemory.errors import InvalidInput

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, fleet_of
 
-from skymemory.conductor.admission.base import Case, Refusal, StatelessRule
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.picker import Fleet
+from skymemory.conductor.scheduler import Placement, Refusal, Scheduler, StatelessRule
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.scheduling.named import NAMES, SCHEDULERS, build, prefill_scorer
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
@@ -39,16 +38,16 @@ class Moody(StatelessRule):
         self.at_arrival = self.before = False
         self.open = 0
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+    def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
         return Refusal("no", 1.0) if self.at_arrival else None
 
-    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
+    def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
         return Refusal("no", 1.0) if self.before else None
 
-    def accepted(self, case: Case, now_s: float) -> None:
+    def accepted(self, case: Placement, now_s: float) -> None:
         self.open += 1
 
-    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
+    def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
         self.open -= 1
 
 

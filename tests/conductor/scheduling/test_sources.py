@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.conductor.scheduling.worlds import Busy, Quadratic, Told, a_request, centric, fleet_of
 
-from skymemory.conductor.cost_model.model import Medium
+from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Picker
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
 from skymemory.conductor.scheduling.prefill import PlannedLinks, Source, deepest, undominated

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conductor.scheduling.worlds import BLOCK, Busy, Quadratic, Tiers, Told, a_request, centric, fleet_of
 
-from skymemory.conductor.cost_model.model import Medium, loaded_s
+from skymemory.conductor.cost_model import Medium, loaded_s
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings, best_split, finish_s
 
 _SECONDS = st.floats(0.0, 100.0, allow_nan=False)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skymemory.conductor.cost_model.model import Medium
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.cost_model import Medium
+from skymemory.conductor.picker import Fleet
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker, Scorer
 from skymemory.conductor.request import Decision, Prompt, Request
-from skymemory.conductor.strategies.base import Scorer
 
 BLOCK_TOKENS = 16
 

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from tests.conductor.strategies.fleets import a_fleet, a_request, scores, serve
 
-from skymemory.conductor.fleet import LoadReport
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import LoadReport, Picker, Scorer
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import NAMES, STRATEGIES, named
 
 LEARNING = ("least-ttft", "approximate", "radix", "hash-trie", "simhash", "lmetric", "block-cost")

@@ -8,16 +8,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tests.conductor.naive_index import NaivePrefixIndex
 from tests.conductor.strategies.fleets import a_fleet, a_request, serve
 
-from skymemory.conductor.fleet import LoadReport
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import LoadReport, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
-from skymemory.conductor.strategies.radix import Radix, RadixSettings
+from skymemory.conductor.strategies.sglang import Radix, RadixSettings
 from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise
 
 

@@ -6,11 +6,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tests.conductor.naive_index import NaivePrefixIndex
 from tests.conductor.strategies.fleets import a_fleet, a_request, serve
 
-from skymemory.conductor.fleet import LoadReport
-from skymemory.conductor.picker import Picker
-from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
+from skymemory.conductor.picker import LoadReport, Picker
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.estimates import LearnedSpeeds

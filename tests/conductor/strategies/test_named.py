@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+from tests.conductor.naive_index import NaivePrefixIndex
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.prefix_index.naive import NaivePrefixIndex
 from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds
 from skymemory.conductor.strategies.hashing import BoundedRing
 from skymemory.conductor.strategies.least_ttft import LeastTtft

@@ -14,8 +14,7 @@ from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory import native
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.fleet import LoadReport, PrefillTotals
-from skymemory.conductor.picker import NoServer, Picker
+from skymemory.conductor.picker import LoadReport, NoServer, Picker, PrefillTotals
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.events import Batch, BlocksStored
 from skymemory.conductor.prefix_index.precise import PreciseIndex

@@ -7,7 +7,7 @@ import pytest
 from tests.conductor.strategies.fleets import a_fleet, a_request
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.fleet import LoadReport, PrefillTotals
+from skymemory.conductor.picker import LoadReport, PrefillTotals
 from skymemory.conductor.strategies.base import GainThreshold, RequestNotes, load_bound, loads_of
 from skymemory.conductor.strategies.estimates import UNKNOWN, GivenSpeeds, LearnedSpeeds
 from skymemory.conductor.strategies.hash_trie import depths

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from tests.router.engines.engine_texts import SGLANG, VLLM
 
-from skymemory.conductor.fleet import Fleet, LoadReport
+from skymemory.conductor.picker import Fleet, LoadReport
 from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, fetch_metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -20,11 +20,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker, Scorer
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.api_error import ApiError
 from skymemory.router.backends import Backends

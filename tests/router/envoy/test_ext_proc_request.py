@@ -21,7 +21,7 @@ from tests.router.envoy.exchanges import (
     request_trailers,
 )
 
-from skymemory.conductor.fleet import LoadReport
+from skymemory.conductor.picker import LoadReport
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.messages import OVERWRITE, PIECE_BYTES

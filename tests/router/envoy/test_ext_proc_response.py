@@ -23,7 +23,7 @@ from tests.router.envoy.exchanges import (
     response_trailers,
 )
 
-from skymemory.conductor.fleet import Server
+from skymemory.conductor.picker import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy import messages as say

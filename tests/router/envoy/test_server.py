@@ -19,8 +19,7 @@ from tests.router.envoy.test_ext_proc_server import LOOP
 from tests.store.redis_server import RedisServer
 
 import skymemory
-from skymemory.conductor.fleet import Fleet, LoadReport
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, LoadReport, Picker
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.errors import InvalidInput

@@ -20,8 +20,7 @@ from tests.router.envoy.exchanges import (
 )
 from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
-from skymemory.conductor.admission.base import Case, Refusal, StatelessRule
-from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.scheduler import Placement, Refusal, Scheduler, StatelessRule
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.envoy.server import endpoint_picker
@@ -141,20 +140,20 @@ def test_a_rule_of_admission_is_asked_and_told() -> None:
     class OneInTwo(StatelessRule):
         name = "one in two"
 
-        def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+        def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
             told.append("asked")
             return Refusal("it is the second", 7.2, kind="ttft") if told.count("asked") == 2 else None
 
-        def before_decode(self, case: Case, now_s: float) -> Refusal | None:
+        def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
             return None
 
-        def accepted(self, case: Case, now_s: float) -> None:
+        def accepted(self, case: Placement, now_s: float) -> None:
             told.append("accepted")
 
-        def refused(self, case: Case, refusal: Refusal, now_s: float) -> None:
+        def refused(self, case: Placement, refusal: Refusal, now_s: float) -> None:
             told.append("refused")
 
-        def ended(self, case: Case, now_s: float, met: bool | None) -> None:
+        def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
             told.append(f"ended {met}")
 
     service = a_service(1)

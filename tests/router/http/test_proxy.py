@@ -13,7 +13,7 @@ import pytest
 from tests.router.mock_engine import MockEngine, stream_events
 from tests.router.running import PATIENCE_S, Running, until
 
-from skymemory.conductor.fleet import PrefillTotals, Server
+from skymemory.conductor.picker import PrefillTotals, Server
 from skymemory.conductor.request import Request
 
 Run = Callable[..., Running]

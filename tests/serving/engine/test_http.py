@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.serving.door import Door
 
-from skymemory.conductor.fleet import PrefillTotals
+from skymemory.conductor.picker import PrefillTotals
 from skymemory.router.engines.metrics import read_metrics
 
 pytestmark = pytest.mark.engine

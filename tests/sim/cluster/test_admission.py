@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from skymemory.conductor.admission.base import Slo
-from skymemory.sim.cluster.metrics import ClusterMetrics, keeps, measured
+from skymemory.conductor.request import Slo
+from skymemory.sim.cluster.outcome import ClusterMetrics, keeps, measured
 from skymemory.sim.cluster.schedulers import asked
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import run_cluster

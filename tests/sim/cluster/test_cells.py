@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.cells import CapacityCell, ClusterCell, at_rate, capacity, run_cell, run_of
 from skymemory.sim.cluster.setup import ClusterSetup

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sim.cluster.toy import told
 
-from skymemory.conductor.admission.base import Case, Refusal, Slo, StatelessRule
 from skymemory.conductor.cost_model import Medium
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.request import Request
-from skymemory.conductor.scheduler import Placement, Scheduler
-from skymemory.conductor.strategies.base import Scorer
+from skymemory.conductor.picker import Scorer, Server
+from skymemory.conductor.request import Request, Slo
+from skymemory.conductor.scheduler import Placement, Refusal, Scheduler, StatelessRule
 from skymemory.sim.cluster.outcome import ClusterRun
 from skymemory.sim.cluster.schedulers import World, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
@@ -38,16 +36,16 @@ class Dice(StatelessRule):
     def _roll(self) -> Refusal | None:
         return Refusal("by chance", 1.0) if self._dice.random() < self._share else None
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
+    def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
         return self._roll()
 
-    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
+    def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
         return self._roll()
 
-    def accepted(self, case: Case, now_s: float) -> None:
+    def accepted(self, case: Placement, now_s: float) -> None:
         self.open += 1
 
-    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
+    def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
         self.open -= 1
 
 

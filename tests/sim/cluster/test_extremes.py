@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.conductor.cost_model.model import Medium
+from skymemory.conductor.cost_model import Medium
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.cells import swings
 from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings

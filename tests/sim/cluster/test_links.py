@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.pool_base import Link, streamed_s, transfer_s
+from skymemory.sim.cluster.pool import Link, streamed_s, transfer_s
 
 
 def test_two_transfers_on_one_link_go_one_after_the_other() -> None:

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.metrics import ClusterMetrics, Quantiles, keeps, measured
-from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome
+from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, Quantiles, RequestOutcome, keeps, measured
 
 SLO = Slo(ttft_s=2.0, tbt_s=0.1)
 

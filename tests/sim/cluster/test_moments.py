@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.demo.conductor import Playback
 from skymemory.sim.cluster.cells import ClusterCell, run_of
-from skymemory.sim.cluster.metrics import measured
-from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome
+from skymemory.sim.cluster.outcome import ClusterRun, RequestOutcome, measured
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.workload import OpenSource
 

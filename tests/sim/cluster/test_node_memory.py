@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.eviction.policies import POLICIES
-from skymemory.sim.cluster.pool import NodeMemory, PolicyMemory, memory_of
-from skymemory.sim.cluster.pool_base import PrefixCache
+from skymemory.sim.cluster.pool import NodeMemory, PolicyMemory, PrefixCache, memory_of
 from skymemory.sim.workload import CONVERSATIONS, generate
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as COST
-from skymemory.conductor.cost_model.model import Medium
+from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.request import Plan
 from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.setup import PoolSettings, SkySetup
+from skymemory.sim.cluster.simulation import new_pool
 
 BLOCK = COST.kv_bytes(512)
 NETWORK = Medium("network", BLOCK, 0.5)
@@ -88,7 +89,7 @@ def test_what_memory_evicted_is_read_from_the_ssd() -> None:
 
 def test_the_sky_is_a_source_and_gets_copies() -> None:
     settings = PoolSettings(3 * BLOCK, network=NETWORK, sky=SkySetup(bytes_per_s=2 * BLOCK, servers=9))
-    here = ClusterPool(["a", "b"], COST, settings)
+    here = new_pool(["a", "b"], COST, settings)
     prompt = np.array([1, 2, 3, 4], dtype=np.uint64)
     here.at(0.5)
     here.stored(0, (1, 2, 3), 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as COST
-from skymemory.conductor.cost_model.model import Medium
+from skymemory.conductor.cost_model import Medium
 from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.sim.cluster.toy import POOL, TOY, told
 
-from skymemory.conductor.cost_model import Medium
-from skymemory.conductor.cost_model.model import loaded_s, pipelined_s
+from skymemory.conductor.cost_model import Medium, loaded_s, pipelined_s
 from skymemory.conductor.request import Plan, Prompt, Request
 from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.job import Job

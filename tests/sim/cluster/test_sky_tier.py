@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skymemory.constellation.presets import preset_named
 from skymemory.errors import InvalidInput, UnknownPreset
 from skymemory.placement.locate import Placement, server_moves
-from skymemory.sim.cluster.pool_base import Link
+from skymemory.sim.cluster.pool import Link
 from skymemory.sim.cluster.setup import SkySetup
 from skymemory.sim.cluster.sky import SkyGeometry, SkyTier
 from skymemory.testbed.connect import expected_round_trip_s

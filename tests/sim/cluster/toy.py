@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skymemory.conductor.cost_model import CostModel, Machine, Medium, ModelShape
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Picker, Ranking, Server
 from skymemory.conductor.request import Plan, Request
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.base import Ranking, Stateless
+from skymemory.conductor.strategies.base import Stateless
 from skymemory.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory.sim.cluster.setup import PoolSettings
 

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from skymemory.conductor.admission.base import RETRY_S, Admission, Case, Refusal, Slo
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import RETRY_S, Admission, Placement, Refusal, RuleAround
 from skymemory.errors import InvalidInput
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -48,56 +49,53 @@ class FairnessSettings:
                 raise InvalidInput(f"fairness: the weight of tenant {tenant!r} is {weight:g}; expected above 0")
 
 
-class Fair:
+class Fair(RuleAround):
     """An admission rule with priorities and shares applied before ``rule``."""
 
     def __init__(self, rule: Admission, slo: Slo, settings: FairnessSettings | None = None) -> None:
         self.settings = settings = settings or FairnessSettings()
-        self.rule = rule
+        super().__init__(rule)
         self.slo = slo
         self.name = f"{rule.name}+fair"
         self._shares = Shares(settings.share_window_s, settings.weights)
         self._levels: dict[int, float] = {}
         """Priorities by the time of their last request."""
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        load = self._load(case)
-        refusal = self._priority_refusal(case.request.priority, load, now_s) or self._share_refusal(case, load)
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        load = self._load(placement)
+        refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(
+            placement, load
+        )
         if refusal is not None:
             return refusal
-        refusal = self.rule.on_arrival(case, now_s)
-        if refusal is not None and refusal.kind == "cost" and self._shares.fits(case.request.tenant, _cost_s(case)):
+        refusal = super().on_arrival(placement, now_s)
+        if (
+            refusal is not None
+            and refusal.kind == "cost"
+            and self._shares.fits(placement.request.tenant, _cost_s(placement))
+        ):
             return None
         return refusal
 
-    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
-        return self.rule.before_decode(case, now_s)
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+        self._asked(placement, False, now_s)
+        super().refused(placement, refusal, now_s)
 
-    def refused(self, case: Case, refusal: Refusal, now_s: float) -> None:
-        self._asked(case, False, now_s)
-        self.rule.refused(case, refusal, now_s)
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        self._asked(placement, True, now_s)
+        super().accepted(placement, now_s)
 
-    def accepted(self, case: Case, now_s: float) -> None:
-        self._asked(case, True, now_s)
-        self.rule.accepted(case, now_s)
-
-    def prefilled(self, case: Case, now_s: float) -> None:
-        self.rule.prefilled(case, now_s)
-
-    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
-        self.rule.ended(case, now_s, met)
-
-    def _asked(self, case: Case, admitted: bool, now_s: float) -> None:
-        self._shares.asked(case.request.tenant, _cost_s(case), admitted, now_s)
-        self._levels[case.request.priority] = now_s
+    def _asked(self, placement: Placement, admitted: bool, now_s: float) -> None:
+        self._shares.asked(placement.request.tenant, _cost_s(placement), admitted, now_s)
+        self._levels[placement.request.priority] = now_s
         if len(self._levels) > 1:
             since_s = now_s - self.settings.share_window_s
             self._levels = {level: at_s for level, at_s in self._levels.items() if at_s >= since_s}
 
-    def _load(self, case: Case) -> float:
-        ttft_s = case.prefill.estimated_ttft_s or 0.0
-        tbt_s = None if case.decode is None else case.decode.estimated_tbt_s
-        slo = case.slo(self.slo)
+    def _load(self, placement: Placement) -> float:
+        ttft_s = placement.prefill.estimated_ttft_s or 0.0
+        tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
+        slo = placement.slo(self.slo)
         return max(ttft_s / slo.ttft_s, (tbt_s or 0.0) / slo.tbt_s)
 
     def _priority_refusal(self, priority: int, load: float, now_s: float) -> Refusal | None:
@@ -113,11 +111,11 @@ class Fair:
         reason = f"priority {priority} is admitted up to a load of {limit:.2f}; the load is {load:.2f}"
         return Refusal(reason, self._retry_s(load - limit), kind="priority")
 
-    def _share_refusal(self, case: Case, load: float) -> Refusal | None:
+    def _share_refusal(self, placement: Placement, load: float) -> Refusal | None:
         if load < self.settings.overload:
             return None
-        used_s, share_s = self._shares.of(case.request.tenant)
-        if used_s + _cost_s(case) <= share_s:
+        used_s, share_s = self._shares.of(placement.request.tenant)
+        if used_s + _cost_s(placement) <= share_s:
             return None
         window_s = self.settings.share_window_s
         reason = f"its tenant used {used_s:.3g} s of compute in {window_s:g} s; its share is {share_s:.3g} s"
@@ -128,10 +126,10 @@ class Fair:
         return max(RETRY_S, excess * self.slo.ttft_s)
 
 
-def _cost_s(case: Case) -> float:
+def _cost_s(placement: Placement) -> float:
     """Compute seconds of the prefill; without an estimate thousands of tokens, which divide as well."""
-    seconds = case.prefill.estimated_compute_s
-    return (case.request.prompt.tokens - case.prefill.matched_tokens) / 1000 if seconds is None else seconds
+    seconds = placement.prefill.estimated_compute_s
+    return (placement.request.prompt.tokens - placement.prefill.matched_tokens) / 1000 if seconds is None else seconds
 
 
 _MOST = 65_536

@@ -21,7 +21,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from skymemory.conductor.admission.base import RETRY_S, Case, Refusal, Slo, too_late, too_slow
+from skymemory.conductor.admission.mooncake import too_late, too_slow
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import RETRY_S, Placement, Refusal
 from skymemory.errors import InvalidInput
 
 
@@ -68,61 +70,61 @@ class Goodput:
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Cases in progress whose first token was late: decoding is not to blame for their missed objective."""
+        """Placements in progress whose first token was late: decoding is not to blame for their missed objective."""
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        estimated_s = case.prefill.estimated_ttft_s
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
-        tbt_s = None if case.decode is None else case.decode.estimated_tbt_s
-        if tbt_s is not None and case.forecast is not None and (ttft_s or 0.0) > case.forecast.decode_s:
-            tbt_s = case.forecast.tbt_s(now_s + (ttft_s or 0.0), now_s, case.request)
+        tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
+        if tbt_s is not None and placement.forecast is not None and (ttft_s or 0.0) > placement.forecast.decode_s:
+            tbt_s = placement.forecast.tbt_s(now_s + (ttft_s or 0.0), now_s, placement.request)
         return (
-            too_late(ttft_s, case.slo(self.slo).ttft_s)
-            or too_slow(tbt_s, self._limit_s(case), case.forecast, now_s)
-            or self._prefill_too_long(case, now_s)
-            or self._context_too_large(case, tbt_s, now_s)
+            too_late(ttft_s, placement.slo(self.slo).ttft_s)
+            or too_slow(tbt_s, self._limit_s(placement), placement.forecast, now_s)
+            or self._prefill_too_long(placement, now_s)
+            or self._context_too_large(placement, tbt_s, now_s)
         )
 
-    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
-        if case.decode is None:
+    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+        if placement.decode is None:
             return None
-        return too_slow(case.decode.estimated_tbt_s, self._limit_s(case), case.forecast, now_s)
+        return too_slow(placement.decode.estimated_tbt_s, self._limit_s(placement), placement.forecast, now_s)
 
-    def refused(self, case: Case, refusal: Refusal, now_s: float) -> None:
-        self._asked(case, now_s)
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+        self._asked(placement, now_s)
 
-    def accepted(self, case: Case, now_s: float) -> None:
-        self._asked(case, now_s)
-        if case.decode is not None and case.decode.estimated_tbt_s is not None:
-            self._batches.entered(case.request.prompt.tokens, case.decode.estimated_tbt_s, now_s)
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        self._asked(placement, now_s)
+        if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
+            self._batches.entered(placement.request.prompt.tokens, placement.decode.estimated_tbt_s, now_s)
 
-    def prefilled(self, case: Case, now_s: float) -> None:
-        if case.prefill.estimated_ttft_s is not None:
-            self._ttft.came(case.prefill.estimated_ttft_s, now_s - case.prefill.at_s)
-        if case.decode is not None and now_s - case.prefill.at_s > case.slo(self.slo).ttft_s:
-            self._late.add(id(case))  # the scheduler keeps the case alive until ``ended``
+    def prefilled(self, placement: Placement, now_s: float) -> None:
+        if placement.prefill.estimated_ttft_s is not None:
+            self._ttft.came(placement.prefill.estimated_ttft_s, now_s - placement.prefill.at_s)
+        if placement.decode is not None and now_s - placement.prefill.at_s > placement.slo(self.slo).ttft_s:
+            self._late.add(id(placement))  # the scheduler keeps the placement alive until ``ended``
 
-    def ended(self, case: Case, now_s: float, met: bool | None) -> None:
-        if case.decode is not None and case.decode.estimated_tbt_s is not None:
-            self._batches.left(case.request.prompt.tokens, now_s)
-            if met is not None and id(case) not in self._late:
-                self._headroom.ended(case.decode.estimated_tbt_s / case.slo(self.slo).tbt_s, met)
-        self._late.discard(id(case))
+    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+        if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
+            self._batches.left(placement.request.prompt.tokens, now_s)
+            if met is not None and id(placement) not in self._late:
+                self._headroom.ended(placement.decode.estimated_tbt_s / placement.slo(self.slo).tbt_s, met)
+        self._late.discard(id(placement))
 
-    def _asked(self, case: Case, now_s: float) -> None:
-        self._prefills.asked(case.prefill.estimated_compute_s or 0.0, now_s)
-        if case.decode is not None:
-            self._contexts.asked(case.request.prompt.tokens, now_s)
+    def _asked(self, placement: Placement, now_s: float) -> None:
+        self._prefills.asked(placement.prefill.estimated_compute_s or 0.0, now_s)
+        if placement.decode is not None:
+            self._contexts.asked(placement.request.prompt.tokens, now_s)
 
-    def _limit_s(self, case: Case) -> float:
-        return case.slo(self.slo).tbt_s * self._headroom.share
+    def _limit_s(self, placement: Placement) -> float:
+        return placement.slo(self.slo).tbt_s * self._headroom.share
 
-    def _prefill_too_long(self, case: Case, now_s: float) -> Refusal | None:
+    def _prefill_too_long(self, placement: Placement, now_s: float) -> Refusal | None:
         """Refuses prefills that cost more than those that fit into the servers' time."""
-        compute_s, ttft_s = case.prefill.estimated_compute_s, case.prefill.estimated_ttft_s
+        compute_s, ttft_s = placement.prefill.estimated_compute_s, placement.prefill.estimated_ttft_s
         if compute_s is None or ttft_s is None:
             return None
-        servers = 1 + len(case.prefill.fallbacks)
+        servers = 1 + len(placement.prefill.fallbacks)
         room_s = self.settings.queue_share * self.slo.ttft_s - max(0.0, ttft_s - compute_s)
         if room_s > 0:  # a server must not idle for want of cheaper requests
             return None
@@ -132,14 +134,14 @@ class Goodput:
         reason = f"it takes {compute_s:.3g} s of compute; prefills up to {max_cost_s:.3g} s fit"
         return Refusal(reason, max(RETRY_S, compute_s), kind="cost")
 
-    def _context_too_large(self, case: Case, tbt_s: float | None, now_s: float) -> Refusal | None:
+    def _context_too_large(self, placement: Placement, tbt_s: float | None, now_s: float) -> Refusal | None:
         """Refuses contexts larger than those that fit into the decode servers' batches."""
-        if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(case):
+        if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(placement):
             return None
-        most, stay_s = self._batches.max_tokens(self._limit_s(case)) * self.settings.fill, self._batches.stay_s
+        most, stay_s = self._batches.max_tokens(self._limit_s(placement)) * self.settings.fill, self._batches.stay_s
         if math.isinf(most) or stay_s <= 0:
             return None
-        tokens = case.request.prompt.tokens
+        tokens = placement.request.prompt.tokens
         largest = self._contexts.max_cost(most / stay_s, most - self._batches.tokens, now_s)
         if tokens <= largest:
             return None

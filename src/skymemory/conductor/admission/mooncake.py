@@ -10,7 +10,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skymemory.conductor.admission.base import Case, Refusal, Slo, StatelessRule, too_late, too_slow
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import RETRY_S, DecodeForecast, Placement, Refusal, StatelessRule
+
+_LOOKAHEADS = 12
+"""Points of the forecast to try, each twice as far ahead as the one before."""
+
+
+def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
+    """A refusal if the estimated time to first token exceeds the objective; without an estimate None."""
+    if ttft_s is None or ttft_s <= limit_s:
+        return None
+    reason = f"its first token is estimated to take {ttft_s:.3g} s; the limit is {limit_s:.3g} s"
+    return Refusal(reason, max(RETRY_S, ttft_s - limit_s), kind="ttft")
+
+
+def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | None, now_s: float) -> Refusal | None:
+    """A refusal if the estimated time between tokens, which all of a batch share, exceeds the objective."""
+    if tbt_s is None or tbt_s <= limit_s:
+        return None
+    reason = f"tokens are estimated to take {tbt_s * 1000:.4g} ms; the limit is {limit_s * 1000:.4g} ms"
+    return Refusal(reason, room_in_s(forecast, limit_s, now_s), kind="tbt")
+
+
+def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> float:
+    """Forecast seconds until the decode servers meet the objective again, without new requests."""
+    if forecast is None:
+        return RETRY_S
+    ahead_s = RETRY_S
+    for _ in range(_LOOKAHEADS):
+        if forecast.tbt_s(now_s + ahead_s, now_s) <= limit_s:
+            break
+        ahead_s *= 2
+    return ahead_s
 
 
 class Baseline(StatelessRule):
@@ -21,13 +53,15 @@ class Baseline(StatelessRule):
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        return too_late(case.prefill.estimated_ttft_s, case.slo(self.slo).ttft_s)
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        return too_late(placement.prefill.estimated_ttft_s, placement.slo(self.slo).ttft_s)
 
-    def before_decode(self, case: Case, now_s: float) -> Refusal | None:
-        if case.decode is None:
-            return None
-        return too_slow(case.decode.estimated_tbt_s, case.slo(self.slo).tbt_s, case.forecast, now_s)
+    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+        decode = placement.decode
+        return None if decode is None else self._too_slow(decode.estimated_tbt_s, placement, now_s)
+
+    def _too_slow(self, tbt_s: float | None, placement: Placement, now_s: float) -> Refusal | None:
+        return too_slow(tbt_s, placement.slo(self.slo).tbt_s, placement.forecast, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +84,14 @@ class Early(Baseline):
         super().__init__(slo)
         self.settings = settings or EarlySettings()
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        refusal = super().on_arrival(case, now_s)
-        if refusal is not None or case.decode is None:
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        refusal, decode, forecast = super().on_arrival(placement, now_s), placement.decode, placement.forecast
+        if refusal is not None or decode is None:
             return refusal
-        if case.forecast is None or self.settings.promised:
-            return too_slow(case.decode.estimated_tbt_s, case.slo(self.slo).tbt_s, case.forecast, now_s)
-        return too_slow(case.forecast.tbt_s(now_s, now_s, case.request), case.slo(self.slo).tbt_s, case.forecast, now_s)
+        tbt_s = decode.estimated_tbt_s
+        if forecast is not None and not self.settings.promised:
+            tbt_s = forecast.tbt_s(now_s, now_s, placement.request)
+        return self._too_slow(tbt_s, placement, now_s)
 
 
 class Predicted(Baseline):
@@ -66,13 +101,12 @@ class Predicted(Baseline):
 
     name = "predicted"
 
-    def on_arrival(self, case: Case, now_s: float) -> Refusal | None:
-        refusal = super().on_arrival(case, now_s)
-        if refusal is not None or case.decode is None:
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        refusal, decode, forecast = super().on_arrival(placement, now_s), placement.decode, placement.forecast
+        if refusal is not None or decode is None:
             return refusal
-        if case.forecast is None:
-            return too_slow(case.decode.estimated_tbt_s, case.slo(self.slo).tbt_s, None, now_s)
-        then_s = now_s + (case.prefill.estimated_ttft_s or 0.0)
-        return too_slow(
-            case.forecast.tbt_s(then_s, now_s, case.request), case.slo(self.slo).tbt_s, case.forecast, now_s
-        )
+        tbt_s = decode.estimated_tbt_s
+        if forecast is not None:
+            then_s = now_s + (placement.prefill.estimated_ttft_s or 0.0)
+            tbt_s = forecast.tbt_s(then_s, now_s, placement.request)
+        return self._too_slow(tbt_s, placement, now_s)

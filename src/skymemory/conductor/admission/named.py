@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from skymemory.conductor.admission.base import Admission, AdmitAll, Slo
 from skymemory.conductor.admission.fairness import Fair, FairnessSettings
 from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
 from skymemory.conductor.admission.mooncake import Baseline, Early, EarlySettings, Predicted
+from skymemory.conductor.request import Slo
+from skymemory.conductor.scheduler import Admission, AdmitAll
 from skymemory.config import Entry, NoSettings, Registry, converted, defaults_of, read_options, suggestion
 from skymemory.errors import InvalidInput
 

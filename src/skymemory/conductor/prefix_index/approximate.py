@@ -8,12 +8,47 @@ much of a prompt was cached, ``correct`` drops the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.prefix_index.base import Blocks
 from skymemory.errors import InvalidInput
+
+Blocks = NDArray[np.uint64]
+"""One dimension, contiguous."""
+
+
+class PrefixIndex(Protocol):
+    """A prefix index. Blocks behind a block that a slot lacks do not count."""
+
+    def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
+        """Number of leading blocks that each of ``slots`` holds, without a gap.
+
+        Changes no state: a match is not a use.
+        """
+        ...
+
+    def learn(self, slot: int, blocks: Blocks) -> None:
+        """The server of ``slot`` holds this chain now and has just used it."""
+        ...
+
+    def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
+        """The server reported only ``cached_blocks`` of this chain as cached. Returns the number of blocks dropped.
+
+        Blocks that follow the missing one are dropped too, also in other chains.
+        """
+        ...
+
+    def forget(self, slot: int) -> None:
+        """Drops all blocks of ``slot``: the server left or restarted."""
+        ...
+
+    def blocks_of(self, slot: int) -> int:
+        """Number of blocks of ``slot``."""
+        ...
+
 
 BLOCKS_PER_SERVER = 31_250
 """Assumed capacity of a server that does not report it (the endpoint picker's default)."""

@@ -1,14 +1,27 @@
-"""Engines' KV cache events, decoded, as input of ``precise.PreciseIndex``.
+"""Maps one engine's block hashes to ours, by its events.
 
-The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too: a batch has a sequence number
-and events. ``router.engines`` decodes messages into these.
+An engine reports a block's tokens once, when it stores it, and only its own hash after that. Our hash follows from the
+tokens and our hash of the parent. A block with an unknown parent (whose event was lost, or published before we
+subscribed) is an *orphan*: it does not count until its parent is reported.
+
+A block is known as long as any medium holds it. Media behind the GPU's memory differ: some report blocks without their
+tokens, some have larger blocks than the engine, and some do not report removals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
+
+import numpy as np
+
+from skymemory import native
+from skymemory.conductor.request import seed
+from skymemory.errors import InvalidInput
+from skymemory.metrics import Counters
 
 # Names of media differ: vLLM says ``GPU``, ``CPU`` and ``STORAGE``, its Mooncake connector and LMCache ``cpu``, SGLang
 # ``CPU_TIER1``. They are grouped as in Dynamo's router (``StorageTier::from_kv_medium``), ignoring case. An unknown
@@ -85,3 +98,317 @@ class Batch:
 
     sequence: int
     events: Sequence[Event]
+
+
+MAX_ORPHANS = 4096
+"""Limit of orphans per engine; beyond it the oldest is dropped."""
+MAX_BEYOND_GPU = 1 << 19
+"""Limit of an engine's blocks in one medium behind the GPU's memory, which may not report removals; beyond it the
+oldest sixteenth is dropped. With 16 tokens per block: 8 million tokens, in 70 to 110 MB of memory."""
+MAX_RECENT = 1 << 16
+"""Limit of blocks found by their tokens: the last stored in the GPU's memory, if another medium reports chunks."""
+TOKEN_BYTES = 4
+_MASK = (1 << 64) - 1
+
+Change = tuple[str, int]
+"""A medium, of ``MEDIA``, and one of our hashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    parent: int
+    tokens: bytes
+    keys: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An engine's block behind the GPU's memory with another size than ours."""
+
+    blocks: int
+    """Number of our blocks that it covers."""
+    rest: bool
+    """Whether it ends within one of our blocks; that one and what follows have no hash of ours."""
+
+
+@dataclass(slots=True)
+class EngineBlocks:
+    """The blocks of one engine. ``model`` seeds our hashes, with adapter and salt."""
+
+    model: str
+    block_tokens: int
+    media: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Per medium, our hash by the engine's."""
+    given_up: int = 0
+    """Number of orphans dropped."""
+    counters: Counters = field(default_factory=Counters)
+    _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Further copies of a block on the engine. vLLM recomputes the last block of a fully cached prompt and keeps both;
+    it reports the storing and the removal of each."""
+    _runs: dict[tuple[str, int], _Run] = field(default_factory=dict)
+    """Blocks of another size, by medium and engine hash; their parts have names of their own (``_names``)."""
+    _recent: dict[int, int] | None = None
+    """Our hashes of blocks last stored in the GPU's memory, by the hash of their tokens; None before any chunk."""
+    _with_removals: set[str] = field(default_factory=set)
+    """Media with reported removals."""
+    _orphans: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
+    _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+
+    @property
+    def orphans(self) -> int:
+        """Number of blocks with an unknown parent."""
+        return len(self._orphans)
+
+    def stored(self, event: BlocksStored) -> Iterator[Change]:
+        """Applies an event; yields our blocks that are in a medium now, with orphans that it resolves.
+
+        Raises:
+            InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
+                other media such blocks are skipped and counted, so that the GPU's blocks stay usable.
+        """
+        medium = medium_of(event.medium)
+        if medium != GPU and not event.tokens:
+            return self._known(medium, event.hashes)
+        run: _Run | None = None
+        if event.block_tokens != self.block_tokens:
+            if medium == GPU:
+                raise InvalidInput(
+                    f"the engine's blocks have {event.block_tokens} tokens, the router's {self.block_tokens}: set the "
+                    "router's block_tokens to the engine's --block-size"
+                )
+            blocks, rest = divmod(event.block_tokens, self.block_tokens)
+            run = _Run(blocks, rest > 0)
+        if len(event.tokens) != len(event.hashes) * event.block_tokens or (run is not None and run.blocks == 0):
+            if medium != GPU:
+                return self._left_out(len(event.hashes))
+            raise InvalidInput(
+                f"an event with {len(event.hashes)} blocks of {event.block_tokens} tokens, but {len(event.tokens)} "
+                "tokens: events of models with mixed kinds of attention are not supported; use another strategy"
+            )
+        if event.extra_keys is not None and len(event.extra_keys) != len(event.hashes):
+            raise InvalidInput(f"an event with {len(event.hashes)} blocks, but extra keys of {len(event.extra_keys)}")
+        try:
+            tokens = np.asarray(event.tokens, dtype="<u4").tobytes()
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidInput(f"an event whose tokens are not 32-bit numbers: {error}") from None
+        return self._stored(event, medium, tokens, run)
+
+    def _left_out(self, blocks: int) -> Iterator[Change]:
+        self.counters.add("blocks_without_place", blocks)
+        yield from ()
+
+    def _known(self, medium: str, hashes: Sequence[EngineHash]) -> Iterator[Change]:
+        """Blocks reported without tokens: looked up in the other media."""
+        for engine_hash in hashes:
+            name = folded(engine_hash)
+            ours = self._ours(name)
+            if ours is None:
+                yield from self._left_out(1)
+            else:
+                self._count_copy(medium, name)
+                yield from self._settle(medium, name, ours)
+
+    def _stored(self, event: BlocksStored, medium: str, tokens: bytes, run: _Run | None) -> Iterator[Change]:
+        names = [folded(engine_hash) for engine_hash in event.hashes]
+        keys = None if event.extra_keys is None else [_own_keys(event, at) for at in range(len(names))]
+        if event.parent is not None:
+            parent = folded(event.parent)
+            before = self._ours(parent)
+        else:
+            parent, salt = 0, ""
+            if keys and len(keys[0]) == 1 and isinstance(keys[0][0], str):
+                salt, keys[0] = keys[0][0], ()
+            before = seed(self.model, event.adapter, salt)
+        if run is None:
+            yield from self._chain(medium, before, parent, names, tokens, keys)
+            return
+        if run.rest and event.goes_on:
+            yield from self._left_out(len(names))
+            return
+        size = event.block_tokens * TOKEN_BYTES
+        for at, name in enumerate(names):
+            piece = tokens[at * size : (at + 1) * size]
+            parts = _names(name, self._runs.setdefault((medium, name), run))
+            if found := self._found(piece, len(parts)):
+                for part, before in zip(parts, found, strict=True):
+                    self._count_copy(medium, part)
+                    yield from self._settle(medium, part, before)
+            else:
+                own = None if keys is None else [keys[at], *[()] * (len(parts) - 1)]
+                before = yield from self._chain(medium, before, parent, parts, piece, own)
+            parent = name
+            if run.rest:
+                yield from self._left_out(len(names) - at - 1)
+                return
+
+    def _chain(
+        self,
+        medium: str,
+        before: int | None,
+        parent: int,
+        names: Sequence[int],
+        tokens: bytes,
+        keys: Sequence[tuple[object, ...]] | None,
+    ) -> Generator[Change, None, int | None]:
+        """Our blocks after ``before`` (None: after the unknown ``parent``). Returns our hash of the last, if known."""
+        size = self.block_tokens * TOKEN_BYTES
+        for at, name in enumerate(names):
+            piece = tokens[at * size : (at + 1) * size]
+            own = () if keys is None else keys[at]
+            ours = self._ours(name) if before is None else chained(before, piece, own)
+            if ours is None:
+                self._keep_orphan(medium, name, _Orphan(parent, piece, own))
+            else:
+                self._count_copy(medium, name)
+                if medium == GPU and self._recent is not None:
+                    self._recent[hash(piece)] = ours
+                yield from self._settle(medium, name, ours)
+            before, parent = ours, name
+        return before
+
+    def _found(self, tokens: bytes, blocks: int) -> list[int]:
+        """Our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not found.
+
+        Needed for LMCache: it reports parent 0 for a chain that starts in the middle of a prompt, leaves out chunks
+        that it has already (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither
+        adapter nor salt. But it stores what was just computed.
+        """
+        if self._recent is None:
+            self._recent = {}
+        size, found = self.block_tokens * TOKEN_BYTES, list[int]()
+        for at in range(blocks):
+            piece = tokens[at * size : (at + 1) * size]
+            ours = self._recent.get(hash(piece))
+            if ours is None or (found and ours != chained(found[-1], piece, ())):
+                return []
+            found.append(ours)
+        return found
+
+    def _count_copy(self, medium: str, name: int) -> None:
+        """Counts a further copy, only in media with reported removals: elsewhere the count would only grow."""
+        if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
+            self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
+
+    def _settle(self, medium: str, name: int, ours: int) -> Iterator[Change]:
+        """Adds a block with a known hash, then the orphans that waited for it, and so on."""
+        ready = [(medium, name, ours)]
+        while ready:
+            medium, name, ours = ready.pop()
+            # A name reported twice keeps its first hash: else the first would never be removed.
+            ours = self.media.setdefault(medium, {}).setdefault(name, ours)
+            yield medium, ours
+            for where, child in self._children.pop(name, ()):
+                orphan = self._orphans.pop((where, child), None)
+                if orphan is not None:
+                    ready.append((where, child, chained(ours, orphan.tokens, orphan.keys)))
+
+    def removed(self, event: BlocksRemoved) -> Iterator[Change]:
+        """Applies a removal; yields our blocks that left a medium."""
+        medium = medium_of(event.medium)
+        self._with_removals.add(medium)
+        held = self.media.get(medium, {})
+        for engine_hash in event.hashes:
+            whole = folded(engine_hash)
+            run = self._runs.get((medium, whole))
+            names = [whole] if run is None else _names(whole, run)
+            for name in names:
+                self._give_up(medium, name)
+                if self._another_copy(medium, name):
+                    continue
+                ours = held.pop(name, None)
+                if ours is not None:
+                    yield medium, ours
+            if run is not None and names[-1] not in held:
+                del self._runs[medium, whole]
+
+    def surplus(self) -> Iterator[Change]:
+        """Drops the oldest blocks of media over their limit."""
+        for medium, held in self.media.items():
+            if medium == GPU or len(held) <= MAX_BEYOND_GPU:
+                continue
+            for name in list(islice(held, len(held) - MAX_BEYOND_GPU + MAX_BEYOND_GPU // 16)):
+                self._more_copies.pop((medium, name), None)
+                yield medium, held.pop(name)
+        for each in list(islice(self._runs, max(0, len(self._runs) - MAX_BEYOND_GPU))):
+            del self._runs[each]
+        if self._recent is not None and len(self._recent) > MAX_RECENT:
+            for tokens in list(islice(self._recent, len(self._recent) - MAX_RECENT + MAX_RECENT // 16)):
+                del self._recent[tokens]
+
+    @property
+    def media_without_removals(self) -> list[str]:
+        """Media behind the GPU's memory without a reported removal."""
+        return [medium for medium in self.media if medium != GPU and medium not in self._with_removals]
+
+    def drop_copies(self, ours: Collection[int]) -> None:
+        """The engine lacked these blocks of ours: forget counted copies of them."""
+        for medium, name in [*self._more_copies]:
+            if self.media.get(medium, {}).get(name) in ours:
+                del self._more_copies[medium, name]
+
+    def _another_copy(self, medium: str, name: int) -> bool:
+        """Removes one copy; whether another is left."""
+        more = self._more_copies.pop((medium, name), 0)
+        if more > 1:
+            self._more_copies[medium, name] = more - 1
+        return more > 0
+
+    def _ours(self, name: int) -> int | None:
+        for held in self.media.values():
+            ours = held.get(name)
+            if ours is not None:
+                return ours
+        return None
+
+    def _keep_orphan(self, medium: str, name: int, orphan: _Orphan) -> None:
+        self._give_up(medium, name)
+        self._orphans[medium, name] = orphan
+        self._children.setdefault(orphan.parent, []).append((medium, name))
+        while len(self._orphans) > MAX_ORPHANS:
+            self._give_up(*next(iter(self._orphans)))
+            self.given_up += 1
+
+    def _give_up(self, medium: str, name: int) -> None:
+        orphan = self._orphans.pop((medium, name), None)
+        if orphan is not None:
+            children = self._children[orphan.parent]
+            children.remove((medium, name))
+            if not children:
+                del self._children[orphan.parent]
+
+
+def folded(engine_hash: EngineHash) -> int:
+    """An engine's hash as 64 bits; of bytes the last eight, as vLLM shortens them."""
+    if isinstance(engine_hash, int):
+        return engine_hash & _MASK
+    return int.from_bytes(engine_hash[-8:], "big")
+
+
+def _names(name: int, run: _Run) -> list[int]:
+    """Names of our blocks within a larger block of the engine. If both end together the last one has the engine's name,
+    which following blocks refer to as their parent.
+    """
+    parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
+    if not run.rest:
+        parts[-1] = name
+    return parts
+
+
+def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
+    """Our hash of a block after ``before``.
+
+    Further input of the engine's hash (images, embeddings) changes ours, so that neither the block nor its successors
+    match a prompt with the same text only.
+    """
+    if keys:
+        digest = hashlib.sha256(before.to_bytes(8, "little") + repr(tuple(keys)).encode("utf-8", "surrogatepass"))
+        before = int.from_bytes(digest.digest()[:8], "little")
+    return int(native.chain_hashes(tokens, len(tokens), before)[0])
+
+
+def _own_keys(event: BlocksStored, at: int) -> tuple[object, ...]:
+    """Input of a block's hash beside tokens and adapter."""
+    keys = event.extra_keys[at] if event.extra_keys is not None else None
+    if not keys:
+        return ()
+    return tuple(keys[1:] if event.adapter and keys[0] == event.adapter else keys)

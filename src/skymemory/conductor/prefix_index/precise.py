@@ -19,8 +19,7 @@ from types import MappingProxyType
 import numpy as np
 
 from skymemory import native
-from skymemory.conductor.prefix_index.base import Blocks
-from skymemory.conductor.prefix_index.engine_blocks import Change, EngineBlocks
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.prefix_index.events import (
     CPU,
     DISK,
@@ -31,6 +30,8 @@ from skymemory.conductor.prefix_index.events import (
     AllCleared,
     Batch,
     BlocksStored,
+    Change,
+    EngineBlocks,
     Event,
     medium_of,
 )

@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks
 from skymemory.errors import InvalidInput, LaterFile
 from skymemory.metrics import Counters
 

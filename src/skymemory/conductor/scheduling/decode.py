@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skymemory.conductor.fleet import Fleet, Server
+from skymemory.conductor.picker import Fleet, Ranking, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Ranking, Stateless
+from skymemory.conductor.strategies.base import Stateless
 from skymemory.errors import InvalidInput
 
 _NO_ROOM_S = 1e9
@@ -70,7 +70,7 @@ class _Batch:
 
 
 class LeastTbt(Stateless):
-    """A scorer of decode servers, and an ``admission.DecodeForecast``.
+    """A scorer of decode servers, and an ``scheduler.DecodeForecast``.
 
     ``kv_tokens``: capacity of each server's KV cache; None: as reported, without a report unlimited. ``decode_s``:
     usual time of decoding; None: learnt from ended requests, infinite before the first.
@@ -99,7 +99,7 @@ class LeastTbt(Stateless):
 
     @property
     def decode_s(self) -> float:
-        """As ``admission.DecodeForecast``."""
+        """As ``scheduler.DecodeForecast``."""
         if self._given_s is not None:
             return self._given_s
         return self._learnt_s if self._ended else float("inf")
@@ -139,7 +139,7 @@ class LeastTbt(Stateless):
             one.joins_s = at_s
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """As ``admission.DecodeForecast``; with ``at_s`` = ``now_s`` of the requests in batches now."""
+        """As ``scheduler.DecodeForecast``; with ``at_s`` = ``now_s`` of the requests in batches now."""
         usual_s, sums = self.decode_s, 0.0
         servers = [server for server in self._fleet if server.healthy]
         for server in servers:

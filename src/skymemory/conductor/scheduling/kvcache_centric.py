@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from skymemory.conductor.cost_model.model import Medium
-from skymemory.conductor.fleet import Fleet, Server
-from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.cost_model import Medium
+from skymemory.conductor.picker import Fleet, Server
+from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Prompt
 from skymemory.conductor.scheduling.prefill import (
     OVERDUE,

@@ -6,13 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skymemory.conductor.admission.base import Admission
-from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.cost_model.model import Medium, network_of
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
-from skymemory.conductor.prefix_index.base import PrefixIndex
-from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.cost_model import CostModel, Medium, network_of
+from skymemory.conductor.picker import Fleet, Picker
+from skymemory.conductor.prefix_index.approximate import PrefixIndex
+from skymemory.conductor.scheduler import Admission, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.scheduling.kvcache_centric import NETWORK, KvCacheCentric, KvCacheCentricSettings
 from skymemory.conductor.scheduling.prefill import (

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, overload, runtime_checkable
 
 from skymemory import native
-from skymemory.conductor.cost_model.model import Medium
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.cost_model import Medium
+from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
 from skymemory.conductor.request import Plan, Prompt, Request
-from skymemory.conductor.strategies.base import Indexed, Ranking, RequestNotes
+from skymemory.conductor.strategies.base import Indexed, RequestNotes
 from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
 
 

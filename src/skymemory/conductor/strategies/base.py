@@ -15,18 +15,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.fleet import LoadReport, Server
-from skymemory.conductor.prefix_index.base import PrefixIndex
-from skymemory.conductor.request import Plan, Prompt, Request
+from skymemory.conductor.picker import LoadReport, Server
+from skymemory.conductor.prefix_index.approximate import PrefixIndex
+from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
 
-Weights = tuple[tuple[str, Sequence[float]], ...]
 MOST_UNDER_WAY = 8192
 """Limit of a prompt's blocks that count from when it is sent."""
 ANSWERING = 4096
@@ -34,135 +33,6 @@ ANSWERING = 4096
 BELIEVABLE = 0.5
 """Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
 Blocks of characters and the engine's own block size make small differences meaningless."""
-
-
-RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
-"""A ranking's entry of one server: score, matched tokens, estimated time to first token and between tokens, plan,
-estimated compute time, and its figures in ``weights``. A plain tuple, since every request makes one.
-"""
-
-
-class Ranking:
-    """Scores and estimates of servers, in the order in which they were given."""
-
-    __slots__ = ("_compute_s", "_matched", "_scores", "_ttft_s", "_weights", "estimated_tbt_s", "plans", "reasons")
-
-    def __init__(
-        self,
-        scores: Sequence[float],
-        matched_tokens: Sequence[int] | None = None,
-        estimated_ttft_s: Sequence[float] | None = None,
-        reasons: tuple[str, ...] = (),
-        weights: Weights = (),
-        estimated_tbt_s: Sequence[float] | None = None,
-        plans: Sequence[Plan] | None = None,
-        estimated_compute_s: Sequence[float] | None = None,
-    ) -> None:
-        self._scores, self._matched = scores, matched_tokens
-        self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
-        self.reasons = reasons
-        """Reasons that hold for all servers."""
-        self.estimated_tbt_s = estimated_tbt_s
-        """Seconds between tokens, for decode servers."""
-        self.plans = plans
-        """How each would obtain the prompt's KV."""
-
-    @property
-    def scores(self) -> Sequence[float]:
-        """Higher is better; the picker breaks ties."""
-        return self._scores
-
-    @property
-    def matched_tokens(self) -> Sequence[int] | None:
-        """Tokens of the prompt that each is estimated to hold; None if the strategy ignores caches."""
-        return self._matched
-
-    @property
-    def estimated_ttft_s(self) -> Sequence[float] | None:
-        return self._ttft_s
-
-    @property
-    def estimated_compute_s(self) -> Sequence[float] | None:
-        """The compute part of ``estimated_ttft_s``; with plans, see those."""
-        return self._compute_s
-
-    @property
-    def weights(self) -> Weights:
-        """Named parts of the scores, per server: the chosen one's become reasons."""
-        return self._weights
-
-    @property
-    def packed(self) -> Sequence[float] | bytes:
-        """The scores in the form that a decision keeps."""
-        return self._scores
-
-    def best(self) -> Sequence[int]:
-        """Positions of the highest score."""
-        scores = self.scores
-        best = max(scores)
-        return [at for at, score in enumerate(scores) if score == best]
-
-    def entry(self, at: int) -> RankedServer:
-        matched, ttft_s, tbt_s = self.matched_tokens, self.estimated_ttft_s, self.estimated_tbt_s
-        plan = None if self.plans is None else self.plans[at]
-        compute_s = self.estimated_compute_s
-        return (
-            self.scores[at],
-            0 if matched is None else matched[at],
-            None if ttft_s is None else ttft_s[at],
-            None if tbt_s is None else tbt_s[at],
-            plan,
-            plan.compute_s if plan is not None else None if compute_s is None else compute_s[at],
-            tuple((name, figures[at]) for name, figures in self.weights),
-        )
-
-
-def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
-    """The scores of ``Ranking.packed``."""
-    return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
-
-
-class Scorer(Protocol):
-    """A routing strategy."""
-
-    name: str
-
-    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """Scores of ``servers`` (at least one) for ``request``. Changes no visible state."""
-        ...
-
-    def routed(self, request: Request, server: Server, now_s: float) -> None:
-        """``request`` is sent to ``server``."""
-        ...
-
-    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        """The first byte of the answer came: the server has computed the prompt and holds it.
-
-        ``cached_tokens``: tokens of the prompt that the server reports as cached, if it does.
-        """
-        ...
-
-    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        """The end of the answer reports the cached tokens of the prompt.
-
-        Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
-        """
-        ...
-
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """The last byte came, or the client disconnected after ``succeeded``. Called once, before ``corrected``.
-
-        ``output_tokens``: of the answer, if complete and reported.
-        """
-        ...
-
-    def failed(self, request: Request, server: Server, now_s: float) -> None:
-        """The request ended before its first byte: it left nothing in the cache."""
-        ...
-
-    def forget(self, server: Server) -> None:
-        """The server left the fleet or restarted: its cache is empty."""
-        ...
 
 
 class Stateless:

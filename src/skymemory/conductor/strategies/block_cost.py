@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Indexed, Ranking
+from skymemory.conductor.strategies.base import Indexed
 from skymemory.errors import InvalidInput
 
 

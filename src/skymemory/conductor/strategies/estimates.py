@@ -11,7 +11,7 @@ from statistics import median
 from typing import Protocol
 
 from skymemory import native
-from skymemory.conductor.fleet import PrefillTotals, Server
+from skymemory.conductor.picker import PrefillTotals, Server
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import delays_s
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import (
     GainThreshold,
-    Ranking,
     RequestNotes,
     Stateless,
     check_factor,

@@ -21,11 +21,10 @@ from math import cos, pi
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.fleet import Server
+from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.request import HEAD_BYTES, Request
 from skymemory.conductor.strategies.base import (
     GainThreshold,
-    Ranking,
     Stateless,
     check_factor,
     hash_words,

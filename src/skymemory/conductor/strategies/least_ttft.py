@@ -20,13 +20,12 @@ from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from skymemory import native
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.base import Blocks, PrefixIndex
+from skymemory.conductor.picker import RankedServer, Ranking, Server, Weights
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks, PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import GainThreshold, Indexed, RankedServer, Ranking, RequestNotes, Weights
+from skymemory.conductor.strategies.base import GainThreshold, Indexed, RequestNotes
 from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, SET_BACK_S

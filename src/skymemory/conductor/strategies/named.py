@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.picker import Scorer
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, PrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.block_cost import BlockCost, BlockCostSettings
 from skymemory.conductor.strategies.estimates import PrefillCost
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
 from skymemory.conductor.strategies.hashing import BoundedRing, ChwblSettings, NearestSignature, SimHashSettings
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
-from skymemory.conductor.strategies.lmetric import LMetric, LMetricSettings
-from skymemory.conductor.strategies.radix import Radix, RadixSettings
+from skymemory.conductor.strategies.sglang import LMetric, LMetricSettings, Radix, RadixSettings
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin, SessionAffinity, SessionSettings
 from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise, PreciseSettings
 from skymemory.config import Entry, NoSettings, Registry

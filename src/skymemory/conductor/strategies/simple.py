@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skymemory.conductor.fleet import Server
+from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import (
     NameHashes,
-    Ranking,
     Stateless,
     check_factor,
     hash_words,

@@ -19,12 +19,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.prefix_index.events import CPU, DISK, GPU, REMOTE
 from skymemory.conductor.prefix_index.precise import WEIGHTS, PreciseIndex
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.strategies.base import MOST_UNDER_WAY, STALE_S, GainThreshold, Indexed, Ranking, under_way
+from skymemory.conductor.strategies.base import MOST_UNDER_WAY, STALE_S, GainThreshold, Indexed, under_way
 from skymemory.errors import InvalidInput
 
 

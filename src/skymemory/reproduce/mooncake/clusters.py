@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from skymemory.conductor.admission.base import Slo
 from skymemory.conductor.cost_model import CostModel
+from skymemory.conductor.request import Slo
 from skymemory.reproduce.mooncake.base import (
     BOTH,
     DECODING_WORDS,
@@ -31,7 +31,7 @@ from skymemory.sim.cluster.cells import (
     capacity,
     run_cell,
 )
-from skymemory.sim.cluster.metrics import ClusterMetrics
+from skymemory.sim.cluster.outcome import ClusterMetrics
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest

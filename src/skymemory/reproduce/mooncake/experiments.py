@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skymemory.conductor.cost_model import LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.model import network_of, stored_s
+from skymemory.conductor.cost_model import LLAMA_70B_8xA800, network_of, stored_s
 from skymemory.errors import InvalidInput
 from skymemory.eviction.policies import policy_named
 from skymemory.reproduce.mooncake.base import Experiment, Setting, Value

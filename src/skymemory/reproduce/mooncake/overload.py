@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from skymemory.conductor.admission.base import Slo
+from skymemory.conductor.request import Slo
 from skymemory.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Value
 from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
 from skymemory.sim.cluster.setup import ClusterSetup

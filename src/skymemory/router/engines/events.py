@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import zmq.asyncio
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from skymemory.conductor.fleet import Server
+from skymemory.conductor.picker import Scorer, Server
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.strategies.base import Scorer
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
 from skymemory.router.engines.feed import Feed, FeedState, Index

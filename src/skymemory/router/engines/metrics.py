@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from skymemory.conductor.fleet import Fleet, LoadReport, PrefillTotals
+from skymemory.conductor.picker import Fleet, LoadReport, PrefillTotals
 from skymemory.errors import SkyMemoryError
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access

@@ -18,8 +18,8 @@ from itertools import chain
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 
-from skymemory.conductor.admission.base import Refusal
 from skymemory.conductor.request import Request
+from skymemory.conductor.scheduler import Refusal
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError
 from skymemory.router.envoy import messages as say

@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skymemory.conductor.admission.base import Refusal
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 from skymemory.conductor.strategies.base import requests_at
 from skymemory.metrics import Counters
 from skymemory.router.admission import Overloaded

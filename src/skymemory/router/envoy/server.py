@@ -18,8 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from skymemory.conductor.admission.named import weights_of
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.keys import KeyRing

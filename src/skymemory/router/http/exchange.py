@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from skymemory import native
-from skymemory.conductor.admission.base import Refusal
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease

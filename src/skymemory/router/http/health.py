@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Fleet
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.metrics import MetricsWatch
 from skymemory.router.tasks import cancel

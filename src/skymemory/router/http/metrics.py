@@ -10,7 +10,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from skymemory.conductor.fleet import Fleet
+from skymemory.conductor.picker import Fleet
 from skymemory.conductor.request import Decision
 
 OUTCOMES = (

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.keys import KeyRing

@@ -10,12 +10,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.admission.base import Slo
 from skymemory.conductor.admission.named import admission
+from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.metrics import ClusterMetrics, TbtRule, measured
-from skymemory.sim.cluster.outcome import ClusterRun, LoadSample
+from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, LoadSample, TbtRule, measured
 from skymemory.sim.cluster.schedulers import World, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import run_cluster

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from skymemory.conductor.cost_model import CostModel
 from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.job import Batch, Gaps, Job, Steps, Stream
-from skymemory.sim.cluster.pool_base import Pool
+from skymemory.sim.cluster.pool import ClusterPool
 
 StreamEvent = Callable[[Stream, float], None]
 
@@ -30,7 +30,7 @@ class CoupledInstance:
         number: int,
         clock: Clock,
         cost: CostModel,
-        pool: Pool,
+        pool: ClusterPool,
         steps: Steps,
         gaps: Gaps,
         kv_tokens: int,

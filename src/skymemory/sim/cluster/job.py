@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Placement
-from skymemory.sim.cluster.pool_base import Loaded
+from skymemory.sim.cluster.pool import Loaded
 
 
 @dataclass(slots=True, eq=False)

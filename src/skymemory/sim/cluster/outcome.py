@@ -3,9 +3,18 @@ them."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
+
+import numpy as np
+
+from skymemory.conductor.request import Slo
+from skymemory.errors import InvalidInput
+from skymemory.sim.trace import BLOCK_TOKENS
+from skymemory.stats import percentile
 
 Status = Literal["completed", "refused", "refused_after_prefill", "failed"]
 
@@ -100,3 +109,193 @@ class ClusterRun:
     def end_s(self) -> float:
         """End of the last request."""
         return max((one.end_s for one in self.outcomes if one.end_s is not None), default=0.0)
+
+
+TbtRule = Literal["mean", "max"]
+"""Which of a request's times between tokens must meet the objective: their mean, or the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Mean and percentiles of seconds; NaN without values."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        if not values:
+            return cls(math.nan, math.nan, math.nan, math.nan)
+        p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
+        return cls(float(np.mean(values)), p50, p90, p99)
+
+    @classmethod
+    def of_histogram(cls, values: Sequence[float], counts: Sequence[int]) -> Quantiles:
+        """Of values with counts: the smallest value that this share of all does not exceed."""
+        total = sum(counts)
+        if not total:
+            return cls(math.nan, math.nan, math.nan, math.nan)
+        order = np.argsort(values)
+        sizes, up_to = np.asarray(values)[order], np.cumsum(np.asarray(counts)[order])
+        p50, p90, p99 = (float(sizes[np.searchsorted(up_to, part * total)]) for part in (0.5, 0.9, 0.99))
+        return cls(float(np.dot(values, counts)) / total, p50, p90, p99)
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Cache hits of the prompts that began a prefill, as shares."""
+
+    tokens: float
+    """Of all tokens."""
+    tokens_by_source: dict[str, float]
+    """Of all tokens, by source: ``local``, and each tier or peer."""
+    blocks: float
+    """Of full blocks."""
+    all_blocks: float
+    """Of all blocks with partial ones, as published tables count."""
+
+    @classmethod
+    def of(cls, begun: Sequence[RequestOutcome]) -> Hits:
+        tokens = sum(one.prompt_tokens for one in begun)
+        cached: Counter[str] = Counter()
+        for one in begun:
+            cached["local"] += one.held_tokens
+            cached.update(one.loaded_tokens)
+        # One token of a fully cached prompt is computed; its last block counts as a hit.
+        hit = sum(-(-one.cached_tokens // BLOCK_TOKENS) for one in begun)
+        return cls(
+            tokens=_part(sum(cached.values()), tokens),
+            tokens_by_source={source: _part(count, tokens) for source, count in sorted(cached.items())},
+            blocks=_part(hit, sum(one.prompt_tokens // BLOCK_TOKENS for one in begun)),
+            all_blocks=_part(hit, sum(-(-one.prompt_tokens // BLOCK_TOKENS) for one in begun)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMetrics:
+    """Metrics of one run. Shares are 0 to 1; NaN without a denominator."""
+
+    requests: int
+    completed: int
+    refused: int
+    """On arrival."""
+    refused_after_prefill: int
+    failed: int
+    ttft_s: Quantiles
+    """Of completed requests."""
+    tbt_request_s: Quantiles
+    """Of the completed requests' mean times between tokens."""
+    tbt_token_s: Quantiles
+    """Of all times between tokens of the run; without a histogram, of the requests' means weighted by tokens."""
+    tbt_max_s: Quantiles
+    """Of the completed requests' longest times between tokens."""
+    ttft_met: float
+    """Share of completed requests that met the TTFT objective."""
+    tbt_met: float
+    longest_tbt_met: float
+    """Share whose longest time between tokens met the objective."""
+    met: int
+    """Completed within both objectives."""
+    attainment: float
+    """``met`` as a share of all arrivals, refused ones included."""
+    goodput_per_s: float
+    """``met`` per second, from the first arrival to the last end."""
+    elapsed_s: float
+    prefill_s: float
+    """Compute seconds of these requests' prefills."""
+    wasted_prefill_s: float
+    """Of requests that were refused or failed afterwards."""
+    late_prefill_s: float
+    """Of requests that completed outside an objective."""
+    hits: Hits
+    prefill_utilisation: float
+    """Mean busy share of the prefill instances, whole run."""
+    decode_utilisation: float
+
+    def as_json(self) -> dict[str, object]:
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+def measured(
+    run: ClusterRun,
+    slo: Slo,
+    from_s: float = -math.inf,
+    until_s: float = math.inf,
+    tbt_rule: TbtRule = "mean",
+) -> ClusterMetrics:
+    """Metrics of the requests that arrived from ``from_s`` to before ``until_s``.
+
+    Raises:
+        InvalidInput: no request.
+    """
+    ours = [one for one in run.outcomes if from_s <= one.at_s < until_s]
+    if not ours:
+        raise InvalidInput(f"no request arrived between {from_s:g} s and {until_s:g} s")
+    ends = Counter(one.status for one in ours)
+    done = [one for one in ours if one.status == "completed"]
+    good = [one for one in done if keeps(one, slo, tbt_rule)]
+    elapsed_s = max(one.end_s if one.end_s is not None else one.at_s for one in ours) - min(one.at_s for one in ours)
+    run_s = run.end_s - min(one.at_s for one in run.outcomes)
+    answers = [one for one in done if one.tbt_mean_s is not None]
+    if run.gap_seconds:
+        tokens = Quantiles.of_histogram(run.gap_seconds, run.gap_tokens)
+    else:
+        tokens = Quantiles.of_histogram(
+            [one.tbt_mean_s or 0.0 for one in answers], [one.output_tokens - 1 for one in answers]
+        )
+    return ClusterMetrics(
+        requests=len(ours),
+        completed=len(done),
+        refused=ends["refused"],
+        refused_after_prefill=ends["refused_after_prefill"],
+        failed=ends["failed"],
+        ttft_s=Quantiles.of([one.ttft_s for one in done if one.ttft_s is not None]),
+        tbt_request_s=Quantiles.of([one.tbt_mean_s for one in answers if one.tbt_mean_s is not None]),
+        tbt_token_s=tokens,
+        tbt_max_s=Quantiles.of([one.tbt_max_s for one in answers if one.tbt_max_s is not None]),
+        ttft_met=_part(sum(one.ttft_s is not None and one.ttft_s <= slo.ttft_s for one in done), len(done)),
+        tbt_met=_part(sum(_tbt_s(one, tbt_rule) <= slo.tbt_s for one in done), len(done)),
+        longest_tbt_met=_part(sum(_tbt_s(one, "max") <= slo.tbt_s for one in done), len(done)),
+        met=len(good),
+        attainment=len(good) / len(ours),
+        goodput_per_s=_part(len(good), elapsed_s),
+        elapsed_s=elapsed_s,
+        prefill_s=sum(one.prefill_s for one in ours),
+        wasted_prefill_s=sum(one.prefill_s for one in ours if one.status != "completed"),
+        late_prefill_s=sum(one.prefill_s for one in done) - sum(one.prefill_s for one in good),
+        hits=Hits.of([one for one in ours if one.prefill is not None]),
+        prefill_utilisation=_utilisation(run.prefill_busy_s, run_s),
+        decode_utilisation=_utilisation(run.decode_busy_s, run_s),
+    )
+
+
+def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool:
+    """Whether it completed within both objectives."""
+    if outcome.status != "completed" or outcome.ttft_s is None:
+        return False
+    return outcome.ttft_s <= slo.ttft_s and _tbt_s(outcome, tbt_rule) <= slo.tbt_s
+
+
+def _tbt_s(outcome: RequestOutcome, rule: TbtRule) -> float:
+    """Time between tokens by the rule; 0 for an answer of one token."""
+    found = outcome.tbt_mean_s if rule == "mean" else outcome.tbt_max_s
+    return 0.0 if found is None else found
+
+
+def _utilisation(busy_s: Sequence[float], elapsed_s: float) -> float:
+    return _part(sum(busy_s), len(busy_s) * elapsed_s)
+
+
+def _part(count: float, of: float) -> float:
+    return count / of if of else math.nan
+
+
+def _plain(value: object) -> object:
+    """For JSON: six digits, None for NaN."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 6)
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return value

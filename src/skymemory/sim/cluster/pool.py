@@ -1,52 +1,177 @@
-"""The simulated KV pool: the nodes' caches, shared links, and a constellation behind them.
+"""The simulated KV pool: the nodes' caches and the links between them. ``sky.SkyPool`` has a constellation behind it.
+
+Nodes have the numbers of the cluster's instances: prefill (or coupled) instances first, so that a caching node has the
+number of its slot in their fleet, then decode instances. Blocks are a trace's ids, of ``BLOCK_TOKENS`` tokens each; a
+chain of them is a prompt from its beginning. Times are seconds of the simulation; calls come in the order of ``now_s``.
 
 A node caches blocks in memory under a policy, and on an SSD what memory evicts. Neither drops a parent before its
 child: memory evicts deeper blocks first, so the SSD gets children before parents and drops in the order in which it got
 them; used blocks return to memory from the root on. So memory and SSD together hold whole prefixes, and memory does
-alone."""
+alone.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.cost_model.model import Medium, network_of
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.cost_model import CostModel, Medium, network_of
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.request import Plan
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.pool_base import (
-    LOCAL,
-    NODES,
-    SKY_TIER,
-    SSD_TIER,
-    Far,
-    Link,
-    Loaded,
-    PrefixCache,
-    streamed_s,
-    transfer_s,
-)
 from skymemory.sim.cluster.setup import PoolSettings
 from skymemory.sim.trace import BLOCK_TOKENS
 from skymemory.store.accounting import Inventory
 from skymemory.store.base import StoreTicket
 
-if TYPE_CHECKING:
-    from skymemory.sim.cluster.sky import SkyTier
+LOCAL = "dram"
+"""Source of tokens in the node's own memory."""
+NODES = "node"
+"""Source of tokens in another node's memory."""
+SSD_TIER = "ssd"
+SKY_TIER = "sky"
 
 
-__all__ = ["ClusterPool", "PoolSettings"]
+class Far(NamedTuple):
+    """A tier that every node can load from, for one prompt at this time."""
+
+    tier: str
+    """The ``Plan.source`` to load from it."""
+    blocks: int
+    """Leading blocks of the prompt that it holds."""
+    medium: Medium
+    """Its latency includes the current queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The part of a prompt that a node has, or will have by ``done_s``.
+
+    It is reserved for the request until its prefill ends, whatever the cache evicts meanwhile.
+    """
+
+    held_tokens: int
+    """Prefix on the node: in memory, on the SSD, or already loading."""
+    split_tokens: int
+    """Start of the loaded part; ``held_tokens`` unless the plan computes a part meanwhile."""
+    loaded_tokens: int
+    done_s: float
+    """Time at which all of it is available."""
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """Tokens by source: ``LOCAL``, ``SSD_TIER``, ``SKY_TIER``, ``NODES``."""
+    held_s: float = 0.0
+    """Time at which the held part is available: later if some is on the SSD or loading."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that are not computed."""
+        return self.held_tokens + self.loaded_tokens
+
+
+class Link:
+    """One direction of a network interface, served in order of request.
+
+    A transfer takes all links of its path at once: at each it waits for earlier transfers, and it ends when the slowest
+    has carried it, plus the path's latency. Each link is occupied for the bytes over its own rate, so a slow link does
+    not hold up a fast one. The end is known at the start and never changes. (Fair sharing, closer to real networks,
+    would move the ends of others with each newcomer; the bytes carried by busy links are the same.)"""
+
+    __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
+
+    def __init__(self, name: str, bytes_per_s: float) -> None:
+        if not bytes_per_s > 0:
+            raise InvalidInput(f"link {name!r} has a rate of {bytes_per_s:g} B/s; expected above 0")
+        self.name = name
+        self.bytes_per_s = bytes_per_s
+        self.free_s = 0.0
+        """Time at which it is free."""
+        self.carried_bytes = 0.0
+        """Total so far."""
+
+    def queue_s(self, now_s: float) -> float:
+        """Wait of a new transfer."""
+        return max(0.0, self.free_s - now_s)
+
+    def take(self, size_bytes: float, now_s: float) -> float:
+        """Books ``size_bytes``; returns the end."""
+        self.free_s = max(self.free_s, now_s) + size_bytes / self.bytes_per_s
+        self.carried_bytes += size_bytes
+        return self.free_s
+
+
+def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
+    """End of a transfer over all links of ``path``; of 0 bytes immediately."""
+    if size_bytes <= 0:
+        return now_s
+    return latency_s + max(link.take(size_bytes, now_s) for link in path)
+
+
+def streamed_s(
+    path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
+) -> float:
+    """As ``transfer_s``, of bytes that become available in ``parts`` equal parts, the last ``over_s`` from now.
+
+    The links are booked for all of them now: later transfers wait behind the whole stream.
+    """
+    if size_bytes <= 0:
+        return now_s + over_s
+    last_s = now_s + over_s
+    end_s = transfer_s(path, size_bytes, now_s)
+    return latency_s + max(end_s, *(last_s + size_bytes / parts / link.bytes_per_s for link in path))
+
+
+class PrefixCache:
+    """An LRU cache of blocks that never evicts a parent before its child.
+
+    A prompt's blocks are touched from the last to the first, so the deepest of a chain is the oldest, and the cache is
+    closed under prefixes.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity`` in blocks. Raises InvalidInput for none."""
+        if capacity < 1:
+            raise InvalidInput(f"a cache of {capacity} blocks; expected at least 1")
+        self.capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+    def leading(self, chain: Sequence[int]) -> int:
+        """Leading blocks of ``chain`` that are resident."""
+        here = self._blocks
+        for at, block in enumerate(chain):
+            if block not in here:
+                return at
+        return len(chain)
+
+    def use(self, chain: Sequence[int]) -> list[int]:
+        """Accesses ``chain`` and makes its first ``capacity`` blocks resident. Returns the evicted blocks."""
+        here = self._blocks
+        for block in reversed(chain[: self.capacity]):
+            here[block] = None
+            here.move_to_end(block)
+        gone = []
+        while len(here) > self.capacity:
+            gone.append(here.popitem(last=False)[0])
+        return gone
 
 
 class ClusterPool:
-    """See ``pool_base.Pool``. ``names``: of all instances, by number.
+    """Caches of all nodes and the links between. ``names``: of all instances, by number. ``settings.sky`` is
+    for ``sky.SkyPool`` (``simulation.new_pool`` chooses).
+
+    A ``PrefixIndex``, ``FarTiers`` and ``LinkWaits`` too: schedulers see the true state of caches and links.
 
     Raises:
-        InvalidInput: a memory smaller than a block, or an unknown preset of a constellation.
+        InvalidInput: a memory smaller than a block.
     """
 
     block_tokens = BLOCK_TOKENS
@@ -64,14 +189,9 @@ class ClusterPool:
         self._ssd = [Link(f"{name} ssd", self.settings.ssd.bytes_per_s) for name in self.names]
         self._dice = random.Random(self.settings.seed)
         self._now_s = 0.0
+        # Counters of failed nodes.
         self._evicted = self._dropped = 0
-        """Counters of failed nodes."""
         self._tokens = {LOCAL: 0, SSD_TIER: 0, NODES: 0, SKY_TIER: 0}
-        self.sky: SkyTier | None = None
-        if self.settings.sky is not None:
-            from skymemory.sim.cluster.sky import SkyTier  # imported only where a pool has one
-
-            self.sky = SkyTier(self.settings.sky, self.block_bytes)
 
     def _fresh(self) -> NodeMemory:
         settings = self.settings
@@ -79,25 +199,23 @@ class ClusterPool:
         return NodeMemory(blocks, settings.policy, ssd_blocks)
 
     def at(self, now_s: float) -> None:
+        """Sets the time of the following queries (``match``, ``far``)."""
         self._now_s = now_s
 
-    # Queries of schedulers.
+    # Queries of schedulers; none changes state.
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
+        """Leading blocks that each node has in memory or on its SSD."""
         ids = blocks.tolist()
         return [self._nodes[slot].leading(ids) for slot in slots]
 
     def far(self, blocks: Blocks) -> list[Far]:
-        if self.sky is None:
-            return []
-        offer = self.sky.offer(blocks.tolist(), self._now_s)
-        return [] if offer is None else [offer]
+        """Tiers behind the nodes that hold part of it."""
+        return []
 
-    def media(self) -> Mapping[str, Medium]:
-        media = {LOCAL: self.settings.dram, "network": self.network, SSD_TIER: self.settings.ssd}
-        if self.sky is not None:
-            media[SKY_TIER] = Medium(SKY_TIER, self.sky.kv_bytes_per_s)
-        return media
+    def media(self) -> dict[str, Medium]:
+        """Idle media: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
+        return {LOCAL: self.settings.dram, "network": self.network, SSD_TIER: self.settings.ssd}
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
         return [self._out[slot].queue_s(now_s) for slot in slots]
@@ -106,10 +224,13 @@ class ClusterPool:
         return [self._in[slot].queue_s(now_s) for slot in slots]
 
     def leading(self, node: int, ids: Sequence[int]) -> int:
+        """As ``match``, for one node."""
         return self._nodes[node].leading(ids)
 
+    # The pool knows the true state: nothing is learnt from requests.
+
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """No effect: the pool knows the true state."""
+        pass
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         return 0
@@ -123,6 +244,11 @@ class ClusterPool:
     # Events.
 
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
+        """A request with the full blocks ``ids`` goes to ``node``: uses what it has, loads what the plan says.
+
+        Loads less if the node holds more by now, or the source has lost some. Without a plan, or a source in it, only
+        the node's own SSD is read. ``node`` caches what it loads, so hot prefixes replicate.
+        """
         self._now_s = now_s
         here, block = self._nodes[node], self.block_tokens
         own = here.leading(ids)
@@ -153,13 +279,7 @@ class ClusterPool:
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
     ) -> tuple[int, float]:
-        """Loads blocks ``begin`` to ``end`` as far as the source has them; returns how many, and the end of the
-        load."""
-        if source == SKY_TIER:
-            if self.sky is None:
-                return 0, now_s
-            count, done_s = self.sky.read(ids, begin, end, self._in[node], now_s)
-            return count, done_s + self._late_s() if count else done_s
+        """Loads blocks ``begin`` to ``end`` as far as the source has them; returns how many, and the load's end."""
         other = self._numbers.get(source)
         if other is None or other == node:
             return 0, now_s
@@ -185,6 +305,8 @@ class ClusterPool:
     def stream(
         self, source: int, target: int, tokens: int, now_s: float, over_s: float = 0.0, layers: int = 1
     ) -> float:
+        """Transfers KV of ``tokens`` between nodes while it is computed, layer by layer, for ``over_s``. Returns the
+        end."""
         if source == target or tokens <= 0:
             return now_s + over_s
         links = (self._out[source], self._in[target])
@@ -192,19 +314,20 @@ class ClusterPool:
         return done_s + self._late_s()
 
     def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
+        """``node`` has computed this chain: it caches what fits, and tiers behind it get copies."""
         self._now_s = now_s
         self._nodes[node].use(ids)
-        if self.sky is not None and ids:
-            self.sky.write(ids, self._out[node], now_s)
 
     def lost(self, node: int, now_s: float) -> None:
+        """``node`` failed and lost its cache. Transfers from it complete: they count as read already."""
         self._now_s = now_s
         self._evicted += self._nodes[node].evicted
         self._dropped += self._nodes[node].dropped
         self._nodes[node] = self._fresh()
 
-    def figures(self) -> Mapping[str, float]:
-        figures: dict[str, float] = {
+    def figures(self) -> dict[str, float]:
+        """Counters: bytes by medium, blocks evicted and resident."""
+        return {
             "network_bytes": sum(link.carried_bytes for link in self._in),
             "ssd_bytes": sum(link.carried_bytes for link in self._ssd),
             "evicted_blocks": self._evicted + sum(node.evicted for node in self._nodes),
@@ -212,7 +335,6 @@ class ClusterPool:
             "resident_blocks": sum(len(node) for node in self._nodes),
             **{f"{name}_tokens": tokens for name, tokens in self._tokens.items()},
         }
-        return figures if self.sky is None else {**figures, **self.sky.figures()}
 
 
 class Memory(Protocol):

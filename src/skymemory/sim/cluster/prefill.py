@@ -14,12 +14,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.cost_model.model import loaded_s
+from skymemory.conductor.cost_model import CostModel, loaded_s
 from skymemory.errors import InvalidInput
 from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.job import Job
-from skymemory.sim.cluster.pool_base import LOCAL, Pool
+from skymemory.sim.cluster.pool import LOCAL, ClusterPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class PrefillInstance:
         clock: Clock,
         cost: CostModel,
         pipeline: Pipeline,
-        pool: Pool,
+        pool: ClusterPool,
         begun: Callable[[Job, float, float], None],
         done: Callable[[Job, float], None],
     ) -> None:

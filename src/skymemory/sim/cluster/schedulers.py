@@ -13,13 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from skymemory.conductor.admission.base import Admission
-from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.cost_model.model import network_of, pipelined_s
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import Picker
+from skymemory.conductor.cost_model import CostModel, network_of, pipelined_s
+from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.scheduler import Admission, Scheduler
 from skymemory.conductor.scheduling.named import SCHEDULERS, build
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
 from skymemory.conductor.strategies.estimates import GivenSpeeds, PrefillCost
@@ -28,7 +25,7 @@ from skymemory.conductor.strategies.named import STRATEGIES, named
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.config import suggestion
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.pool_base import Pool
+from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.prefill import Pipeline
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittered
@@ -113,7 +110,7 @@ class World:
     """Believed cost model."""
     estimates: Estimates
     """Believed prefill times."""
-    pool: Pool
+    pool: ClusterPool
     admission: Admission
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from skymemory.conductor.admission.base import Slo
-from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
-from skymemory.conductor.cost_model.model import DRAM, SSD, Medium
+from skymemory.conductor.cost_model import DRAM, SSD, CostModel, LLAMA_70B_8xA800, Medium
+from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory.eviction.policies import POLICIES
 

@@ -14,23 +14,21 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from skymemory.conductor.admission.base import Admission, Refusal, Slo
 from skymemory.conductor.admission.named import admission as admission_named
-from skymemory.conductor.fleet import Fleet
-from skymemory.conductor.picker import NoServer
-from skymemory.conductor.request import Request
-from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.cost_model import CostModel
+from skymemory.conductor.picker import Fleet, NoServer
+from skymemory.conductor.request import Request, Slo
+from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
 from skymemory.errors import InvalidInput
 from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.decode import CoupledInstance, DecodeInstance
 from skymemory.sim.cluster.job import Gaps, Job, Steps, Stream
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
-from skymemory.sim.cluster.pool import ClusterPool, PoolSettings
-from skymemory.sim.cluster.pool_base import Pool
+from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance
 from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
 from skymemory.sim.cluster.schedulers import asked as asked_of
-from skymemory.sim.cluster.setup import ClusterSetup, Failure
+from skymemory.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
 from skymemory.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
@@ -46,7 +44,7 @@ def run_cluster(
     scheduler_options: Mapping[str, object] | None = None,
     admission_options: Mapping[str, object] | None = None,
     asked: Sequence[Request] | None = None,
-    pool: Pool | None = None,
+    pool: ClusterPool | None = None,
 ) -> ClusterRun:
     """Simulates ``requests``, from the first arrival to the last token. Equal arguments give equal runs.
 
@@ -83,7 +81,7 @@ class Simulation:
     """One run."""
 
     def __init__(
-        self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission, pool: Pool | None = None
+        self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission, pool: ClusterPool | None = None
     ) -> None:
         self._setup, self._clock, self._gaps = setup, Clock(), Gaps()
         self._pool = pool or pool_of(setup)
@@ -278,7 +276,7 @@ class Simulation:
 class Machines:
     """All instances with their fleets. Prefill and coupled instances have the numbers of their slots."""
 
-    def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: Pool, listeners: Listeners) -> None:
+    def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
         self.prefill_names, self.decode_names = setup.prefilling(), setup.decoding()
         self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
         for name in self.prefill_names:
@@ -349,14 +347,22 @@ class Listeners:
     answered: Callable[[Stream, float], None]
 
 
-def pool_of(setup: ClusterSetup) -> Pool:
+def pool_of(setup: ClusterSetup) -> ClusterPool:
     """The pool of a setup. Coupled instances cache in their own accelerators' memory and share nothing."""
-    names = [*setup.prefilling(), *setup.decoding()]
+    names, settings = [*setup.prefilling(), *setup.decoding()], setup.pool
     if setup.coupled:
-        cache_bytes = setup.cost.kv_bytes(setup.coupled_cache_tokens)
-        return ClusterPool(names, setup.cost, PoolSettings(dram_bytes=cache_bytes))
-    settings = setup.pool
-    return ClusterPool(names, setup.cost, replace(settings, dram_bytes=settings.dram_bytes * setup.pipeline))
+        return ClusterPool(names, setup.cost, PoolSettings(setup.cost.kv_bytes(setup.coupled_cache_tokens)))
+    return new_pool(names, setup.cost, replace(settings, dram_bytes=settings.dram_bytes * setup.pipeline))
+
+
+def new_pool(names: Sequence[str], cost: CostModel, settings: PoolSettings) -> ClusterPool:
+    """A pool, with a constellation behind it if ``settings`` have one."""
+    if settings.sky is None:
+        return ClusterPool(names, cost, settings)
+    # Imported only here: it brings the constellation's plans and sockets along.
+    from skymemory.sim.cluster.sky import SkyPool
+
+    return SkyPool(names, cost, settings)
 
 
 class Accounts:

@@ -16,15 +16,51 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from skymemory.conductor.cost_model.model import Medium
+from skymemory.conductor.cost_model import CostModel, Medium
+from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves, Placement, server_moves
 from skymemory.protocol.clock import STRATEGY_CODES
-from skymemory.sim.cluster.pool_base import SKY_TIER, Far, Link, PrefixCache, transfer_s
-from skymemory.sim.cluster.setup import SkySetup
+from skymemory.sim.cluster.pool import SKY_TIER, ClusterPool, Far, Link, PrefixCache, transfer_s
+from skymemory.sim.cluster.setup import PoolSettings, SkySetup
 from skymemory.testbed.connect import clock_of, shell_of, sky_of
 from skymemory.testbed.plan import Ground, make_plan
+
+
+class SkyPool(ClusterPool):
+    """The pool with ``settings.sky`` behind its nodes.
+
+    Raises:
+        InvalidInput: as ``ClusterPool`` and ``SkyTier``.
+    """
+
+    def __init__(self, names: Sequence[str], cost: CostModel, settings: PoolSettings) -> None:
+        super().__init__(names, cost, settings)
+        self.sky = SkyTier(settings.sky or SkySetup(), self.block_bytes)
+
+    def far(self, blocks: Blocks) -> list[Far]:
+        offer = self.sky.offer(blocks.tolist(), self._now_s)
+        return [] if offer is None else [offer]
+
+    def media(self) -> dict[str, Medium]:
+        return {**super().media(), SKY_TIER: Medium(SKY_TIER, self.sky.kv_bytes_per_s)}
+
+    def _fetch(
+        self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
+    ) -> tuple[int, float]:
+        if source != SKY_TIER:
+            return super()._fetch(node, ids, begin, end, source, now_s)
+        count, done_s = self.sky.read(ids, begin, end, self._in[node], now_s)
+        return count, done_s + self._late_s() if count else done_s
+
+    def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
+        super().stored(node, ids, now_s)
+        if ids:
+            self.sky.write(ids, self._out[node], now_s)
+
+    def figures(self) -> dict[str, float]:
+        return {**super().figures(), **self.sky.figures()}
 
 
 class SkyTier:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.cost_model.model import CostModel, Machine, ModelShape
+from skymemory.conductor.cost_model import CostModel, Machine, ModelShape
 from skymemory.errors import InvalidInput
 
 _ROUNDS = 12

@@ -1,9 +1,16 @@
-"""Radix: load first when servers differ much, else the longest match, else least load.
+"""SGLang's two policies, over a prefix index: ``radix`` (``cache_aware``) and ``lmetric``.
 
-Source: SGLang's router, policy ``cache_aware``: a tree of request history with one bounded, least-recently-used share
-per server. Load decides when max − min > 64 requests and max > 1.5 × min; otherwise the longest match when it is more
-than 0.3 of the prompt, else least load. Differences: the tree is of blocks, not characters; among equal matches the
-least loaded server wins; failed requests are undone.
+Radix: load first when servers differ much, else the longest match, else least load. Source: SGLang's router, policy
+``cache_aware``: a tree of request history with one bounded, least-recently-used share per server. Load decides when
+max − min > 64 requests and max > 1.5 × min; otherwise the longest match when it is more than 0.3 of the prompt, else
+least load. Differences: among equal matches the least loaded server wins; failed requests are undone.
+
+LMetric: the least product of tokens to compute and requests at the server. Source: SGLang's model gateway, policy
+``lmetric`` (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"): the least ``(prompt − matched) ·
+(requests there + 1)``, then the fewest requests. No weights. Difference: the tree is bounded by the capacity of the
+server's cache.
+
+Both trees are of blocks here, not of characters.
 """
 
 from __future__ import annotations
@@ -11,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skymemory.conductor.fleet import Server
-from skymemory.conductor.prefix_index.base import PrefixIndex
+from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import GainThreshold, Indexed, Ranking, loads_of
+from skymemory.conductor.strategies.base import GainThreshold, Indexed, loads_of
 from skymemory.errors import InvalidInput
 
 
@@ -59,3 +66,27 @@ class Radix(Indexed):
             reason = f"longest match {best} of {tokens} tokens"
             return Ranking(scores, matched, reasons=(reason,), weights=weights)
         return Ranking([-load for load in loads], matched, reasons=(reason,), weights=weights)
+
+
+_TIE = 1e-6
+"""Weight of a request among equal products, which are whole numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LMetricSettings:
+    blocks_per_server: int = 31_250
+    """Assumed capacity of a server that does not report its cache's size."""
+
+
+class LMetric(Indexed):
+    name = "lmetric"
+
+    def __init__(self, index: PrefixIndex) -> None:
+        super().__init__(index)
+
+    def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
+        loads = loads_of(servers, now_s)
+        new = [float(request.prompt.tokens - held) for held in matched]
+        scores = [-work * (load + 1.0) - _TIE * load for work, load in zip(new, loads, strict=True)]
+        return Ranking(scores, matched, weights=(("tokens held", matched), ("requests there", loads)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skymemory.conductor.prefix_index.base import Blocks
+from skymemory.conductor.prefix_index.approximate import Blocks
 
 Chain = tuple[int, ...]
 """A block with its predecessors."""
