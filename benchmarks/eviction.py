@@ -29,9 +29,8 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, Op
 from skymemory.store.base import Presence, Store
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.store.wrappers import AdmittingStore, Sketch
 from skymemory.transport.simulated import SimulatedConstellation
 

@@ -26,9 +26,8 @@ from skymemory.constellation.presets import preset_named
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import COMMAND_PREFIX_BYTES, TELEMETRY_PREFIX_BYTES
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.simulated import SimulatedConstellation
 
 SLOT_PERIOD_S = 1000.0

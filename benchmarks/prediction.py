@@ -34,9 +34,8 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.segments import SegmentBatch
 from skymemory.stats import percentile
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.simulated import Node, SimulatedConstellation
 
 PRESET = "paper-15x15"

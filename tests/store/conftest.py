@@ -13,9 +13,8 @@ from skymemory.constellation.presets import preset_named
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import SkyMap
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.testbed.connect import clock_of, host_spec, sky_of
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports

@@ -12,9 +12,8 @@ from skymemory.constellation.ground_track import CellGrid, Stop
 from skymemory.errors import InvalidInput
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.simulated import SimulatedConstellation
 
 GRID = CellGrid(12, 14)

@@ -23,9 +23,8 @@ from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import server_moves
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.simulated import Node, SimulatedConstellation
 from skymemory.units import format_size
 

@@ -20,9 +20,8 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.base import Store
 from skymemory.store.sealed import SealedStore
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.testbed.key_file import KeyFollower
 from skymemory.testbed.plan import ConstellationPlan, HostShare, check_ip, follower_of
 from skymemory.testbed.run_directory import RunDirectory

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock
-from skymemory.store.sky.driver import SkySettings
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector

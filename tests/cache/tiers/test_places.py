@@ -102,9 +102,8 @@ def test_a_block_is_touched_when_what_follows_it_is_stored_though_nobody_looked_
     keys, places = chain(8)
     assert all(first.put_many([(k, value(1)) for k in keys[:4]], places[:4]))
     touched: list[bytes] = []
-    maintenance = second._maintenance
-    touch = maintenance._touch
-    monkeypatch.setattr(maintenance, "_touch", lambda infos: (touched.extend(i.key for i in infos), touch(infos)))
+    touch = second._touch
+    monkeypatch.setattr(second, "_touch", lambda infos: (touched.extend(i.key for i in infos), touch(infos)))
     if not indexed:
         assert second.prefix(keys[:4]) == 4
     assert all(second.put_many([(k, value(1)) for k in keys[4:]], places[4:]))

@@ -12,8 +12,7 @@ from skymemory.protocol.client.transfer import ValueInfo, WriteKeepalive, WriteT
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Retain, pack_retain
 from skymemory.protocol.satellite.config import EvictionConfig
-from skymemory.store.sky.driver import SkySettings
-from skymemory.store.sky.store import ConstellationStore
+from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.faults import FaultInjector
 
 SLOW = {"access": "gateway", "link_s": 0.04, "memory_bytes": 512 << 20}

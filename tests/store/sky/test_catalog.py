@@ -10,7 +10,7 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.store.base import Presence
-from skymemory.store.sky.catalog import ABSENT_S, SILENT_S
+from skymemory.store.sky.probing import ABSENT_S, SILENT_S
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.plan import make_plan

@@ -113,7 +113,7 @@ def test_without_the_touch_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     """The check of the check: blocks stored behind a prefix that was there would outlive it, by LRU often."""
     sky = simulated(40 * (CHUNK_BYTES + 72), replacement="lru")
     store = store_over(sky, index=SharedIndex(), chunk_bytes=CHUNK_BYTES)
-    monkeypatch.setattr(store._maintenance, "touch_before", lambda key: None)
+    monkeypatch.setattr(store._catalog, "before", lambda key: [])
     rng = random.Random(5)
     chains: list[list[bytes]] = []
     seen = 0

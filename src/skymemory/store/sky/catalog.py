@@ -1,27 +1,31 @@
-"""Locates the values in the sky: by the index, by probing satellites where there is none, and by both where the index
-is incomplete (``IndexRebuilder``).
+"""Locates the values in the sky: ``Catalog`` finds a value's info, ``Holders`` the satellites that hold its chunks.
+
+Infos come from the index; from probing satellites where there is none; from both where the index is incomplete
+(``probing.IndexRebuilder``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+from skymemory.constellation.torus import SatelliteId
 from skymemory.index.block_info import BlockInfo
 from skymemory.kv.block import Place
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.client.transfer import ValueInfo
-from skymemory.protocol.clock import STRATEGY_CODES, STRATEGY_NAMES
-from skymemory.store.sky.probing import Prober, prefix_by
+from skymemory.protocol.clock import STRATEGY_CODES, STRATEGY_NAMES, SkyMap
+from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
+from skymemory.store.sky.probing import MAX_KNOWN, ClientDriver, IndexRebuilder, Prober
 from skymemory.store.sky.shared_index import SharedIndex
 
-_MAX_KNOWN = 1 << 17
 _MAX_CHAIN = 4096
 _FRESH_S = 1.0
 """A load without an index relies on a probe's result for this long: another client may set the key again."""
 _NO_PLACES: Mapping[bytes, Place] = {}
+NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Catalog:
@@ -41,7 +45,8 @@ class Catalog:
         """Number of leading keys that are all present."""
         self._learn_order(keys)
         if self.index is not None and self._rebuilder is not None:
-            return self._rebuilder.prefix(keys, self.index.longest_prefix(keys))
+            indexed = self.index.longest_prefix(keys)
+            return indexed if indexed == len(keys) or self.index.complete else self._rebuilder.prefix(keys, indexed)
         count, known = self._prober.prefix(keys)
         self._remember(known)
         return count
@@ -53,12 +58,15 @@ class Catalog:
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
         """``find``, and whether the other keys are certainly absent: no satellite that may hold them is silent."""
         self._learn_order(keys)
-        if self._rebuilder is None:
+        if self.index is None or self._rebuilder is None:
             found, certain = self._prober.search(keys) if keys else ({}, True)
             self._remember(found)
             return found, certain
         found = self.known(keys)
-        more, certain = self._rebuilder.search([key for key in keys if key not in found])
+        missing = [key for key in keys if key not in found]
+        if not missing or self.index.complete:
+            return found, True
+        more, certain = self._rebuilder.search(missing)
         found.update(more)
         return found, certain
 
@@ -139,7 +147,7 @@ class Catalog:
     def _remember(self, known: dict[bytes, ValueInfo]) -> None:
         now_s = self._prober.now_s()
         self._known.update({key: (info, now_s) for key, info in known.items()})
-        while len(self._known) > _MAX_KNOWN:
+        while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
     def _learn_order(self, keys: Sequence[bytes]) -> None:
@@ -149,7 +157,7 @@ class Catalog:
         self._trim_predecessors()
 
     def _trim_predecessors(self) -> None:
-        while len(self._predecessors) > _MAX_KNOWN:
+        while len(self._predecessors) > MAX_KNOWN:
             self._predecessors.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
@@ -294,83 +302,50 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
     return latest if later or len(others) == len(reported) else None
 
 
-ABSENT_S = 30.0
-SILENT_S = 1.0
-_UNKNOWN = (0.0, False)
+class Holders:
+    """The satellites that hold the chunks of a value: computed from its info and the clock, asking none."""
 
+    def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
+        self._driver = driver
+        self._sky = sky
+        self._replicas = range(replicas)
 
-class IndexRebuilder:
-    """Probes satellites for what an incomplete index does not know, so that the index is rebuilt as it is used.
-
-    A value that is found is entered in the index (``adopt``), for all processes that share it. A key that is not found
-    counts as absent for ``ABSENT_S`` in this process, so that a new prompt is not looked for again at each of its
-    tokens; only for ``SILENT_S`` where a satellite of the box was silent.
-    """
-
-    def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
-        self._index = index
-        self._prober = prober
-        self._adopt = adopt
-        self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
-        """Until when a key counts as absent, and whether that is certain."""
-        self.keys_probed = 0
-        self.values_adopted = 0
-
-    def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Probe keys that are not in the index (none where it is complete). Returns what was found, and whether the
-        others are certainly absent.
+    def shares(self, info: ValueInfo, nearby: bool) -> list[list[SatelliteId]]:
+        """Per server that has chunks of it, where these may be: its copies; ``nearby``: also where they were before
+        the last move, or will be after the next, which may come before a command arrives.
         """
-        if self._index.complete:
-            return {}, True
-        wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
-        found = self._probe(wanted) if wanted else {}
-        return found, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in found)
+        r, p = self._driver.machine.moves(self._driver.now_s())
+        steps = [(0, 0), (-1, 0), (0, -1), (1, 0), (0, 1)] if nearby else [(0, 0)]
+        every = [
+            self._sky.servers_at(info.strategy, info.servers, info.set_moves, (r + slots, p + planes), replica)[
+                : info.chunks
+            ]
+            for (slots, planes), replica in product(steps, self._replicas)
+        ]
+        return [list(share) for share in zip(*every, strict=True)]
 
-    def prefix(self, keys: Sequence[bytes], known: int) -> int:
-        """Number of leading keys that are all present; the first ``known`` are in the index. Satellites are probed for
-        what the index lacks behind them.
+    def of(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
+        """All satellites of its ``shares``."""
+        return dict.fromkeys(place for share in self.shares(info, nearby) for place in share)
+
+    def pages(
+        self,
+        infos: Iterable[ValueInfo],
+        nearby: bool,
+        but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
+        most: int = MAX_KEYS_PER_PACKET,
+    ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
+        """Satellites with the values that they may hold, ``most`` in a packet, in the order given; without those that
+        ``but`` spares for a key.
         """
-        if known == len(keys) or self.absent(keys[known]):
-            return known
-        rest = list(keys[known:])
-        end = next((at for at, key in enumerate(rest) if self.absent(key)), len(rest))
-        rest = rest[:end]
-
-        def find(asked: list[bytes]) -> set[bytes]:
-            here = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
-            missing = [key for key in asked if key not in here]
-            return here | self._probe(missing).keys() if missing else here
-
-        return known + prefix_by(find, rest)
-
-    def absent(self, key: bytes) -> bool:
-        """Whether a key that is not in the index counts as absent, without a probe."""
-        return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
-
-    def gone(self, keys: Iterable[bytes]) -> None:
-        """These have been evicted: leftovers of them must not be found again at once."""
-        if not self._index.complete:
-            self._remember(keys, True)
-
-    def present(self, keys: Iterable[bytes]) -> None:
-        """These have been stored."""
-        for key in keys:
-            self._absent.pop(key, None)
-
-    def _probe(self, keys: list[bytes]) -> dict[bytes, ValueInfo]:
-        found, certain = self._prober.search(keys)
-        self.keys_probed += len(keys)
-        self._remember((key for key in keys if key not in found), certain)
-        if found:
-            self.values_adopted += len(found)
-            self._adopt([found[key] for key in keys if key in found], self._prober.now_s())
-            self._index.record_probes(len(keys), len(found))
-        return found
-
-    def _remember(self, keys: Iterable[bytes], certain: bool) -> None:
-        until_s = self._prober.now_s() + (ABSENT_S if certain else SILENT_S)
-        for key in keys:
-            self._absent[key] = until_s, certain
-            self._absent.move_to_end(key)
-        while len(self._absent) > _MAX_KNOWN:
-            self._absent.popitem(last=False)
+        by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
+        for info in infos:
+            spared = but.get(info.key, ())
+            for satellite in self.of(info, nearby):
+                if satellite not in spared:
+                    by_satellite.setdefault(satellite, []).append(info)
+        return [
+            (satellite, held[at : at + most])
+            for satellite, held in by_satellite.items()
+            for at in range(0, len(held), most)
+        ]

@@ -1,11 +1,17 @@
-"""Questions to the satellites of the box: which values they hold (HAS), which names (LIST), what time it is (PING)."""
+"""Questions to the satellites of the box: which values they hold (HAS), which names (LIST), what time it is (PING).
+
+``Prober`` finds values without an index, ``IndexRebuilder`` what an incomplete index lacks.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, Protocol
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import CommandsRefused, InvalidInput, MalformedPacket
@@ -13,11 +19,31 @@ from skymemory.index.lookup import PrefixSearch
 from skymemory.kv.value import ValueHeader, unpack_header
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
+from skymemory.protocol.client.machine import ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
-from skymemory.store.sky.driver import ClientDriver
+from skymemory.store.sky.shared_index import SharedIndex
+
+
+class ClientDriver(Protocol):
+    """``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` over virtual time."""
+
+    @property
+    def machine(self) -> ClientMachine: ...
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while operations are begun and run."""
+
+    def now_s(self) -> float: ...
+
+    def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
+        """Send and receive until these operations have ended."""
+
+    def close(self) -> None: ...
+
 
 _PREVIOUS_BOX_S = 1.0
 """How long after a move the previous box is probed, too."""
@@ -175,6 +201,86 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
         tag.servers,
         (tag.slot_moves, tag.plane_moves),
     )
+
+
+MAX_KNOWN = 1 << 17
+"""Keys remembered, present or absent: some 30 MB when full."""
+ABSENT_S = 30.0
+SILENT_S = 1.0
+_UNKNOWN = (0.0, False)
+
+
+class IndexRebuilder:
+    """Probes satellites for what an incomplete index does not know, so that the index is rebuilt as it is used.
+
+    A value that is found is entered in the index (``adopt``), for all processes that share it. A key that is not found
+    counts as absent for ``ABSENT_S`` in this process, so that a new prompt is not looked for again at each of its
+    tokens; only for ``SILENT_S`` where a satellite of the box was silent.
+    """
+
+    def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
+        self._index = index
+        self._prober = prober
+        self._adopt = adopt
+        self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
+        """Until when a key counts as absent, and whether that is certain."""
+        self.keys_probed = 0
+        self.values_adopted = 0
+
+    def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
+        """Probe keys that the index lacks. Returns what was found, and whether the others are certainly absent."""
+        wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
+        found = self._probe(wanted) if wanted else {}
+        return found, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in found)
+
+    def prefix(self, keys: Sequence[bytes], known: int) -> int:
+        """Number of leading keys that are all present; only the first ``known`` are surely in the index. Satellites are
+        probed for what it lacks behind them.
+        """
+        if self.absent(keys[known]):
+            return known
+        rest = list(keys[known:])
+        end = next((at for at, key in enumerate(rest) if self.absent(key)), len(rest))
+        rest = rest[:end]
+
+        def find(asked: list[bytes]) -> set[bytes]:
+            here = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
+            missing = [key for key in asked if key not in here]
+            return here | self._probe(missing).keys() if missing else here
+
+        return known + prefix_by(find, rest)
+
+    def absent(self, key: bytes) -> bool:
+        """Whether a key that is not in the index counts as absent, without a probe."""
+        return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """These have been evicted: leftovers of them must not be found again at once."""
+        if not self._index.complete:
+            self._remember(keys, True)
+
+    def present(self, keys: Iterable[bytes]) -> None:
+        """These have been stored."""
+        for key in keys:
+            self._absent.pop(key, None)
+
+    def _probe(self, keys: list[bytes]) -> dict[bytes, ValueInfo]:
+        found, certain = self._prober.search(keys)
+        self.keys_probed += len(keys)
+        self._remember((key for key in keys if key not in found), certain)
+        if found:
+            self.values_adopted += len(found)
+            self._adopt([found[key] for key in keys if key in found], self._prober.now_s())
+            self._index.record_probes(len(keys), len(found))
+        return found
+
+    def _remember(self, keys: Iterable[bytes], certain: bool) -> None:
+        until_s = self._prober.now_s() + (ABSENT_S if certain else SILENT_S)
+        for key in keys:
+            self._absent[key] = until_s, certain
+            self._absent.move_to_end(key)
+        while len(self._absent) > MAX_KNOWN:
+            self._absent.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)

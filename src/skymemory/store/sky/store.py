@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.forks import Owner
+from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.client.transfer import ValueInfo
-from skymemory.protocol.clock import SkyMap
+from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
+from skymemory.protocol.messages import Kept, Retain, pack_retain, pack_setting, unpack_retained
+from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -40,17 +44,73 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.sky.catalog import Catalog
-from skymemory.store.sky.driver import ClientDriver, SkySettings
-from skymemory.store.sky.maintenance import Maintenance, Prefetcher
-from skymemory.store.sky.probing import NamedValue, Prober, list_names, synchronise_clock
+from skymemory.store.sky.catalog import Catalog, Holders
+from skymemory.store.sky.maintenance import Evictor, Prefetcher
+from skymemory.store.sky.probing import ClientDriver, NamedValue, Prober, list_names, synchronise_clock
 from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.units import format_size
 
 _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")
 """Failures that one read may report wrongly: the value is read once more before it is evicted."""
 _GONE = ("missing", "corrupt")
 """Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
+
+
+_WIRE_LIMIT_BYTES = (1 << 32) - 1
+_MAX_CHUNKS = 1 << 20
+_MAX_SERVERS = 64
+"""Another writer may use more servers than we do: up to this many are believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkySettings:
+    """How values are laid out in the sky. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit
+    values.
+    """
+
+    strategy: str = "rotation_hop"
+    servers: int = 10
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    memory_per_satellite_bytes: int = 0
+    lazy_eviction: bool = True
+    """Whether a reader that finds a chunk gone evicts the rest of the value."""
+    replicas: int = 1
+    """Copies of every chunk, on different satellites (and planes, as far as the box has rows)."""
+
+    @property
+    def strategy_code(self) -> int:
+        """Its number on the wire; InvalidInput for an unknown strategy."""
+        code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
+        if code is None:
+            raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
+        return int(code)
+
+    @property
+    def largest_value_bytes(self) -> int:
+        """The largest value that fits into an empty box."""
+        if not self.memory_per_satellite_bytes:
+            return _WIRE_LIMIT_BYTES
+        chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
+        return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
+
+    def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
+        """Whether a value that a satellite reports can exist: its chunks, with their overhead, must fit into the
+        satellites. If their memory is unknown, up to a million chunks are believed.
+        """
+        if not self.memory_per_satellite_bytes:
+            return chunks <= _MAX_CHUNKS
+        room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MAX_SERVERS)
+        return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises ``ValueTooLarge``, naming the limit, for a value that could never fit."""
+        if size_bytes > self.largest_value_bytes:
+            raise ValueTooLarge(
+                f"a value of {format_size(size_bytes)} on {self.servers} satellites of "
+                f"{format_size(self.memory_per_satellite_bytes)}: at most {format_size(self.largest_value_bytes)} fit; "
+                "use more servers, more memory per satellite or smaller values"
+            )
 
 
 class ConstellationStore(TwoPhase):
@@ -76,8 +136,9 @@ class ConstellationStore(TwoPhase):
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._buffers = BufferPool()
         self._counters = Counters()
-        self._maintenance = Maintenance(driver, sky, self._catalog, self._counters, self.settings.replicas)
-        self._prefetcher = Prefetcher(driver, sky, self._catalog, self._counters)
+        self._holders = Holders(driver, sky, self.settings.replicas)
+        self._evictor = Evictor(driver, self._catalog, self._holders, self._counters)
+        self._prefetcher = Prefetcher(driver, sky, self._catalog, self._holders, self._evictor, self._counters)
         self._bytes_per_s = 1e9
         self._clock_ahead_s = 0.0
         self._closed = False
@@ -91,15 +152,23 @@ class ConstellationStore(TwoPhase):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
-        self._maintenance.process_notices()
+        self._process_notices()
         infos = self._catalog.find(keys)
         pending = {key for ticket in self._stores.holding(self._driver.now_s()) for key, _ in ticket.items}
         return [Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS for key in keys]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
-        self._maintenance.process_notices()
+        self._process_notices()
         return self._catalog.prefix(keys)
+
+    def _process_notices(self) -> None:
+        """Remove values from the index that satellites have reported as gone (GONE), unless they were set again."""
+        if dead := dict(self._driver.machine.take_gone()):
+            known = self._catalog.known(list(dead))
+            gone = [key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]]
+            self._counters.add("values_gone_by_notice", len(gone))
+            self._catalog.remove(gone)
 
     # --- loading ---
 
@@ -109,7 +178,7 @@ class ConstellationStore(TwoPhase):
         served.
         """
         ticket = self._begin_load(keys)
-        self._maintenance.lease(list(self._catalog.known(ticket.keys).values()), ticket.expires_s)
+        self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -173,7 +242,7 @@ class ConstellationStore(TwoPhase):
         if others := failed.get("other version"):
             gone += self._catalog.adopt_replacements(others, self._driver.now_s())
         if gone and self.settings.lazy_eviction:
-            self._maintenance.evict_holed(gone, looked_s)
+            self._evictor.evict_holed(gone, looked_s)
         elif gone:
             self._catalog.remove([info.key for info in gone])
         return outcomes, values
@@ -233,14 +302,15 @@ class ConstellationStore(TwoPhase):
             if not outcome.ok:
                 self._counters.add("failures", label=outcome.report.failure)
         if failed:
-            self._maintenance.clean_up_failed(failed, before)
+            self._evictor.clean_up_failed(failed, before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
-        self._maintenance.process_notices()  # about earlier values: they must not remove the new entries
+        self._process_notices()  # about earlier values: they must not remove the new entries
         self._catalog.add(infos, self._driver.now_s(), places)
-        self._maintenance.evict_replaced(before, infos)
+        self._evictor.evict_replaced(before, infos)
         if ticket.items:
-            self._maintenance.touch_before(ticket.items[0][0])
+            # The blocks before the first in its chain: what is stored behind them must not outlive them.
+            self._touch(self._catalog.before(ticket.items[0][0]))
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(
@@ -274,15 +344,63 @@ class ConstellationStore(TwoPhase):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A hint to the satellites, unacknowledged."""
-        self._maintenance.touch(self._check(keys))
+        infos = self._catalog.find(self._check(keys))
+        self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """True where every satellite with chunks of the value has promised; each pins up to half of its memory."""
-        return self._maintenance.pin(self._check(keys), check_ttl(ttl_s))
+        keys, until_s = self._check(keys), self._driver.now_s() + ttl_s if check_ttl(ttl_s) > 0 else 0.0
+        infos = self._catalog.find(keys)
+        kept = self._retain(Retain.PIN, until_s, list(infos.values()))
+        refused = [info for info in infos.values() if not kept[info.key]]
+        if refused and ttl_s > 0:  # by one satellite: unpin on the others
+            self._retain(Retain.PIN, 0.0, refused)
+        return [kept.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Expire values after ``ttl_s`` seconds (infinite: never). True where all their satellites have promised."""
-        return self._maintenance.expire(self._check(keys), check_ttl(ttl_s))
+        keys = self._check(keys)
+        until_s = 0.0 if math.isinf(check_ttl(ttl_s)) else max(self._driver.now_s() + ttl_s, 0.001)
+        kept = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
+        return [kept.get(key, False) for key in keys]
+
+    def _touch(self, infos: Sequence[ValueInfo]) -> None:
+        """The first becomes the most recently used."""
+        self._hint(Retain.TOUCH, 0.0, infos, last_first=True)
+
+    def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
+        """A RETAIN that is not answered, and so not repeated."""
+        machine, now_s = self._driver.machine, self._driver.now_s()
+        pages = self._holders.pages(infos, nearby=False)
+        if not pages:
+            return
+        with self._driver.lock:
+            for satellite, page in reversed(pages) if last_first else pages:
+                body = pack_retain(what, until_s, [info.key for info in page])
+                machine.cancel(machine.ask(Op.RETAIN, body, satellite, now_s))
+            self._driver.run(())
+
+    def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
+        """Per key, whether every satellite that holds chunks of its value has promised."""
+        machine, now_s = self._driver.machine, self._driver.now_s()
+        kept = {info.key: True for info in infos}
+        pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, nearby=False)]
+        with self._driver.lock:
+            asked = {
+                machine.ask(Op.RETAIN, pack_retain(what, until_s, page), satellite, now_s): page
+                for satellite, page in pages
+            }
+            answers = self._driver.run(asked)
+        for number, answer in answers.items():
+            page = asked[number]
+            try:
+                outcomes = unpack_retained(answer.body) if answer.ok else []
+            except MalformedPacket:
+                machine.counters.add("packets_malformed")
+                outcomes = []
+            for at, key in enumerate(page):
+                kept[key] = kept[key] and at < len(outcomes) and outcomes[at] is Kept.DONE
+        return kept
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         """True where enough satellites have confirmed that the value can no longer be read; one that did not answer may
@@ -290,7 +408,7 @@ class ConstellationStore(TwoPhase):
         """
         keys = self._check(keys)
         infos, certain = self._catalog.search(keys)
-        gone = self._maintenance.delete(list(infos.values()))
+        gone = self._evictor.delete(list(infos.values()))
         absent = False if certain else None
         return [(True if key in gone else None) if key in infos else absent for key in keys]
 
