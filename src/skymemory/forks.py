@@ -4,6 +4,9 @@ A fork copies every descriptor and one thread. Two processes at one socket take 
 on a file both hold it, a lock that another thread held is never freed, and the threads that a tier works with are not
 there. So such a thing belongs to the process that opened it: in any other its calls raise ``WrongProcess``, and the
 child's copies of its descriptors are closed as soon as it begins. The parent notices nothing.
+
+Nothing is checked by process id on the way of a read: the interpreter calls ``_mark_child`` in each forked child, which
+marks all owners and locks of the parent.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock
-from types import TracebackType
+from typing import Any, NoReturn
 
 from skymemory.errors import WrongProcess
 
@@ -23,23 +26,19 @@ class Owner:
     closes descriptors and does nothing else (no goodbye to a server, no unlocking: both would affect the parent).
     """
 
-    __slots__ = ("__weakref__", "_let_go", "_process", "_what")
+    __slots__ = ("__weakref__", "_let_go", "_process", "_what", "elsewhere")
 
     def __init__(self, what: str, let_go: Callable[[], object] | None = None) -> None:
+        self.elsewhere = False
+        """Whether this is another process."""
         self._what = what
         self._process = os.getpid()
         self._let_go = None if let_go is None else weakref.WeakMethod(let_go)
-        if let_go is not None:
-            _with_descriptors.add(self)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether this is another process."""
-        return os.getpid() != self._process
+        _owners.add(self)
 
     def check(self) -> None:
         """Raises WrongProcess in any other process."""
-        if os.getpid() != self._process:
+        if self.elsewhere:
             raise WrongProcess(
                 f"{self._what} was opened by process {self._process}, and this is process {os.getpid()}, forked from "
                 "it: open one of its own here, after the fork"
@@ -50,34 +49,43 @@ class Owner:
             let_go()
 
 
-class OwnLock:
+_RLock: Any = type(RLock())
+
+
+class OwnLock(_RLock):  # type: ignore[misc]
     """A reentrant lock of the process that opened ``what``. In any other, where it might never be freed, taking it
     raises WrongProcess.
     """
 
-    __slots__ = ("_lock", "owner")
+    __slots__ = ("owner",)
 
     def __init__(self, what: str, let_go: Callable[[], object] | None = None) -> None:
         self.owner = Owner(what, let_go)
-        self._lock = RLock()
+        _locks.add(self)
 
-    def __enter__(self) -> None:
+
+class _ParentsLock(OwnLock):
+    """What an ``OwnLock`` is in a forked child: so that taking one stays as cheap as any lock elsewhere."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> NoReturn:
         self.owner.check()
-        self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
+        raise AssertionError("a parent's lock whose owner is here")
 
 
-_with_descriptors: weakref.WeakSet[Owner] = weakref.WeakSet()
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_locks: weakref.WeakSet[OwnLock] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
-    for owner in list(_with_descriptors):
+def _mark_child() -> None:
+    for owner in list(_owners):
+        owner.elsewhere = True
+    for lock in list(_locks):
+        lock.__class__ = _ParentsLock
+    for owner in list(_owners):
         with suppress(OSError):  # another thread was just closing it
             owner.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_mark_child)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.store.key_tree import CHAINS, key
 
-from skymemory.store.prefix_order import PrefixOrder
+from skymemory.store.accounting import PrefixOrder
 
 
 class Watcher:

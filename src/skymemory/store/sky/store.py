@@ -456,7 +456,7 @@ class ConstellationStore(TwoPhase):
             self._catalog.close()
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        self._owner.check()
-        if self._closed:
+        if self._closed or self._owner.elsewhere:
+            self._owner.check()
             raise InvalidInput("the constellation store is closed")
         return check_keys(keys)
