@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from skymemory.errors import InvalidInput
+from skymemory.forks import Owner
 from skymemory.kv.block import Place
 
 if TYPE_CHECKING:
@@ -374,6 +375,69 @@ class OpenTickets(Generic[_Ticket]):
         with self._lock:
             self._open.clear()
             self._ending.clear()
+
+
+_LEARN_FROM_BYTES = 1 << 20
+"""Smaller loads measure the call, or a round trip, rather than the medium."""
+
+
+class ReadRate:
+    """A tier's bytes per second, learned from its loads: a moving average in which the last load counts a quarter."""
+
+    def __init__(self, bytes_per_s: float = 1e9) -> None:
+        self.bytes_per_s = bytes_per_s
+
+    def learn(self, size_bytes: int, seconds: float) -> None:
+        if size_bytes >= _LEARN_FROM_BYTES and seconds > 0:
+            self.bytes_per_s += (size_bytes / seconds - self.bytes_per_s) / 4
+
+
+class RemoteStore(TwoPhase):
+    """Base of stores whose values other processes hold: tickets that reserve nothing, and a check before each call."""
+
+    def __init__(self, name: str, now_s: Callable[[], float]) -> None:
+        self._name = name
+        self._clock = now_s
+        self._loads: OpenTickets[LoadTicket] = OpenTickets()
+        self._stores: OpenTickets[StoreTicket] = OpenTickets()
+        self._rate = ReadRate()
+        self._closed = False
+        self._owner = Owner(f"the {name} store")
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
+        now_s = self._clock()
+        ticket = LoadTicket(self._check(keys), now_s + LEASE_S)
+        self._loads.add(ticket, now_s)
+        return ticket
+
+    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        items = check_items(items)
+        self._check(())
+        for _, value in items:
+            self._check_size(memoryview(value).nbytes)
+        now_s = self._clock()
+        ticket = StoreTicket(items, now_s + LEASE_S, places=check_places(items, places))
+        self._stores.add(ticket, now_s)
+        return ticket
+
+    def _check_size(self, size_bytes: int) -> None:
+        """Raises ValueTooLarge for a value that can never fit."""
+
+    def _presences(self, keys: Sequence[bytes], held: Container[bytes]) -> list[Presence]:
+        """Per key: in ``held``, or else being stored by an open ticket, or else absent."""
+        pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
+        return [Presence.HIT if key in held else Presence.PENDING if key in pending else Presence.MISS for key in keys]
+
+    def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+        """The keys; InvalidInput for what is no key or once closed, WrongProcess in a forked child."""
+        if self._closed or self._owner.elsewhere:
+            self._owner.check()
+            raise InvalidInput(f"the {self._name} store is closed: open a new one")
+        return check_keys(keys)
 
 
 _KEPT_BUFFERS = 4

@@ -32,6 +32,7 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    ReadRate,
     StoreTicket,
     aligned_bytes,
     check_keys,
@@ -40,9 +41,6 @@ from skymemory.store.disk_files import FAULTS_OF_THE_FILE, StoreDirectory, read_
 
 Sync = Literal["never", "each"]
 """When bytes must be on the disk: at the kernel's leisure, or before a store is acknowledged."""
-
-_LEARN_FROM_BYTES = 1 << 20
-"""Smaller loads measure the call rather than the disk."""
 
 
 class DiskStore(BudgetedStore):
@@ -75,7 +73,7 @@ class DiskStore(BudgetedStore):
         super().__init__(name, inventory, lease_s, clock, SharedCounters())
         self._synced = sync == "each"
         self._buffers = BufferPool()
-        self._bytes_per_s = 1e9
+        self._rate = ReadRate()
         self._used_ns = 0
         self._directory = StoreDirectory(path)
         try:
@@ -115,8 +113,7 @@ class DiskStore(BudgetedStore):
         with self._lock:
             self._inventory.end_lease(ticket)
             self._stamp(self._inventory.use(list(dict.fromkeys(ticket.keys))))
-            if total_bytes >= _LEARN_FROM_BYTES and seconds > 0:
-                self._bytes_per_s += (total_bytes / seconds - self._bytes_per_s) / 4
+            self._rate.learn(total_bytes, seconds)
             got = [reads.get(key, LATER if key in self._inventory.kept else ABSENT) for key in ticket.keys]
             self._counters.add("hits", sum(read.view is not None for read in got))
             self._counters.add("misses", sum(read.view is None for read in got))
@@ -255,7 +252,7 @@ class DiskStore(BudgetedStore):
         keys = check_keys(keys)
         with self._open():
             there = self._inventory.entries
-            return sum(there[key].size_bytes if key in there else math.inf for key in keys) / self._bytes_per_s
+            return sum(there[key].size_bytes if key in there else math.inf for key in keys) / self._rate.bytes_per_s
 
     def close(self) -> None:
         if self._lock.owner.elsewhere:

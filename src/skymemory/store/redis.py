@@ -19,19 +19,13 @@ from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
 from skymemory.native import crc32
 from skymemory.store.base import (
-    LEASE_S,
     Buffer,
     KeyReport,
     LoadReport,
     LoadTicket,
-    OpenTickets,
-    Places,
     Presence,
+    RemoteStore,
     StoreTicket,
-    TwoPhase,
-    check_items,
-    check_keys,
-    check_places,
     check_ttl,
 )
 from skymemory.units import format_size
@@ -45,11 +39,10 @@ _LARGEST_BYTES = (512 << 20) - _TRAILER_BYTES
 
 _VALUES_AT_ONCE = 8
 _QUESTIONS_AT_ONCE = 512
-_LEARN_FROM_BYTES = 1 << 20
 _MOST_LATER = 1 << 16
 
 
-class RedisStore(TwoPhase):
+class RedisStore(RemoteStore):
     """Values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
 
     No call takes longer than ``timeout_s`` and the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
@@ -68,29 +61,15 @@ class RedisStore(TwoPhase):
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name = name
+        super().__init__(name, clock)
         self._link = Link(url, timeout_s, clock)
-        self._clock = clock
-        self._loads: OpenTickets[LoadTicket] = OpenTickets()
-        self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
         """Keys under which a later release's values were seen: they are not overwritten."""
-        self._bytes_per_s = 1e9
-        self._closed = False
-        self._owner = Owner(f"the {name} store")
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self._sizes(self._check(keys))
-        pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
-        return [
-            Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
-            for key, size in zip(keys, sizes, strict=True)
-        ]
+        return self._presences(keys, {key for key, size in zip(keys, sizes, strict=True) if size is not None})
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         sizes = self._sizes(self._check(keys))
@@ -102,11 +81,6 @@ class RedisStore(TwoPhase):
         return [
             reply - _TRAILER_BYTES if isinstance(reply, int) and reply >= _TRAILER_BYTES else None for reply in replies
         ]
-
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        ticket = LoadTicket(self._check(keys), self._clock() + LEASE_S)
-        self._loads.add(ticket, self._clock())
-        return ticket
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
@@ -131,8 +105,7 @@ class RedisStore(TwoPhase):
             if isinstance(value, str) and value != "absent":
                 self._counters.add("failed", label=value)
         self._ask_each(b"DEL", corrupt)
-        if loaded_bytes > _LEARN_FROM_BYTES and seconds > 0:
-            self._bytes_per_s += (loaded_bytes / seconds - self._bytes_per_s) / 4
+        self._rate.learn(loaded_bytes, seconds)
         got = [found[key] for key in ticket.keys]
         self._counters.add("hits", sum(isinstance(value, memoryview) for value in got))
         self._counters.add("misses", sum(isinstance(value, str) for value in got))
@@ -150,18 +123,12 @@ class RedisStore(TwoPhase):
     def release(self, ticket: LoadTicket) -> None:
         self._loads.discard(ticket)
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        items = check_items(items)
-        self._check(())
-        for _, value in items:
-            if (size_bytes := memoryview(value).nbytes) > _LARGEST_BYTES:
-                raise ValueTooLarge(
-                    f"a value of {format_size(size_bytes)} does not fit a string of Redis, at most "
-                    f"{format_size(_LARGEST_BYTES)}: store smaller values"
-                )
-        ticket = StoreTicket(items, self._clock() + LEASE_S, places=check_places(items, places))
-        self._stores.add(ticket, self._clock())
-        return ticket
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > _LARGEST_BYTES:
+            raise ValueTooLarge(
+                f"a value of {format_size(size_bytes)} does not fit a string of Redis, at most "
+                f"{format_size(_LARGEST_BYTES)}: store smaller values"
+            )
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
@@ -216,22 +183,16 @@ class RedisStore(TwoPhase):
         return {
             **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
             "open_leases": len(self._loads) + len(self._stores),
-            "read_bytes_per_s": self._bytes_per_s,
+            "read_bytes_per_s": self._rate.bytes_per_s,
         }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         sizes = self._sizes(self._check(keys))
-        return sum(math.inf if size is None else size for size in sizes) / self._bytes_per_s
+        return sum(math.inf if size is None else size for size in sizes) / self._rate.bytes_per_s
 
     def close(self) -> None:
         self._closed = True
         self._link.close()
-
-    def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        self._owner.check()
-        if self._closed:
-            raise InvalidInput(f"the {self._name} store is closed: open a new one")
-        return check_keys(keys)
 
 
 def _trailer(key: bytes, value: memoryview) -> bytes:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
-from skymemory.forks import Owner
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
@@ -28,20 +27,14 @@ from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
 from skymemory.protocol.messages import Kept, Retain, pack_retain, pack_setting, unpack_retained
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.base import (
-    LEASE_S,
     Buffer,
     BufferPool,
     KeyReport,
     LoadReport,
     LoadTicket,
-    OpenTickets,
-    Places,
     Presence,
+    RemoteStore,
     StoreTicket,
-    TwoPhase,
-    check_items,
-    check_keys,
-    check_places,
     check_ttl,
 )
 from skymemory.store.sky.catalog import Catalog, Holders
@@ -113,7 +106,7 @@ class SkySettings:
             )
 
 
-class ConstellationStore(TwoPhase):
+class ConstellationStore(RemoteStore):
     """Values on satellites. ``index`` None: every look-up probes the box, which is slower."""
 
     def __init__(
@@ -125,28 +118,19 @@ class ConstellationStore(TwoPhase):
         index: SharedIndex | None = None,
         name: str = "constellation",
     ) -> None:
+        super().__init__(name, driver.now_s)
         self.settings = settings or SkySettings()
         self._strategy = strategy = self.settings.strategy_code
         self._driver = driver
         self._sky = sky
         prober = Prober(driver, sky, strategy, self.settings.servers, self.settings.can_hold)
         self._catalog = Catalog(index, prober, self.settings.chunk_bytes)
-        self._name = name
-        self._loads: OpenTickets[LoadTicket] = OpenTickets()
-        self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._buffers = BufferPool()
         self._counters = Counters()
         self._holders = Holders(driver, sky, self.settings.replicas)
         self._evictor = Evictor(driver, self._catalog, self._holders, self._counters)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._holders, self._evictor, self._counters)
-        self._bytes_per_s = 1e9
         self._clock_ahead_s = 0.0
-        self._closed = False
-        self._owner = Owner(f"the {name} store")
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     # --- looking up ---
 
@@ -154,8 +138,7 @@ class ConstellationStore(TwoPhase):
         keys = self._check(keys)
         self._process_notices()
         infos = self._catalog.find(keys)
-        pending = {key for ticket in self._stores.holding(self._driver.now_s()) for key, _ in ticket.items}
-        return [Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS for key in keys]
+        return self._presences(keys, infos)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
@@ -177,18 +160,13 @@ class ConstellationStore(TwoPhase):
         satellite that misses the packet, or has leased its share already, may evict. It ends when the chunks are
         served.
         """
-        ticket = self._begin_load(keys)
+        ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Both phases at once, without a lease: there is nothing to protect in between."""
-        return self.complete_load(self._begin_load(keys))
-
-    def _begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        ticket = LoadTicket(self._check(keys), self._driver.now_s() + LEASE_S)
-        self._loads.add(ticket, self._driver.now_s())
-        return ticket
+        return self.complete_load(super().prepare_load(keys))
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
@@ -205,8 +183,7 @@ class ConstellationStore(TwoPhase):
         reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
         loaded_bytes = sum(len(value) for value in values.values())
-        if loaded_bytes > 1 << 20 and seconds > 0:  # smaller loads measure the round trip
-            self._bytes_per_s += (loaded_bytes / seconds - self._bytes_per_s) / 4
+        self._rate.learn(loaded_bytes, seconds)
         self._counters.add("hits", sum(key in values for key in ticket.keys))
         self._counters.add("misses", sum(key not in values for key in ticket.keys))
         return [values.get(key) for key in ticket.keys]
@@ -274,14 +251,8 @@ class ConstellationStore(TwoPhase):
 
     # --- storing ---
 
-    def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        items = check_items(items)
-        self._check(())
-        for _, value in items:
-            self.settings.check_size(memoryview(value).nbytes)
-        ticket = StoreTicket(items, self._driver.now_s() + LEASE_S, places=check_places(items, places))
-        self._stores.add(ticket, self._driver.now_s())
-        return ticket
+    def _check_size(self, size_bytes: int) -> None:
+        self.settings.check_size(size_bytes)
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
@@ -447,16 +418,10 @@ class ConstellationStore(TwoPhase):
             return math.inf
         found = self._catalog.known(keys) if self._catalog.index is not None else {}
         sizes = [found[key].value_bytes if key in found else _TYPICAL_BYTES for key in keys]
-        return rtt_s + sum(sizes) / self._bytes_per_s
+        return rtt_s + sum(sizes) / self._rate.bytes_per_s
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._driver.close()
             self._catalog.close()
-
-    def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        if self._closed or self._owner.elsewhere:
-            self._owner.check()
-            raise InvalidInput("the constellation store is closed")
-        return check_keys(keys)
