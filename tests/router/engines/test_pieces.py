@@ -17,10 +17,19 @@ from hypothesis import strategies as st
 
 from skymemory.conductor.prefix_index.events import AllCleared, Batch, BlocksRemoved, BlocksStored, Event
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.router.engines import pieces as kv_pieces
+from skymemory.router.engines import wire
 from skymemory.router.engines.feed import Feed
-from skymemory.router.engines.pieces import BLOCKS, MAX_BLOCKS, PIECE_TOKENS, pieces
-from skymemory.router.engines.wire import MAX_MESSAGE_BYTES, MalformedEvents, Tally, TooLong, decode
+from skymemory.router.engines.wire import (
+    BLOCKS,
+    MAX_BLOCKS,
+    MAX_MESSAGE_BYTES,
+    PIECE_TOKENS,
+    MalformedEvents,
+    Tally,
+    TooLong,
+    decode,
+    pieces,
+)
 
 pack = msgspec.msgpack.encode
 NAMES = (
@@ -112,13 +121,13 @@ def test_a_batch_in_pieces_says_what_it_says_at_once(monkeypatch: pytest.MonkeyP
         whole = decode(0, payload)
         wanted = (list(in_blocks(list(whole.batch.events))), whole.unknown, whole.unusable)
         for short in (len(payload), 0):
-            monkeypatch.setattr(kv_pieces, "SHORT_BYTES", short)
+            monkeypatch.setattr(wire, "SHORT_BYTES", short)
             assert read(payload) == wanted
 
 
 def test_damaged_batches_are_read_alike_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(11)
-    monkeypatch.setattr(kv_pieces, "SHORT_BYTES", 0)
+    monkeypatch.setattr(wire, "SHORT_BYTES", 0)
     stored = ["BlockStored", [b"n" * 32, 9], b"p", [5, 6, 7, 70_000], 2, 1, "GPU", "a", [["a", "s"], None], 0]
     whole = pack([1.0, [stored, ["BlockRemoved", [b"n" * 32], "GPU"], ["AllBlocksCleared"]], 0])
     alike = refused = 0
@@ -144,7 +153,7 @@ def test_damaged_batches_are_read_alike_or_refused(monkeypatch: pytest.MonkeyPat
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for payload in (data, b"\x92\xcb" + bytes(8) + data, b"\x92\x01\x91\x96\xabBlockStored" + data):
         with suppress(MalformedEvents):
-            list(kv_pieces._Long(payload).pieces())
+            list(wire._Long(payload).pieces())
 
 
 def test_blocks_that_are_not_as_long_as_ours_are_cut_without_a_trace() -> None:
@@ -152,7 +161,7 @@ def test_blocks_that_are_not_as_long_as_ours_are_cut_without_a_trace() -> None:
     tokens = np.arange(100, 100 + 6 * 10).tolist()
     event = BlocksStored(list(range(1, 7)), None, tokens, 10, "CPU")
     indexes = []
-    for cut in ([event], list(kv_pieces._cut(event))):
+    for cut in ([event], list(wire._cut(event))):
         index = PreciseIndex(4)
         index.follow(0, "m")
         index.apply(0, Batch(0, cut))
@@ -163,7 +172,7 @@ def test_blocks_that_are_not_as_long_as_ours_are_cut_without_a_trace() -> None:
 @pytest.fixture(autouse=True)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "cut_without_a_trace" in request.node.name:
-        monkeypatch.setattr(kv_pieces, "BLOCKS", 2)
+        monkeypatch.setattr(wire, "BLOCKS", 2)
 
 
 def bomb_removed(size: int) -> bytes:
@@ -276,7 +285,7 @@ def test_an_engine_with_a_prompt_of_131_072_tokens_is_followed() -> None:
     hashes = [os.urandom(8) for _ in range(blocks)]
     tokens = [60_000 + at % 5_000 for at in range(blocks * size)]
     payload = pack([1.0, [["BlockStored", hashes, None, tokens, size, None, "GPU"]]])
-    assert len(payload) > 10 * kv_pieces.SHORT_BYTES
+    assert len(payload) > 10 * wire.SHORT_BYTES
     index = PreciseIndex(size)
     feed = Feed("s", 0, "m", index)
     feed.offer(0, payload)

@@ -22,8 +22,7 @@ from typing import Protocol
 
 from skymemory.conductor.prefix_index.events import OTHER, AllCleared, Batch, BlocksStored, Event, medium_of
 from skymemory.errors import InvalidInput
-from skymemory.router.engines.pieces import BLOCKS, Piece, pieces
-from skymemory.router.engines.wire import MalformedEvents, Tally, TooLong
+from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally, TooLong, pieces
 
 WARN_EVERY_S = 10.0
 """Least time between two warnings about losses of one engine; all are counted."""

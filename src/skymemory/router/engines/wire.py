@@ -4,14 +4,23 @@ vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endia
 encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in the number of an event's fields, and
 lately in whether structs are arrays or maps: both are read, missing fields have their defaults, new ones are skipped.
 Unknown kinds of events are counted.
+
+``pieces`` decodes a batch in pieces, so that a long one blocks no event loop and needs no large memory. A short message
+is decoded at once (``decode``) and cut. A long one is scanned in place: its events one after the other, each a few
+blocks at a time, and only those are decoded. So a message needs little more memory than its own bytes, whatever its
+content, and its reader can pause after each piece.
+
+    batch     [ts, [event, ...], ...]   or the same as maps
+    stored    [kind, hashes, parent, tokens, block size, ...]
+                      hashes --+   tokens --+   keys --+      three cursors, each advanced by BLOCKS at a time
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -33,6 +42,19 @@ MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
 """Longer ones make the socket drop the connection."""
 MAX_EVENTS = 1 << 16
 """In one batch, which is one step of an engine."""
+SHORT_BYTES = 32 << 10
+"""Shorter messages are decoded at once: 0.5 ms."""
+BLOCKS = 64
+"""In one piece of an event: 0.6 ms in the index."""
+PIECE_TOKENS = 4096
+"""In one piece, where blocks are long."""
+MAX_BLOCK_TOKENS = 4096
+"""In one block: LMCache's chunks have 256. Events with longer ones are skipped."""
+MAX_BLOCKS = 1 << 18
+"""In one message, stored and removed: four million tokens in blocks of 16. Each takes some 10 µs, so their number, and
+not the message's length, bounds the time it takes."""
+STEPS = 4096
+"""Values skipped between two pauses: 0.5 ms."""
 SEQUENCE_BYTES = 8
 _TOKENS = 1 << 32
 _Hash = int | bytes
@@ -78,17 +100,6 @@ class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     locality: Any = None
 
 
-class _RemovedRow(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
-    block_hashes: list[_Hash]
-    medium: str | None = None
-    group_idx: int | None = None
-    locality: Any = None
-
-
-class _ClearedRow(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
-    pass
-
-
 class _StoredMap(msgspec.Struct, tag="BlockStored", gc=False):
     block_hashes: list[_Hash]
     parent_block_hash: _Hash | None = None
@@ -111,16 +122,19 @@ class _RemovedMap(msgspec.Struct, tag="BlockRemoved", gc=False):
     locality: Any = None
 
 
+class _RemovedRow(_RemovedMap, array_like=True, tag="BlockRemoved", gc=False):
+    pass
+
+
 class _ClearedMap(msgspec.Struct, tag="AllBlocksCleared", gc=False):
     pass
 
 
+class _ClearedRow(_ClearedMap, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
 _Events = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
-
-
-class _BatchRow(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: _Events
 
 
 class _BatchMap(msgspec.Struct, gc=False):
@@ -128,15 +142,19 @@ class _BatchMap(msgspec.Struct, gc=False):
     events: _Events
 
 
-class _KindRow(msgspec.Struct, array_like=True, gc=False):
-    type: str
+class _BatchRow(_BatchMap, array_like=True, gc=False):
+    pass
 
 
 class _KindMap(msgspec.Struct, gc=False):
     type: str
 
 
-_Wire = _StoredRow | _RemovedRow | _ClearedRow | _StoredMap | _RemovedMap | _ClearedMap
+class _KindRow(_KindMap, array_like=True, gc=False):
+    pass
+
+
+_Wire = _StoredRow | _StoredMap | _RemovedMap | _ClearedMap
 _batch_row = msgspec.msgpack.Decoder(_BatchRow)
 _batch_map = msgspec.msgpack.Decoder(_BatchMap)
 _event_row = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
@@ -177,7 +195,7 @@ def decode(sequence: int, payload: bytes) -> Decoded:
                     unusable += 1
                 else:
                     events.append(stored)
-            elif isinstance(wire, (_RemovedRow, _RemovedMap)):
+            elif isinstance(wire, _RemovedMap):
                 events.append(BlocksRemoved(wire.block_hashes, _medium(wire), wire.group_idx or 0))
             else:
                 events.append(AllCleared())
@@ -204,7 +222,7 @@ def _event(raw: bytes) -> _Wire | None:
         return None
 
 
-def _medium(wire: _StoredRow | _StoredMap | _RemovedRow | _RemovedMap) -> str:
+def _medium(wire: _StoredRow | _StoredMap | _RemovedMap) -> str:
     """The medium; a remote store is none of the server's own media, whatever its name."""
     return REMOTE if wire.locality == REMOTE else wire.medium or GPU
 
@@ -235,3 +253,289 @@ def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
         extra_keys=wire.extra_keys,
         group=wire.group_idx or 0,
     )
+
+
+# In pieces
+
+_FIELDS = ("type", *_StoredRow.__struct_fields__)
+_REMOVED_FIELDS = ("type", *_RemovedRow.__struct_fields__)
+_REMOTE = msgspec.msgpack.encode(REMOTE)
+_Value = TypeVar("_Value")
+_text = msgspec.msgpack.Decoder(str | None)
+_number = msgspec.msgpack.Decoder(int | None)
+_hash = msgspec.msgpack.Decoder(int | bytes | None)
+_hashes = msgspec.msgpack.Decoder(list[int | bytes])
+_tokens = msgspec.msgpack.Decoder(list[int])
+_keys = msgspec.msgpack.Decoder(list[list[Any] | None])
+_timestamp = msgspec.msgpack.Decoder(float)
+
+Piece = Event | Tally | None
+"""An event or a part of one, an event that is only counted, or None: a pause."""
+
+
+def pieces(payload: bytes) -> Iterator[Piece]:
+    """The events of ``payload``, in order; None after some time without one, so that the reader can pause.
+
+    Raises:
+        TooLong: more than ``MAX_MESSAGE_BYTES`` (before the first piece), or more blocks than ``MAX_BLOCKS``.
+        MalformedEvents: no batch; valid pieces before the error were yielded.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise TooLong(f"a batch of {len(payload)} B; at most {MAX_MESSAGE_BYTES} are read")
+    blocks = 0
+    piece: Piece
+    for piece in _of_short(payload) if len(payload) <= SHORT_BYTES else _Long(payload).pieces():
+        if isinstance(piece, (BlocksStored, BlocksRemoved)):
+            blocks += len(piece.hashes)
+            _check_blocks(blocks)
+        yield piece
+
+
+def _check_blocks(count: int) -> None:
+    if count > MAX_BLOCKS:
+        raise TooLong(f"a batch of more than {MAX_BLOCKS} blocks")
+
+
+def _of_short(payload: bytes) -> Iterator[Piece]:
+    decoded = decode(0, payload)
+    for event in decoded.batch.events:
+        if isinstance(event, AllCleared) or len(event.hashes) <= BLOCKS:
+            yield event
+        elif isinstance(event, BlocksRemoved):
+            for at in range(0, len(event.hashes), BLOCKS):
+                yield replace(event, hashes=event.hashes[at : at + BLOCKS])
+        else:
+            yield from _cut(event)
+    yield from [Tally.UNKNOWN] * decoded.unknown
+    yield from [Tally.UNUSABLE] * decoded.unusable
+
+
+def _cut(event: BlocksStored) -> Iterator[Event]:
+    size, keys = event.block_tokens, event.extra_keys
+    for at in range(0, len(event.hashes), BLOCKS):
+        end = at + BLOCKS
+        yield replace(
+            event,
+            hashes=event.hashes[at:end],
+            parent=event.hashes[at - 1] if at and event.tokens else event.parent,
+            tokens=event.tokens[at * size : end * size],
+            extra_keys=None if keys is None else keys[at:end],
+            goes_on=at > 0,
+        )
+
+
+# Bytes of a msgpack value by its first byte; 0: it has a length, or is a container. By the specification's table of
+# formats: small integers, nil and booleans are their first byte, short text has its length in it.
+_FIXED = dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3), 1)
+_FIXED |= {0xA0 + length: length + 1 for length in range(0x20)}
+_FIXED |= {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+_FIXED |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
+_SIZES = bytes(_FIXED.get(first, 0) for first in range(256))
+_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Bytes of the length of byte strings, extensions (which have one byte more) and text, by the first byte."""
+
+
+class _Long:
+    """A cursor in one long message."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        try:
+            yield from self._batch()
+        except (IndexError, msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
+            raise MalformedEvents(f"not a batch of KV events: {error}") from error
+
+    def _batch(self) -> Iterator[Piece]:
+        mapped, count = self._container()
+        read = 0
+        for number in range(count):
+            name = self._name() if mapped else ("ts", "events")[number] if number < 2 else ""
+            start = self._at
+            if name == "events":
+                read += 1
+                yield from self._events()
+                continue
+            yield from self._pass_over(1)
+            if name == "ts":
+                read += 1
+                _timestamp.decode(self._data[start : self._at])
+        if read != 2 or self._at != len(self._data):
+            raise MalformedEvents("not a batch of KV events: expected a time and events, and nothing after them")
+
+    def _events(self) -> Iterator[Piece]:
+        mapped, count = self._container()
+        if mapped or count > MAX_EVENTS:
+            raise MalformedEvents(f"not a batch of KV events: {count} of them")
+        for _ in range(count):
+            yield from self._event()
+
+    def _event(self) -> Iterator[Piece]:
+        """Scan the event for the places of its fields, then decode them."""
+        mapped, count = self._container()
+        spans: dict[str, tuple[int, int]] = {}
+        names: tuple[str, ...] = _FIELDS
+        for number in range(count):
+            name = self._name() if mapped else names[number] if number < len(names) else ""
+            start = self._at
+            yield from self._pass_over(1)
+            spans[name] = (start, self._at)
+            if not mapped and number == 0 and self._get(spans, "type", _text, None) == "BlockRemoved":
+                names = _REMOVED_FIELDS
+        end, kind = self._at, self._get(spans, "type", _text, None)
+        if kind is None:
+            raise MalformedEvents("an event without its kind")
+        if kind not in KNOWN:
+            yield Tally.UNKNOWN
+        elif kind == "AllBlocksCleared":
+            yield AllCleared()
+        elif "block_hashes" not in spans:
+            raise MalformedEvents("an event of blocks without any")
+        else:
+            _check_blocks(self._enter(spans["block_hashes"]))
+            medium = self._get(spans, "medium", _text, None) or GPU
+            locality = self._data[slice(*spans["locality"])] if "locality" in spans else b""
+            medium = REMOTE if locality == _REMOTE else medium
+            group = self._get(spans, "group_idx", _number, None) or 0
+            if kind == "BlockRemoved":
+                yield from self._removed(spans, medium, group)
+            else:
+                yield from self._stored(spans, medium, group, mapped)
+        self._at = end
+
+    def _removed(self, spans: dict[str, tuple[int, int]], medium: str, group: int) -> Iterator[Piece]:
+        left = self._enter(spans["block_hashes"])
+        while left:
+            some = min(left, BLOCKS)
+            hashes = yield from self._take(some, _hashes)
+            left -= some
+            yield BlocksRemoved(hashes, medium, group)
+
+    def _stored(self, spans: dict[str, tuple[int, int]], medium: str, group: int, mapped: bool) -> Iterator[Piece]:
+        if not mapped and not {"parent_block_hash", "token_ids", "block_size"} <= spans.keys():
+            raise MalformedEvents("stored blocks without parent, tokens or size")
+        size = self._get(spans, "block_size", _number, 0)
+        if size is None:
+            raise MalformedEvents("blocks of no size")
+        parent = self._get(spans, "parent_block_hash", _hash, None)
+        number = self._get(spans, "lora_id", _number, None)
+        adapter = self._get(spans, "lora_name", _text, None) or ("" if number is None else f"#{number}")
+        tokens = self._enter(spans["token_ids"]) if "token_ids" in spans else 0
+        tokens_at = self._at
+        keys: int | None = None
+        if "extra_keys" in spans and self._data[spans["extra_keys"][0]] != 0xC0:
+            keys = self._enter(spans["extra_keys"])
+        keys_at = self._at
+        left = blocks = self._enter(spans["block_hashes"])
+        named = not tokens and medium_of(medium) != GPU
+        if not named and (
+            not 1 <= size <= MAX_BLOCK_TOKENS or tokens != blocks * size or (keys is not None and keys != blocks)
+        ):
+            yield Tally.UNUSABLE
+            return
+        most = BLOCKS if named else max(1, min(BLOCKS, PIECE_TOKENS // size))
+        hashes_at = self._at
+        while left:
+            some = min(left, most)
+            self._at = hashes_at
+            hashes = yield from self._take(some, _hashes)
+            hashes_at = self._at
+            if named:
+                left -= some
+                yield BlocksStored(hashes, None, (), 0, medium, group=group)
+                continue
+            self._at = tokens_at
+            piece_tokens = yield from self._take(some * size, _tokens)
+            tokens_at = self._at
+            own = None
+            if keys is not None:
+                self._at = keys_at
+                own = yield from self._take(some, _keys)
+                keys_at = self._at
+            if not token_range(piece_tokens):
+                yield Tally.UNUSABLE
+                return
+            yield BlocksStored(hashes, parent, piece_tokens, size, medium, adapter, own, group, goes_on=left < blocks)
+            parent, left = hashes[-1], left - some
+
+    # The cursor
+
+    def _container(self) -> tuple[bool, int]:
+        """Enter a list or map: whether it is a map, and its number of entries."""
+        first = self._data[self._at]
+        self._at += 1
+        if first & 0xF0 in (0x80, 0x90):
+            return first < 0x90, first & 0x0F
+        if 0xDC <= first <= 0xDF:
+            return first >= 0xDE, self._length(2 if first in (0xDC, 0xDE) else 4)
+        raise MalformedEvents(f"byte {self._at - 1}: neither a list nor a map")
+
+    def _length(self, size: int) -> int:
+        at = self._at
+        if at + size > len(self._data):
+            raise IndexError("it ends within a value")
+        self._at = at + size
+        return int.from_bytes(self._data[at : at + size], "big")
+
+    def _name(self) -> str:
+        """The key of a map's next field."""
+        start = self._at
+        first = self._data[start]
+        if not (0xA0 <= first < 0xC0 or first == 0xD9):
+            raise MalformedEvents("a field whose name is no short text")
+        self._at += first - 0xA0 + 1 if first < 0xC0 else 2 + self._data[start + 1]
+        return _text.decode(self._data[start : self._at]) or ""
+
+    def _enter(self, span: tuple[int, int]) -> int:
+        """Go to a list's first value; the number of its values."""
+        self._at = span[0]
+        mapped, count = self._container()
+        if mapped:
+            raise MalformedEvents("a map where a list is expected")
+        return count
+
+    def _get(
+        self, spans: dict[str, tuple[int, int]], name: str, decoder: msgspec.msgpack.Decoder[_Value], default: _Value
+    ) -> _Value:
+        return decoder.decode(self._data[slice(*spans[name])]) if name in spans else default
+
+    def _take(self, count: int, decoder: msgspec.msgpack.Decoder[_Value]) -> Generator[None, None, _Value]:
+        """The next ``count`` values as a list."""
+        start = self._at
+        yield from self._pass_over(count)
+        return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
+
+    def _pass_over(self, values: int) -> Iterator[None]:
+        """Skip the next ``values`` values. A container's entries are counted as values that follow it, so no stack is
+        needed that nested input could overflow.
+        """
+        data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
+        steps = 0
+        while values:
+            steps += 1
+            if steps % STEPS == 0:
+                yield None
+            first = data[at]
+            if size := sizes[first]:
+                at += size
+                values -= 1
+                continue
+            self._at = at
+            if first in _LENGTHS:
+                self._at += 1
+                length = self._length(_LENGTHS[first])
+                at = self._at + length + (0xC7 <= first <= 0xC9)
+                values -= 1
+            elif first == 0xC1:
+                raise MalformedEvents(f"byte {at}: no msgpack value begins with 0xc1")
+            else:
+                mapped, count = self._container()
+                values += (2 * count if mapped else count) - 1
+                at = self._at
+                if values > end - at:
+                    raise MalformedEvents("more values than bytes")
+        if at > end:
+            raise IndexError("it ends within a value")
+        self._at = at
