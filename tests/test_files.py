@@ -19,9 +19,9 @@ from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.errors import InvalidInput
 from skymemory.files import MAX_SETTINGS_BYTES, open_file, read_bounded, write_private
 from skymemory.router.envoy.endpoints import FileSource
-from skymemory.router.envoy.ext_proc_server import from_files
 from skymemory.router.prefix_state import load_index
 from skymemory.router.settings import read_cost, read_settings
+from skymemory.router.tls import from_files
 from skymemory.sim.trace import read_trace
 from skymemory.testbed.control import read_outages
 from skymemory.testbed.key_file import read_keys

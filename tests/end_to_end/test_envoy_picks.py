@@ -26,7 +26,7 @@ from tests.end_to_end.envoy import (
 )
 
 from skymemory.router.envoy.config import Entrance, bootstrap
-from skymemory.router.envoy.ext_proc_server import self_signed
+from skymemory.router.tls import self_signed
 
 try:
     envoy_binary()

@@ -17,9 +17,8 @@ from tests.router.envoy.exchanges import (
     response_headers,
 )
 
-from skymemory.router.envoy.ext_proc_server import _Stream
+from skymemory.router.envoy.ext_proc_server import SERVING, HealthBook, _Stream
 from skymemory.router.envoy.grpc import http2 as h
-from skymemory.router.envoy.grpc.health import SERVING, HealthBook
 from skymemory.router.envoy.grpc.server import GrpcServer
 from skymemory.router.envoy.messages import SERVICE
 

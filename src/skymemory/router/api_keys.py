@@ -40,10 +40,11 @@ from skymemory.config import filled, integer, positive, setting, suggestion, tex
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import read_bounded
 from skymemory.router.api_error import ApiError
-from skymemory.router.clients import MOST_PRIORITY
 
 KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
+MOST_PRIORITY = 10
+"""Priorities are limited to this and its negative."""
 MINUTE_S = 60.0
 _ROUNDING = 1e-6
 """A client that retries exactly at ``Retry-After`` must not be refused for a rounding error."""

@@ -1,15 +1,15 @@
 """A router's settings: one schema for the TOML file, the flags and the reference page.
 
-``read_settings`` reads a file and puts flags over it; ``follow`` reports changed files while the router runs.
+``read_settings`` reads a file and puts flags over it.
 """
 
 # ruff: noqa: RUF009 - defaults are frozen values
 
 from __future__ import annotations
 
-import asyncio
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from skymemory.config import (
 )
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import read_bounded
-from skymemory.router.cors import CorsSettings
 from skymemory.router.queue import QueueSettings
 
-LOOK_S = 1.0
-"""Period of checking followed files for changes."""
+ANY_ORIGIN = "*"
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def address(value: object) -> str:
@@ -63,6 +62,19 @@ def host_and_port(listen: str) -> tuple[str, int]:
     if not colon or not 0 <= number < 65536:
         raise InvalidInput(f"{listen!r} is not an address to listen at: expected one such as 127.0.0.1:8080")
     return host.strip("[]") or "127.0.0.1", number
+
+
+def _check_origin(origin: str) -> None:
+    try:
+        parts = urlsplit(origin)
+        whole = parts.scheme and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}" and parts.port != 0
+    except ValueError:
+        whole = False
+    if not whole or "@" in origin or "*" in origin or origin != origin.lower():
+        raise InvalidInput(
+            f"origins: {origin!r} is no origin: expected scheme and host in lower case and nothing after them, "
+            "such as https://app.example or http://localhost:3000"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +217,30 @@ class Door:
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidInput("tls_cert and tls_key go together")
+
+
+@dataclass(frozen=True, slots=True)
+class CorsSettings:
+    """CORS: web pages that may use the router."""
+
+    origins: tuple[str, ...] = setting(
+        "origins", texts, (), 'their origins, such as https://app.example; "*": any; empty: none'
+    )
+    headers: tuple[str, ...] = setting("headers", texts, (), "request headers they may send; empty: any they ask for")
+    credentials: bool = setting("credentials", yes_or_no, False, "browsers may send cookies and other credentials")
+    max_age_s: float = setting("max_age", duration, 600.0, "how long browsers cache the answer to a preflight")
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if origin != ANY_ORIGIN:
+                _check_origin(origin)
+        if ANY_ORIGIN in self.origins and len(self.origins) > 1:
+            raise InvalidInput('origins: "*" is any origin; leave out the others')
+        if self.credentials and ANY_ORIGIN in self.origins:
+            raise InvalidInput('credentials: browsers send none where origins are "*"; name the origins')
+        for name in self.headers:
+            if not HEADER_NAME.fullmatch(name):
+                raise InvalidInput(f"headers: {name!r} is no name of a header; expected one such as X-Request-Id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,29 +429,6 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         old = joined.get(key)
         joined[key] = _over(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
     return joined
-
-
-async def follow(files: Callable[[], Iterable[Path]], changed: Callable[[], None]) -> None:
-    """Call ``changed`` whenever one of ``files`` has changed.
-
-    The list is read again each time. A file that is new in it is not reported: it was read with the settings.
-    """
-    seen = {file: look(file) for file in files()}
-    while True:
-        await asyncio.sleep(LOOK_S)
-        now = {file: look(file) for file in files()}
-        is_other = any(found is not None and file in seen and found != seen[file] for file, found in now.items())
-        seen = {file: seen.get(file) if found is None else found for file, found in now.items()}
-        if is_other:
-            changed()
-
-
-def look(file: Path) -> tuple[int, int, int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None  # it is being replaced
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_cost(file: Path) -> CostModel:

@@ -1,18 +1,24 @@
-"""TLS and keys: the certificate that the router shows, what it checks servers' certificates against, servers' keys."""
+"""TLS and keys: the certificates of both doors, what servers' certificates are checked against, servers' keys."""
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import re
 import ssl
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from skymemory.errors import InvalidInput, os_reason
+from skymemory.errors import InvalidInput, MissingExtra, os_reason
 from skymemory.files import read_bounded
+from skymemory.router.tasks import Stamp, stamp
 
-Stamp = tuple[int, int, int]
 _KEY = re.compile(rb"[!-~]{1,4096}")
 _MAX_KEY_BYTES = 8192
+CERTIFICATE_DAYS = 365
+"""Validity of a self-signed certificate."""
 
 
 class Certificate:
@@ -87,19 +93,14 @@ class Authorities:
         if not url.startswith("https:"):
             return None
         try:
-            stamp = None if ca is None else _stamp(ca)
+            now = None if ca is None else stamp(ca)
             known = self._known.get(ca)
-            if known is None or known[0] != stamp:
-                known = self._known[ca] = stamp, ssl.create_default_context(cafile=ca)
+            if known is None or known[0] != now:
+                known = self._known[ca] = now, ssl.create_default_context(cafile=ca)
         except OSError as error:  # an SSLError is one
             why = os_reason(error) if not isinstance(error, ssl.SSLError) else "it has no certificate in PEM"
             raise InvalidInput(f"ca {str(ca)!r}: {why}") from error
         return known[1]
-
-
-def _stamp(file: Path) -> Stamp:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _key_in(file: Path) -> str:
@@ -110,3 +111,95 @@ def _key_in(file: Path) -> str:
     if not _KEY.fullmatch(key):
         raise InvalidInput(f"api_key_file {str(file)!r}: expected the server's key on one line, in ASCII")
     return key.decode("ascii")
+
+
+# The endpoint picker's certificate, which Envoy sees
+
+
+@dataclass(frozen=True, slots=True)
+class PemCertificate:
+    """PEM. With ``clients_ca`` only clients with a certificate of that authority may connect."""
+
+    chain: bytes
+    key: bytes
+    clients_ca: bytes | None = None
+
+
+def grpc_context(certificate: PemCertificate) -> ssl.SSLContext:
+    """
+    Raises:
+        InvalidInput: chain and key do not match, or are no PEM.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    try:
+        # Python's ssl reads chain and key from files only; this one is private, and deleted at once.
+        with tempfile.NamedTemporaryFile(suffix=".pem") as file:
+            file.write(certificate.key + b"\n" + certificate.chain)
+            file.flush()
+            context.load_cert_chain(file.name)
+        if certificate.clients_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=certificate.clients_ca.decode("ascii", "replace"))
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise InvalidInput(f"the certificate and its key cannot be used: {error}") from error
+    return context
+
+
+def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCertificate:
+    """A self-signed certificate for ``names``, host names or addresses, that lasts as long as the process.
+
+    Enough for gateways of the inference extension: they encrypt, and do not verify the picker's name.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError as error:
+        raise MissingExtra(
+            "a self-signed certificate needs the extra `secure`: pip install 'skymemory[secure]'"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
+    now = datetime.datetime.now(datetime.UTC)
+    alternatives: list[x509.GeneralName] = []
+    for name in names:
+        try:
+            alternatives.append(x509.IPAddress(ipaddress.ip_address(name)))
+        except ValueError:
+            alternatives.append(x509.DNSName(name))
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(who)
+        .issuer_name(who)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=CERTIFICATE_DAYS))
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return PemCertificate(signed.public_bytes(serialization.Encoding.PEM), secret)
+
+
+def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> PemCertificate:
+    """
+    Raises:
+        InvalidInput: an unreadable file, or no PEM.
+    """
+    parts = []
+    for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):
+        if path is None:
+            continue
+        try:
+            parts.append(read_bounded(path))
+        except OSError as error:
+            raise InvalidInput(f"{str(path)!r} cannot be read: {os_reason(error)}") from error
+        if b"-----BEGIN " not in parts[-1] or word not in parts[-1]:
+            raise InvalidInput(f"{str(path)!r}: expected PEM with a {word.decode().lower()}")
+    return PemCertificate(*parts)

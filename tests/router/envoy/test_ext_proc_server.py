@@ -25,9 +25,10 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.conductor.request import Request
 from skymemory.errors import SkyMemoryError
-from skymemory.router.envoy.ext_proc_server import Certificate, PickerServer, self_signed
+from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.messages import SERVICE
 from skymemory.router.envoy.picker_service import PickerService
+from skymemory.router.tls import PemCertificate, self_signed
 
 NAMES = {1: "SERVING", 2: "NOT_SERVING"}
 
@@ -126,7 +127,7 @@ def test_tls_with_its_own_certificate_and_clients_with_theirs() -> None:
             await one(server)
 
     with_server(test, certificate=certificate)
-    with_server(test_mutual, certificate=Certificate(certificate.chain, certificate.key, client.chain))
+    with_server(test_mutual, certificate=PemCertificate(certificate.chain, certificate.key, client.chain))
 
 
 def test_a_stop_turns_new_streams_away_and_waits_for_old_ones() -> None:

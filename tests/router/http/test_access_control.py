@@ -21,10 +21,9 @@ from tests.router.running import PATIENCE_S, Running, until
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.router.api_keys import new_key, with_key
-from skymemory.router.envoy.ext_proc_server import self_signed
 from skymemory.router.http.server import serve
 from skymemory.router.settings import settings_from
-from skymemory.router.tls import Certificate
+from skymemory.router.tls import Certificate, self_signed
 
 Run = Callable[..., Running]
 GOLD, IRON, LATE = new_key(b"g" * 32), new_key(b"i" * 32), new_key(b"l" * 32)
@@ -261,7 +260,7 @@ def test_a_reload_is_taken_up_whole_or_not_at_all(run: Run, tmp_path: Path, keys
 
 def test_a_certificate_whose_key_comes_later_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its two files are seldom written at once; what was no pair becomes one without a word to the router."""
-    monkeypatch.setattr("skymemory.router.settings.LOOK_S", 0.05)
+    monkeypatch.setattr("skymemory.router.tasks.LOOK_S", 0.05)
     chain, key = certificate(tmp_path, "a")
     new_chain, new_key_file = certificate(tmp_path, "b")
     said: list[str] = []

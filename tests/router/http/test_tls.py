@@ -13,9 +13,8 @@ from tests.router.running import Loop, Running, until
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
-from skymemory.router.envoy.ext_proc_server import self_signed
 from skymemory.router.settings import settings_from
-from skymemory.router.tls import Authorities
+from skymemory.router.tls import Authorities, self_signed
 
 
 @pytest.fixture(scope="module")

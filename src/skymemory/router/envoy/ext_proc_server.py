@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import logging
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 
 from skymemory.conductor.request import Request
-from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError, cannot_listen, os_reason
-from skymemory.files import read_bounded
+from skymemory.errors import MissingExtra, SkyMemoryError, cannot_listen
 
 try:
     from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
     from google.protobuf.message import DecodeError
+    from grpc_health.v1 import health_pb2
 
-    from skymemory.router.envoy.grpc.health import NOT_SERVING, SERVING, HealthBook
-    from skymemory.router.envoy.grpc.server import INTERNAL, UNKNOWN, Answers, Call, GrpcServer
+    from skymemory.router.envoy.grpc.server import (
+        INTERNAL,
+        NOT_FOUND,
+        OK,
+        UNAVAILABLE,
+        UNKNOWN,
+        Answers,
+        Call,
+        GrpcServer,
+    )
 except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
@@ -32,24 +35,16 @@ from skymemory.router.envoy.ext_proc import Exchange
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
 from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.settings import host_and_port
+from skymemory.router.tls import PemCertificate, grpc_context
 
 log = logging.getLogger("skymemory.router")
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN_SERVICE = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
 """Longer bodies are read one at a time: reading takes some five times their length of memory."""
 SPARE_STREAMS = 1_000
 """Calls of a connection beyond ``most_streams``, so that those get a 429, and health checks an answer."""
-CERTIFICATE_DAYS = 365
-"""Validity of a self-signed certificate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """PEM. With ``clients_ca`` only clients with a certificate of that authority may connect."""
-
-    chain: bytes
-    key: bytes
-    clients_ca: bytes | None = None
 
 
 class PickerServer:
@@ -59,7 +54,7 @@ class PickerServer:
         self,
         service: PickerService,
         listen: str,
-        certificate: Certificate | None = None,
+        certificate: PemCertificate | None = None,
         health_listen: str | None = None,
     ) -> None:
         """
@@ -92,7 +87,7 @@ class PickerServer:
         }
         # Envoy's pieces are at most its buffer, by default 1 MiB.
         server = self._grpc_server(methods, most.most_body_bytes + (1 << 16), most.most_streams + SPARE_STREAMS)
-        context = None if self._certificate is None else _context(self._certificate)
+        context = None if self._certificate is None else grpc_context(self._certificate)
         self.port = await self._serve(server, self._listen, context)
         if self._health_listen is not None:
             server = self._grpc_server(self._health.methods(), HEALTH_BYTES, HEALTH_STREAMS)
@@ -212,81 +207,102 @@ class _Stream(Call):
         self._answers.go_on()
 
 
-def _context(certificate: Certificate) -> ssl.SSLContext:
-    """
-    Raises:
-        InvalidInput: chain and key do not match, or are no PEM.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols(["h2"])
+# gRPC's health protocol (`grpc.health.v1`): Check and Watch, by service name
+
+
+class HealthBook:
+    """The state of each service name, and its watchers."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, int] = {}
+        self._watches: set[_Watch] = set()
+
+    def methods(self) -> Mapping[str, Callable[[Answers], Call]]:
+        service = "/grpc.health.v1.Health"
+        return {
+            f"{service}/Check": lambda answers: _Check(self, answers),
+            f"{service}/Watch": lambda answers: _Watch(self, answers),
+        }
+
+    def set(self, name: str, state: int) -> None:
+        if self._states.get(name) == state:
+            return
+        self._states[name] = state
+        for watch in list(self._watches):
+            if watch.name == name:
+                watch.send_state()
+
+    def state(self, name: str) -> int | None:
+        return self._states.get(name)
+
+    def close(self) -> None:
+        """End all watches."""
+        for watch in list(self._watches):
+            watch.end()
+
+    def join(self, watch: _Watch) -> None:
+        self._watches.add(watch)
+
+    def part(self, watch: _Watch) -> None:
+        self._watches.discard(watch)
+
+
+class _Check(Call):
+    def __init__(self, book: HealthBook, answers: Answers) -> None:
+        self._book, self._answers = book, answers
+
+    def message(self, data: bytes) -> None:
+        name = _requested(self._answers, data)
+        if name is None:
+            return
+        state = self._book.state(name)
+        if state is None:
+            self._answers.finish(NOT_FOUND, "unknown service")
+            return
+        self._answers.send(_response(state))
+        self._answers.finish(OK)
+
+    def ended(self) -> None:
+        self._answers.finish(INTERNAL, "the call had no request")
+
+    def gone(self) -> None:
+        pass
+
+
+class _Watch(Call):
+    name: str | None = None
+
+    def __init__(self, book: HealthBook, answers: Answers) -> None:
+        self._book, self._answers = book, answers
+
+    def message(self, data: bytes) -> None:
+        self.name = _requested(self._answers, data)
+        if self.name is not None:
+            self._book.join(self)
+            self.send_state()
+
+    def send_state(self) -> None:
+        state = None if self.name is None else self._book.state(self.name)
+        self._answers.send(_response(UNKNOWN_SERVICE if state is None else state))
+
+    def end(self) -> None:
+        self._answers.finish(UNAVAILABLE, "the picker stops")
+
+    def ended(self) -> None:
+        if self.name is None:
+            self._answers.finish(INTERNAL, "the call had no request")
+
+    def gone(self) -> None:
+        self._book.part(self)
+
+
+def _requested(answers: Answers, data: bytes) -> str | None:
     try:
-        # Python's ssl reads chain and key from files only; this one is private, and deleted at once.
-        with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-            file.write(certificate.key + b"\n" + certificate.chain)
-            file.flush()
-            context.load_cert_chain(file.name)
-        if certificate.clients_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=certificate.clients_ca.decode("ascii", "replace"))
-    except (ssl.SSLError, OSError, ValueError) as error:
-        raise InvalidInput(f"the certificate and its key cannot be used: {error}") from error
-    return context
+        return str(health_pb2.HealthCheckRequest.FromString(data).service)
+    except DecodeError:
+        answers.finish(INTERNAL, "expected a HealthCheckRequest")
+        return None
 
 
-def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> Certificate:
-    """A self-signed certificate for ``names``, host names or addresses, that lasts as long as the process.
-
-    Enough for gateways of the inference extension: they encrypt, and do not verify the picker's name.
-    """
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import NameOID
-    except ImportError as error:
-        raise MissingExtra(
-            "a self-signed certificate needs the extra `secure`: pip install 'skymemory[secure]'"
-        ) from error
-    key = ec.generate_private_key(ec.SECP256R1())
-    who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
-    now = datetime.datetime.now(datetime.UTC)
-    alternatives: list[x509.GeneralName] = []
-    for name in names:
-        try:
-            alternatives.append(x509.IPAddress(ipaddress.ip_address(name)))
-        except ValueError:
-            alternatives.append(x509.DNSName(name))
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(who)
-        .issuer_name(who)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(days=CERTIFICATE_DAYS))
-        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    secret = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return Certificate(signed.public_bytes(serialization.Encoding.PEM), secret)
-
-
-def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> Certificate:
-    """
-    Raises:
-        InvalidInput: an unreadable file, or no PEM.
-    """
-    parts = []
-    for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):
-        if path is None:
-            continue
-        try:
-            parts.append(read_bounded(path))
-        except OSError as error:
-            raise InvalidInput(f"{str(path)!r} cannot be read: {os_reason(error)}") from error
-        if b"-----BEGIN " not in parts[-1] or word not in parts[-1]:
-            raise InvalidInput(f"{str(path)!r}: expected PEM with a {word.decode().lower()}")
-    return Certificate(*parts)
+def _response(state: int) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=state).SerializeToString())

@@ -27,13 +27,14 @@ from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch
 from skymemory.router.envoy.endpoints import FileSource, NameSource, SettingsSource, Source, completed
-from skymemory.router.envoy.ext_proc_server import Certificate, PickerServer, from_files, self_signed
+from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import Collects, MetricsPage
 from skymemory.router.envoy.picker_service import PickerService, PickerServiceSettings
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import prompt_reader
-from skymemory.router.settings import PickerSettings, Settings, follow
-from skymemory.router.tasks import cancel
+from skymemory.router.settings import PickerSettings, Settings
+from skymemory.router.tasks import cancel, follow
+from skymemory.router.tls import PemCertificate, from_files, self_signed
 
 log = logging.getLogger("skymemory.router")
 
@@ -63,7 +64,7 @@ class EndpointPicker:
         settings: Settings,
         say: Callable[[str], None],
         prefix_state: PrefixState | None = None,
-        certificate: Certificate | None = None,
+        certificate: PemCertificate | None = None,
     ) -> None:
         """``prefix_state``: loads, saves and shares the strategy's index; None: it starts empty."""
         picker = settings.picker
@@ -256,7 +257,7 @@ def _check_events(settings: Settings, prefix_state: PrefixState) -> None:
         raise InvalidInput(f"strategy {name!r} needs KV events, and so the endpoints' model (--model, `models`)")
 
 
-def _certificate(picker: PickerSettings) -> Certificate | None:
+def _certificate(picker: PickerSettings) -> PemCertificate | None:
     if picker.tls_cert is not None and picker.tls_key is not None:
         return from_files(picker.tls_cert, picker.tls_key, picker.tls_client_ca)
     return self_signed() if picker.self_signed else None

@@ -1,19 +1,40 @@
-"""Access control of the HTTP proxy: CORS for browsers, API keys and quotas for clients."""
+"""Access control of the HTTP proxy: CORS for browsers, API keys and quotas for clients.
+
+CORS names the web pages whose scripts may use the router, by the Fetch standard. A browser lets a page of another
+origin read a response only where its headers allow it. Most requests to this API (JSON, ``Authorization``) need a
+preflight before: OPTIONS with ``Access-Control-Request-Method``, without key or cookie. So preflights are answered
+before keys are checked. CORS restricts browsers only, no other client.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from skymemory.conductor.request import Request
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import ApiKeys, KeyFile, QuotaLease, read_api_keys
-from skymemory.router.clients import Clients
-from skymemory.router.cors import cors
 from skymemory.router.http.connection import Incoming, header_lines
+from skymemory.router.prompts.reader import Clients
 from skymemory.router.queue import work_of
 from skymemory.router.request_account import Usage
-from skymemory.router.settings import Settings
+from skymemory.router.settings import ANY_ORIGIN, HEADER_NAME, CorsSettings, Settings
 
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+EXPOSED = (
+    "retry-after",
+    "x-request-id",
+    "x-skymemory-decision",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-ratelimit-limit-tokens",
+    "x-ratelimit-remaining-tokens",
+    "x-ratelimit-reset-tokens",
+)
+"""Response headers that pages may read."""
+_MAX_HEADERS = 64
+_PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 """Need no key: probes and Prometheus ask for them."""
 
@@ -88,3 +109,48 @@ class AccessControl:
         if self.keys is not None:
             tokens = None if usage is None else float(usage.prompt_tokens + (usage.output_tokens or 0))
             self.keys.release(lease, tokens, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CorsAnswer:
+    headers: tuple[tuple[str, str], ...] = ()
+    """Of the response, also of an error: without them a page cannot read it."""
+    preflight: bool = False
+    """The response is 204 with these headers."""
+
+
+_NO_CORS = CorsAnswer()
+
+
+def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:
+    """The answer to a request. ``headers``: by lower-case names."""
+    if not settings.origins:
+        return _NO_CORS
+    origin = headers.get("origin")
+    preflight = method == "OPTIONS" and origin is not None and "access-control-request-method" in headers
+    any_may = settings.origins == (ANY_ORIGIN,)
+    answer: list[tuple[str, str]] = []
+    if origin is not None and (any_may or origin in settings.origins):
+        answer.append(("Access-Control-Allow-Origin", ANY_ORIGIN if any_may else origin))
+        if settings.credentials:
+            answer.append(("Access-Control-Allow-Credentials", "true"))
+        if preflight:
+            answer.append(("Access-Control-Allow-Methods", ", ".join(METHODS)))
+            allowed = settings.headers or _requested(headers.get("access-control-request-headers", ""))
+            if allowed:
+                answer.append(("Access-Control-Allow-Headers", ", ".join(allowed)))
+            answer.append(("Access-Control-Max-Age", str(int(settings.max_age_s))))
+        else:
+            answer.append(("Access-Control-Expose-Headers", ", ".join(EXPOSED)))
+    if preflight:
+        answer.append(("Vary", _PREFLIGHT_VARY))
+    elif not any_may:
+        # A cache must not give one origin's response to another, or to a request without an origin.
+        answer.append(("Vary", "Origin"))
+    return CorsAnswer(tuple(answer), preflight)
+
+
+def _requested(names_list: str) -> tuple[str, ...]:
+    """The valid names in a list of headers: they are repeated in the response."""
+    names = [name.strip() for name in names_list.split(",", _MAX_HEADERS)[:_MAX_HEADERS]]
+    return tuple(name for name in names if HEADER_NAME.fullmatch(name))

@@ -31,7 +31,8 @@ from skymemory.router.http.upstream import KEEP_S, Pools
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import prompt_reader
 from skymemory.router.request_account import DeferredWork
-from skymemory.router.settings import Settings, follow, host_and_port
+from skymemory.router.settings import Settings, host_and_port
+from skymemory.router.tasks import follow
 from skymemory.router.tls import Certificate
 
 log = logging.getLogger("skymemory.router")

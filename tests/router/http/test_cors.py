@@ -6,7 +6,8 @@ import pytest
 
 from skymemory.config import filled
 from skymemory.errors import InvalidInput
-from skymemory.router.cors import CorsSettings, cors
+from skymemory.router.http.access_control import cors
+from skymemory.router.settings import CorsSettings
 
 APP, EVIL = "https://app.example", "https://evil.example"
 ASKS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, Content-Type"}

@@ -8,7 +8,7 @@ import pytest
 
 from skymemory.conductor.request import Slo
 from skymemory.router.api_error import ApiError
-from skymemory.router.clients import Clients, promised
+from skymemory.router.prompts.reader import Clients, promised
 
 
 def test_the_gateways_headers_count_only_where_that_is_said() -> None:
