@@ -390,11 +390,7 @@ class Picker:
             self.scorer.failed(decision.request, server, now_s)
 
     def ended(
-        self,
-        decision: Decision,
-        now_s: float,
-        cached_tokens: int | None = None,
-        output_tokens: int | None = None,
+        self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
         """The last byte came, or the client disconnected after the first.
 

@@ -312,10 +312,7 @@ def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> 
 
 
 def worst_share(
-    arrivals: Sequence[tuple[float, int]],
-    servers: int,
-    window_s: float = WINDOW_S,
-    least: int = WINDOW_REQUESTS,
+    arrivals: Sequence[tuple[float, int]], servers: int, window_s: float = WINDOW_S, least: int = WINDOW_REQUESTS
 ) -> float:
     """Largest ratio of a server's requests to the mean, over windows of ``window_s`` with at least ``least`` requests.
 

@@ -79,11 +79,7 @@ class LeastTbt(Stateless):
     name = "least-tbt"
 
     def __init__(
-        self,
-        cost: DecodeCost,
-        fleet: Fleet,
-        kv_tokens: int | None = None,
-        decode_s: float | None = None,
+        self, cost: DecodeCost, fleet: Fleet, kv_tokens: int | None = None, decode_s: float | None = None
     ) -> None:
         if (kv_tokens is not None and kv_tokens < 1) or (decode_s is not None and not decode_s > 0):
             raise InvalidInput("kv_tokens must be ≥ 1, decode_s > 0")

@@ -174,10 +174,7 @@ class LeastTtft(Indexed):
     name = "least-ttft"
 
     def __init__(
-        self,
-        index: PrefixIndex,
-        settings: LeastTtftSettings | None = None,
-        cost: PrefillCost | None = None,
+        self, index: PrefixIndex, settings: LeastTtftSettings | None = None, cost: PrefillCost | None = None
     ) -> None:
         super().__init__(index)
         self.settings = settings = settings or LeastTtftSettings()

@@ -219,11 +219,7 @@ class ClusterMetrics:
 
 
 def measured(
-    run: ClusterRun,
-    slo: Slo,
-    from_s: float = -math.inf,
-    until_s: float = math.inf,
-    tbt_rule: TbtRule = "mean",
+    run: ClusterRun, slo: Slo, from_s: float = -math.inf, until_s: float = math.inf, tbt_rule: TbtRule = "mean"
 ) -> ClusterMetrics:
     """Metrics of the requests that arrived from ``from_s`` to before ``until_s``.
 
