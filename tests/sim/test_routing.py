@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, Machine
-from skymemory.conductor.picker import LoadReport, Ranking, Server
+from skymemory.conductor.picker import LoadReport, Ranking, Scorer, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Stateless
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
 from skymemory.sim.cluster.pool import PrefixCache
@@ -53,7 +52,7 @@ def test_hits_are_those_at_the_beginning_of_service() -> None:
     assert [outcome.hit_blocks for outcome in outcomes] == [0, 2]
 
 
-class Watching(Stateless):
+class Watching(Scorer):
     """Least load, and all that it was told."""
 
     name = "watching"

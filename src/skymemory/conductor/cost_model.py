@@ -183,23 +183,6 @@ class CostModel:
             2 * shape.layers * shape.attention_flops * shape.width / flops,
         )
 
-    def decode_run_s(self, batch: int, kv_tokens: float, steps: int) -> float:
-        """Seconds of ``steps`` steps of one batch, whose contexts grow by ``batch`` tokens per step.
-
-        The sum of ``decode_step_s(batch, kv_tokens + i·batch)`` in closed form: both arguments of the maximum are
-        linear in i, and the sum is split at their crossing.
-        """
-        if steps <= 0 or batch <= 0:
-            return 0.0
-        fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
-        reading = (read_s + read_per_token_s * kv_tokens, read_per_token_s * batch)
-        computing = (flops_s + flops_per_token_s * kv_tokens, flops_per_token_s * batch)
-        first, then = (reading, computing) if reading[0] >= computing[0] else (computing, reading)
-        cut = steps
-        if then[1] > first[1]:
-            cut = min(steps, math.floor((first[0] - then[0]) / (then[1] - first[1])) + 1)
-        return steps * fixed_s + _sum(*first, 0, cut) + _sum(*then, cut, steps)
-
     def kv_bytes(self, tokens: int) -> int:
         return tokens * self.shape.kv_bytes_per_token
 
@@ -217,12 +200,6 @@ class CostModel:
             decode_fixed_s=other.decode_fixed_s,
             decode_request_s=other.decode_request_s,
         )
-
-
-def _sum(start: float, slope: float, begin: int, end: int) -> float:
-    """Sum of ``start + slope·i`` for i from ``begin`` to ``end - 1``."""
-    count = end - begin
-    return count * (start + slope * (begin + end - 1) / 2)
 
 
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
@@ -281,15 +258,6 @@ def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
     The first machine computes all chunks in turn; the last finishes ``machines - 1`` of the longest chunks later.
     """
     return sum(chunks_s) + (machines - 1) * max(chunks_s, default=0.0)
-
-
-def reuse_pays_bytes_per_s(cost: CostModel, cached: int) -> float:
-    """The rate above which loading ``cached`` tokens is faster than computing them (Mooncake, FAST'25 §2).
-
-    ``2·d·s / (gqa·(a·p·d + b·d²))`` of the machine's speed, with ``s`` bytes per number and ``gqa`` heads per KV head.
-    """
-    seconds = cost.prefill_flops(cached) / (cost.machine.flops_per_s * cost.mfu)
-    return cost.kv_bytes(cached) / seconds
 
 
 # Machines with published prefills and decoding steps. Decoding constants are fitted (``cost_fit.fit_decode``) to the

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from skymemory.conductor.request import Decision, Plan, Request
 from skymemory.errors import InvalidInput, SkyMemoryError
@@ -280,13 +279,17 @@ def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
     return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
 
 
-class Scorer(Protocol):
-    """A routing strategy."""
+class Scorer:
+    """Base of routing strategies. Only ``rank`` must be there: a strategy need not learn.
+
+    No I/O, no clock, no random numbers: equal calls give equal scores.
+    """
 
     name: str
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         """Scores of ``servers`` (at least one) for ``request``. Changes no visible state."""
+        raise NotImplementedError
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         """``request`` is sent to ``server``."""

@@ -76,68 +76,42 @@ class Placement:
         return self.request.slo or default
 
 
-class Admission(Protocol):
-    """An admission rule. No I/O, no clock; equal calls give equal answers."""
+class Admission:
+    """Base of admission rules: admits, and learns nothing. No I/O, no clock; equal calls give equal answers."""
 
     name: str
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         """None: admitted. Changes no state."""
-        ...
+        return None
 
     def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
         """The prefill is done; ``placement.decode`` is a current estimate. None: it may decode."""
-        ...
+        return None
 
     def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
         """It was refused on arrival, by this rule or by one around it."""
-        ...
 
     def accepted(self, placement: Placement, now_s: float) -> None:
         """It was admitted."""
-        ...
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
         """The first token came. Called before ``before_decode``."""
-        ...
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
         """It ended; ``met``: whether its objectives were met.
 
         None: unknown, it failed, or it was refused before decoding.
         """
-        ...
 
 
-class StatelessRule:
-    """Base of rules that learn nothing."""
-
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
-        pass
-
-    def accepted(self, placement: Placement, now_s: float) -> None:
-        pass
-
-    def prefilled(self, placement: Placement, now_s: float) -> None:
-        pass
-
-    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        pass
-
-
-class AdmitAll(StatelessRule):
+class AdmitAll(Admission):
     """Refuses nothing."""
 
     name = "all"
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        return None
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
-        return None
-
-
-class RuleAround:
+class RuleAround(Admission):
     """Base of rules around another one: passes everything on."""
 
     def __init__(self, rule: Admission) -> None:

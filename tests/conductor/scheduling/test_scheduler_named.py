@@ -11,7 +11,7 @@ from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, fleet_
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.picker import Fleet
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler, StatelessRule
+from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
 from skymemory.conductor.scheduling.decode import LeastTbt
 from skymemory.conductor.scheduling.named import NAMES, SCHEDULERS, build, prefill_scorer
 from skymemory.conductor.scheduling.prefill import PrefillScheduler
@@ -29,7 +29,7 @@ def made(name: str, decode: bool = True, **options: Any) -> Scheduler:
     )
 
 
-class Moody(StatelessRule):
+class Moody(Admission):
     """Refuses what it is told to."""
 
     name = "moody"

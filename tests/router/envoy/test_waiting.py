@@ -20,7 +20,7 @@ from tests.router.envoy.exchanges import (
 )
 from tests.router.envoy.test_ext_proc_server import a_call, with_server
 
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler, StatelessRule
+from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.envoy.server import endpoint_picker
@@ -137,7 +137,7 @@ def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_holds_nobody_els
 def test_a_rule_of_admission_is_asked_and_told() -> None:
     told: list[str] = []
 
-    class OneInTwo(StatelessRule):
+    class OneInTwo(Admission):
         name = "one in two"
 
         def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:

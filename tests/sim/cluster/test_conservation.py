@@ -14,7 +14,7 @@ from tests.sim.cluster.toy import told
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Scorer, Server
 from skymemory.conductor.request import Request, Slo
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler, StatelessRule
+from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
 from skymemory.sim.cluster.outcome import ClusterRun
 from skymemory.sim.cluster.schedulers import World, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
@@ -24,7 +24,7 @@ from skymemory.sim.trace import TraceRequest
 BLOCK_BYTES = 160 << 20
 
 
-class Dice(StatelessRule):
+class Dice(Admission):
     """A rule that counts, and refuses by chance."""
 
     name = "dice"

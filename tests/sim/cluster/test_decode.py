@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.sim.cluster.toy import TOY
 
-from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
+from skymemory.conductor.cost_model import LLAMA_70B, CostModel, LLAMA_70B_8xA800, Machine
 from skymemory.sim.clock import Clock
 from skymemory.sim.cluster.decode import DecodeInstance
 from skymemory.sim.cluster.job import Gaps, Steps, Stream
@@ -161,4 +161,14 @@ def test_the_fewest_steps_that_take_so_long(batch: int, kv: int, most: int, shar
     assert 1 <= found <= most
     assert found == most or steps.run_s(batch, kv, found) >= seconds
     assert found == 1 or steps.run_s(batch, kv, found - 1) < seconds
-    assert steps.run_s(batch, kv, found) == pytest.approx(cost.decode_run_s(batch, kv, found), rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 90, 200, 512])
+@pytest.mark.parametrize("kv_tokens", [0, 900, 70_000, 900_000])
+@pytest.mark.parametrize("flops_per_s", [8 * 312e12, 60e12])
+def test_a_run_of_steps_is_their_sum(batch: int, kv_tokens: int, flops_per_s: float) -> None:
+    machine = Machine("m", flops_per_s, 16e12, 1e11)
+    cost = CostModel(LLAMA_70B, machine, mfu=0.5, decode_fixed_s=0.003, decode_request_s=1e-5)
+    for steps in (0, 1, 2, 50, 700):
+        one_by_one = sum(cost.decode_step_s(batch, kv_tokens + step * batch) for step in range(steps))
+        assert Steps(cost).run_s(batch, kv_tokens, steps) == pytest.approx(one_by_one, rel=1e-12)

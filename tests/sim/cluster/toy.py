@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skymemory.conductor.cost_model import CostModel, Machine, Medium, ModelShape
-from skymemory.conductor.picker import Picker, Ranking, Server
+from skymemory.conductor.picker import Picker, Ranking, Scorer, Server
 from skymemory.conductor.request import Plan, Request
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.base import Stateless
 from skymemory.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory.sim.cluster.setup import PoolSettings
 
@@ -27,7 +26,7 @@ POOL = PoolSettings(dram=QUICK, network=Medium("network", 2e6), dram_bytes=200 *
 Where = Callable[[Request], tuple[str, Plan | None]]
 
 
-class Told(Stateless):
+class Told(Scorer):
     """Sends every request where a table says, with the plan that it says."""
 
     name = "told"

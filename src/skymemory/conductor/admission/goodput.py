@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from skymemory.conductor.admission.mooncake import too_late, too_slow
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Placement, Refusal
+from skymemory.conductor.scheduler import RETRY_S, Admission, Placement, Refusal
 from skymemory.errors import InvalidInput
 
 
@@ -56,7 +56,7 @@ class GoodputSettings:
             raise InvalidInput(f"admission 'goodput': broken is {self.broken:g}; expected above 0 and below 1")
 
 
-class Goodput:
+class Goodput(Admission):
     """Admission rule that maximises requests served within their objectives; see the module."""
 
     name = "goodput"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, DecodeForecast, Placement, Refusal, StatelessRule
+from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Placement, Refusal
 
 _LOOKAHEADS = 12
 """Points of the forecast to try, each twice as far ahead as the one before."""
@@ -45,7 +45,7 @@ def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> 
     return ahead_s
 
 
-class Baseline(StatelessRule):
+class Baseline(Admission):
     """Checks the time to first token on arrival, the decode load after the prefill."""
 
     name = "baseline"

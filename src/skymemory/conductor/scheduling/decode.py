@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skymemory.conductor.picker import Fleet, Ranking, Server
+from skymemory.conductor.picker import Fleet, Ranking, Scorer, Server
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Stateless
 from skymemory.errors import InvalidInput
 
 _NO_ROOM_S = 1e9
@@ -69,7 +68,7 @@ class _Batch:
             self.promised_tokens += sign * one.tokens
 
 
-class LeastTbt(Stateless):
+class LeastTbt(Scorer):
     """A scorer of decode servers, and an ``scheduler.DecodeForecast``.
 
     ``kv_tokens``: capacity of each server's KV cache; None: as reported, without a report unlimited. ``decode_s``:
@@ -148,13 +147,6 @@ class LeastTbt(Stateless):
             step_s = self._step_s(count, tokens)
             sums += self._step_s(count, tokens + since_s / step_s)
         return sums / len(servers) if servers else 0.0
-
-    def tbt_now_s(self, server: Server, now_s: float) -> float:
-        """Seconds between tokens of that server's batch."""
-        batch = self._batches.get(server.slot)
-        if batch is None or not batch.joined:
-            return self._step_s(0, 0)
-        return self._step_s(batch.joined, batch.joined_tokens + self._grown(batch, now_s))
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         one = _Booked(request, request.prompt.tokens, now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,51 +34,16 @@ class LocalSettings:
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Arguments for building a prefill scheduler."""
-
-    prefill_cost: PrefillCost
-    kv_token_bytes: int
-    layers: int
-    holdings: PrefixIndex
-    media: Mapping[str, Medium]
-    far: FarTiers | None
-    fleet: Fleet | None
-    links: LinkWaits | None
-
-
-Build = Callable[[Parts, Any], PrefillScheduler]
-
-
-def _local(kind: type[PrefillScheduler]) -> Callable[[Parts, LocalSettings], PrefillScheduler]:
-    return lambda parts, settings: kind(parts.holdings, parts.prefill_cost, settings.overdue, settings.under_way_blocks)
-
-
-def _kvcache_centric(parts: Parts, settings: KvCacheCentricSettings) -> PrefillScheduler:
-    return KvCacheCentric(
-        parts.holdings,
-        parts.prefill_cost,
-        parts.kv_token_bytes,
-        parts.media,
-        parts.far,
-        parts.fleet,
-        settings,
-        parts.layers,
-        parts.links,
-    )
-
-
-SCHEDULERS: Registry[Build] = Registry(
+SCHEDULERS: Registry[type[PrefillScheduler]] = Registry(
     "scheduler",
     {
-        "random": Entry("random, seeded", LocalSettings, _local(RandomServer)),
-        "load-balance": Entry("shortest estimated queue, ignoring caches", LocalSettings, _local(LeastQueue)),
-        "cache-aware": Entry("shortest queue plus compute of the uncached part", LocalSettings, _local(CacheAware)),
+        "random": Entry("random, seeded", LocalSettings, RandomServer),
+        "load-balance": Entry("shortest estimated queue, ignoring caches", LocalSettings, LeastQueue),
+        "cache-aware": Entry("shortest queue plus compute of the uncached part", LocalSettings, CacheAware),
         "kvcache-centric": Entry(
             "shortest time to the first token; servers compute, load, or both (Mooncake's)",
             KvCacheCentricSettings,
-            _kvcache_centric,
+            KvCacheCentric,
         ),
     },
 )
@@ -108,12 +73,14 @@ def prefill_scorer(
     Raises:
         InvalidInput: unknown scheduler or option (with a suggestion), or an invalid value.
     """
-    settings = SCHEDULERS.settings(name, options)
-    network = {NETWORK: network_of(cost)} if media is None else media
-    parts = Parts(
-        prefill_cost or cost, cost.shape.kv_bytes_per_token, cost.shape.layers, holdings, network, far, fleet, links
+    settings, estimated = SCHEDULERS.settings(name, options), prefill_cost or cost
+    if not isinstance(settings, KvCacheCentricSettings):
+        return SCHEDULERS[name].build(holdings, estimated, settings.overdue, settings.under_way_blocks)
+    media = {NETWORK: network_of(cost)} if media is None else media
+    shape = cost.shape
+    return KvCacheCentric(
+        holdings, estimated, shape.kv_bytes_per_token, media, far, fleet, settings, shape.layers, links
     )
-    return SCHEDULERS[name].build(parts, settings)
 
 
 def build(
@@ -122,38 +89,23 @@ def build(
     prefill: Fleet,
     decode: Fleet | None,
     cost: CostModel,
-    holdings: PrefixIndex,
-    media: Mapping[str, Medium] | None = None,
-    far: FarTiers | None = None,
-    links: LinkWaits | None = None,
     admission: Admission | None = None,
-    prefill_cost: PrefillCost | None = None,
     kv_tokens: int | None = None,
     decode_s: float | None = None,
     seed: int = 0,
-    **options: object,
+    **options: Any,
 ) -> Scheduler:
     """A ``Scheduler``: prefills by the scheduler of that name, decoding by the shortest time between tokens.
 
     ``decode`` None: prefill servers decode too. ``kv_tokens``: KV cache of a decode server. ``decode_s``: usual time of
-    decoding; None: learnt. The rest as for ``prefill_scorer``.
+    decoding; None: learnt. ``options``: further arguments of ``prefill_scorer``, with ``holdings``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.
     """
-    scorer = prefill_scorer(
-        name,
-        cost=cost,
-        holdings=holdings,
-        media=media,
-        far=far,
-        links=links,
-        fleet=prefill,
-        prefill_cost=prefill_cost,
-        **options,
-    )
-    picker = Picker(prefill, scorer, seed)
+    picker = Picker(prefill, prefill_scorer(name, cost=cost, fleet=prefill, **options), seed)
     if decode is None:
         return Scheduler(picker, None, admission)
+    # Decode servers are chosen for every request: their ties must not follow those of the prefill servers.
     decoding = LeastTbt(cost, decode, kv_tokens, decode_s)
     return Scheduler(picker, Picker(decode, decoding, seed + 1), admission, decoding)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.picker import LoadReport, Server
+from skymemory.conductor.picker import LoadReport, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
@@ -33,28 +33,6 @@ ANSWERING = 4096
 BELIEVABLE = 0.5
 """Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
 Blocks of characters and the engine's own block size make small differences meaningless."""
-
-
-class Stateless:
-    """Base of strategies that need not learn."""
-
-    def routed(self, request: Request, server: Server, now_s: float) -> None:
-        pass
-
-    def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        pass
-
-    def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        pass
-
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        pass
-
-    def failed(self, request: Request, server: Server, now_s: float) -> None:
-        pass
-
-    def forget(self, server: Server) -> None:
-        pass
 
 
 Note = TypeVar("Note")
@@ -212,7 +190,7 @@ class Sent(NamedTuple):
     """The strategy's own note."""
 
 
-class Indexed:
+class Indexed(Scorer):
     """A strategy with a prefix index.
 
     A prompt counts as held by its server from when it is sent: requests queued behind it will find it cached. Until its
@@ -292,9 +270,6 @@ class Indexed:
             return
         if self._correct(request.prompt, server, believed, cached_tokens):
             self.index.learn(server.slot, blocks)  # By now it holds the prompt.
-
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        pass
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         self.arrived(request, server)

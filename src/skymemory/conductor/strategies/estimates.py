@@ -24,38 +24,27 @@ class PrefillCost(Protocol):
         ...
 
 
-class Speeds(Protocol):
-    """Prefill times per server."""
-
-    def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
-        """Seconds of a prompt of ``tokens`` per server, given the tokens cached there."""
-        ...
-
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        """Records a measured prefill."""
-        ...
-
-    def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
-        """Records the time of a prompt with its whole answer."""
-        ...
-
-    def read_reports(self, servers: Sequence[Server]) -> None:
-        """Records the prefills in the servers' latest reports."""
-        ...
-
-    def forget(self, slot: int) -> None: ...
-
-
-class _ReportedPrefills(ABC):
-    """Observes the mean of the prefills that an engine reports since its last report."""
+class Speeds(ABC):
+    """Prefill times per server, learnt from first bytes and from the totals that engines report."""
 
     def __init__(self) -> None:
         self._totals: dict[int, PrefillTotals] = {}
+        """The last reported of each slot."""
 
     @abstractmethod
-    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None: ...
+    def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
+        """Seconds of a prompt of ``tokens`` per server, given the tokens cached there."""
+
+    @abstractmethod
+    def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        """Records a measured prefill."""
+
+    @abstractmethod
+    def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
+        """Records the time of a prompt with its whole answer."""
 
     def read_reports(self, servers: Sequence[Server]) -> None:
+        """Observes the mean of the prefills that an engine reports since its last report."""
         for server in servers:
             report = server.reported
             now = None if report is None else report.prefills
@@ -73,7 +62,7 @@ class _ReportedPrefills(ABC):
         self._totals.pop(slot, None)
 
 
-class GivenSpeeds(_ReportedPrefills):
+class GivenSpeeds(Speeds):
     """A cost model, corrected by a factor per server learnt from its prefills.
 
     Similar servers get the same factor. With individual ones no two idle servers would tie, and noise of a few
@@ -120,7 +109,7 @@ class GivenSpeeds(_ReportedPrefills):
                 self._compare()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
-        pass
+        pass  # The model is known: a whole answer, with its decoding in it, corrects nothing.
 
     def forget(self, slot: int) -> None:
         super().forget(slot)
@@ -143,7 +132,7 @@ Point = tuple[float, float, float]
 """Prompt tokens, cached tokens, seconds."""
 
 
-class LearnedSpeeds(_ReportedPrefills):
+class LearnedSpeeds(Speeds):
     """A curve per server through its latest observations, robust to outliers.
 
     It has the shape of ``cost_model``: n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))``. A

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import Blocks
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import (
     GainThreshold,
     RequestNotes,
-    Stateless,
     check_factor,
     load_bound,
     loads_of,
@@ -42,7 +41,7 @@ class HashTrieSettings:
             raise InvalidInput(f"max_blocks is {self.max_blocks}; expected 1 or more")
 
 
-class HashTrie(Stateless):
+class HashTrie(Scorer):
     name = "hash-trie"
 
     def __init__(self, settings: HashTrieSettings | None = None) -> None:

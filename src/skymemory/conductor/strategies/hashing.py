@@ -21,11 +21,10 @@ from math import cos, pi
 import numpy as np
 from numpy.typing import NDArray
 
-from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.request import HEAD_BYTES, Request
 from skymemory.conductor.strategies.base import (
     GainThreshold,
-    Stateless,
     check_factor,
     hash_words,
     load_bound,
@@ -86,7 +85,7 @@ def similarity(bits: float) -> float:
     return max(0.0, cos(pi * bits / BITS))
 
 
-class NearestSignature(Stateless):
+class NearestSignature(Scorer):
     name = "simhash"
 
     def __init__(self, settings: SimHashSettings | None = None) -> None:
@@ -179,7 +178,7 @@ class ChwblSettings:
             raise InvalidInput(f"virtual_nodes is {self.virtual_nodes}; expected 1 to 65536")
 
 
-class BoundedRing(Stateless):
+class BoundedRing(Scorer):
     """The first server clockwise of the prompt's hash that is not overloaded; the next ones are fallbacks."""
 
     name = "chwbl"

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skymemory.conductor.picker import Ranking, Server
+from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.base import (
     NameHashes,
-    Stateless,
     check_factor,
     hash_words,
     load_bound,
@@ -20,7 +19,7 @@ from skymemory.conductor.strategies.base import (
 )
 
 
-class RandomChoice(Stateless):
+class RandomChoice(Scorer):
     """All servers tie, and the picker draws."""
 
     name = "random"
@@ -29,7 +28,7 @@ class RandomChoice(Stateless):
         return Ranking([0.0] * len(servers))
 
 
-class RoundRobin(Stateless):
+class RoundRobin(Scorer):
     """The server whose last request is longest ago."""
 
     name = "round-robin"
@@ -49,7 +48,7 @@ class RoundRobin(Stateless):
         self._last.pop(server.slot, None)
 
 
-class LeastLoad(Stateless):
+class LeastLoad(Scorer):
     """The server with the fewest requests: ours in flight or reported ones, whichever are more."""
 
     name = "least-load"
@@ -68,7 +67,7 @@ class SessionSettings:
         check_factor(self.load_factor)
 
 
-class SessionAffinity(Stateless):
+class SessionAffinity(Scorer):
     """The server whose hash with the session is highest, unless it is overloaded; without a session, least load.
 
     Source: prefix-aware-routing ("session affinity"). Rendezvous hashing: no state per session, and a server that

@@ -231,8 +231,8 @@ class Steps:
     """Durations of decoding steps on one kind of machine, in closed form.
 
     Between changes of the batch its contexts grow by one token per request and step, so reading and computing are
-    linear in the step's number, and a step takes the longer of the two: ``CostModel.decode_run_s`` with cached
-    coefficients. ``kv_tokens`` are the context tokens of the batch at the first step.
+    linear in the step's number, and a step takes the longer of the two: the sum of ``CostModel.decode_step_s``, split
+    where the lines cross. ``kv_tokens`` are the context tokens of the batch at the first step.
     """
 
     def __init__(self, cost: CostModel) -> None:
