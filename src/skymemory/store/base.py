@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -427,10 +427,9 @@ class RemoteStore(TwoPhase):
     def _check_size(self, size_bytes: int) -> None:
         """Raises ValueTooLarge for a value that can never fit."""
 
-    def _presences(self, keys: Sequence[bytes], held: Container[bytes]) -> list[Presence]:
-        """Per key: in ``held``, or else being stored by an open ticket, or else absent."""
-        pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
-        return [Presence.HIT if key in held else Presence.PENDING if key in pending else Presence.MISS for key in keys]
+    def _pending(self) -> set[bytes]:
+        """Keys that an open ticket is storing."""
+        return {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
         """The keys; InvalidInput for what is no key or once closed, WrongProcess in a forked child."""

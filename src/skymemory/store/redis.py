@@ -69,7 +69,11 @@ class RedisStore(RemoteStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self._sizes(self._check(keys))
-        return self._presences(keys, {key for key, size in zip(keys, sizes, strict=True) if size is not None})
+        pending = self._pending()
+        return [
+            Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
+            for key, size in zip(keys, sizes, strict=True)
+        ]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         sizes = self._sizes(self._check(keys))

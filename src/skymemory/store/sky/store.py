@@ -138,7 +138,8 @@ class ConstellationStore(RemoteStore):
         keys = self._check(keys)
         self._process_notices()
         infos = self._catalog.find(keys)
-        return self._presences(keys, infos)
+        pending = self._pending()
+        return [Presence.PENDING if key in pending else Presence.HIT if key in infos else Presence.MISS for key in keys]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = self._check(keys)
