@@ -41,7 +41,7 @@ class Owner:
         if self.elsewhere:
             raise WrongProcess(
                 f"{self._what} was opened by process {self._process}, and this is process {os.getpid()}, forked from "
-                "it: open one of its own here, after the fork"
+                "it: open a new one here, after the fork"
             )
 
     def let_go(self) -> None:

@@ -104,7 +104,7 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, name: str) -> Non
     (tmp_path / "format").write_text("skymemory disk store 1\n")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(InvalidInput, match=f"{name} is no plain file"):
+    with pytest.raises(InvalidInput, match=f"{name} is not a regular file"):
         DiskStore(tmp_path, BUDGET_BYTES)
 
 

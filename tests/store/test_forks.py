@@ -34,7 +34,7 @@ def refused(*calls: Callable[[], object]) -> list[str]:
     """What these raised, which must be the clear error."""
     told = []
     for call in calls:
-        with pytest.raises(WrongProcess, match=r"opened by process \d+, .* open one of its own here, after the fork"):
+        with pytest.raises(WrongProcess, match=r"opened by process \d+, .* open a new one here, after the fork"):
             call()
         told.append("refused")
     return told

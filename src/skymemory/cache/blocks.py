@@ -300,7 +300,7 @@ class BlockCache:
             return 0
 
     def miss_reason(self, block_hash: BlockHash) -> str:
-        """Why a block that look-up did not find is missing: the reason that a load reports."""
+        """Why a block that the lookup did not find is missing: the reason that a load reports."""
         try:
             ticket = self.store.prepare_load([block_hash])
             loaded = self.store.complete_load(ticket)[0] is not None

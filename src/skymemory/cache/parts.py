@@ -155,7 +155,7 @@ class Parts:
         sources: Sequence[BlockSource],
         seconds: dict[str, float] | None = None,
     ) -> Saved:
-        """Store the ``wanted`` blocks of each part; the first part last, as look-ups start with it."""
+        """Store the ``wanted`` blocks of each part; the first part last, as lookups start with it."""
         saved = Saved()
         for number in reversed(range(len(self.parts))):
             blocks = self.parts[number].blocks
@@ -224,7 +224,7 @@ class _Loading:
             asked = range(unknown[0], unknown[-1] + 1)
             presence = self._parts[number].blocks.stored(self._hashes[number][asked.start : asked.stop])
             for index, present in zip(asked, presence, strict=True):
-                known.setdefault(index, present)  # a failed load outweighs the look-up
+                known.setdefault(index, present)  # a failed load outweighs the lookup
         return np.array([known[index] for index in indices], bool)
 
     def miss_reason(self, found: int) -> str:

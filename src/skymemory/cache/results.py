@@ -18,7 +18,7 @@ class LoadResult:
     blocks: int = 0
     """Full blocks in the prompt."""
     found_blocks: int = 0
-    """Leading blocks that look-up found."""
+    """Leading blocks that the lookup found."""
     loaded_blocks: int = 0
     """Leading blocks that were loaded and valid; of layers with a window, those in sight of their end."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)

@@ -407,7 +407,7 @@ def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -
 def _address(text: str, option: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidInput(f"{option} {text!r}: expected IP:PORT, as 127.0.0.1:8080")
+        raise InvalidInput(f"{option} {text!r}: expected IP:PORT, such as 127.0.0.1:8080")
     return text
 
 

@@ -1,7 +1,7 @@
 """Satellites in sight of a host: those above the elevation mask, the gateway first, and their light times.
 
 The arguments include the *centre* of the box as its host counts it, so a grid that an operator pushed is seen as if the
-satellites had flown that far. Two implementations: the real orbits, and (for presets whose grid is no orbit) fixed
+satellites had flown that far. Two implementations: the real orbits, and (for presets whose grid is not an orbit) fixed
 offsets from the overhead point.
 """
 
@@ -134,7 +134,7 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """A grid that is no orbit (the paper's testbed): distances and elevations by the offset from the overhead point."""
+    """A grid that is not an orbit (the paper's testbed): distances, elevations by offset from the overhead point."""
 
     shell: Shell
     torus: Torus

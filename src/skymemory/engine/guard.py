@@ -411,7 +411,7 @@ def estimated_token_s(model: torch.nn.Module) -> float | None:
     ``_ROWS`` tokens and scales by all matrices. None for a model without matrices.
 
     A lower bound: attention and per-layer overhead are not counted. Embedding and head are excluded, as one is a
-    look-up and the other is computed for the last token only.
+    lookup and the other is computed for the last token only.
     """
     apart = {
         weight

@@ -2,9 +2,9 @@
 
 Blocks are kept as path-compressed *runs*: maximal chains without a branch inside and without a hole. Because
 hashes are chained, one hash names its whole prefix, so no edge labels are compared: a block is found by one
-look-up, and a run knows the hash it hangs under. A run is *closed* when the chain of runs above it reaches a
+lookup, and a run knows the hash it hangs under. A run is *closed* when the chain of runs above it reaches a
 first block without a gap. "Closed" is monotone along a prompt, holes or not: block k can only be closed if
-block k-1 is. So the longest prefix is a binary search over "is it closed", always correct, 10 look-ups for
+block k-1 is. So the longest prefix is a binary search over "is it closed", always correct, 10 lookups for
 1,000 blocks. Hashes that form no chain are detected by comparing them with those of the runs passed.
 
 Whether a run is closed is cached until a hole opens or closes anywhere (an epoch number); then the runs above it

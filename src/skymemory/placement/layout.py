@@ -106,7 +106,7 @@ def check_servers(servers: int, torus: Torus) -> None:
     if not 1 <= servers <= torus.size:
         raise InvalidInput(
             f"{servers} servers on {torus.planes} planes of {torus.slots_per_plane} satellites: "
-            f"expected 1 to {torus.size}, since each server is a satellite of its own"
+            f"expected 1 to {torus.size}, since each server is a different satellite"
         )
 
 

@@ -361,7 +361,7 @@ class LinkState:
         return self._growing.open_s if self._stale else math.inf
 
     def discard_trees(self, now_s: float) -> None:
-        """Discard the trees, so that the next look-up grows one from the present link state."""
+        """Discard the trees, so that the next lookup grows one from the present link state."""
         if self._stale:
             self._stale = False
             self._growing.done(now_s)

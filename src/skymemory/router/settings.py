@@ -72,7 +72,7 @@ def _check_origin(origin: str) -> None:
         whole = False
     if not whole or "@" in origin or "*" in origin or origin != origin.lower():
         raise InvalidInput(
-            f"origins: {origin!r} is no origin: expected scheme and host in lower case and nothing after them, "
+            f"origins: {origin!r} is not an origin: expected scheme and host in lower case and nothing after them, "
             "such as https://app.example or http://localhost:3000"
         )
 
@@ -240,7 +240,7 @@ class CorsSettings:
             raise InvalidInput('credentials: browsers send none where origins are "*"; name the origins')
         for name in self.headers:
             if not HEADER_NAME.fullmatch(name):
-                raise InvalidInput(f"headers: {name!r} is no name of a header; expected one such as X-Request-Id")
+                raise InvalidInput(f"headers: {name!r} is not the name of a header; expected one such as X-Request-Id")
 
 
 @dataclass(frozen=True, slots=True)

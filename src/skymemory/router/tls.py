@@ -50,7 +50,7 @@ def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
         context.load_cert_chain(chain, key)
     except ssl.SSLError as error:
         raise InvalidInput(
-            f"door: tls_cert {str(chain)!r} and tls_key {str(key)!r} are no pair in PEM: {error.reason or error}"
+            f"door: tls_cert {str(chain)!r} and tls_key {str(key)!r} are not a pair in PEM: {error.reason or error}"
         ) from error
     except OSError as error:
         raise InvalidInput(f"door: tls_cert {str(chain)!r}, tls_key {str(key)!r}: {os_reason(error)}") from error

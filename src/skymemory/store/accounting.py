@@ -78,7 +78,7 @@ class PrefixOrder:
     def _adopt(self, key: bytes, node: _Node, before: bytes) -> None:
         if before not in self._nodes or before == key:
             return
-        if node.holds:  # calls that are no chains might name keys in a circle, which could never be evicted
+        if node.holds:  # calls that are not chains might name keys in a circle, which could never be evicted
             above: bytes | None = before
             while above is not None:
                 if above == key:
@@ -280,7 +280,7 @@ class Inventory:
     # --- tickets ---
 
     def open_load(self, keys: Sequence[bytes], now_s: float, lease_s: float) -> LoadTicket:
-        """A lease on those of ``keys`` that are here. Raises InvalidInput for what is no key."""
+        """A lease on those of ``keys`` that are here. Raises InvalidInput for anything that is not a key."""
         ticket = LoadTicket(check_keys(keys), now_s + lease_s)
         self._loads.add(ticket, now_s)
         self.lease(ticket)

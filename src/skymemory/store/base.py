@@ -7,8 +7,8 @@ hold for all of them:
 - **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later one, so that
   eviction takes the last blocks of a chain first and presence stays prefix-closed.
 - **The writer gives places**: ``places``, one for each item, are the block's depth in its prompt and the block before
-  it; None (or no places at all) where that is unknown, or the value is no block. They only make an index faster; what
-  is found never depends on them, nor on earlier calls.
+  it; None (or no places at all) where that is unknown, or the value is not a block. They only make an index faster;
+  what is found never depends on them, nor on earlier calls.
 - **A miss is a value.** Absent, evicted, corrupt and unreachable all return ``None``; ``complete_load`` raises for
   none of them. The reason is in the ticket's report and a counter in ``stats()``.
 - **Views are snapshots.** A returned view never changes while the caller holds it, whatever is put, deleted

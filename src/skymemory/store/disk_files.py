@@ -217,11 +217,11 @@ def _open_own(path: Path, flags: int) -> int:
         fd = os.open(path, flags | PLAIN, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise InvalidInput(f"{path} is no plain file: remove it, or give the store another directory") from error
+            raise InvalidInput(f"{path} is not a regular file: remove it, or choose another directory") from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise InvalidInput(f"{path} is no plain file: remove it, or give the store another directory")
+        raise InvalidInput(f"{path} is not a regular file: remove it, or choose another directory")
     return fd
 
 
@@ -289,7 +289,7 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
     """Read the value of ``key`` into ``out``, which has its size; False if the file does not hold it whole.
 
     Raises:
-        OSError: the file does not exist, is no plain one, or cannot be read.
+        OSError: the file does not exist, is not a regular one, or cannot be read.
     """
     header = bytearray(HEADER_BYTES)
     fd = os.open(path, os.O_RDONLY | PLAIN)

@@ -49,7 +49,7 @@ class RedisStore(RemoteStore):
     leased: the server evicts. ``clock`` gives seconds, compared only with itself.
 
     Raises:
-        InvalidInput: a malformed address. (An unreachable server is no error: its values are misses.)
+        InvalidInput: a malformed address. (An unreachable server is not an error: its values are misses.)
         MissingExtra: redis-py is not installed.
     """
 
@@ -415,7 +415,7 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """redis-py may raise anything for an unexpected reply (an AttributeError for a HELLO that is no map): what
+        """redis-py may raise anything for an unexpected reply (an AttributeError for a HELLO that is not a map): what
         answers so is no Redis server, and counts as unreachable.
         """
         if isinstance(error, self._redis.RedisError | OSError):

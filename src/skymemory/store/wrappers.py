@@ -195,7 +195,7 @@ class TenantStore(Selecting):
 
     Tenants have keys of their own, because their salt is in the hash of every block: so this handle sees all writes of
     its tenant, and no other's. It counts the values that it stored until the store confirms that they are gone: a miss
-    in an outage, or an unconfirmed deletion, is no confirmation. ``clock`` gives seconds, compared only with itself.
+    in an outage, or an unconfirmed deletion, confirms nothing. ``clock`` gives seconds, compared only with itself.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
         raise InvalidInput(f"store {where!r}: unknown option {options[0][0]!r}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
     if "seal" in rules and any(tier.settings.verify for tier in plan.tiers):
-        raise InvalidInput(f"store {where!r}: seal and verify exclude each other: sealed values are no blocks")
+        raise InvalidInput(f"store {where!r}: seal and verify exclude each other: sealed values are not blocks")
     tiers: list[tuple[Store, TierSettings]] = []
     try:
         for tier in plan.tiers:
@@ -197,7 +197,7 @@ class HierarchyPlan:
 
     [[tier]]
     store = "constellation"
-    ask_deadline = "500ms"          # look-ups, leases, pins, deletions
+    ask_deadline = "500ms"          # lookups, leases, pins, deletions
     load_deadline = "5s"
     store_deadline = "10s"
     threads = 2

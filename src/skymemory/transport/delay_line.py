@@ -2,7 +2,7 @@
 light.
 
 One heap and one absolute timer serve all links of a process. No packet is released early; how late each was is
-recorded, for a delay without its error is no measurement.
+recorded, since a delay without its error is not a measurement.
 """
 
 from __future__ import annotations

@@ -102,5 +102,5 @@ def test_settings_are_written_like_all_others() -> None:
         filled(CorsSettings, {"orgins": []}, "cors")
     with pytest.raises(InvalidInput, match="leave out the others"):
         CorsSettings(origins=("*", APP))
-    with pytest.raises(InvalidInput, match="no name of a header"):
+    with pytest.raises(InvalidInput, match="not the name of a header"):
         CorsSettings(headers=("a b",))

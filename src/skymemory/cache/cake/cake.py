@@ -86,7 +86,7 @@ class Cake:
         self._last_late: tuple[int, float] | None = None
         """Bytes and seconds of a load that computing overtook."""
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
-        self._lookups = TierWorkers("cake look-up", 1)
+        self._lookups = TierWorkers("cake lookup", 1)
         self._lookup_latencies, self._fetch_latencies = Latencies(), Latencies()
 
     @property

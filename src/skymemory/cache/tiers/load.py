@@ -30,7 +30,7 @@ Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
 
 
 class TieredLoad:
-    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: those of the keys before the look-up."""
+    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: those of the keys before the lookup."""
 
     def __init__(
         self, keys: Sequence[bytes], tiers: Sequence[Tier], outbound: Outbound, versions: dict[bytes, int]
@@ -89,7 +89,7 @@ class TieredLoad:
         for tier in self._tiers if not self._loads and self._keys else ():
             if tier.settings.local:
                 continue
-            if not tier.usable(self._keys):  # its look-up was given up
+            if not tier.usable(self._keys):  # its lookup was given up
                 return "unreachable"
             if tier.ask(partial(_miss_reason, tier, self._keys[0])) in FAILING_REASONS:
                 return "unreachable"

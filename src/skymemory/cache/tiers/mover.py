@@ -92,7 +92,7 @@ class TierMover:
         return [moving for moving in movings if moving.key in taken or moving.key in refused]
 
     def _copy(self, movings: list[Moving]) -> list[Moving]:
-        """Store in their tiers where missing (promotion, demotion). All are done: losing one is no loss of data."""
+        """Store in their tiers where missing (promotion, demotion). All are done: losing one loses no data."""
         for number in movings[0].to if movings else ():
             tier = self._tiers[number]
             keys = [moving.key for moving in movings]

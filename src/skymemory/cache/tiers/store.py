@@ -126,7 +126,7 @@ class TieredStore(TwoPhase):
 
         return evicted
 
-    # --- look-up ---
+    # --- lookup ---
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)

@@ -68,7 +68,7 @@ class TierSettings:
     local: bool = False
     """Called in the caller's thread, without a deadline: for a tier in this process's memory."""
     ask_deadline_s: float = 0.5
-    """For look-ups, leases, pins and deletions."""
+    """For lookups, leases, pins and deletions."""
     load_deadline_s: float = 5.0
     store_deadline_s: float = 10.0
     threads: int = 2

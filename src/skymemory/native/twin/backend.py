@@ -118,7 +118,7 @@ def _shift_of(length_bytes: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """The same multiplication as four tables of 256, one per byte: four look-ups instead of 32 steps."""
+    """The same multiplication as four tables of 256, one per byte: four lookups instead of 32 steps."""
     shift = _shift_of(length_bytes)
     return tuple(tuple(_multiply(byte << at, shift) for byte in range(256)) for at in (0, 8, 16, 24))
 

@@ -126,7 +126,7 @@ class ClientMachine:
         self._waiting: deque[Operation] = deque()
         """Operations with chunks to ask for or to send."""
         self._probes: set[int] = set()
-        """Numbers of PINGs of our own, whose ends are no events."""
+        """Numbers of our own PINGs, whose ends are not events."""
         self._checks: dict[SatelliteId, int] = {}
         """The last PING that accompanied an overdue question to a satellite."""
         self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)

@@ -35,7 +35,7 @@ class Peer:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
         self.quiet = False
-        """It did not answer as a stand-in for a silent satellite: it is no stand-in again until it is heard."""
+        """It did not answer as a stand-in for a silent satellite: it is not one again until it is heard."""
         self.capabilities: Capabilities | None = None
         """Of its last PONG; None before any."""
         self._lacks: dict[Op, float] = {}
@@ -309,7 +309,7 @@ def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> l
 
 _FIRST_PROBE_S = 0.1
 _LAST_PROBE_S = 2.0
-"""Probes come 0.1, 0.2, 0.4, … 2, 2 s after one another."""
+"""Waits between probes: 0.1, 0.2, 0.4, … 2, 2 s."""
 
 
 class CircuitBreaker:

@@ -14,7 +14,7 @@ EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
 """Ways to evict the rest of a dead block, that is, of one with a chunk missing (SkyMemory paper §3.9):
 
 - ``lazy``: the client that finds the hole evicts the rest;
-- ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: only the plane that look-ups use);
+- ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: only the plane that lookups use);
 - ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
 - ``migration``: they ask before they hand chunks over, and nothing dead is carried.
 """

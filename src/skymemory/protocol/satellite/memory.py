@@ -455,7 +455,7 @@ def as_copy(ref: bytes, replica: int) -> bytes:
 
 def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
     """Chunks of a share that ``coming`` ones (index and packed reference) are other copies of, with the references of
-    those that are here. Chunks of other values, or of other settings, are no copies.
+    those that are here. Chunks of other values, or of other settings, are not copies.
     """
     found = []
     for index, ref in coming:

@@ -63,7 +63,7 @@ class Outbox:
         return outgoing
 
     def take_links(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """``take`` for LINKS: these are no traffic, so no reason to probe the neighbour they go to."""
+        """``take`` for LINKS: these do not count as traffic, so they do not make their neighbour be probed."""
         links, self._links = self._links, []
         return links
 

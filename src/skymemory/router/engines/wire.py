@@ -61,7 +61,7 @@ _Hash = int | bytes
 
 
 class MalformedEvents(SkyMemoryError, ValueError):
-    """A message that is no batch of events: from there on the engine's cache is unknown."""
+    """A message that is not a batch of events: from there on the engine's cache is unknown."""
 
 
 class TooLong(MalformedEvents):
@@ -484,7 +484,7 @@ class _Long:
         start = self._at
         first = self._data[start]
         if not (0xA0 <= first < 0xC0 or first == 0xD9):
-            raise MalformedEvents("a field whose name is no short text")
+            raise MalformedEvents("a field whose name is not a short text")
         self._at += first - 0xA0 + 1 if first < 0xC0 else 2 + self._data[start + 1]
         return _text.decode(self._data[start : self._at]) or ""
 

@@ -39,9 +39,11 @@ def parse_endpoint(text: str) -> str:
         address = ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
         number = int(port)
     except ValueError as error:
-        raise InvalidInput(f"{text!r} is no endpoint; expected IP:PORT, as 10.0.0.7:8000 or [fd00::7]:8000") from error
+        raise InvalidInput(
+            f"{text!r} is not an endpoint; expected IP:PORT, such as 10.0.0.7:80 or [fd00::7]:80"
+        ) from error
     if not 0 < number < 65536 or (address.version == 6) != host.startswith("["):
-        raise InvalidInput(f"{text!r} is no endpoint; expected a port of 1 to 65535, and IPv6 in brackets")
+        raise InvalidInput(f"{text!r} is not an endpoint; expected a port of 1 to 65535, and IPv6 in brackets")
     return f"[{address}]:{number}" if address.version == 6 else f"{address}:{number}"
 
 
@@ -87,7 +89,7 @@ class SettingsSource:
     def set(self, backends: Sequence[Backend]) -> None:
         """
         Raises:
-            InvalidInput: one is no endpoint for Envoy.
+            InvalidInput: one is not an endpoint for Envoy.
         """
         self._endpoints = tuple({each.name: each for each in map(as_endpoint, backends)}.values())
 
@@ -154,7 +156,7 @@ class NameSource:
     def __init__(self, name_and_port: str, warn: Callable[[str], None]) -> None:
         name, _, port = name_and_port.rpartition(":")
         if not name or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InvalidInput(f"{name_and_port!r}: expected NAME:PORT, as vllm.default.svc:8000")
+            raise InvalidInput(f"{name_and_port!r}: expected NAME:PORT, such as vllm.default.svc:8000")
         self._name, self._port = name, int(port)
         self._warn = warn
 

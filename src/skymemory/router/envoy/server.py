@@ -123,7 +123,7 @@ class EndpointPicker:
         """Apply changed settings, as far as possible without a restart.
 
         Raises:
-            InvalidInput: a backend that is no endpoint for Envoy; nothing has changed.
+            InvalidInput: a backend that is not an endpoint for Envoy; nothing has changed.
         """
         if isinstance(self._source, SettingsSource):
             self._source.set(settings.backends)

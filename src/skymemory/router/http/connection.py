@@ -602,12 +602,12 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     if request.version not in ("1.1", "1.0"):
         return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0")
     if request.method == "CONNECT":
-        return ApiError(405, "CONNECT is not supported: this is no forward proxy")
+        return ApiError(405, "CONNECT is not supported: this is not a forward proxy")
     target = request.target
     if not target.startswith("/"):
         scheme, _, rest = target.partition("://")
         if scheme.lower() not in ("http", "https"):
-            return ApiError(400, f"{target[:100]!r} is no path; expected one such as /v1/completions")
+            return ApiError(400, f"{target[:100]!r} is not a path; expected one such as /v1/completions")
         request.target = "/" + rest.partition("/")[2]
         request.path = request.target.partition("?")[0]
     if "#" in target:

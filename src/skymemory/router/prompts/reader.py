@@ -274,7 +274,7 @@ class Clients:
         """By its header or objective (higher goes first), else by the body's ``priority`` (vLLM's: lower goes first).
 
         Raises:
-            ApiError: 400, the header is no whole number. (An invalid field is for the engine to report.)
+            ApiError: 400, the header is not a whole number. (An invalid field is for the engine to report.)
         """
         if self.priority_header and (value := headers.get(self.priority_header)) is not None:
             try:
@@ -299,7 +299,7 @@ def promised(headers: Mapping[str, str], default: Slo | None = None) -> Slo | No
     """The times promised to a request: by its headers, and where they are missing (or 0), by ``default``.
 
     Raises:
-        ApiError: 400, a header is no number of milliseconds.
+        ApiError: 400, a header is not a number of milliseconds.
     """
     ttft_s, tbt_s = _seconds(headers, TTFT_HEADERS), _seconds(headers, TPOT_HEADERS)
     if not ttft_s and not tbt_s:

@@ -330,7 +330,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise InvalidInput(f"the chat template in {str(folder)!r} is no valid Jinja: {error}") from error
+        raise InvalidInput(f"the chat template in {str(folder)!r} is not valid Jinja: {error}") from error
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:

@@ -54,7 +54,7 @@ class Evictor:
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
         """Keys were stored again in another placement, or with fewer chunks: evict leftovers of the earlier values,
-        where the later ones have no chunks. A look-up without an index would find them.
+        where the later ones have no chunks. A lookup without an index would find them.
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:

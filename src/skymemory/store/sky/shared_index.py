@@ -1,6 +1,6 @@
 """The radix index on the ground, shared by the processes of one computer through an append-only journal.
 
-**Reads and writes.** Every change is one record, appended under a file lock; before each look-up a process replays
+**Reads and writes.** Every change is one record, appended under a file lock; before each lookup a process replays
 what others have appended (``_follow``). Without a path the index lives in this process only. Where the journal was
 removed, because the constellation was started again, the index starts empty, too.
 
@@ -101,12 +101,12 @@ class SharedIndex:
 
     @property
     def complete(self) -> bool:
-        """``journal_state.complete`` as of the last look-up."""
+        """``journal_state.complete`` as of the last lookup."""
         return self._state.complete
 
     @property
     def unknown_records(self) -> int:
-        """Records of a later release in the journal, as of the last look-up. They stay there, unread."""
+        """Records of a later release in the journal, as of the last lookup. They stay there, unread."""
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:

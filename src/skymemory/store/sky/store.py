@@ -107,7 +107,7 @@ class SkySettings:
 
 
 class ConstellationStore(RemoteStore):
-    """Values on satellites. ``index`` None: every look-up probes the box, which is slower."""
+    """Values on satellites. ``index`` None: every lookup probes the box, which is slower."""
 
     def __init__(
         self,

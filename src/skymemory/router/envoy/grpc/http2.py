@@ -11,7 +11,7 @@ Not implemented, since gRPC servers do not use it: push, priorities (checked and
 from HTTP/1.1. Headers are decoded by `hpack`.
 
 A stream error ends the stream (RST_STREAM), a connection error the connection (GOAWAY). So does a flood. Envoy resets
-each stream after its answers, so resets alone are no flood: streams given up before anything was answered are, and
+each stream after its answers, so resets alone are not a flood: streams given up before anything was answered are, and
 frames without content. Each kind has a `Budget`.
 """
 
@@ -136,7 +136,7 @@ class _Block(NamedTuple):
 
     headers: Headers
     bad_request: str
-    """Why it is no valid request (RFC 9113, 8.1.1); empty: it is."""
+    """Why it is not a valid request (RFC 9113, 8.1.1); empty if it is."""
     bad_trailers: str
     length: int | None
     """``content-length``."""

@@ -407,7 +407,7 @@ class Connection(asyncio.BufferedProtocol):
         self.heard_s = 0.0
         """Time of the last input, by the loop's clock."""
         self._calls: dict[int, Answers | None] = {}
-        """By stream; None: the request is no gRPC."""
+        """By stream; None: the request is not gRPC."""
         self._more: dict[Answers, None] = {}
         """Calls with work left."""
         self._transport: asyncio.Transport | None = None
@@ -416,7 +416,7 @@ class Connection(asyncio.BufferedProtocol):
         self._keepalive: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         if not self.server.came(self):
             self._transport.abort()
             self._transport = None
