@@ -23,7 +23,7 @@ from typing import Any
 
 from _bench import print_table, write_json
 from skymemory.constellation.presets import preset_named
-from skymemory.eviction.policies import REPLACEMENTS
+from skymemory.eviction import REPLACEMENTS
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.config import EvictionConfig, parse_policies

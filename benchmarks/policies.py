@@ -18,7 +18,7 @@ from typing import Any
 
 from _bench import print_table, write_json
 from replacement import TRACE, Prompts, belady, read_trace
-from skymemory.eviction.policies import DEFAULT_POLICY, POLICIES
+from skymemory.eviction import DEFAULT_POLICY, POLICIES
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 

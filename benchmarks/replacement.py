@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _bench import print_table, write_json
-from skymemory.eviction.policies import REPLACEMENTS, Replacement, replacement_named
+from skymemory.eviction import REPLACEMENTS, Replacement, replacement_named
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 TOKENS = 512

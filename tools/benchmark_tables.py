@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from skymemory.eviction.policies import POLICIES, REPLACEMENTS
+from skymemory.eviction import POLICIES, REPLACEMENTS
 from tools.arena_tables import FOLDER, fill, table
 
 PAGES = [page for folder in (FOLDER, FOLDER.parent, FOLDER.parent / "guide") for page in sorted(folder.glob("*.md"))]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT, REPLACEMENTS
+from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/benchmarks/eviction.md").read_text("utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.eviction.policies import DEFAULT_POLICY, POLICIES
+from skymemory.eviction import DEFAULT_POLICY, POLICIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = "\n".join((ROOT / "docs/benchmarks" / name).read_text("utf-8") for name in ("eviction.md", "data-path.md"))

@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.eviction.naive_policies import TWINS, NaiveLrfu, depth_of
 
-from skymemory.eviction import lrfu
-from skymemory.eviction.lrfu import LeastRecentlyAndFrequentlyUsed
-from skymemory.eviction.policies import POLICIES, REPLACEMENTS, policy_named, replacement_named
-from skymemory.eviction.ranking import RankedKeys
+from skymemory import eviction
+from skymemory.eviction import (
+    POLICIES,
+    REPLACEMENTS,
+    LeastRecentlyAndFrequentlyUsed,
+    RankedKeys,
+    policy_named,
+    replacement_named,
+)
 from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, PlacementTag
 
@@ -177,7 +182,7 @@ def test_the_half_life_follows_the_returns_of_keys_that_are_gone_too():
 
 
 def test_no_float_overflows_and_the_order_stays(monkeypatch):
-    monkeypatch.setattr(lrfu, "_MOST", 1.01)
+    monkeypatch.setattr(eviction, "_MOST", 1.01)
     policy, twin = LeastRecentlyAndFrequentlyUsed(), NaiveLrfu()
     rng = random.Random(1)
     for _ in range(3000):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT
+from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.layout import Strategy
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, Finished

@@ -11,7 +11,7 @@ from tests.eviction.naive_policies import TWINS
 from tests.store.key_tree import ANCESTORS, CHAINS, TREE, key
 
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import POLICIES
+from skymemory.eviction import POLICIES
 from skymemory.store.accounting import Inventory
 from skymemory.store.base import LoadTicket, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT, REPLACEMENTS
+from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.files import MAX_TABLE_BYTES, read_bounded
 from skymemory.units import format_size, parse_delay
 

@@ -16,7 +16,7 @@ _MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "waiting": 1 <<
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    from skymemory.eviction.policies import POLICIES
+    from skymemory.eviction import POLICIES
 
     parser = subparsers.add_parser(
         "serve",

@@ -95,11 +95,7 @@ class Shell:
     def position_m(self, u_rad: float, node_rad: float) -> tuple[float, float, float]:
         """Inertial Cartesian position at argument of latitude ``u_rad`` of the orbit with its node at ``node_rad``."""
         i_rad = math.radians(self.inclination_deg)
-        along, across, up = (
-            math.cos(u_rad),
-            math.sin(u_rad) * math.cos(i_rad),
-            math.sin(u_rad) * math.sin(i_rad),
-        )
+        along, across, up = (math.cos(u_rad), math.sin(u_rad) * math.cos(i_rad), math.sin(u_rad) * math.sin(i_rad))
         cos_node, sin_node = math.cos(node_rad), math.sin(node_rad)
         r = self.radius_m
         return r * (cos_node * along - sin_node * across), r * (sin_node * along + cos_node * across), r * up
@@ -115,10 +111,7 @@ class Shell:
         u = 2 * np.pi * (turns + now_s / self.period_s)
         node = np.broadcast_to(2 * np.pi * plane / self.planes + self.node_rate_rad_s * now_s, u.shape)
         along, across, up = np.cos(u), np.sin(u) * math.cos(i_rad), np.sin(u) * math.sin(i_rad)
-        east, north = (
-            np.cos(node) * along - np.sin(node) * across,
-            np.sin(node) * along + np.cos(node) * across,
-        )
+        east, north = (np.cos(node) * along - np.sin(node) * across, np.sin(node) * along + np.cos(node) * across)
         return self.radius_m * np.stack([east, north, up], axis=-1)
 
     def chord_m(self, d_slot: int, d_plane: int, u_rad: float = 0.0) -> float:

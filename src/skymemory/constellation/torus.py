@@ -103,11 +103,7 @@ class Torus:
         return abs(d_slot) + abs(d_plane)
 
     def next_hop(
-        self,
-        here: SatelliteId,
-        there: SatelliteId,
-        mode: RoutingMode = "greedy",
-        came_axis: Axis | None = None,
+        self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy", came_axis: Axis | None = None
     ) -> SatelliteId:
         """The next hop of a packet for ``there``; ``here`` itself when it has arrived.
 

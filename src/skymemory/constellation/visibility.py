@@ -113,11 +113,7 @@ def host_position_m(host: GroundHost, epoch_unix_s: float, now_s: float) -> NDAr
 
     latitude = math.radians(host.latitude_deg)
     longitude = math.radians(host.longitude_deg) + earth_angle_rad(epoch_unix_s, now_s)
-    unit = [
-        math.cos(latitude) * math.cos(longitude),
-        math.cos(latitude) * math.sin(longitude),
-        math.sin(latitude),
-    ]
+    unit = [math.cos(latitude) * math.cos(longitude), math.cos(latitude) * math.sin(longitude), math.sin(latitude)]
     return EARTH_RADIUS_M * np.array(unit)
 
 

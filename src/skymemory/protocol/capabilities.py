@@ -42,11 +42,7 @@ class Capabilities:
     def figures(self) -> dict[str, int]:
         """As fields of a PONG."""
         versions = self.lowest_version << 8 | self.highest_version
-        return {
-            "protocol_versions": versions,
-            "operations": _signed(self.operations),
-            "codecs": _signed(self.codecs),
-        }
+        return {"protocol_versions": versions, "operations": _signed(self.operations), "codecs": _signed(self.codecs)}
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, int]) -> Capabilities:

@@ -1,6 +1,6 @@
 """Stores with a byte budget: sizes, leases, pins, reservations and eviction, whatever holds the values.
 
-``PrefixOrder`` says which entries may be evicted, a policy (``eviction.policies``) which of these comes first,
+``PrefixOrder`` says which entries may be evicted, a policy (``eviction``) which of these comes first,
 ``Inventory`` counts their bytes, and ``BudgetedStore`` is the contract over that, for stores in memory and on disk.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.eviction.policies import DEFAULT_POLICY, policy_named
+from skymemory.eviction import DEFAULT_POLICY, policy_named
 from skymemory.forks import OwnLock
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from skymemory.errors import InvalidInput, LaterVersion
-from skymemory.eviction.policies import DEFAULT_POLICY
+from skymemory.eviction import DEFAULT_POLICY
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
 from skymemory.store.accounting import BudgetedStore, Entry, Inventory

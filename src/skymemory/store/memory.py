@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import DEFAULT_POLICY
+from skymemory.eviction import DEFAULT_POLICY
 from skymemory.metrics import Counters
 from skymemory.store.accounting import BudgetedStore, Inventory
 from skymemory.store.base import LEASE_S, KeyReport, LoadReport, LoadTicket, StoreTicket, check_keys
@@ -18,7 +18,7 @@ from skymemory.store.base import LEASE_S, KeyReport, LoadReport, LoadTicket, Sto
 class MemoryStore(BudgetedStore):
     """Values in memory, at most ``budget_bytes`` of them (not counting Python's own overhead).
 
-    ``pin_fraction`` of the budget may be pinned. ``policy`` is one of ``eviction.policies.POLICIES``. ``clock`` gives
+    ``pin_fraction`` of the budget may be pinned. ``policy`` is one of ``eviction.POLICIES``. ``clock`` gives
     seconds, compared only with itself.
 
     Raises:

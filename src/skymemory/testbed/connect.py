@@ -72,11 +72,7 @@ def check_access(plan: ConstellationPlan, access: str) -> Access:
 
 
 def open_constellation(
-    run_dir: Path | None = None,
-    *,
-    use_index: bool = True,
-    access: str | None = None,
-    give_up_s: float = 0.8,
+    run_dir: Path | None = None, *, use_index: bool = True, access: str | None = None, give_up_s: float = 0.8
 ) -> ConstellationStore:
     """The store over the constellation of ``run_dir`` (default: this user's).
 

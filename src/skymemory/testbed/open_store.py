@@ -13,7 +13,7 @@ from skymemory.cache.tiers.breaker import BreakerConfig
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.eviction.policies import DEFAULT_POLICY
+from skymemory.eviction import DEFAULT_POLICY
 from skymemory.files import read_bounded
 from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Store
@@ -38,7 +38,7 @@ _RULES = ("admit", "tenant", "quota", "seal")
 def open_store(where: str = "constellation") -> Store:
     """A store by its address.
 
-    ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``eviction.policies``),
+    ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``eviction``),
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
     ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``constellation`` (this user's, as started
     by ``skymemory constellation up``), ``constellation:///run/dir`` or

@@ -20,7 +20,7 @@ from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, S
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT, REPLACEMENTS
+from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
@@ -158,10 +158,7 @@ class HostShare:
             f"host name {self.name!r}: expected letters, digits, dots and dashes",
         )
         check_ip(self.ip, self.name)
-        _require(
-            1 <= self.base_port <= MAX_PORT,
-            f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}",
-        )
+        _require(1 <= self.base_port <= MAX_PORT, f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}")
         _require(len(self.planes) > 0, f"{self.name} has no planes: expected at least one")
         gaps = [(self.base_port, self.base_port), *self.skipped_ports]
         _require(
@@ -269,10 +266,7 @@ class ConstellationPlan:
             max(abs(self.pushed_slot_moves), abs(self.pushed_plane_moves)) <= MAX_PUSHED_MOVES,
             f"pushed moves {self.pushed_slot_moves}, {self.pushed_plane_moves}: at most {MAX_PUSHED_MOVES}",
         )
-        _require(
-            0 <= self.time_scale <= 1e6,
-            f"time scale {self.time_scale}: expected 0 (standing still) to 1000000",
-        )
+        _require(0 <= self.time_scale <= 1e6, f"time scale {self.time_scale}: expected 0 (standing still) to 1000000")
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -288,8 +282,7 @@ class ConstellationPlan:
         for host in self.hosts:
             ports = host.ports(self.slots_per_plane)
             _require(
-                ports[-1] <= MAX_PORT,
-                f"{host.name} needs ports {ports[0]} to {ports[-1]}: the last port is {MAX_PORT}",
+                ports[-1] <= MAX_PORT, f"{host.name} needs ports {ports[0]} to {ports[-1]}: the last port is {MAX_PORT}"
             )
             for port in ports:
                 other = owners.setdefault((host.ip, port), host.name)

@@ -18,7 +18,7 @@ from threading import RLock
 from typing import NamedTuple, cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT
+from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.clock import MoveClock, SkyMap

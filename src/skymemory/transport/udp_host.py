@@ -24,7 +24,7 @@ from skymemory import native
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.sight import BoxSight, Sight
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT
+from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.eviction.policies import POLICIES
+from skymemory.eviction import POLICIES
 from skymemory.sim.cluster.pool import NodeMemory, PolicyMemory, PrefixCache, memory_of
 from skymemory.sim.workload import CONVERSATIONS, generate
 from skymemory.store.base import Presence

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.store.conftest import simulated, store_over
 
-from skymemory.eviction.policies import REPLACEMENTS
+from skymemory.eviction import REPLACEMENTS
 from skymemory.index.lookup import PrefixSearch
 from skymemory.store.base import Presence
 from skymemory.store.sky.shared_index import SharedIndex

@@ -398,14 +398,7 @@ class WriteTransfer:
 
     @classmethod
     def of(
-        cls,
-        key: bytes,
-        value: Buffer,
-        chunk_bytes: int,
-        strategy: int,
-        servers: int,
-        moves: Moves,
-        where: Where,
+        cls, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, moves: Moves, where: Where
     ) -> WriteTransfer:
         """Raises ``ValueTooLarge`` for a chunk that no datagram carries or a value beyond the 4 GiB of the wire."""
         view = memoryview(value).cast("B")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import DEFAULT_REPLACEMENT
+from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.protocol.auth import Authority
 
 EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
@@ -87,7 +87,7 @@ class SatelliteConfig:
     handover_gap_s: float = 0.002
     """Shortest time between bursts of a handover, unless they could not all be sent in time (0: no pacing)."""
     replacement: str = DEFAULT_REPLACEMENT
-    """One of ``eviction.policies.REPLACEMENTS``: which keys are evicted first when the memory is full."""
+    """One of ``eviction.REPLACEMENTS``: which keys are evicted first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_timeout_s: float = 0.05
     """How long a neighbour may take to answer a probe; depends on the length of the links."""

@@ -20,7 +20,7 @@ from itertools import repeat
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeVar
 
-from skymemory.eviction.policies import LeastRecentlyUsed, Replacement
+from skymemory.eviction import LeastRecentlyUsed, Replacement
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.messages import KEY_BYTES, MOST_SINCE_S, WRITING_S, Dead, Presence

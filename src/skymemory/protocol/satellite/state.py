@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from skymemory.eviction.policies import replacement_named
+from skymemory.eviction import replacement_named
 from skymemory.metrics import Counters
 from skymemory.protocol.clock import Locator, MoveClock, SkyMap
 from skymemory.protocol.routing import LinkState, Router

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800, network_of, stored_s
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import policy_named
+from skymemory.eviction import policy_named
 from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.clusters import bandwidth, public_datasets, ratio, real, scheduling, simulated
 from skymemory.reproduce.mooncake.overload import load_swings, rejections

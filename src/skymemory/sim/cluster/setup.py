@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from skymemory.conductor.cost_model import DRAM, SSD, CostModel, LLAMA_70B_8xA800, Medium
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
-from skymemory.eviction.policies import POLICIES
+from skymemory.eviction import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PoolSettings:
     dram_bytes: float = 1e12
     """Memory of each caching node."""
     policy: str = "lru"
-    """Its eviction policy, of ``eviction.policies.POLICIES``."""
+    """Its eviction policy, of ``eviction.POLICIES``."""
     ssd_bytes: float = 0.0
     """SSD for evicted blocks, with LRU."""
     network: Medium | None = None

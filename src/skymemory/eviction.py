@@ -1,14 +1,15 @@
-"""Eviction policies by name: those of satellites (``REPLACEMENTS``), and more for memory and disk (``POLICIES``)."""
+"""Eviction policies: which keys a full memory lets go first. Of satellites (``REPLACEMENTS``), of memory and disk
+(``POLICIES``, the same and more). ``Replacement`` is their contract, ``RankedKeys`` the priority queue under each.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from skymemory.errors import InvalidInput
-from skymemory.eviction.lrfu import LeastRecentlyAndFrequentlyUsed
-from skymemory.eviction.ranking import RankedKeys
 
 REPLACEMENTS = ("lru", "lfuda", "lrfu")
 DEFAULT_REPLACEMENT = "lrfu"
@@ -42,6 +43,80 @@ class Replacement(Protocol):
 
     def order(self) -> list[bytes]:
         """All keys, the next victim first, held ones included."""
+
+
+Rank = TypeVar("Rank", int, float)
+
+
+class RankedKeys(Generic[Rank]):
+    """A heap with stale entries, rebuilt when they are three in four: every call costs O(log keys) on average."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[bytes, tuple[Rank, int]] = {}
+        """Rank and stamp."""
+        self._heap: list[tuple[Rank, int, bytes]] = []
+        """Rank, stamp, key; entries of keys that are held, or that ``_ranks`` no longer has, are stale."""
+        self._held: set[bytes] = set()
+        self._stamp = 0
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def rank(self, key: bytes) -> Rank | None:
+        known = self._ranks.get(key)
+        return None if known is None else known[0]
+
+    def put(self, key: bytes, rank: Rank) -> None:
+        """Insert the key or change its rank; it is the newest of this rank."""
+        self._stamp += 1
+        self._ranks[key] = (rank, self._stamp)
+        if key not in self._held:
+            self._push(key)
+
+    def _push(self, key: bytes) -> None:
+        rank, stamp = self._ranks[key]
+        heapq.heappush(self._heap, (rank, stamp, key))
+        if len(self._heap) > 4 * len(self._ranks) + 64:
+            self._heap = [(rank, stamp, here) for here, (rank, stamp) in self._ranks.items() if here not in self._held]
+            heapq.heapify(self._heap)
+
+    def hold(self, key: bytes) -> None:
+        """Exclude from ``first`` until it is freed, whatever its rank. The key may be inserted later."""
+        self._held.add(key)
+
+    def free(self, key: bytes) -> None:
+        if key in self._held:
+            self._held.discard(key)
+            if key in self._ranks:
+                self._push(key)
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._held
+
+    def pop(self, key: bytes) -> Rank | None:
+        """Remove the key, held or not; returns its rank, None if unknown."""
+        self._held.discard(key)
+        known = self._ranks.pop(key, None)
+        return None if known is None else known[0]
+
+    def first(self, but: bytes | None = None) -> bytes | None:
+        """The key of the lowest rank that is not held and not ``but``; None if there is none."""
+        found, spared = None, None
+        while self._heap and found is None:
+            rank, stamp, key = self._heap[0]
+            if key not in self._held and self._ranks.get(key) == (rank, stamp):
+                if key != but:
+                    found = key
+                    break
+                spared = self._heap[0]
+            heapq.heappop(self._heap)
+        if spared is not None:
+            heapq.heappush(self._heap, spared)
+        return found
+
+    def order(self) -> list[bytes]:
+        """All keys, held ones included, the lowest rank first."""
+        return sorted(self._ranks, key=lambda key: self._ranks[key])
 
 
 class _ByRank:
@@ -107,6 +182,113 @@ class LeastFrequentlyUsedAged(_ByRank):
             del self._uses[key]
             if evicted:
                 self._age = max(self._age, rank)
+
+
+# --- LRFU (Lee et al. 2001), with a learned half-life and a memory of evicted keys ---
+#
+# A key's worth is the sum over its uses of 2^(-age / half-life). A short half-life is LRU, an infinite one LFU. The
+# right one depends on how long users take to return to a prompt, which is measured: the mean number of events between
+# two uses of a key, whether or not it was evicted in between. Without the memory of evicted keys a small satellite
+# would only see returns short enough for its capacity.
+
+DEPARTED = 16_384
+"""Evicted keys remembered; about 5 MB when full."""
+_HALF_LIVES = 2.0
+"""Half-life as a multiple of the mean return."""
+_FIRST_RETURN = 1000.0
+"""Initial mean return, in events."""
+_FOLLOW = 1 / 1000
+"""Weight of each return in the mean."""
+_MOST = 2.0**900
+"""Before worths reach the largest float (2^1024) all are divided by the worth of a use now."""
+
+
+class LeastRecentlyAndFrequentlyUsed:
+    """Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no decay.
+
+    The factor grows with each event, by the half-life at that time, so that all keys age alike. A key that is noted
+    again counts as last used now: a touch ranks a prefix above the blocks behind it, and with equal uses a prefix is
+    never evicted before what is behind it.
+    """
+
+    def __init__(self, departed: int = DEPARTED) -> None:
+        self._worths: RankedKeys[float] = RankedKeys()
+        self._uses: dict[bytes, tuple[float, int]] = {}
+        """Worth of all uses but the last, and the event of the last."""
+        self._departed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        """Worth and event of the last use of evicted keys, the oldest first."""
+        self._most_departed = departed
+        self._events = 0
+        self._now = 1.0
+        """Worth of a use now."""
+        self._mean_return = _FIRST_RETURN
+
+    @property
+    def half_life(self) -> float:
+        """In events: uses and new keys."""
+        return _HALF_LIVES * self._mean_return
+
+    def noted(self, key: bytes) -> None:
+        uses = self._uses.get(key)
+        if uses is None:
+            self.used(key)
+        else:
+            self._worths.put(key, uses[0] + self._now)
+
+    def arrived(self, key: bytes) -> None:
+        """One use, now. Its remembered worth is ignored: keys that orbit with the box would return again and again and
+        outrank all new ones.
+        """
+        if key in self._uses:
+            self.noted(key)
+        else:
+            self._departed.pop(key, None)
+            self._uses[key] = (0.0, self._events)
+            self._worths.put(key, self._now)
+
+    def used(self, key: bytes) -> None:
+        self._events += 1
+        self._now *= 2 ** (1 / (_HALF_LIVES * self._mean_return))
+        if self._now > _MOST:
+            self._rescale()
+        uses = self._uses.get(key)
+        if uses is not None:
+            before, at = self._worths.rank(key) or 0.0, uses[1]
+        else:
+            before, at = self._departed.pop(key, (0.0, -1))
+        if at >= 0:
+            self._mean_return += _FOLLOW * (self._events - at - self._mean_return)
+        self._uses[key] = (before, self._events)
+        self._worths.put(key, before + self._now)
+
+    def _rescale(self) -> None:
+        """Move the reference time to now before a float overflows; keys a thousand half-lives old may become 0."""
+        scale = 1 / self._now
+        self._now = 1.0
+        for uses in (self._uses, self._departed):
+            for key, (worth, at) in uses.items():
+                uses[key] = (worth * scale, at)
+        for key in self._worths.order():
+            self._worths.put(key, (self._worths.rank(key) or 0.0) * scale)
+
+    def gone(self, key: bytes, evicted: bool = False) -> None:
+        worth = self._worths.pop(key)
+        if worth is not None:
+            self._departed[key] = (worth, self._uses.pop(key)[1])
+            if len(self._departed) > self._most_departed:
+                self._departed.popitem(last=False)
+
+    def hold(self, key: bytes) -> None:
+        self._worths.hold(key)
+
+    def free(self, key: bytes) -> None:
+        self._worths.free(key)
+
+    def victim(self, but: bytes | None = None) -> bytes | None:
+        return self._worths.first(but)
+
+    def order(self) -> list[bytes]:
+        return self._worths.order()
 
 
 _MAKERS: dict[str, Callable[[], Replacement]] = {
