@@ -23,8 +23,7 @@ import numpy as np
 from _bench import print_table, redis_server, write_json
 from skymemory import native
 from skymemory.native.twin import backend
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, pack_refs
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.wire import Address, Op, SegmentBatch, SkyHeader, bulk_batch, pack_refs
 from skymemory.transport.udp_socket import BatchSocket
 
 CHUNK_BYTES, CHUNKS, SERVERS, PROCESSES = 6144, 480, 10, 5

@@ -21,10 +21,18 @@ from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.routing import Declaration, LinksBody, LinkState
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.segments import SegmentBatch, bulk_batch
-from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
+from skymemory.protocol.satellite.routing import Declaration, LinksBody, LinkState
+from skymemory.protocol.wire import (
+    Address,
+    ChunkRef,
+    Op,
+    PlacementTag,
+    SegmentBatch,
+    SkyHeader,
+    build_packet,
+    bulk_batch,
+)
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_host import HostSpec, UdpHost
 from skymemory.transport.udp_socket import BatchSocket
@@ -61,7 +69,7 @@ def header(op: Op, there: SatelliteId = HERE) -> SkyHeader:
 
 def links(declarations: int, answer_me: bool = False) -> bytes:
     known = [Declaration(here, 0, int(NOW_S * 1e3)) for here in PRESET.torus.satellites()[:declarations]]
-    return messages.build_packet(header(Op.LINKS), LinksBody(answer_me, (0, 0), 0, known).pack(), 0, NOW_S)
+    return build_packet(header(Op.LINKS), LinksBody(answer_me, (0, 0), 0, known).pack(), 0, NOW_S)
 
 
 def chunks(count: int, there: SatelliteId = HERE) -> bytes:
@@ -188,7 +196,7 @@ def host_s(satellites: int, times: int = 300) -> float:
         neighbour = SatelliteId(1, name.slot)
         everyone[neighbour] = sock.getsockname()
         question = SkyHeader(Op.LINKS, Address(*name), Address(*neighbour), 0, 1)
-        asked.append((mine[name], messages.build_packet(question, LinksBody(True, (0, 0), 0).pack(), 0, NOW_S), sock))
+        asked.append((mine[name], build_packet(question, LinksBody(True, (0, 0), 0).pack(), 0, NOW_S), sock))
     spec = HostSpec(
         mine,
         everyone,
@@ -221,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    ping = messages.build_packet(header(Op.PING), b"", 0, NOW_S)
+    ping = build_packet(header(Op.PING), b"", 0, NOW_S)
     far = SatelliteId(2, 5)
     links0_s, links90_s = receive_s(links(0)), receive_s(links(90))
     asked_s = receive_s(links(0, answer_me=True))

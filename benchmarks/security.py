@@ -26,8 +26,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.segments import bulk_batch, single
-from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
+from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader, build_packet, bulk_batch, single
 from skymemory.store.base import Store
 from skymemory.testbed.connect import open_constellation, sealed
 from skymemory.testbed.key_file import KeyFollower, new_keys
@@ -53,8 +52,8 @@ def forged_packets() -> dict[str, tuple[bytes, int]]:
     """What a host without the key may send, a run of it and the bytes of a packet, by name."""
     there, by = Address(*HERE), Authority(first_ring(bytes(32)))
     asked = SkyHeader(Op.EVICT, there, Address(there.plane, there.slot, 0xFF), 7, 1)
-    evict = messages.build_packet(asked, messages.pack_keys([bytes(32)]), 0, FLOOD_S)
-    answer = messages.build_packet(asked._replace(op=Op.ACK), bytes(60), 0, FLOOD_S)
+    evict = build_packet(asked, messages.pack_keys([bytes(32)]), 0, FLOOD_S)
+    answer = build_packet(asked._replace(op=Op.ACK), bytes(60), 0, FLOOD_S)
     payloads = [bytes(6144)] * 8
     tag = PlacementTag(10, 1, 0, 0, 0)
     refs = [ChunkRef(bytes(32), n, 8, 6144, crc32(payload), 8 * 6144, 0, tag) for n, payload in enumerate(payloads)]

@@ -15,8 +15,7 @@ from skymemory.cli._status import StatusReport, print_status
 from skymemory.cli.main import main
 from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.capabilities import OURS
-from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
+from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, OURS
 from skymemory.testbed.connect import tolerated_skew_s
 from skymemory.testbed.control import Rotation
 from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, make_plan

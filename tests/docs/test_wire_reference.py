@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.protocol import capabilities, messages, routing, wire
+from skymemory.protocol import messages, wire
 from skymemory.protocol import messages as selection
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS, Presence
-from skymemory.protocol.satellite import checks, gossip, memory
+from skymemory.protocol.satellite import checks, gossip, memory, routing
 from skymemory.protocol.wire import (
     COMMAND_BYTES,
     CREDIT_UNIT_BYTES,
@@ -73,7 +73,7 @@ STRUCTS = {
     "Retain": messages._RETAIN,
     "Check": checks._CHECK,
     "Links": routing._LINKS,
-    "Unsupported": capabilities._UNSUPPORTED,
+    "Unsupported": messages._UNSUPPORTED,
     "Primary header": struct.Struct(">HHH"),
 }
 

@@ -32,12 +32,11 @@ from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.index.radix import RadixIndex
 from skymemory.protocol import messages
-from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.messages import Selection
+from skymemory.protocol.messages import Capabilities, Selection
 from skymemory.protocol.satellite import memory
-from skymemory.protocol.wire import ChunkRef, Op, SkyHeader, parse_header
+from skymemory.protocol.wire import ChunkRef, Op, SkyHeader, parse_header, parse_packet
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import from_json, to_json
 
@@ -53,7 +52,7 @@ _UNPACKERS: tuple[Callable[[bytes], object], ...] = (
     Selection.unpack,
     ChunkRef.unpack,
     SkyHeader.unpack,
-    messages.parse_packet,
+    parse_packet,
     parse_header,
     Capabilities.unpack_unsupported,
 )

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
+from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader, Status, build_packet, bulk_batch
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 MOVES, CREDIT, NOW_S, SEQUENCE = (5, -2), 1024, 12.5, 0x3FFE
@@ -33,7 +32,7 @@ SHARES = {KEY: share(range(21)), OTHER: {}}
 
 
 def packet(indices: list[int], stride: int = 1, key: bytes = KEY, header: SkyHeader = GET) -> bytes:
-    return messages.build_packet(header, Selection.of(key, indices, stride).pack(), 3, 1.0)
+    return build_packet(header, Selection.of(key, indices, stride).pack(), 3, 1.0)
 
 
 def call(impl: ModuleType, data: bytes) -> object:
@@ -75,11 +74,11 @@ def test_what_is_not_plain_is_left_alone(impl: ModuleType) -> None:
         packet([0, 21]),
         packet([0], key=OTHER),
         packet([0], key=b"?" * 32),
-        messages.build_packet(GET._replace(op=Op.HAS), messages.pack_keys([KEY]), 3, 1.0),
-        messages.build_packet(GET._replace(status=Status.FULL), Selection.of(KEY, [0]).pack(), 3, 1.0),
-        messages.build_packet(GET, KEY + bytes(12) + b"\1", 3, 1.0),
-        messages.build_packet(GET, KEY + (1).to_bytes(4, "big") * 2 + (1 << 17).to_bytes(4, "big") + b"\1", 3, 1.0),
-        messages.build_packet(GET, KEY + (1).to_bytes(4, "big") * 3 + b"\0", 3, 1.0),
+        build_packet(GET._replace(op=Op.HAS), messages.pack_keys([KEY]), 3, 1.0),
+        build_packet(GET._replace(status=Status.FULL), Selection.of(KEY, [0]).pack(), 3, 1.0),
+        build_packet(GET, KEY + bytes(12) + b"\1", 3, 1.0),
+        build_packet(GET, KEY + (1).to_bytes(4, "big") * 2 + (1 << 17).to_bytes(4, "big") + b"\1", 3, 1.0),
+        build_packet(GET, KEY + (1).to_bytes(4, "big") * 3 + b"\0", 3, 1.0),
     ):
         assert call(impl, data) is None, data
     for at in range(len(sound)):
@@ -111,5 +110,5 @@ def test_any_selection_is_judged_alike(
         first, stride, count = first % 12, stride % 4, count % (8 * len(bitmap) + 1)
         bitmap = bitmap[: (count + 7) // 8]
     body = KEY + first.to_bytes(4, "big") + stride.to_bytes(4, "big") + count.to_bytes(4, "big") + bitmap
-    data = messages.build_packet(GET, body, 3, 1.0)
+    data = build_packet(GET, body, 3, 1.0)
     assert call(fast, data) == call(backend, data)

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.native.twin import backend
-from skymemory.protocol import messages
-from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
+from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader, build_packet, bulk_batch
 
 KEYS = {1: bytes(range(32)), 9: bytes(32)}
 NOW_US = 1_700_000_000_250_000
@@ -35,7 +33,7 @@ def packets(op: Op, count: int = 3) -> tuple[bytes, int, list[bytes], int]:
         )
         batch = bulk_batch(header, refs, payloads, 16_382, NOW_US / 1e6)
         return bytes(batch.headers), batch.header_bytes, payloads, 16 if op is Op.DATA else 8
-    packet = messages.build_packet(header, b"body" * 9, 3, NOW_US / 1e6)
+    packet = build_packet(header, b"body" * 9, 3, NOW_US / 1e6)
     return packet, len(packet), [b""], 16 if op in (Op.ACK, Op.PONG) else 8
 
 

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skymemory.native.twin import backend
-from skymemory.protocol import messages
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.wire import Address, Op, SkyHeader, Status
+from skymemory.protocol.wire import Address, Op, SkyHeader, Status, build_packet, bulk_prefix, parse_packet
 
 KEY = bytes(range(32))
 _settings = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250)
@@ -26,11 +25,11 @@ def headers(destination: Address, source: Address, request_id: int) -> SkyHeader
 
 def test_packets_are_those_that_the_protocol_builds(impl: ModuleType) -> None:
     said = [(Address(1, n), Address(4095, n, 0xFF), 2**32 - 1 - n, bytes([n]) * n * 50) for n in range(5)]
-    prefix = messages.bulk_prefix(headers(*said[0][:3]), 0.0)
+    prefix = bulk_prefix(headers(*said[0][:3]), 0.0)
     rows = [(to.pack(), source.pack(), request, body) for to, source, request, body in said]
     made = impl.command_packets(prefix, 0x3FFE, rows)
     assert made == [
-        messages.build_packet(headers(to, source, request), body, 0x3FFE + n, 0.0)
+        build_packet(headers(to, source, request), body, 0x3FFE + n, 0.0)
         for n, (to, source, request, body) in enumerate(said)
     ]
     assert all(type(packet) is bytes for packet in made)
@@ -71,7 +70,7 @@ def test_sequence_counts_go_round_at_the_end_of_all_numbers(impl: ModuleType) ->
 def ack(body: bytes, status: Status = Status.OK, op: Op = Op.ACK, **changes: int) -> bytes:
     said = {"timestamp_us": 5, "slot_moves": -2, "plane_moves": 1, "credit": 300} | changes
     header = SkyHeader(op, Address(1, 2, 0xFF), Address(3, 4), 7, 9, status, **said)
-    return messages.build_packet(header, body, 5, 12.5)
+    return build_packet(header, body, 5, 12.5)
 
 
 def test_a_plain_ack_is_read(impl: ModuleType) -> None:
@@ -105,7 +104,7 @@ def test_any_other_packet_is_not_read_as_a_plain_ack(impl: ModuleType) -> None:
         ack(body[:36] + bytes(4) + body[40:]),
         ack(body[:40] + bytes(4)),
         ack(body[:36] + b"\xff" * 4 + body[40:]),
-        messages.build_packet(headers(Address(1, 2), Address(3, 4), 9), body, 0, 0),
+        build_packet(headers(Address(1, 2), Address(3, 4), 9), body, 0, 0),
     ):
         assert impl.open_ack(packet) is None, packet
 
@@ -126,7 +125,7 @@ def test_acks_are_read_alike_and_as_the_protocol_reads_them(fast: ModuleType, da
     found = fast.open_ack(packet)
     assert found == backend.open_ack(packet)
     if found is not None:
-        read = messages.parse_packet(bytes(packet))
+        read = parse_packet(bytes(packet))
         request, ground, echo, slot_moves, plane_moves, credit, key, first, stride, count = found
         assert (read.header.op, read.header.status) == (Op.ACK, Status.OK)
         assert (request, ground, echo) == (read.header.request_id, read.header.ground, read.header.timestamp_us)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from skymemory.native.twin import backend
 from skymemory.protocol import wire
-from skymemory.protocol.messages import bulk_prefix
-from skymemory.protocol.segments import bulk_batch, pack_refs
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.wire import Address, Op, SkyHeader, bulk_batch, bulk_prefix, pack_refs
 
 KEY = bytes(range(32))
 CHUNK, CHUNKS, SERVERS, VALUE_BYTES = 48, 11, 3, 48 * 10 + 17

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from skymemory.native.twin import backend, segments
 from skymemory.protocol import wire
 from skymemory.protocol import wire as space_packet
-from skymemory.protocol.segments import bulk_batch, pack_refs
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.wire import Address, Op, SkyHeader, bulk_batch, pack_refs
 
 KEY = bytes(range(32))
 CHUNK, CHUNKS, VALUE_BYTES = 48, 5, 48 * 4 + 17

@@ -18,13 +18,20 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import SLOT_BYTES
 from skymemory.native.twin import backend
 from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
-from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import unaccounted_bytes
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, pack_refs
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.wire import (
+    Address,
+    Op,
+    SegmentBatch,
+    SkyHeader,
+    build_packet,
+    bulk_batch,
+    pack_refs,
+    parse_packet,
+)
 from skymemory.transport.udp_socket import BatchSocket
 
 HERE = SatelliteId(2, 9)
@@ -54,7 +61,7 @@ def set_batch(key: bytes, steps: list[int], request_id: int, seed: int, gateway:
 
 def get_batch(key: bytes, steps: list[int], request_id: int, gateway: SatelliteId = HERE) -> SegmentBatch:
     body = Selection.of(key, [SERVER + SERVERS * step for step in steps], SERVERS).pack()
-    packet = messages.build_packet(header(Op.GET, request_id, gateway=gateway), body, 3, 1.0)
+    packet = build_packet(header(Op.GET, request_id, gateway=gateway), body, 3, 1.0)
     return SegmentBatch(packet, len(packet))
 
 
@@ -162,7 +169,7 @@ def test_what_is_not_plain_is_left_to_the_machine(pair: tuple[Satellite, Satelli
         get_batch(KEYS[0], [0], 7, SatelliteId(2, 8)),
         SegmentBatch(bent, len(bent)),
         SegmentBatch(bytes(30), 30),
-        SegmentBatch(messages.build_packet(header(Op.PING, 8), b"", 0, 0.0), 99),
+        SegmentBatch(build_packet(header(Op.PING, 8), b"", 0, 0.0), 99),
     ):
         assert quick.hear([batch]) == slow.hear([batch])
         assert quick.memory() == slow.memory() and quick.served == 0, batch
@@ -196,7 +203,7 @@ def test_what_another_sends_is_another_request_whatever_it_says(pair: tuple[Sate
             for datagram in set_batch(KEYS[0], steps, 2, 1).datagrams():
                 sock.sendto(datagram, quick.sock.address)
         answers = [*quick.hear([]), other.recv(65_536)]
-    told = [Selection.unpack(messages.parse_packet(answer).body).indices() for answer in answers]
+    told = [Selection.unpack(parse_packet(answer).body).indices() for answer in answers]
     assert told == [[SERVER + SERVERS * step for step in steps] for steps in ([0, 1], [2, 3])]
 
 

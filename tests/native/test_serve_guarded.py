@@ -15,10 +15,8 @@ from skymemory.keys import first_ring
 from skymemory.native.twin import backend
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.messages import parse_packet
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.wire import Op, Status
+from skymemory.protocol.wire import Op, SegmentBatch, Status, parse_packet
 
 NOW_S = 1000.25
 KEY = bytes(range(32))

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.errors import MalformedPacket
-from skymemory.protocol import messages
 from skymemory.protocol.wire import (
     MAX_APID,
     MAX_PACKET_BYTES,
@@ -15,6 +14,7 @@ from skymemory.protocol.wire import (
     Address,
     Op,
     SkyHeader,
+    build_packet,
     pack_command,
     pack_telemetry,
     parse_header,
@@ -76,7 +76,7 @@ def test_we_read_the_librarys_headers(kind, apid, count, flags, secondary, data)
 @pytest.mark.parametrize("op", Op)
 def test_whole_packets_are_space_packets(op):
     header = SkyHeader(op, Address(1, 2), Address(3, 4, 0xFF), 5, 6)
-    packet = messages.build_packet(header, b"body", 16383, 0.0)
+    packet = build_packet(header, b"body", 16383, 0.0)
     theirs = SpacePacketHeader.unpack(packet)
     assert theirs.packet_len == len(packet)
     assert theirs.apid == 0x0C0

@@ -27,12 +27,13 @@ from tests.properties.wire_traffic import (
 )
 
 from skymemory.errors import MalformedPacket
-from skymemory.protocol import messages
 from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection
-from skymemory.protocol.segments import bulk_batch
 from skymemory.protocol.wire import (
     CHUNK_REF,
     Op,
+    build_packet,
+    bulk_batch,
+    parse_packet,
 )
 
 
@@ -109,7 +110,7 @@ def test_a_selection_of_everything_is_cheap_and_bounded():
     """What one GET of 8 KB can make a satellite do: one MISS of 8 KB."""
     machine = satellite()
     body = struct.pack(">32sIII", KEY, 1, 1, MAX_SELECTION_BITS) + b"\xff" * (MAX_SELECTION_BITS // 8)
-    machine.receive_datagram(messages.build_packet(header(Op.GET), body, 0, 0.0), GROUND, 0.0)
+    machine.receive_datagram(build_packet(header(Op.GET), body, 0, 0.0), GROUND, 0.0)
     assert drain(machine) < len(body) + 100
     with pytest.raises(MalformedPacket):
         Selection.unpack(struct.pack(">32sIII", KEY, 1, 1, MAX_SELECTION_BITS + 8) + b"\xff" * 8193)
@@ -129,5 +130,5 @@ def test_spread_out_chunks_are_acknowledged_without_a_bitmap_of_gigabytes():
     assert len(machine.store) == 4
     acknowledged = []
     for batch, _ in machine.datagrams_to_send(0.0):
-        acknowledged += Selection.unpack(messages.parse_packet(batch.datagrams()[0]).body).indices()
+        acknowledged += Selection.unpack(parse_packet(batch.datagrams()[0]).body).indices()
     assert sorted(acknowledged) == [0, 1, 2**31 - 1, 2**32 - 2]

@@ -27,7 +27,9 @@ from skymemory.protocol.wire import (
     PlacementTag,
     SkyHeader,
     Status,
+    build_packet,
     parse_header,
+    parse_packet,
 )
 
 keys = st.binary(min_size=32, max_size=32)
@@ -67,10 +69,10 @@ def test_every_header_round_trips(op, status, ground, request_id, body, numbers,
         key_id,
         flags & 0xFE,  # what is authenticated is not built here
     )
-    packet = messages.build_packet(said, body, count, time_s)
+    packet = build_packet(said, body, count, time_s)
     if op not in (Op.SET, Op.MIGRATE, Op.DATA):
         assert native.verify_segments(packet, len(packet)) == b"\0"
-    read = messages.parse_packet(packet)
+    read = parse_packet(packet)
     assert read.header == said and bytes(read.body) == body
     outer = parse_header(packet)
     assert outer.sequence_count == count % 16384 and outer.total_bytes == len(packet)
@@ -147,7 +149,7 @@ def test_bodies_of_garbage_are_malformed_or_sound(body, count):
             Selection.unpack,
             ChunkRef.unpack,
             SkyHeader.unpack,
-            messages.parse_packet,
+            parse_packet,
         ):
             try:
                 unpack(garbage)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
-from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import (
+    OURS,
     Kept,
     Retain,
     Selection,
@@ -27,7 +27,6 @@ from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_
 from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.segments import bulk_batch, pack_refs
 from skymemory.protocol.wire import (
     CHUNK_REF,
     SKY,
@@ -35,6 +34,10 @@ from skymemory.protocol.wire import (
     ChunkRef,
     Op,
     SkyHeader,
+    build_packet,
+    bulk_batch,
+    pack_refs,
+    parse_packet,
 )
 
 SKY_MAP = SkyMap(Torus(5, 19), SatelliteId(2, 9))
@@ -72,7 +75,7 @@ SOUND = [
     *bulk(Op.SET),
     *bulk(Op.DATA)[:2],
     *(
-        messages.build_packet(header(op), body, 1, 0.0)
+        build_packet(header(op), body, 1, 0.0)
         for op, body in [
             (Op.GET, SELECTED),
             (Op.HAS, messages.pack_keys([KEY])),
@@ -97,7 +100,7 @@ SOUND = [
             (Op.PONG, messages.pack_housekeeping(OURS.figures())),
         ]
     ),
-    messages.build_packet(
+    build_packet(
         SkyHeader(Op.NOTICE, Address(*HERE), Address(*NEIGHBOUR), 0, 3),
         Notice(Address(*NEIGHBOUR), 3, Region(HERE, 1, 1, 1, 1), 9, False, (DEAD,)).pack(),
         1,
@@ -238,6 +241,6 @@ def drain(machine: SatelliteMachine, now_s: float = 0.0) -> int:
 
 
 def answers_ping(machine: SatelliteMachine) -> bool:
-    machine.receive_datagram(messages.build_packet(header(Op.PING), b"", 0, 0.0), GROUND, 1.0)
+    machine.receive_datagram(build_packet(header(Op.PING), b"", 0, 0.0), GROUND, 1.0)
     ((batch, to),) = machine.datagrams_to_send(1.0)
-    return to == GROUND and messages.parse_packet(batch.datagrams()[0]).header.op is Op.PONG
+    return to == GROUND and parse_packet(batch.datagrams()[0]).header.op is Op.PONG

@@ -30,10 +30,21 @@ from skymemory.protocol.auth import (
 )
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.routing import LinksBody
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.segments import bulk_batch, single
-from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, Address, ChunkRef, Op, PlacementTag, SkyHeader
+from skymemory.protocol.satellite.routing import LinksBody
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    MAX_CHUNK_BYTES,
+    Address,
+    ChunkRef,
+    Op,
+    PlacementTag,
+    SkyHeader,
+    build_packet,
+    bulk_batch,
+    parse_packet,
+    single,
+)
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
 
@@ -55,7 +66,7 @@ def header(op: Op, ground: int = 7, request_id: int = 1, now_s: float = NOW_S) -
 
 
 def command(op: Op, body: bytes, by: Authority | None = None, sequence: int = 0, now_s: float = NOW_S) -> bytes:
-    batch = single(messages.build_packet(header(op, now_s=now_s), body, sequence, now_s))
+    batch = single(build_packet(header(op, now_s=now_s), body, sequence, now_s))
     return bytes((by or authority()).sign(batch, now_s).headers)
 
 
@@ -113,7 +124,7 @@ def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> 
     machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
     assert machine.counters.get("chunks_set") == 4 and machine.counters.get("packets_received") == 4
     ((ack, link),) = machine.datagrams_to_send(NOW_S)
-    assert link == GROUND and messages.parse_packet(ack.datagrams()[0]).header.op is Op.ACK
+    assert link == GROUND and parse_packet(ack.datagrams()[0]).header.op is Op.ACK
     machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY]), sequence=9), GROUND, NOW_S)
     assert machine.counters.get("chunks_deleted") == 4 and counted(machine) == (0, 0, 0)
     assert satellite(world(), authority(every_packet=True)).plain_requests(NOW_S) is None
@@ -134,13 +145,13 @@ def test_who_has_no_key_is_refused_counted_and_told(world: type[World], by: Auth
         plain = bulk_batch(header(op), ref, [b"new"], 9, NOW_S)
         forged = (plain if by is None else by.sign(plain, NOW_S)).datagrams()[0]
     else:
-        plain = single(messages.build_packet(header(op), body, 9, NOW_S))
+        plain = single(build_packet(header(op), body, 9, NOW_S))
         forged = (plain if by is None else by.sign(plain, NOW_S)).datagrams()[0]
     machine.receive_datagram(forged, ("ground", 66), NOW_S)
     assert counted(machine) == (1, 0, 0)
     assert len(machine.store) == 4 and machine.moves == (0, 0)
     ((answer, link),) = machine.datagrams_to_send(NOW_S)
-    told = messages.parse_packet(answer.datagrams()[0]).header
+    told = parse_packet(answer.datagrams()[0]).header
     assert link == ("ground", 66) and (told.op.name, told.status.name) == ("UNREACHABLE", "REFUSED")
 
 
@@ -261,9 +272,9 @@ def test_a_ground_hosts_telemetry_is_refused_and_diverts_no_answer(world: type[W
     spoken = SkyHeader(Op.ACK, Address(2, 9), Address(2, 8, 0xFF), 7, 1)
     onward = SkyHeader(Op.PRESENCE, Address(0, 3), Address(2, 8), 0, 0x80000000)
     for header_of_it in (spoken, onward):
-        machine.receive_datagram(messages.build_packet(header_of_it, b"", 0, NOW_S), ("stranger", 66), NOW_S)
+        machine.receive_datagram(build_packet(header_of_it, b"", 0, NOW_S), ("stranger", 66), NOW_S)
     ((ack, link),) = machine.datagrams_to_send(NOW_S)
-    assert link == GROUND and messages.parse_packet(ack.datagrams()[0]).header.op is Op.ACK
+    assert link == GROUND and parse_packet(ack.datagrams()[0]).header.op is Op.ACK
     assert counted(machine) == (2, 0, 0) and machine.counters.get("packets_forwarded") == 0
 
 
@@ -272,7 +283,7 @@ def test_a_command_for_another_beam_is_refused_whoever_repeats_it(world: type[Wo
     machine, by, run = satellite(world()), authority(), sets(4, authority())
     machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
     there = SkyHeader(Op.EVICT, Address(2, 8), Address(2, 8, 0xFF), 7, 9, timestamp_us=int(NOW_S * 1e6) & 0xFFFFFFFF)
-    packet = messages.build_packet(there, messages.pack_keys([KEY]), 3, NOW_S)
+    packet = build_packet(there, messages.pack_keys([KEY]), 3, NOW_S)
     signed = bytes(by.sign(single(packet), NOW_S).headers)
     ours = command(Op.PING, bytes(len(messages.pack_keys([KEY]))), sequence=4)
     machine.receive_batch(signed, len(signed), ("stranger", 66), NOW_S)
@@ -294,7 +305,7 @@ def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World
             machine.handle_timer(now_s)
         machine.datagrams_to_send(now_s)
         spoken = SkyHeader(Op.LINKS, Address(2, 9), Address(2, 10), 0, 0)
-        packet = single(messages.build_packet(spoken, LinksBody(False, (0, 0), 0).pack(), step, now_s))
+        packet = single(build_packet(spoken, LinksBody(False, (0, 0), 0).pack(), step, now_s))
         batch = packet if by is None else by.sign(packet, now_s)
         machine.receive_datagram(bytes(batch.headers), neighbour, now_s)
     alive = by is not None and by.ring == authority().ring
@@ -432,11 +443,11 @@ def test_a_client_ignores_answers_without_a_mac_where_every_packet_has_one(value
     out = bytearray(10_000)
     number = machine.get(info, memoryview(out), world.now_s)
     (batch, _), *_ = machine.datagrams_to_send(world.now_s)
-    asked = messages.parse_packet(batch.datagrams()[0]).header
+    asked = parse_packet(batch.datagrams()[0]).header
     forged = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
-    machine.receive_datagram(messages.build_packet(forged, b"", 0, 0.0), world.now_s)
+    machine.receive_datagram(build_packet(forged, b"", 0, 0.0), world.now_s)
     machine.receive_datagram(
-        authority(OTHER, True).sign(single(messages.build_packet(forged, b"", 0, 0.0)), 0.0).headers, world.now_s
+        authority(OTHER, True).sign(single(build_packet(forged, b"", 0, 0.0)), 0.0).headers, world.now_s
     )
     assert machine.next_event() is None and machine.counters.get("packets_refused") == 2
     assert world.get(info)[0].ok and number not in {event.number for event in iter(machine.next_event, None)}
@@ -449,9 +460,9 @@ def test_a_forged_answer_ends_an_operation_where_answers_carry_none(value_of) ->
     machine = world.host.machine
     number = machine.get(info, memoryview(bytearray(10_000)), world.now_s)
     (batch, _), *_ = machine.datagrams_to_send(world.now_s)
-    asked = messages.parse_packet(batch.datagrams()[0]).header
+    asked = parse_packet(batch.datagrams()[0]).header
     forged = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
-    machine.receive_datagram(messages.build_packet(forged, b"", 0, 0.0), world.now_s)
+    machine.receive_datagram(build_packet(forged, b"", 0, 0.0), world.now_s)
     event = machine.next_event()
     assert event is not None and event.number == number and not event.ok
 
@@ -507,9 +518,9 @@ def test_a_client_that_asks_for_no_macs_drops_answers_that_carry_one(value_of) -
     machine = world.host.machine
     number = machine.get(info, memoryview(bytearray(10_000)), world.now_s)
     (batch, _), *_ = machine.datagrams_to_send(world.now_s)
-    asked = messages.parse_packet(batch.datagrams()[0]).header
+    asked = parse_packet(batch.datagrams()[0]).header
     answer = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
-    signed = authority(every_packet=True).sign(single(messages.build_packet(answer, b"", 0, 0.0)), 0.0)
+    signed = authority(every_packet=True).sign(single(build_packet(answer, b"", 0, 0.0)), 0.0)
     machine.receive_datagram(signed.headers, world.now_s)
     assert machine.next_event() is None and machine.counters.get("packets_malformed") == 1
     assert world.get(info)[0].ok and number not in {event.number for event in iter(machine.next_event, None)}

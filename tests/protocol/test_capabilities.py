@@ -15,12 +15,10 @@ from skymemory.errors import MalformedPacket
 from skymemory.keys import first_ring
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority, check_answers
-from skymemory.protocol.capabilities import ASK_AGAIN_S, CODEC_IDS, OURS, UNSTATED, Capabilities
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.messages import Retain, pack_retain
+from skymemory.protocol.messages import ASK_AGAIN_S, CODEC_IDS, OURS, UNSTATED, Capabilities, Retain, pack_retain
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.segments import single
-from skymemory.protocol.wire import COMMAND_BYTES, Address, Op, SkyHeader
+from skymemory.protocol.wire import COMMAND_BYTES, Address, Op, SkyHeader, build_packet, parse_packet, sealed, single
 from skymemory.transport.faults import FaultInjector
 
 FIELDS_OF_VERSION_1 = 36
@@ -60,9 +58,9 @@ def later_command(by: Authority | None = None, now_s: float = 0.0, ground: int =
     """A sound command of an operation that this release does not know, with a body of its own."""
     source = Address(2, 9, 0xFF) if ground else Address(*NEIGHBOUR)
     header = SkyHeader(Op.PING, Address(*HERE), source, ground, 77, timestamp_us=int(now_s * 1e6) & 0xFFFFFFFF)
-    packet = bytearray(messages.build_packet(header, b"whatever", 0, now_s))
+    packet = bytearray(build_packet(header, b"whatever", 0, now_s))
     packet[6] = packet[COMMAND_BYTES + 1] = LATER_OP
-    batch = single(messages.sealed(bytes(packet), COMMAND_BYTES))
+    batch = single(sealed(bytes(packet), COMMAND_BYTES))
     return bytes((by.sign(batch, now_s) if by else batch).headers)
 
 
@@ -156,7 +154,7 @@ def test_an_unknown_command_is_answered_and_signed_as_every_answer(world, by):
         packet = packet[:-16]  # the MAC is the end of the body; what it covered is as it was
         assert packet[17] == Op.UNSUPPORTED and packet[60:] == OURS.pack_unsupported(LATER_OP)
     else:
-        answer = messages.parse_packet(packet)
+        answer = parse_packet(packet)
         assert (answer.header.op, answer.header.request_id, answer.header.ground) == (Op.UNSUPPORTED, 77, 7)
         assert Capabilities.unpack_unsupported(answer.body) == (LATER_OP, OURS)
     assert link == GROUND
@@ -167,9 +165,7 @@ def test_an_unknown_command_is_answered_and_signed_as_every_answer(world, by):
 def test_a_neighbour_that_asks_for_what_is_unknown_is_answered_too(world):
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), 0.0)
     machine.receive_datagram(later_command(ground=0), NEIGHBOUR, 0.0)
-    ops = {
-        messages.parse_packet(batch.datagrams()[0]).header.op: link for batch, link in machine.datagrams_to_send(0.0)
-    }
+    ops = {parse_packet(batch.datagrams()[0]).header.op: link for batch, link in machine.datagrams_to_send(0.0)}
     assert ops[Op.UNSUPPORTED] == NEIGHBOUR
 
 
@@ -179,7 +175,7 @@ def test_what_is_no_sound_command_gets_no_answer(world, wrong):
     packet = bytearray(later_command())
     if wrong == "telemetry":
         header = SkyHeader(Op.PONG, Address(*HERE), Address(*NEIGHBOUR), 0, 77)
-        packet = bytearray(messages.build_packet(header, b"", 0, 0.0))
+        packet = bytearray(build_packet(header, b"", 0, 0.0))
         packet[17] = LATER_OP
     elif wrong == "moves":
         packet[COMMAND_BYTES + 28] = 0x7F
@@ -187,7 +183,7 @@ def test_what_is_no_sound_command_gets_no_answer(world, wrong):
         packet[COMMAND_BYTES] = 2
     start = 16 if wrong == "telemetry" else COMMAND_BYTES
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), 0.0)
-    machine.receive_datagram(messages.sealed(bytes(packet), start), GROUND, 0.0)
+    machine.receive_datagram(sealed(bytes(packet), start), GROUND, 0.0)
     assert machine.datagrams_to_send(0.0) == []
     assert machine.counters.get("packets_malformed") == 1 and machine.counters.get("packets_unsupported") == 0
 

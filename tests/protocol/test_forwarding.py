@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.protocol import messages
-from skymemory.protocol.routing import Router, same_journey
-from skymemory.protocol.wire import Address, Op, SkyHeader, Status
+from skymemory.protocol.satellite.routing import Router
+from skymemory.protocol.wire import Address, Op, SkyHeader, Status, build_packet, parse_packet, same_journey
 
 TORUS = Torus(7, 9)
 satellites = st.builds(SatelliteId, st.integers(0, 6), st.integers(0, 8))
@@ -18,7 +17,7 @@ satellites = st.builds(SatelliteId, st.integers(0, 6), st.integers(0, 8))
 
 def ping(destination: Address, limit: int = 64) -> bytes:
     header = SkyHeader(Op.PING, destination, Address(0, 0, 0xFF), 7, 1, hop_limit=limit)
-    return messages.build_packet(header, b"", 0, 0.0)
+    return build_packet(header, b"", 0, 0.0)
 
 
 @given(here=satellites, there=satellites, mode=st.sampled_from(["greedy", "alternate"]))
@@ -33,7 +32,7 @@ def test_a_packet_arrives_in_the_least_hops_and_still_sound(here, there, mode):
         packet, at, source = bytes(batch.headers), link, at
         hops += 1
     assert hops == TORUS.hops(here, there)
-    header = messages.parse_packet(packet).header
+    header = parse_packet(packet).header
     assert (header.hop_limit, header.hop_count) == (0, hops)
     assert native.verify_segments(packet, len(packet)) == b"\0"
 
@@ -54,7 +53,7 @@ def test_a_run_is_forwarded_as_one_and_every_packet_counted():
     far = Address(3, 3)
     run = b"".join(ping(far, limit) for limit in (9, 5, 64))
     batch, _ = Router(SatelliteId(0, 0), TORUS, "greedy").forward(memoryview(run), 52, far, ("ground", 7))
-    headers = [messages.parse_packet(packet).header for packet in batch.datagrams()]
+    headers = [parse_packet(packet).header for packet in batch.datagrams()]
     assert [(header.hop_limit, header.hop_count) for header in headers] == [(8, 1), (4, 1), (63, 1)]
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.protocol import messages
-from skymemory.protocol.routing import LIFETIME_S, MAX_DECLARATIONS, Declaration, LinksBody, LinkState, Router
-from skymemory.protocol.wire import Address, Op, SkyHeader, Status
+from skymemory.protocol.satellite.routing import LIFETIME_S, MAX_DECLARATIONS, Declaration, LinksBody, LinkState, Router
+from skymemory.protocol.wire import Address, Op, SkyHeader, Status, build_packet
 
 SIZES = [(5, 19), (6, 6), (2, 7), (3, 3), (1, 9), (72, 22)]
 
@@ -58,7 +57,7 @@ def test_packets_arrive_by_a_shortest_way_whenever_there_is_one(case, mode):
     torus, here, there, dead = case
     state, expected = knowledge(torus, dead), hops_around(torus, here, there, dead)
     header = SkyHeader(Op.PING, Address(*there), Address(0, 0, 0xFF), 7, 1)
-    packet, at, hops = messages.build_packet(header, b"", 0, 0.0), here, 0
+    packet, at, hops = build_packet(header, b"", 0, 0.0), here, 0
     source: object = ("ground", 7)
     while at != there:
         router = Router(at, torus, mode, state)

@@ -11,7 +11,6 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection
-from skymemory.protocol.segments import SegmentBatch, single
 from skymemory.protocol.wire import (
     MAX_CHUNK_BYTES,
     MAX_MOVES,
@@ -21,16 +20,20 @@ from skymemory.protocol.wire import (
     ChunkRef,
     Op,
     PlacementTag,
+    SegmentBatch,
     SkyHeader,
+    build_packet,
     made_at_s,
     pack_command,
     pack_telemetry,
     parse_header,
+    parse_packet,
+    single,
 )
 
 KEY = bytes(32)
 HEADER = SkyHeader(Op.PING, Address(1, 2), Address(1, 2, 0xFF), 7, 1)
-PING = messages.build_packet(HEADER, b"", 0, 0.0)
+PING = build_packet(HEADER, b"", 0, 0.0)
 
 
 def malformed(packet: bytes, code: int) -> None:
@@ -52,7 +55,7 @@ def test_any_flipped_bit_is_noticed_but_those_that_forwarders_change(bit):
 def test_every_truncation_is_malformed(size):
     malformed(PING[:size], 1) if size else None
     with pytest.raises(MalformedPacket):
-        messages.parse_packet(PING[:size])
+        parse_packet(PING[:size])
 
 
 def reseal(packet: bytearray) -> bytes:
@@ -78,7 +81,7 @@ def test_what_a_parser_refuses_is_named(offset, byte, match):
     packet = bytearray(PING)
     packet[offset] = byte
     with pytest.raises(MalformedPacket, match=match):
-        messages.parse_packet(reseal(packet))
+        parse_packet(reseal(packet))
 
 
 def test_the_idle_packet_is_refused():
@@ -96,7 +99,7 @@ def test_packets_beyond_a_datagram_are_refused():
         with pytest.raises(InvalidInput, match=str(MAX_PACKET_BYTES)):
             pack(MAX_PACKET_BYTES + 1)
     with pytest.raises(InvalidInput):
-        messages.build_packet(HEADER, bytes(MAX_PACKET_BYTES), 0, 0.0)
+        build_packet(HEADER, bytes(MAX_PACKET_BYTES), 0, 0.0)
     assert 16 + SKY_BYTES + 72 + MAX_CHUNK_BYTES == MAX_PACKET_BYTES
 
 

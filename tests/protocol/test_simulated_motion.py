@@ -7,7 +7,7 @@ import pytest
 from skymemory.constellation.torus import SatelliteId
 from skymemory.placement import locate
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.wire import SegmentBatch
 from skymemory.transport.faults import FaultInjector
 
 CHUNK_PACKET_BYTES = 1000 + 8 + 44 + 72

@@ -7,8 +7,7 @@ import pytest
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.wire import Address, Op, SkyHeader, Status
+from skymemory.protocol.wire import Address, Op, SegmentBatch, SkyHeader, Status, build_packet
 
 CHUNK = 6144
 
@@ -78,7 +77,7 @@ def test_the_hop_limit_ends_a_journey(world, limit, status):
     )
     number = sky.host.machine.ask(Op.PING, b"", far, 0.0)
     sky.host.machine.datagrams_to_send(0.0)
-    packet = messages.build_packet(header, b"", 0, 0.0)
+    packet = build_packet(header, b"", 0, 0.0)
     sky.sim._send(SegmentBatch(packet, len(packet)), ("ground", 7), centre)
     sky.sim.settle(0.05)
     answer = sky.host.machine.next_event()

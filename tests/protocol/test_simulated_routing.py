@@ -9,9 +9,8 @@ from tests.protocol.conftest import World
 from tests.protocol.test_link_state import hops_around
 
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.protocol import messages
-from skymemory.protocol.routing import Declaration, LinksBody
-from skymemory.protocol.wire import Address, Op, SkyHeader
+from skymemory.protocol.satellite.routing import Declaration, LinksBody
+from skymemory.protocol.wire import Address, Op, SkyHeader, build_packet
 from skymemory.transport.faults import FaultInjector, FaultRates, seeded_faults
 
 TORUS = Torus(5, 19)
@@ -154,7 +153,7 @@ def test_links_from_the_ground_or_in_anothers_name_are_not_believed(world):
     machine = sky.sim.satellites[CENTRE]
     body = LinksBody(True, (9, 9), 10**6, [Declaration(SatelliteId(0, 0), 0xF, 1)]).pack()
     for claimed, link in ((Address(2, 9, 0xFF), ("ground", 7)), (Address(1, 9), SatelliteId(2, 8))):
-        packet = messages.build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), claimed, 0, 0), body, 0, 0.0)
+        packet = build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), claimed, 0, 0), body, 0, 0.0)
         before = machine.counters.get("packets_malformed")
         machine.receive_datagram(packet, link, 0.0)
         assert machine.counters.get("packets_malformed") == before + 1
@@ -167,7 +166,7 @@ def test_what_is_made_up_of_our_future_does_not_make_us_unbelievable(world, made
     sky = world("gateway")
     west, east = SatelliteId(2, 8), SatelliteId(2, 10)
     body = LinksBody(False, (0, 0), 0, [Declaration(CENTRE, 0xF, made_ms)]).pack()
-    packet = messages.build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), Address(*west), 0, 0), body, 0, 0.0)
+    packet = build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), Address(*west), 0, 0), body, 0, 0.0)
     sky.sim.satellites[CENTRE].receive_datagram(packet, west, 0.0)
     sky.settle(1.0)
     sky.sim.cut(CENTRE, east)

@@ -29,8 +29,8 @@ from tests.soak.slept_host import sleepy
 from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
 
 from skymemory.constellation.presets import preset_named
-from skymemory.protocol.messages import build_packet, pack_moves
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.protocol.messages import pack_moves
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed import child
 from skymemory.testbed.connect import open_constellation

@@ -22,8 +22,18 @@ from skymemory.native import crc32
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
-from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHeader
+from skymemory.protocol.wire import (
+    Address,
+    ChunkRef,
+    Op,
+    PlacementTag,
+    SegmentBatch,
+    SkyHeader,
+    build_packet,
+    bulk_batch,
+    parse_packet,
+    single,
+)
 from skymemory.store.base import Presence
 from skymemory.store.named import NamedValues
 from skymemory.store.sealed import NOT_AUTHENTIC, SealedStore
@@ -55,7 +65,7 @@ class Attacker:
         for datagram in batch.datagrams():
             self.sock.sendto(datagram, self.endpoint)
         try:
-            return messages.parse_packet(self.sock.recv(65_536)).header.status.name
+            return parse_packet(self.sock.recv(65_536)).header.status.name
         except TimeoutError:
             return "nothing"
 
@@ -95,7 +105,7 @@ def forged_migrate(attacker: Attacker, by: Authority | None, source: Address | N
 def test_a_forged_eviction_is_refused_and_counted(by: Authority | None) -> None:
     with under_attack() as (store, attacker):
         before = attacker.figures()
-        packet = messages.build_packet(attacker.header(Op.EVICT), messages.pack_keys([KEY]), 0, time.time())
+        packet = build_packet(attacker.header(Op.EVICT), messages.pack_keys([KEY]), 0, time.time())
         batch = single(packet) if by is None else by.sign(single(packet), time.time())
         assert attacker.send(batch) == "REFUSED"
         after = attacker.figures()
@@ -136,7 +146,7 @@ def test_answers_of_a_ground_host_are_refused_and_divert_nothing(op: Op) -> None
             ref = ChunkRef(b"p" * 32, 0, 1, 3, crc32(b"abc"), 3, crc32(b"abc"), PlacementTag(3, 10, 0, 0, 0)).pack()
             packet = bulk_batch(header, ref, [b"abc"], 0, time.time())
         else:
-            packet = single(messages.build_packet(header, bytes(60), 0, time.time()))
+            packet = single(build_packet(header, bytes(60), 0, time.time()))
         attacker.sock.settimeout(0.2)
         for _ in range(3):
             assert attacker.send(packet) == "nothing"
@@ -170,7 +180,7 @@ def test_a_command_overheard_at_one_beam_is_worth_nothing_at_another() -> None:
 
 def test_a_replayed_eviction_is_dropped_and_counted() -> None:
     with under_attack() as (store, attacker):
-        packet = messages.build_packet(attacker.header(Op.EVICT), messages.pack_keys([KEY]), 0, time.time())
+        packet = build_packet(attacker.header(Op.EVICT), messages.pack_keys([KEY]), 0, time.time())
         heard = Authority(first_ring(MINE)).sign(single(packet), time.time())
         assert attacker.send(heard) == "OK", "the first time it is its sender's own"
         assert store.put_many([(KEY, VALUE)]) == [True]
@@ -293,7 +303,7 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
         while time.monotonic() < until_s:
             assert store.get_many([KEY]) == [VALUE]
         attacker = Attacker(store)
-        packet = messages.build_packet(attacker.header(Op.EVICT), messages.pack_keys([KEY]), 0, time.time())
+        packet = build_packet(attacker.header(Op.EVICT), messages.pack_keys([KEY]), 0, time.time())
         assert attacker.send(first.sign(single(packet), time.time())) == "REFUSED", "the first key is retired"
         assert attacker.figures()["packets_refused"] == 1
         attacker.close()
@@ -372,7 +382,7 @@ def test_what_was_refused_is_in_the_status_of_running_processes(
         before = totals()
         assert (before["packets_refused"], before["packets_replayed"], before["chunks_missed"]) == (0, 0, 0)
 
-        forged = single(messages.build_packet(attacker.header(Op.EVICT), messages.pack_keys([key]), 0, time.time()))
+        forged = single(build_packet(attacker.header(Op.EVICT), messages.pack_keys([key]), 0, time.time()))
         assert attacker.send(forged) == "REFUSED"
         assert totals()["packets_refused"] == 1, "a forged eviction"
 
@@ -380,7 +390,7 @@ def test_what_was_refused_is_in_the_status_of_running_processes(
         assert attacker.send(wrong) == "REFUSED"
         assert totals()["packets_refused"] == 2, "the wrong key"
 
-        ping = single(messages.build_packet(attacker.header(Op.PING), b"", 1, time.time()))
+        ping = single(build_packet(attacker.header(Op.PING), b"", 1, time.time()))
         heard = ours.sign(ping, time.time())
         assert attacker.send(heard) == "OK"
         attacker.sock.settimeout(0.3)

@@ -10,7 +10,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.segments import SegmentBatch, Slices
+from skymemory.protocol.wire import SegmentBatch, Slices
 from skymemory.transport.udp_client import UdpClient
 from skymemory.transport.udp_socket import BatchSocket
 

@@ -8,7 +8,7 @@ import socket
 import time
 
 from skymemory.protocol import messages
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
 from skymemory.testbed.connect import host_spec
 from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
@@ -28,7 +28,7 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
         try:
             for here, satellite in host._satellites.items():
                 header = SkyHeader(Op.ADVANCE, Address(*here), Address(*here, GROUND_SHELL), 1, 1)
-                told = messages.build_packet(header, messages.pack_moves(5, -1), 0, host.now_s())
+                told = build_packet(header, messages.pack_moves(5, -1), 0, host.now_s())
                 satellite.machine.receive_datagram(told, ("127.0.0.1", 9), host.now_s())
             before = {here: satellite.machine for here, satellite in host._satellites.items()}
             host.set_dead(plan.torus.satellites())

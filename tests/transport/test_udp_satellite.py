@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from skymemory.metrics import Counters
-from skymemory.protocol.segments import SegmentBatch, single
+from skymemory.protocol.wire import SegmentBatch, single
 from skymemory.transport.udp_host import UdpSatellite
 
 THERE = ("127.0.0.1", 9)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from skymemory import native
-from skymemory.protocol.segments import SegmentBatch, Slices
+from skymemory.protocol.wire import SegmentBatch, Slices
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, BatchSocket
 
 

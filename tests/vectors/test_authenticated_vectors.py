@@ -13,8 +13,7 @@ from skymemory.keys import KeyRing, SecretKey
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
-from skymemory.protocol.segments import bulk_batch, pack_refs, single
-from skymemory.protocol.wire import Op, Status
+from skymemory.protocol.wire import Op, Status, build_packet, bulk_batch, pack_refs, single
 
 VECTORS = {
     entry["name"]: bytes.fromhex(entry["hex"].replace(" ", ""))
@@ -29,7 +28,7 @@ def chunk(op: Op) -> bytes:
 
 
 def control(op: Op, body: bytes, status: Status = Status.OK) -> bytes:
-    plain = single(messages.build_packet(header(op, status), body, SEQUENCE, NOW_S))
+    plain = single(build_packet(header(op, status), body, SEQUENCE, NOW_S))
     return bytes(SIGNER.sign(plain, NOW_S).headers)
 
 

@@ -17,9 +17,9 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
-from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.messages import (
     HOUSEKEEPING_FIELDS,
+    Capabilities,
     Kept,
     Presence,
     Retain,
@@ -34,10 +34,9 @@ from skymemory.protocol.messages import (
     unpack_retain,
     unpack_retained,
 )
-from skymemory.protocol.routing import Declaration, LinksBody
 from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_found
 from skymemory.protocol.satellite.gossip import Notice, Region
-from skymemory.protocol.segments import bulk_batch, pack_refs
+from skymemory.protocol.satellite.routing import Declaration, LinksBody
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     FLAG_SETTLED,
@@ -47,6 +46,10 @@ from skymemory.protocol.wire import (
     PlacementTag,
     SkyHeader,
     Status,
+    build_packet,
+    bulk_batch,
+    pack_refs,
+    parse_packet,
 )
 
 VECTORS = {entry["name"]: entry for entry in json.loads((Path(__file__).parent / "wire.json").read_text("utf-8"))}
@@ -88,7 +91,7 @@ def chunk(op: Op, value: bytes = VALUE, index: int = 1) -> bytes:
 
 
 def control(op: Op, body: bytes, status: Status = Status.OK, flags: int = 0) -> bytes:
-    return messages.build_packet(header(op, status, flags), body, SEQUENCE, NOW_S)
+    return build_packet(header(op, status, flags), body, SEQUENCE, NOW_S)
 
 
 LINKS = LinksBody(True, (-3, 1), 1_700_000_000_250, [Declaration(SatelliteId(2, 8), 0b0101, 1_700_000_000_251)])
@@ -142,7 +145,7 @@ def golden(name: str) -> bytes:
 
 def test_every_operation_and_status_that_is_sent_has_a_vector():
     assert set(VECTORS) == set(BUILT)
-    assert {messages.parse_packet(golden(name)).header.op for name in VECTORS} == set(Op)
+    assert {parse_packet(golden(name)).header.op for name in VECTORS} == set(Op)
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -155,7 +158,7 @@ def test_packets_are_accepted_and_read_back(name):
     packet = golden(name)
     for implementation in (native, backend):
         assert implementation.verify_segments(packet, len(packet)) == b"\0"
-    parsed = messages.parse_packet(packet)
+    parsed = parse_packet(packet)
     status = {"ack-full": Status.FULL, "unreachable": Status.HOP_LIMIT}.get(name, Status.OK)
     assert parsed.header == header(parsed.header.op, status, FLAG_SETTLED if name.endswith("-settled") else 0)
     assert parsed.header.op.name == name.split("-")[0].upper()
@@ -163,7 +166,7 @@ def test_packets_are_accepted_and_read_back(name):
 
 def test_bodies_are_read_back():
     def body(name: str) -> memoryview:
-        return messages.parse_packet(golden(name)).body
+        return parse_packet(golden(name)).body
 
     for name in ("get", "ack", "miss", "miss-settled", "busy"):
         assert Selection.unpack(body(name)) == SOME and SOME.indices() == [1, 11, 31]

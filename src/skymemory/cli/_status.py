@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.errors import InvalidInput, NoConstellation
-from skymemory.protocol.capabilities import OURS, Capabilities
+from skymemory.protocol.messages import OURS, Capabilities
 from skymemory.store.sky.shared_index import inspect_journal
 from skymemory.testbed.child import Demand
 from skymemory.testbed.connect import tolerated_skew_s

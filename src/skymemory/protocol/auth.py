@@ -22,9 +22,8 @@ from skymemory.errors import ValueTooLarge
 from skymemory.keys import KeyRing
 from skymemory.metrics import Counters
 from skymemory.native import Run
-from skymemory.protocol.routing import LinkEnd, header_start, same_journey
-from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import (
+    COMMAND_BIT,
     COMMAND_BYTES,
     GROUND_SHELL,
     MAX_CHUNK_BYTES,
@@ -32,7 +31,11 @@ from skymemory.protocol.wire import (
     SKY_BYTES,
     TELEMETRY_BYTES,
     Address,
+    LinkEnd,
     Op,
+    SegmentBatch,
+    header_start,
+    same_journey,
 )
 
 FLAG_AUTHENTICATED = 0x01
@@ -45,7 +48,6 @@ CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
 """Operations with a payload behind the body."""
 
 _PURPOSE = b"skymemory packets 1"
-_COMMAND_BIT = 0x10
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class Authority:
         Raises:
             ValueTooLarge: a chunk so large that its packet has no room for a MAC.
         """
-        command = bool(batch.headers[0] & _COMMAND_BIT)
+        command = bool(batch.headers[0] & COMMAND_BIT)
         if not (command or self.every_packet):
             return batch
         keys, key_id = self.mac_keys, self.ring.active(now_s).key_id
@@ -257,7 +259,7 @@ class SatelliteGate:
             admitted.append((view, size))  # malformed: the machine counts it
             return
         to_me = view[sky + 4 : sky + 8] == self._here
-        command = bool(view[0] & _COMMAND_BIT)
+        command = bool(view[0] & COMMAND_BIT)
         if not isinstance(source, SatelliteId):
             if command:
                 keep = self._from_ground(view, size, source, now_s)
@@ -317,7 +319,7 @@ class SatelliteGate:
         packets = [view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if not kept]
         self._counters.add("packets_received", len(packets))
         sound = count_wrong(self._counters, packets)
-        if sound and sound[0][0] & _COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
+        if sound and sound[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
             self._refuse(sound[0], source, now_s)
 
     def _may_answer(self, now_s: float) -> bool:
@@ -379,7 +381,7 @@ class ClientGate:
         """The authentic packets, as plain ones."""
         admitted: list[Run] = []
         for view, size in runs:
-            if size <= 0 or len(view) <= TELEMETRY_BYTES or view[0] & _COMMAND_BIT:
+            if size <= 0 or len(view) <= TELEMETRY_BYTES or view[0] & COMMAND_BIT:
                 admitted.append((view, size))  # malformed, or not for us: the machine counts it
                 continue
             keep, wrong = check_answers(self._authority, view, size)

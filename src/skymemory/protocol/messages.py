@@ -1,8 +1,7 @@
-"""Bodies of the messages, and control packets as a whole: how they are packed and parsed.
+"""Bodies of the messages: how they are packed and parsed.
 
-Bulk packets (SET, MIGRATE, DATA) carry a ``ChunkRef`` and a payload and are built many at a time by ``segments``. The
-bodies of NOTICE, CHECK and LINKS, which only satellites exchange, are in ``satellite.gossip``, ``satellite.checks`` and
-``routing``.
+Bulk packets (SET, MIGRATE, DATA) have a ``ChunkRef`` and a payload instead (``wire``). The bodies of NOTICE, CHECK and
+LINKS, which only satellites exchange, are in ``satellite.gossip``, ``satellite.checks`` and ``satellite.routing``.
 """
 
 from __future__ import annotations
@@ -10,31 +9,15 @@ from __future__ import annotations
 import bisect
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
 
-from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.protocol.wire import (
-    COMMAND_BYTES,
-    MAX_MOVES,
-    SKY_APID,
-    SKY_BYTES,
-    TELEMETRY_BYTES,
-    Op,
-    PlacementTag,
-    SkyHeader,
-    UnknownOperation,
-    pack_command,
-    pack_telemetry,
-    parse_header,
-)
-
-Buffer = bytes | bytearray | memoryview
+from skymemory.protocol.wire import MAX_MOVES, VERSION, Buffer, Op, PlacementTag
 
 KEY_BYTES = 32
 MAX_KEYS_PER_PACKET = 180
@@ -241,60 +224,6 @@ def unpack_housekeeping(body: Buffer) -> dict[str, int]:
     count = _counted(body, 8)
     values = struct.unpack_from(f">{count}q", body, _KEYS.size)
     return dict(zip(HOUSEKEEPING_FIELDS, values, strict=False))
-
-
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """One control packet as read."""
-
-    header: SkyHeader
-    body: memoryview
-
-
-def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: float) -> bytes:
-    """A whole control packet, sealed."""
-    packet = _prefix(header, len(body), sequence_count, now_s) + body
-    return sealed(packet, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
-
-
-def sealed(packet: bytes, sky_offset: int) -> bytes:
-    """The packet with its checksum; ``sky_offset`` is where the SKY header begins."""
-    writable = bytearray(packet)
-    native.seal_headers(writable, len(writable), sky_offset)
-    return bytes(writable)
-
-
-def parse_packet(data: Buffer) -> Packet:
-    """Read one control packet whose CRC ``native.verify_segments`` has accepted.
-
-    Raises:
-        MalformedPacket: the packet contradicts itself; UnknownOperation for an otherwise sound command.
-    """
-    outer = parse_header(data)
-    if outer.apid != SKY_APID:
-        raise MalformedPacket(f"APID {outer.apid:#x}: expected {SKY_APID:#x}")
-    try:
-        header = SkyHeader.unpack(data, outer.header_bytes)
-    except UnknownOperation as error:
-        if outer.telemetry:
-            raise MalformedPacket(f"{error}, in a telemetry packet") from None
-        raise
-    if header.op.is_command == outer.telemetry:
-        raise MalformedPacket(f"{header.op.name} in a {'telemetry' if outer.telemetry else 'command'} packet")
-    return Packet(header, memoryview(data)[outer.header_bytes + SKY_BYTES :])
-
-
-def bulk_prefix(header: SkyHeader, now_s: float) -> bytes:
-    """Headers up to the body of a bulk packet; ``segments`` fills in count and length and seals it."""
-    return _prefix(header, 1, 0, now_s)
-
-
-def _prefix(header: SkyHeader, body_bytes: int, sequence_count: int, now_s: float) -> bytes:
-    if header.op.is_command:
-        outer = pack_command(header.op, sequence_count, COMMAND_BYTES + SKY_BYTES + body_bytes)
-    else:
-        outer = pack_telemetry(now_s, sequence_count, TELEMETRY_BYTES + SKY_BYTES + body_bytes)
-    return outer + header.pack()
 
 
 def _counted(body: Buffer, width: int) -> int:
@@ -543,3 +472,73 @@ def pack_retained(outcomes: Sequence[Kept]) -> bytes:
 
 def unpack_retained(body: Buffer) -> list[Kept]:
     return unpack_verdicts(body, Op.RETAINED, Kept)
+
+
+# --- Capabilities: protocol versions, operations and codecs, as stated in a PONG and in an UNSUPPORTED ---
+#
+# Different releases meet on the wire. A satellite states which versions it speaks and which operations it serves; one
+# that states nothing is of version 1. A client sends only stated operations, remembers for a while what a satellite
+# could not do, and never takes an unsupported operation for a dead satellite.
+
+ASK_AGAIN_S = 60.0
+"""How long a client believes that a satellite lacks an operation: a later release may replace it meanwhile."""
+CODEC_IDS = (0, 8, 9, 10)
+"""Ids of the codecs of this release (``kv.codec``, ``engine.quantizers``): a client on the satellite's computer reads
+their payloads. The satellite itself keeps any bytes."""
+
+_UNSUPPORTED = struct.Struct(">BBBxQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """``operations`` has bit n set if command n is served, ``codecs`` likewise by codec id. If not ``stated``, they are
+    those of version 1's first releases, some of which may be missing.
+    """
+
+    lowest_version: int
+    highest_version: int
+    operations: int
+    codecs: int
+    stated: bool = True
+
+    def serves(self, op: Op) -> bool:
+        return bool(self.operations >> op & 1)
+
+    def figures(self) -> dict[str, int]:
+        """As fields of a PONG."""
+        versions = self.lowest_version << 8 | self.highest_version
+        return {"protocol_versions": versions, "operations": _signed(self.operations), "codecs": _signed(self.codecs)}
+
+    @classmethod
+    def of_figures(cls, figures: Mapping[str, int]) -> Capabilities:
+        """The capabilities in a PONG; zero stands for a missing field."""
+        versions = figures.get("protocol_versions", 0)
+        if not 0 < versions <= 0xFFFF:
+            return UNSTATED
+        operations, codecs = (figures.get(name, 0) & (1 << 64) - 1 for name in ("operations", "codecs"))
+        return cls(versions >> 8, versions & 0xFF, operations, codecs)
+
+    def pack_unsupported(self, op: int) -> bytes:
+        """Body of UNSUPPORTED: the number of the requested operation, and these capabilities."""
+        return _UNSUPPORTED.pack(op, self.lowest_version, self.highest_version, self.operations, self.codecs)
+
+    @classmethod
+    def unpack_unsupported(cls, body: Buffer) -> tuple[int, Capabilities]:
+        """The operation and the capabilities; what a later release appends is ignored."""
+        if len(body) < _UNSUPPORTED.size:
+            raise MalformedPacket(f"UNSUPPORTED of {len(body)} bytes: expected {_UNSUPPORTED.size}")
+        op, *stated = _UNSUPPORTED.unpack_from(body)
+        return op, cls(*stated)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _bits(numbers: tuple[int, ...]) -> int:
+    return sum(1 << number for number in numbers)
+
+
+OURS = Capabilities(VERSION, VERSION, _bits(tuple(op for op in Op if op.is_command)), _bits(CODEC_IDS))
+"""The capabilities of this release."""
+UNSTATED = Capabilities(1, 1, _bits(tuple(range(Op.SET, Op.CHECK + 1))), 0, stated=False)

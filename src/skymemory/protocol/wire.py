@@ -1,7 +1,7 @@
-"""The frozen bytes of protocol version 1: numbers, offsets, and the two fixed structures every packet is made of.
+"""Packets of protocol version 1: the frozen numbers, offsets and headers; control packets as a whole; batches.
 
-``docs/reference/wire.md`` is the readable form of this file; golden vectors in ``tests/vectors`` hold both to it.
-Big-endian throughout. Ids are 1-based here and 0-based everywhere else.
+``docs/reference/wire.md`` is the readable form of this file; golden vectors in ``tests/vectors`` hold both to it. The
+bodies are in ``messages``. Big-endian throughout. Ids are 1-based here and 0-based everywhere else.
 
 A packet is ``Space Packet header (8 command | 16 telemetry) | SKY header 44 | body | payload``. The SKY header's CRC-32
 covers every byte from the first of the packet to the end of the body, except itself and the four bytes that
@@ -12,11 +12,19 @@ CRC-32, which stands in the body: a sender never rereads a stored payload.
 from __future__ import annotations
 
 import struct
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+import numpy as np
+
+from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
+
+Buffer = bytes | bytearray | memoryview
+LinkEnd = Hashable
+"""The other end of a link: ``SatelliteId`` of a neighbour, or the transport's token for a ground host."""
 
 # --- Space Packets: CCSDS 133.0-B-2 primary header, and the two secondary headers of NASA's core Flight System (cFS)
 # ---
@@ -26,6 +34,8 @@ from skymemory.errors import InvalidInput, MalformedPacket
 # The cFS checksum is left 0, which cFS takes as "not used": the header CRC covers it.
 
 PRIMARY_BYTES = 6
+COMMAND_BIT = 0x10
+"""In the first byte of a command."""
 COMMAND_BYTES = 8
 TELEMETRY_BYTES = 16
 IDLE_APID = 0x7FF
@@ -85,7 +95,7 @@ def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: i
     )
 
 
-def parse_header(data: bytes | bytearray | memoryview) -> PacketHeader:
+def parse_header(data: Buffer) -> PacketHeader:
     """Read the headers of one packet.
 
     Raises:
@@ -294,7 +304,7 @@ class ChunkRef:
         )
 
     @classmethod
-    def unpack(cls, body: bytes | bytearray | memoryview) -> ChunkRef:
+    def unpack(cls, body: Buffer) -> ChunkRef:
         if len(body) < CHUNK_REF_BYTES:
             raise MalformedPacket(f"chunk reference of {len(body)} bytes: expected {CHUNK_REF_BYTES}")
         (
@@ -365,7 +375,7 @@ class SkyHeader(NamedTuple):
         )
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray | memoryview, offset: int = 0) -> SkyHeader:
+    def unpack(cls, data: Buffer, offset: int = 0) -> SkyHeader:
         """Raises ``MalformedPacket`` for another version, an unknown operation or status, or too few bytes; of a
         command its subclass ``UnknownOperation``.
         """
@@ -422,3 +432,213 @@ def since_s(echo_us: int, now_s: float) -> float | None:
     """Time since the request whose timestamp is echoed; None if implausible."""
     elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
+
+
+# --- Whole packets ---
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """One control packet as read."""
+
+    header: SkyHeader
+    body: memoryview
+
+
+def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: float) -> bytes:
+    """A whole control packet, sealed."""
+    packet = _prefix(header, len(body), sequence_count, now_s) + body
+    return sealed(packet, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
+
+
+def sealed(packet: bytes, sky_offset: int) -> bytes:
+    """The packet with its checksum; ``sky_offset`` is where the SKY header begins."""
+    writable = bytearray(packet)
+    native.seal_headers(writable, len(writable), sky_offset)
+    return bytes(writable)
+
+
+def parse_packet(data: Buffer) -> Packet:
+    """Read one control packet whose CRC ``native.verify_segments`` has accepted.
+
+    Raises:
+        MalformedPacket: the packet contradicts itself; UnknownOperation for an otherwise sound command.
+    """
+    outer = parse_header(data)
+    if outer.apid != SKY_APID:
+        raise MalformedPacket(f"APID {outer.apid:#x}: expected {SKY_APID:#x}")
+    try:
+        header = SkyHeader.unpack(data, outer.header_bytes)
+    except UnknownOperation as error:
+        if outer.telemetry:
+            raise MalformedPacket(f"{error}, in a telemetry packet") from None
+        raise
+    if header.op.is_command == outer.telemetry:
+        raise MalformedPacket(f"{header.op.name} in a {'telemetry' if outer.telemetry else 'command'} packet")
+    return Packet(header, memoryview(data)[outer.header_bytes + SKY_BYTES :])
+
+
+def bulk_prefix(header: SkyHeader, now_s: float) -> bytes:
+    """Headers up to the body of a bulk packet; ``native.bulk_headers`` fills in count and length and seals it."""
+    return _prefix(header, 1, 0, now_s)
+
+
+def _prefix(header: SkyHeader, body_bytes: int, sequence_count: int, now_s: float) -> bytes:
+    if header.op.is_command:
+        outer = pack_command(header.op, sequence_count, COMMAND_BYTES + SKY_BYTES + body_bytes)
+    else:
+        outer = pack_telemetry(now_s, sequence_count, TELEMETRY_BYTES + SKY_BYTES + body_bytes)
+    return outer + header.pack()
+
+
+def header_start(view: memoryview) -> int:
+    """Offset of the SKY header, by the packet's first byte."""
+    return COMMAND_BYTES if len(view) and view[0] & COMMAND_BIT else TELEMETRY_BYTES
+
+
+def same_journey(view: memoryview, segment_bytes: int) -> bool:
+    """Whether all segments are whole and have one operation, status and destination: one route serves all."""
+    if len(view) <= segment_bytes:
+        return True
+    start = header_start(view)
+    if 0 < len(view) % segment_bytes < start + SKY_BYTES or segment_bytes < start + SKY_BYTES:
+        return False
+    kind, journey = view[0], bytes(view[start : start + 8])
+    return all(
+        view[at] == kind and view[at + start : at + start + 8] == journey
+        for at in range(segment_bytes, len(view), segment_bytes)
+    )
+
+
+# --- Batches: ``n`` packets for one destination, headers as rows of one array, payloads left where they are ---
+#
+# A ``SegmentBatch`` is what a machine hands to its transport. The UDP transport gathers headers and payloads into sends
+# with segmentation offload, without a copy; the simulated one joins them.
+
+_REF_ROWS = np.dtype(
+    [
+        ("key", "V32"),
+        ("number", ">u4"),
+        ("chunks", ">u4"),
+        ("length", ">u4"),
+        ("crc", ">u4"),
+        ("value_bytes", ">u4"),
+        ("value_crc", ">u4"),
+        ("servers", ">u2"),
+        ("server", ">u2"),
+        ("strategy", "u1"),
+        ("flags", "u1"),
+        ("spare", ">u2"),
+        ("slot_moves", ">i4"),
+        ("plane_moves", ">i4"),
+    ]
+)
+
+
+class Slices(Sequence[memoryview]):
+    """Chunks ``indices`` of a value as payloads, sliced only when accessed."""
+
+    __slots__ = ("chunk_bytes", "indices", "value")
+
+    def __init__(self, value: memoryview, chunk_bytes: int, indices: range) -> None:
+        self.value = value
+        self.chunk_bytes = chunk_bytes
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, at: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, at: slice) -> Slices: ...
+    def __getitem__(self, at: int | slice) -> memoryview | Slices:
+        if isinstance(at, slice):
+            return Slices(self.value, self.chunk_bytes, self.indices[at])
+        start = self.indices[at] * self.chunk_bytes
+        return self.value[start : start + self.chunk_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBatch:
+    """``n`` packets: packet ``i`` is ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
+
+    With ``payloads`` None, ``headers`` is a run of whole packets of ``header_bytes`` each; the last may be shorter.
+    """
+
+    headers: bytes | bytearray
+    header_bytes: int
+    payloads: Sequence[Buffer] | None = None
+
+    @property
+    def count(self) -> int:
+        return -(-len(self.headers) // self.header_bytes)
+
+    @property
+    def is_one_packet(self) -> bool:
+        """Whether ``headers`` is one whole packet and nothing else."""
+        return self.payloads is None and len(self.headers) <= self.header_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.headers) + (sum(map(len, self.payloads)) if self.payloads is not None else 0)
+
+    def datagrams(self) -> list[bytes]:
+        """Each packet as bytes."""
+        step = self.header_bytes
+        rows = [bytes(self.headers[at : at + step]) for at in range(0, len(self.headers), step)]
+        if self.payloads is None:
+            return rows
+        return [row + payload for row, payload in zip(rows, self.payloads, strict=True)]
+
+
+def single(packet: bytes) -> SegmentBatch:
+    return SegmentBatch(packet, len(packet))
+
+
+def pack_refs(
+    key: bytes,
+    indices: Sequence[int],
+    chunk_crcs: np.ndarray,
+    chunk_bytes: int,
+    value_bytes: int,
+    value_crc: int,
+    servers: int,
+    strategy: int,
+    moves: tuple[int, int],
+) -> np.ndarray:
+    """Chunk references of ``indices`` as rows of ``CHUNK_REF_BYTES`` bytes (``uint8``, ``(n, 72)``)."""
+    if isinstance(indices, range):
+        ids = np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
+    else:
+        ids = np.asarray(indices, dtype=np.int64)
+    chunks = len(chunk_crcs)
+    refs = np.zeros(len(ids), dtype=_REF_ROWS)
+    refs["key"] = np.frombuffer(key, dtype="V32")[0]
+    refs["number"] = ids + 1
+    refs["chunks"] = chunks
+    refs["length"] = np.minimum(chunk_bytes, value_bytes - ids * chunk_bytes)
+    refs["crc"] = chunk_crcs[ids]
+    refs["value_bytes"] = value_bytes
+    refs["value_crc"] = value_crc
+    refs["servers"] = servers
+    refs["server"] = ids % servers + 1
+    refs["strategy"] = strategy
+    refs["slot_moves"], refs["plane_moves"] = moves
+    return refs.view(np.uint8).reshape(len(ids), CHUNK_REF_BYTES)
+
+
+def bulk_batch(
+    header: SkyHeader, refs: bytes | np.ndarray, payloads: Sequence[Buffer], sequence_count: int, now_s: float
+) -> SegmentBatch:
+    """One SET, MIGRATE or DATA packet per reference (``CHUNK_REF_BYTES`` each) and payload, sealed; sequence counts
+    from ``sequence_count``.
+    """
+    bodies = refs if isinstance(refs, bytes) else refs.tobytes()
+    return prefixed_batch(bulk_prefix(header, now_s), bodies, payloads, sequence_count)
+
+
+def prefixed_batch(prefix: bytes, refs: bytes, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
+    """``bulk_batch`` from headers that are packed already, up to the end of the SKY header."""
+    headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
+    return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

@@ -21,11 +21,9 @@ from typing import Any, NamedTuple
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
-from skymemory.protocol.routing import LinkEnd, header_start
 from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
-from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.wire import SKY_BYTES, Address, Op
+from skymemory.protocol.wire import SKY_BYTES, Address, LinkEnd, Op, SegmentBatch, header_start
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, MIN_SLICE_S, RECEIVE_ROUNDS
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS

@@ -22,7 +22,7 @@ from skymemory.forks import OwnLock
 from skymemory.native import Run, Tally
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.segments import SegmentBatch
+from skymemory.protocol.wire import SegmentBatch
 from skymemory.transport.udp_socket import BatchSocket
 from skymemory.transport.unix_clock import UnixClock
 

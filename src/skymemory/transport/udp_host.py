@@ -32,7 +32,7 @@ from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import Ledger
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
-from skymemory.protocol.segments import SegmentBatch, single
+from skymemory.protocol.wire import SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_socket import BatchSocket, Run

@@ -18,9 +18,8 @@ import numpy as np
 
 from skymemory import native
 from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
-from skymemory.protocol.messages import Buffer
 from skymemory.protocol.satellite.chunks import PlainRequests
-from skymemory.protocol.segments import SegmentBatch, Slices
+from skymemory.protocol.wire import Buffer, SegmentBatch, Slices
 from skymemory.units import format_size
 
 Endpoint = tuple[str, int]

@@ -12,7 +12,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, Status
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, Status, build_packet
 from skymemory.transport.simulated import SimulatedConstellation
 
 GROUND = 7
@@ -60,7 +60,7 @@ class Conversation:
             timestamp_us=int(echo_s * 1e6) & 0xFFFFFFFF,
             credit=1024,
         )
-        self.machine.receive_datagram(messages.build_packet(header, body, 0, LATER_S), LATER_S)
+        self.machine.receive_datagram(build_packet(header, body, 0, LATER_S), LATER_S)
 
     @property
     def is_as_before(self) -> bool:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.transfer import WriteTransfer
-from skymemory.protocol.segments import Slices
-from skymemory.protocol.wire import ChunkRef
+from skymemory.protocol.wire import ChunkRef, Slices
 
 KEY = bytes(range(32))
 

@@ -16,13 +16,10 @@ from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import (
     WRITING_S,
     Kept,
-    Packet,
     Retain,
-    build_packet,
     pack_dead,
     pack_retain,
     pack_setting,
-    parse_packet,
     unpack_dead,
     unpack_retain,
     unpack_retained,
@@ -31,7 +28,7 @@ from skymemory.protocol.satellite import retention
 from skymemory.protocol.satellite.checks import Check, pack_checks
 from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
 from skymemory.protocol.satellite.gossip import Notice, Region
-from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader
+from skymemory.protocol.wire import GROUND_SHELL, Address, Op, Packet, SkyHeader, build_packet, parse_packet
 from skymemory.transport.faults import FaultInjector
 
 GOSSIP = EvictionConfig.of(["gossip"])

@@ -12,14 +12,26 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.messages import Packet, Presence, Selection, pack_forget
+from skymemory.protocol.messages import Presence, Selection, pack_forget
 from skymemory.protocol.satellite import memory
 from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
 from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import setting_of
-from skymemory.protocol.segments import bulk_batch, pack_refs
-from skymemory.protocol.wire import CHUNK_REF, FLAG_SETTLED, GROUND_SHELL, Address, Op, PlacementTag, SkyHeader
+from skymemory.protocol.wire import (
+    CHUNK_REF,
+    FLAG_SETTLED,
+    GROUND_SHELL,
+    Address,
+    Op,
+    Packet,
+    PlacementTag,
+    SkyHeader,
+    build_packet,
+    bulk_batch,
+    pack_refs,
+    parse_packet,
+)
 
 HERE = SatelliteId(2, 9)
 SKY = SkyMap(Torus(5, 19), HERE)
@@ -40,7 +52,7 @@ class Alone:
         return SkyHeader(op, Address(*HERE), Address(*gateway, GROUND_SHELL), 7, self.requests)
 
     def hear(self, op: Op, body: bytes, gateway: SatelliteId = HERE) -> list[Packet]:
-        packet = messages.build_packet(self.header(op, gateway), body, 0, 0.0)
+        packet = build_packet(self.header(op, gateway), body, 0, 0.0)
         self.machine.receive_datagram(packet, BEAM, 0.0)
         return self.said()
 
@@ -53,7 +65,7 @@ class Alone:
 
     def said(self, now_s: float = 0.0) -> list[Packet]:
         batches = self.machine.datagrams_to_send(now_s)
-        return [messages.parse_packet(datagram) for batch, _ in batches for datagram in batch.datagrams()]
+        return [parse_packet(datagram) for batch, _ in batches for datagram in batch.datagrams()]
 
 
 @pytest.mark.parametrize("gateway", [HERE, SatelliteId(2, 8)], ids=["by its beam", "by another"])
@@ -117,7 +129,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
                 asked_for = [check.server for check in unpack_checks(question.body)]
                 found = [Found.WHOLE if index < 10 * held else Found.LACKING for index in asked_for]
                 header = SkyHeader(Op.CHECKED, Address(*HERE), there, 0, question.header.request_id, flags=FLAG_SETTLED)
-                answer = messages.build_packet(header, pack_found(found), 0, now_s)
+                answer = build_packet(header, pack_found(found), 0, now_s)
                 alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
             if question.header.op is not Op.HAS:
                 continue
@@ -125,7 +137,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
             its = PlacementTag(3, 10, placement.locate_all().index(SatelliteId(there.plane, there.slot)), 0, 0)
             presence = Presence(its.server, 20, 100, 2000, 5, held, its) if held else None
             header = SkyHeader(Op.PRESENCE, Address(*HERE), there, 0, question.header.request_id)
-            answer = messages.build_packet(header, messages.pack_presences([presence]), 0, now_s)
+            answer = build_packet(header, messages.pack_presences([presence]), 0, now_s)
             alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
     assert asked and bool(alone.machine.store.shares) == (held == 2)
 
@@ -168,9 +180,7 @@ def test_what_is_to_be_forgotten_is_one_setting_and_was_not_stored_since() -> No
     late = alone.machine._state.history
 
     def forget(setting: bytes, since_s: float, now_s: float) -> int:
-        packet = messages.build_packet(
-            alone.header(Op.FORGET), pack_forget([(key_of("v"), setting)], since_s), 0, now_s
-        )
+        packet = build_packet(alone.header(Op.FORGET), pack_forget([(key_of("v"), setting)], since_s), 0, now_s)
         alone.machine.receive_datagram(packet, BEAM, now_s)
         (answer,) = alone.said(now_s)
         return messages.unpack_count(answer.body)

@@ -12,14 +12,24 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE, MoveClock, SkyMap
 from skymemory.protocol.congestion import LONG_HOLD_S, SHORT_HOLD_S, Throttle
-from skymemory.protocol.routing import Declaration, LinksBody, LinkState
 from skymemory.protocol.satellite.handover import Handover
 from skymemory.protocol.satellite.links import Neighbours
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import MOST_AGE_S, MOST_BYTES, Lateness, Postponed
+from skymemory.protocol.satellite.routing import Declaration, LinksBody, LinkState
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.wire import GROUND_SHELL, Address, ChunkRef, Op, PlacementTag, SkyHeader, Status
+from skymemory.protocol.wire import (
+    GROUND_SHELL,
+    Address,
+    ChunkRef,
+    Op,
+    PlacementTag,
+    SkyHeader,
+    Status,
+    build_packet,
+    bulk_batch,
+    parse_packet,
+)
 
 TORUS, HERE, CENTRE = Torus(5, 19), SatelliteId(2, 8), SatelliteId(2, 9)
 EAST, EAST_OF_CENTRE = SatelliteId(2, 9), SatelliteId(2, 10)
@@ -46,7 +56,7 @@ class Links:
 
     def hear(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
         header = SkyHeader(Op.LINKS, Address(*HERE), Address(*source), 0, 0)
-        packet = messages.parse_packet(messages.build_packet(header, body.pack(), 0, now_s))
+        packet = parse_packet(build_packet(header, body.pack(), 0, now_s))
         self.it.receive([packet], source, now_s)
 
 
@@ -334,7 +344,7 @@ def test_a_chunk_that_was_stored_anew_waits_for_whoever_is_full_like_any_other()
 
 def packet(op: Op, body: bytes = b"", there: SatelliteId = CENTRE, ground: int = 0) -> bytes:
     source = Address(*there, GROUND_SHELL) if ground else Address(0, 0)
-    return messages.build_packet(SkyHeader(op, Address(*there), source, ground, 5), body, 0, 0.0)
+    return build_packet(SkyHeader(op, Address(*there), source, ground, 5), body, 0, 0.0)
 
 
 def late_machine(memory_bytes: int = 1 << 20) -> SatelliteMachine:
@@ -354,7 +364,7 @@ def test_a_late_satellite_answers_and_puts_off_what_nobody_waits_for():
     assert machine.wants_work and machine.datagrams_to_send(10.0) == []
     machine.receive_datagram(packet(Op.PING, ground=7), ("ground", 7), 10.0)
     ((answer, to),) = machine.datagrams_to_send(10.0)
-    assert to == ("ground", 7) and messages.parse_packet(answer.headers).header.op is Op.PONG
+    assert to == ("ground", 7) and parse_packet(answer.headers).header.op is Op.PONG
     while machine.wants_work:
         machine.work(10.1)
     assert machine.counters.get("packets_received") == 2 and machine.counters.get("packets_malformed") == 1
@@ -500,7 +510,7 @@ def advance(machine: SatelliteMachine, moves: tuple[int, int], now_s: float) -> 
     """Operation and status of the answer."""
     machine.receive_datagram(packet(Op.ADVANCE, messages.pack_moves(*moves), ground=7), ("ground", 7), now_s)
     ((answer, _),) = [one for one in machine.datagrams_to_send(now_s) if one[1] == ("ground", 7)]
-    header = messages.parse_packet(answer.headers).header
+    header = parse_packet(answer.headers).header
     return header.op, header.status
 
 
@@ -514,7 +524,7 @@ def test_the_clock_cannot_be_pushed_far():
     body = LinksBody(False, (MOST_PUSHED + 1, 0), 2_000)
     machine.receive_datagram(packet(Op.LINKS, body.pack()), SatelliteId(0, 0), 2.0)
     header = SkyHeader(Op.LINKS, Address(*CENTRE), Address(2, 8), 0, 0)
-    machine.receive_datagram(messages.build_packet(header, body.pack(), 0, 2.0), SatelliteId(2, 8), 2.0)
+    machine.receive_datagram(build_packet(header, body.pack(), 0, 2.0), SatelliteId(2, 8), 2.0)
     assert machine.moves == (MOST_PUSHED_AT_ONCE, 3)
 
 

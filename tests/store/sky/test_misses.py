@@ -11,12 +11,11 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import crc32
-from skymemory.protocol.capabilities import UNSTATED
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.messages import UNSTATED
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.segments import bulk_batch
-from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader
+from skymemory.protocol.wire import CHUNK_REF_BYTES, TELEMETRY_BYTES, TELEMETRY_PREFIX_BYTES, Op, SkyHeader, bulk_batch
 from skymemory.store.base import Presence
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore

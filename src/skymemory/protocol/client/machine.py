@@ -31,7 +31,6 @@ from skymemory.native import Ack, Landing, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
-from skymemory.protocol.capabilities import Capabilities
 from skymemory.protocol.client.gateway import Access, Gateway
 from skymemory.protocol.client.peers import FailureDetector, Peers, Probes
 from skymemory.protocol.client.requests import ALWAYS_SENT, InFlight, Operation, Request
@@ -50,9 +49,19 @@ from skymemory.protocol.client.transfer import (
     WriteTransfer,
 )
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
-from skymemory.protocol.messages import Buffer, Dead, Selection, unpack_dead
-from skymemory.protocol.segments import SegmentBatch
-from skymemory.protocol.wire import CREDIT_UNIT_BYTES, FLAG_SETTLED, Op, SkyHeader, Status, made_at_s, since_s
+from skymemory.protocol.messages import Capabilities, Dead, Selection, unpack_dead
+from skymemory.protocol.wire import (
+    CREDIT_UNIT_BYTES,
+    FLAG_SETTLED,
+    Buffer,
+    Op,
+    SegmentBatch,
+    SkyHeader,
+    Status,
+    made_at_s,
+    parse_packet,
+    since_s,
+)
 
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
@@ -498,7 +507,7 @@ class ClientMachine:
 
     def _receive_control(self, view: memoryview, now_s: float) -> None:
         """Any other packet whose checksums are right. Raises MalformedPacket."""
-        packet = messages.parse_packet(view)
+        packet = parse_packet(view)
         header = packet.header
         if header.op is Op.GONE and header.ground == self.config.ground:
             self._gone.extend(unpack_dead(packet.body))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
-from skymemory.protocol.capabilities import ASK_AGAIN_S, Capabilities
 from skymemory.protocol.client.gateway import Gateway, nearest
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.congestion import RoundTrip, Window
+from skymemory.protocol.messages import ASK_AGAIN_S, Capabilities
 from skymemory.protocol.wire import Op
 
 _WINDOW_FLOOR_BYTES = 64 * 1024

@@ -26,7 +26,6 @@ from skymemory.protocol.client.peers import Peer, Peers
 from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, TransferReport, WriteTransfer
 from skymemory.protocol.congestion import Window
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.segments import SegmentBatch, prefixed_batch, single
 from skymemory.protocol.wire import (
     COMMAND_FORMAT,
     COMMAND_PREFIX_BYTES,
@@ -37,8 +36,11 @@ from skymemory.protocol.wire import (
     SKY,
     VERSION,
     Op,
+    SegmentBatch,
     Status,
     command_fields,
+    prefixed_batch,
+    single,
 )
 
 ALWAYS_SENT = (Op.PING, Op.ADVANCE)

@@ -24,17 +24,16 @@ from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.peers import Suspects
 from skymemory.protocol.clock import PROOF_S
-from skymemory.protocol.messages import (
-    KEY_BYTES,
-    MAX_KEYS_PER_PACKET,
-    WRITING_S,
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, WRITING_S, Retain, pack_retain, pack_steps
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    MAX_CHUNK_BYTES,
+    REPLICA_OFFSET,
+    TELEMETRY_PREFIX_BYTES,
     Buffer,
-    Retain,
-    pack_retain,
-    pack_steps,
+    Slices,
+    pack_refs,
 )
-from skymemory.protocol.segments import Slices, pack_refs
-from skymemory.protocol.wire import CHUNK_REF_BYTES, MAX_CHUNK_BYTES, REPLICA_OFFSET, TELEMETRY_PREFIX_BYTES
 
 Everywhere = Callable[[], Sequence[Moves]]
 """The moves at which a chunk of this value may ever have been left, those of now first."""

@@ -21,10 +21,20 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import PROOF_S
-from skymemory.protocol.messages import KEY_BYTES, SETTING_BYTES, Buffer, Packet, pack_verdicts, unpack_verdicts
+from skymemory.protocol.messages import KEY_BYTES, SETTING_BYTES, pack_verdicts, unpack_verdicts
 from skymemory.protocol.satellite.memory import Share, latest_ref, setting_of
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import CHUNK_REF_BYTES, FLAG_SETTLED, MAX_CHUNK_BYTES, TAG_BYTES, TAG_OFFSET, ChunkRef, Op
+from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
+    FLAG_SETTLED,
+    MAX_CHUNK_BYTES,
+    TAG_BYTES,
+    TAG_OFFSET,
+    Buffer,
+    ChunkRef,
+    Op,
+    Packet,
+)
 
 MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3

@@ -12,8 +12,7 @@ from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import SatelliteGate
-from skymemory.protocol.messages import KEY_BYTES, Packet, Selection
-from skymemory.protocol.routing import LinkEnd, header_start
+from skymemory.protocol.messages import KEY_BYTES, Selection
 from skymemory.protocol.satellite.memory import Chunk, PutOutcome, Share, set_moves_of, setting_of
 from skymemory.protocol.satellite.migration import Migration
 from skymemory.protocol.satellite.state import SatelliteState
@@ -26,9 +25,12 @@ from skymemory.protocol.wire import (
     SKY_BYTES,
     Address,
     ChunkRef,
+    LinkEnd,
     Op,
+    Packet,
     SkyHeader,
     Status,
+    header_start,
 )
 
 OpenedRun = tuple[list[int], list[Chunk], int]

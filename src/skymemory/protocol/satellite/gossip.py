@@ -23,20 +23,11 @@ from dataclasses import dataclass, replace
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.protocol.messages import (
-    KEY_BYTES,
-    MAX_DEAD_PER_PACKET,
-    Buffer,
-    Dead,
-    Packet,
-    join_dead,
-    pack_dead,
-    split_dead,
-)
+from skymemory.protocol.messages import KEY_BYTES, MAX_DEAD_PER_PACKET, Dead, join_dead, pack_dead, split_dead
 from skymemory.protocol.satellite.checks import Answer, Check, Checks, Found, LossProofs, Replicas
 from skymemory.protocol.satellite.memory import setting_of
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import TAG_OFFSET, Address, ChunkRef, Op
+from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, Packet
 
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _GROUND_NOTIFIED = 0x01

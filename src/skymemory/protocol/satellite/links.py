@@ -20,11 +20,10 @@ from skymemory.errors import MalformedPacket
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import MOST_PUSHED
 from skymemory.protocol.congestion import Throttle
-from skymemory.protocol.messages import Packet
-from skymemory.protocol.routing import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody
 from skymemory.protocol.satellite.overload import LATE_S
+from skymemory.protocol.satellite.routing import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import Address
+from skymemory.protocol.wire import Address, Packet
 
 _FRESH_S = 0.2
 """A neighbour heard from this recently is not probed."""

@@ -27,10 +27,8 @@ from skymemory.errors import MalformedPacket
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import SatelliteGate, claims_mac
-from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.messages import Buffer, Packet
-from skymemory.protocol.routing import LinkEnd, header_start, same_journey
+from skymemory.protocol.messages import OURS
 from skymemory.protocol.satellite.checks import Checks, LossProofs
 from skymemory.protocol.satellite.chunks import ChunkService, PlainRequests
 from skymemory.protocol.satellite.config import SatelliteConfig
@@ -41,15 +39,21 @@ from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.retention import Retention
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.satellite.sweep import ReplicaRepair, Sweep
-from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import (
     COMMAND_BYTES,
     COMMAND_PREFIX_BYTES,
     SKY_BYTES,
     Address,
+    Buffer,
+    LinkEnd,
     Op,
+    Packet,
+    SegmentBatch,
     Status,
     UnknownOperation,
+    header_start,
+    parse_packet,
+    same_journey,
 )
 
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
@@ -283,7 +287,7 @@ class SatelliteMachine:
 
     def _handle(self, segment: memoryview, now_s: float) -> None:
         try:
-            packet = messages.parse_packet(segment)
+            packet = parse_packet(segment)
         except UnknownOperation:
             self.counters.add("packets_unsupported")
             self._outbox.unsupported(segment, now_s)
@@ -300,7 +304,7 @@ class SatelliteMachine:
 
     def _parse(self, view: memoryview) -> Packet | None:
         try:
-            return messages.parse_packet(view)
+            return parse_packet(view)
         except MalformedPacket:
             self.counters.add("packets_malformed")
             return None

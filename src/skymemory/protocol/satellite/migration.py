@@ -11,13 +11,13 @@ import math
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.congestion import Throttle
-from skymemory.protocol.messages import Packet, Selection
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.handover import Burst, Leaving
 from skymemory.protocol.satellite.memory import Chunk, ChunkName, as_copy
 from skymemory.protocol.satellite.retention import Retention
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.satellite.sweep import Sweep
-from skymemory.protocol.wire import REPLICA_OFFSET, Op, SkyHeader, Status, since_s
+from skymemory.protocol.wire import REPLICA_OFFSET, Op, Packet, SkyHeader, Status, since_s
 
 
 class Migration:

@@ -9,13 +9,11 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
-from skymemory.protocol.capabilities import OURS
 from skymemory.protocol.clock import Locator
-from skymemory.protocol.routing import LinkEnd, Router
+from skymemory.protocol.messages import OURS
 from skymemory.protocol.satellite.memory import Chunk, Share
-from skymemory.protocol.segments import SegmentBatch, bulk_batch, single
+from skymemory.protocol.satellite.routing import Router
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
     COMMAND_BYTES,
@@ -25,9 +23,14 @@ from skymemory.protocol.wire import (
     SKY_BYTES,
     TELEMETRY_PREFIX_BYTES,
     Address,
+    LinkEnd,
     Op,
+    SegmentBatch,
     SkyHeader,
     Status,
+    build_packet,
+    bulk_batch,
+    single,
 )
 
 
@@ -84,7 +87,7 @@ class Outbox:
     ) -> None:
         """One control packet to the sender of ``request``."""
         header = self._answer(request, op, status, flags)
-        packet = messages.build_packet(header, bytes(body), self._take_sequence(1), now_s)
+        packet = build_packet(header, bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
@@ -117,7 +120,7 @@ class Outbox:
         """Answer a ground host's refused command on the link it came by, so that its sender does not wait."""
         with suppress(MalformedPacket):
             header = self._answer(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
-            packet = messages.build_packet(header, b"", self._take_sequence(1), now_s)
+            packet = build_packet(header, b"", self._take_sequence(1), now_s)
             self._outgoing.append((self._signed(single(packet), now_s), link))
 
     def unsupported(self, command: memoryview, now_s: float) -> None:
@@ -132,7 +135,7 @@ class Outbox:
     def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
         """One control packet to another satellite."""
         header = self._header(op, Address(*there), request_id)
-        packet = messages.build_packet(header, body, self._take_sequence(1), now_s)
+        packet = build_packet(header, body, self._take_sequence(1), now_s)
         self._send(single(packet), header.destination, now_s)
 
     def migrate(self, there: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
@@ -142,7 +145,7 @@ class Outbox:
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
         """LINKS: to a neighbour by the link to it, whatever the routes say."""
-        packet = messages.build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
+        packet = build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
         self._links.append((self._signed(single(packet), now_s), neighbour))
 
     def notify_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
@@ -151,7 +154,7 @@ class Outbox:
         hosts = self._router.heard_last(most)
         for ground in hosts:
             header = self._header(op, there, ground=ground)
-            self._send(single(messages.build_packet(header, body, self._take_sequence(1), now_s)), there, now_s)
+            self._send(single(build_packet(header, body, self._take_sequence(1), now_s)), there, now_s)
         return len(hosts)
 
     # --- Headers, sequence counts, signatures ---

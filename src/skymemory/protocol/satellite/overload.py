@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from skymemory.native import Run
-from skymemory.protocol.routing import LinkEnd, header_start, same_journey
-from skymemory.protocol.wire import SKY_BYTES, Op
+from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start, same_journey
 
 LATE_S = 0.05
 """A longer wait counts as late."""

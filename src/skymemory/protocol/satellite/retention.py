@@ -10,10 +10,17 @@ import math
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.capabilities import Capabilities
-from skymemory.protocol.messages import Kept, Packet, Retain, pack_retain, pack_retained, unpack_retain, unpack_retained
+from skymemory.protocol.messages import (
+    Capabilities,
+    Kept,
+    Retain,
+    pack_retain,
+    pack_retained,
+    unpack_retain,
+    unpack_retained,
+)
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import Op
+from skymemory.protocol.wire import Op, Packet
 
 _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25

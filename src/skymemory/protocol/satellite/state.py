@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from skymemory.eviction import replacement_named
 from skymemory.metrics import Counters
 from skymemory.protocol.clock import Locator, MoveClock, SkyMap
-from skymemory.protocol.routing import LinkState, Router
 from skymemory.protocol.satellite.config import SatelliteConfig
 from skymemory.protocol.satellite.handover import Handover, Pacer, phase_of
 from skymemory.protocol.satellite.memory import ChunkStore, KeyHistory
 from skymemory.protocol.satellite.outbox import Outbox
 from skymemory.protocol.satellite.overload import Lateness, Postponed
+from skymemory.protocol.satellite.routing import LinkState, Router
 from skymemory.protocol.wire import Address
 
 

@@ -27,7 +27,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Dead, Packet
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Dead
 from skymemory.protocol.satellite.checks import (
     ANSWER_S,
     MAX_CHECKS_PER_PACKET,
@@ -42,7 +42,7 @@ from skymemory.protocol.satellite.gossip import Gossip
 from skymemory.protocol.satellite.handover import Burst
 from skymemory.protocol.satellite.memory import as_copy, latest_ref, names_by_tag, setting_of
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op
+from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op, Packet
 
 MOST_QUESTIONS = 8
 """HAS packets, each for 180 keys, of one sweep or handover."""

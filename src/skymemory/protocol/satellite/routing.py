@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -13,44 +13,20 @@ from typing import NamedTuple
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.congestion import Throttle
-from skymemory.protocol.messages import Buffer
-from skymemory.protocol.segments import SegmentBatch
 from skymemory.protocol.wire import (
-    COMMAND_BYTES,
     GROUND_SHELL,
     HOP_LIMIT_OFFSET,
     MAX_MOVES,
-    SKY_BYTES,
-    TELEMETRY_BYTES,
     Address,
+    Buffer,
+    LinkEnd,
+    SegmentBatch,
     Status,
+    header_start,
 )
 
-LinkEnd = Hashable
-"""``SatelliteId`` of a neighbour, or the transport's token for a ground host."""
-
 _KNOWN_GROUND_HOSTS = 4096
-_COMMAND_BIT = 0x10
 _GROUND_OFFSET = 12
-
-
-def header_start(view: memoryview) -> int:
-    """Offset of the SKY header, by the packet's first byte."""
-    return COMMAND_BYTES if len(view) and view[0] & _COMMAND_BIT else TELEMETRY_BYTES
-
-
-def same_journey(view: memoryview, segment_bytes: int) -> bool:
-    """Whether all segments are whole and have one operation, status and destination: one route serves all."""
-    if len(view) <= segment_bytes:
-        return True
-    start = header_start(view)
-    if 0 < len(view) % segment_bytes < start + SKY_BYTES or segment_bytes < start + SKY_BYTES:
-        return False
-    kind, journey = view[0], bytes(view[start : start + 8])
-    return all(
-        view[at] == kind and view[at + start : at + start + 8] == journey
-        for at in range(segment_bytes, len(view), segment_bytes)
-    )
 
 
 class Router:
@@ -76,7 +52,7 @@ class Router:
         """The ``most`` ground hosts heard from last."""
         return list(islice(reversed(self._grounds), most))
 
-    def exit_for(self, destination: Address, packet: bytes | bytearray | memoryview) -> LinkEnd | None:
+    def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
         """The link for our own telemetry or command; None if there is no route."""
         there = SatelliteId(destination.plane, destination.slot)
         if there == self._here:
@@ -113,7 +89,7 @@ class Router:
         greedy = self._torus.next_hop(self._here, there, self._mode, came)
         return greedy if self._links.clear else self._links.onward(self._here, there, greedy)
 
-    def _beam(self, destination: Address, packet: bytes | bytearray | memoryview) -> LinkEnd | None:
+    def _beam(self, destination: Address, packet: Buffer) -> LinkEnd | None:
         if destination.shell != GROUND_SHELL:
             return None
         at = header_start(memoryview(packet)) + _GROUND_OFFSET
