@@ -26,7 +26,7 @@ from skymemory.constellation.presets import preset_named
 from skymemory.eviction import REPLACEMENTS
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
+from skymemory.protocol.satellite.state import EvictionConfig, parse_policies
 from skymemory.protocol.wire import CHUNK_REF_BYTES, ChunkRef, Op
 from skymemory.store.base import Presence, Store
 from skymemory.store.sky.shared_index import SharedIndex

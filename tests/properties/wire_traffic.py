@@ -24,9 +24,9 @@ from skymemory.protocol.messages import (
     pack_setting,
 )
 from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found
-from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.gossip import Notice, Region
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import (
     CHUNK_REF,
     SKY,

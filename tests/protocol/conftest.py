@@ -16,7 +16,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation

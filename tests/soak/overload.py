@@ -32,7 +32,7 @@ from skymemory.constellation.presets import preset_named
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
 from skymemory.store.sky.store import ConstellationStore
-from skymemory.testbed import child
+from skymemory.testbed import supervisor
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.control import ping_all
 from skymemory.testbed.key_file import new_keys
@@ -202,19 +202,19 @@ def _signal_all(pids: list[int], number: signal.Signals) -> None:
 @contextmanager
 def sleeping(slept: Path) -> Iterator[None]:
     """This computer sleeps by a file (see ``slept_host``): so do its hosts, and clients in this process."""
-    whole_command, own_clock = child.host_command, udp_client.UnixClock
+    whole_command, own_clock = supervisor.host_command, udp_client.UnixClock
 
     def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
         python, _, _, *rest = whole_command(host, plan_path, directory, line_fd)
         return [python, "-c", _SLEPT_HOST.format(str(_ROOT)), str(slept), *rest]
 
     slept.write_bytes(struct.pack("d", 0.0))
-    child.host_command = host_command
+    supervisor.host_command = host_command
     udp_client.UnixClock = lambda: sleepy(slept)  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        child.host_command, udp_client.UnixClock = whole_command, own_clock  # type: ignore[misc]
+        supervisor.host_command, udp_client.UnixClock = whole_command, own_clock  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)

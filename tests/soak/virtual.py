@@ -30,7 +30,7 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.satellite import memory
-from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedClient, SimulatedConstellation

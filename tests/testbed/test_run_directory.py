@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
-from skymemory.testbed import child
-from skymemory.testbed.child import end_processes, send_signal
+from skymemory.testbed import supervisor
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.run_directory import ProcessRecord, RunDirectory, default_run_directory, process_start
-from skymemory.testbed.supervisor import stop
+from skymemory.testbed.supervisor import end_processes, stop
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_a_recycled_number_is_another_process_and_is_never_touched(
     directory.pid_path("host-0").write_text(json.dumps({"pid": sleeper.pid, "start": "boot/1"}), "utf-8")
     record = directory.read_record("host-0")
     assert record is not None and not record.alive
-    send_signal(record, signal.SIGKILL)
+    record.send_signal(signal.SIGKILL)
     assert end_processes([record]) == 0
     assert sleeper.poll() is None
     assert process_start(sleeper.pid) is not None
@@ -196,7 +195,7 @@ def test_who_is_busy_is_given_time_to_end_and_who_hangs_is_not(
     behaviour: str, forced: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host in overload sees its signal late: three seconds were too few, and it was killed."""
-    monkeypatch.setattr(child, "MOST_GRACE_S", 6.0)
+    monkeypatch.setattr(supervisor, "MOST_GRACE_S", 6.0)
     block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\nprint(flush=True)\n"
     code = f"import os, signal, time\n{block}{_ENDS[behaviour]}"
     process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)

@@ -18,7 +18,7 @@ import pytest
 
 from skymemory.errors import ConstellationError, NoConstellation
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.testbed import child, run_directory, supervisor
+from skymemory.testbed import run_directory, supervisor
 from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.plan_file import load_plan, save_plan
 from skymemory.testbed.run_directory import RunDirectory, check_ports, free_ports
@@ -66,7 +66,7 @@ def behave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Behaviours:
         pid_file = str(directory.pid_path(host.name))
         return [sys.executable, "-S", str(script), str(line_fd), pid_file, behaviours.get(host.name, "serves")]
 
-    monkeypatch.setattr(child, "host_command", command)
+    monkeypatch.setattr(supervisor, "host_command", command)
     return behaviours
 
 
@@ -168,9 +168,9 @@ def test_a_supervisor_that_dies_in_the_middle_of_up_leaves_nothing(
     """The kernel closes a dead supervisor's ends of the lines: the same as closing them here."""
     directory.create()
     directory.write_plan(plan)
-    children = [child.spawn(host, directory.plan_path, directory) for host in plan.hosts]
+    children = [supervisor.spawn(host, directory.plan_path, directory) for host in plan.hosts]
     for started in children:
-        assert started.line.recv(6) == child.READY
+        assert started.line.recv(6) == supervisor.READY
         started.line.close()
     assert [started.process.wait(timeout=5) for started in children] == [0, 0, 0]
 

@@ -13,8 +13,7 @@ from skymemory.testbed.connect import host_spec
 from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
 from skymemory.transport.udp_host import RECEIVE_ROUNDS, UdpHost
-from skymemory.transport.udp_socket import DEFAULT_SLOTS
-from skymemory.transport.unix_clock import UnixClock, running_s
+from skymemory.transport.udp_socket import DEFAULT_SLOTS, UnixClock, running_s
 
 
 def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:

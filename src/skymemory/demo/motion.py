@@ -20,12 +20,11 @@ from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves, Placement
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.testbed.child import Child, end_children
 from skymemory.testbed.connect import clock_of, store_of
 from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
-from skymemory.testbed.supervisor import SignalGate, Started, revive, start_on_free_ports
+from skymemory.testbed.supervisor import Child, SignalGate, Started, end_children, revive, start_on_free_ports
 from skymemory.units import format_size
 from skymemory.view.layout_map import LEGEND, OrbitFrame, frame_width, render_frame
 

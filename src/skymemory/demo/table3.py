@@ -15,12 +15,11 @@ from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.engine.inputs import check_engine_installed, check_model
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS
-from skymemory.testbed.child import end_children
 from skymemory.testbed.connect import expected_round_trip_s
 from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
-from skymemory.testbed.supervisor import Started, start_on_free_ports
+from skymemory.testbed.supervisor import Started, end_children, start_on_free_ports
 from skymemory.units import format_duration
 
 

@@ -107,15 +107,13 @@ def store_of(
     """The store over a constellation that runs by ``plan``; ``access`` overrides the plan's."""
     access = access or plan.access
     client = client_of(plan, check_access(plan, access), expected_round_trip_s(plan, access), give_up_s)
-    settings = SkySettings(
-        plan.strategy,
-        plan.servers,
-        plan.chunk_bytes,
-        plan.memory_per_satellite_bytes,
-        plan.memory_policy.lazy,
-        plan.replicas,
-    )
-    return ConstellationStore(client, sky_of(plan), settings, index=index)
+    return ConstellationStore(client, sky_of(plan), settings_of(plan), index=index)
+
+
+def settings_of(plan: ConstellationPlan) -> SkySettings:
+    """Placement and sizes of the values that clients write."""
+    memory_bytes, lazy = plan.memory_per_satellite_bytes, plan.memory_policy.lazy
+    return SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, memory_bytes, lazy, plan.replicas)
 
 
 BIND_SETTING = "SKYMEMORY_BIND"
@@ -209,8 +207,8 @@ def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, gi
         give_up_s=max(give_up_s, _LEAST_ROUND_TRIPS * expected_rtt_s),
         authority=keys.authority if keys is not None else None,
     )
-    refresh = keys.refresh if keys is not None else None
-    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip=bind_ip_of(plan), refresh=refresh)
+    refresh = keys.refresh if keys is not None else lambda: math.inf
+    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip_of(plan), refresh)
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:

@@ -22,7 +22,6 @@ from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
 from skymemory.protocol.wire import Op
-from skymemory.testbed.child import send_signal
 from skymemory.testbed.connect import control_client, worst_round_trip_s
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
@@ -295,7 +294,7 @@ def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None,
         write_private(directory.outages_path, json.dumps({"disabled": sorted(dead)}) + "\n")
         living = directory.living()
         for host in hosts & living.keys():
-            send_signal(living[host], signal.SIGHUP)
+            living[host].send_signal(signal.SIGHUP)
         _await(plan, [one for host in hosts & living.keys() for one in _mine(plan, host) if one in changed], alive)
     return frozenset(dead)
 

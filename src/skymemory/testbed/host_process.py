@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from skymemory.errors import ConstellationError, InvalidInput
-from skymemory.testbed.child import READY, STAY
 from skymemory.testbed.connect import host_spec
 from skymemory.testbed.control import read_outages
 from skymemory.testbed.key_file import LOOK_S, KeyFollower
 from skymemory.testbed.plan import ConstellationPlan, HostShare, check_exposure, follower_of
 from skymemory.testbed.run_directory import RunDirectory, check_host_ports
+from skymemory.testbed.supervisor import READY, STAY
 from skymemory.transport.udp_host import UdpHost, serve_host
 
 _AGAIN_S = 0.25

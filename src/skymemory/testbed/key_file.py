@@ -121,18 +121,18 @@ class KeyFollower:
             return None
         return status.st_mtime_ns, status.st_ino, status.st_size
 
-    def refresh(self) -> None:
-        """Reloads the file if it has changed; checks at most every ``look_s``."""
+    def refresh(self) -> float:
+        """Reloads the file if it has changed; checks at most every ``look_s``. Returns when (``time.monotonic``) it
+        will check again.
+        """
         now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self._look_s
-        state = self._state()
-        if state == self._seen:
-            return
-        self._seen = state
-        try:
-            self.authority.ring = read_keys(self._path)
-        except InvalidInput as error:
-            if self._say is not None:
-                self._say(f"{error}; still using the previous keys")
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._look_s
+            before, self._seen = self._seen, self._state()
+            if self._seen != before:
+                try:
+                    self.authority.ring = read_keys(self._path)
+                except InvalidInput as error:
+                    if self._say is not None:
+                        self._say(f"{error}; still using the previous keys")
+        return self._next_s

@@ -26,14 +26,14 @@ from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
 from skymemory.protocol.client.gateway import ACCESS_MODES as ACCESS_MODES
 from skymemory.protocol.clock import MOST_PUSHED
-from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
+from skymemory.protocol.satellite.state import EvictionConfig, parse_policies
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
 from skymemory.testbed.key_file import KeyFollower
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """Memory policy of the satellites. ``eviction``: comma-separated names of ``protocol.satellite.config``, or
+    """Memory policy of the satellites. ``eviction``: comma-separated names of ``protocol.satellite.state``, or
     ``none``; ``sweep_s``: interval of sweeps.
     """
 

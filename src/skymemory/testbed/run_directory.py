@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -84,6 +85,26 @@ class ProcessRecord:
     @property
     def alive(self) -> bool:
         return process_start(self.pid) == self.start
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals it, and no other process that reuses its pid."""
+        try:
+            handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        except ProcessLookupError:
+            return
+        try:
+            if not self.alive:
+                return
+            # The handle was opened before the check, so the pid cannot be reused in between.
+            if handle is not None:
+                signal.pidfd_send_signal(handle, number)
+            else:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
+        finally:
+            if handle is not None:
+                os.close(handle)
 
 
 class RunDirectory:

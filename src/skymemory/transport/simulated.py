@@ -22,9 +22,9 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import MAX_PACKET_BYTES, LinkEnd, SegmentBatch
 from skymemory.transport.faults import FaultEvent, FaultInjector
 from skymemory.transport.simulated_host import HostLimits, SimulatedHost

@@ -37,7 +37,7 @@ _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _STEP_S = 1.0
-"""A clock further behind than this is corrected (``unix_clock``)."""
+"""A clock further behind than this is corrected (as ``UnixClock`` is)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import math
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +24,7 @@ from skymemory.native import Run, Tally
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import SegmentBatch
-from skymemory.transport.udp_socket import BatchSocket
-from skymemory.transport.unix_clock import UnixClock
+from skymemory.transport.udp_socket import BatchSocket, UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
@@ -50,10 +50,13 @@ class UdpClient:
         clock: MoveClock,
         satellites: Mapping[SatelliteId, Endpoint],
         bind_ip: str = "127.0.0.1",
-        refresh: Callable[[], None] | None = None,
+        refresh: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """``refresh`` is called before operations run: it may replace the keys of the config's authority."""
+        """``refresh`` may replace the keys of the config's authority. It is called before operations run, and returns
+        before what time (``time.monotonic``) it need not be called again.
+        """
         self._refresh = refresh
+        self._refresh_s = -math.inf
         self._sock = BatchSocket(bind_ip, 0)
         window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
@@ -99,8 +102,8 @@ class UdpClient:
     def _run(self, waiting: set[int], until_s: float) -> dict[int, Finished]:
         """Until all have ended; with ``until_s`` until one has, or that time."""
         self._clock.follow_wall()
-        if self._refresh is not None:
-            self._refresh()
+        if time.monotonic() >= self._refresh_s:
+            self._refresh_s = self._refresh()
         machine, finished = self.machine, dict[int, Finished]()
         any_of_them = until_s < math.inf
         with self._lock:
@@ -133,9 +136,9 @@ class UdpClient:
         with self._lock:
             if self._closed:
                 return None
-            if self._refresh is not None:
+            if time.monotonic() >= self._refresh_s:
                 with suppress(SkyMemoryError):  # the next call raises it
-                    self._refresh()
+                    self._refresh_s = self._refresh()
             self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
             if self.machine.wants_to_send or self._backlog:
                 self._send()

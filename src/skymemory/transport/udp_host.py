@@ -28,15 +28,14 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import Ledger
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_socket import BatchSocket, Run
-from skymemory.transport.unix_clock import UnixClock
+from skymemory.transport.udp_socket import BatchSocket, Run, UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4

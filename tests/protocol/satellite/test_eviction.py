@@ -26,8 +26,8 @@ from skymemory.protocol.messages import (
 )
 from skymemory.protocol.satellite import retention
 from skymemory.protocol.satellite.checks import Check, pack_checks
-from skymemory.protocol.satellite.config import EvictionConfig, parse_policies
 from skymemory.protocol.satellite.gossip import Notice, Region
+from skymemory.protocol.satellite.state import EvictionConfig, parse_policies
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, Packet, SkyHeader, build_packet, parse_packet
 from skymemory.transport.faults import FaultInjector
 

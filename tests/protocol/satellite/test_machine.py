@@ -15,9 +15,9 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Presence, Selection, pack_forget
 from skymemory.protocol.satellite import memory
 from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found, unpack_checks, unpack_found
-from skymemory.protocol.satellite.config import EvictionConfig
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import setting_of
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import (
     CHUNK_REF,
     FLAG_SETTLED,

@@ -24,7 +24,7 @@ from skymemory.protocol.satellite.checks import (
     unpack_checks,
     unpack_found,
 )
-from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import Op
 
 SERVERS = 10

@@ -11,7 +11,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.transfer import ValueInfo, WriteKeepalive, WriteTransfer
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Retain, pack_retain
-from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.faults import FaultInjector
 

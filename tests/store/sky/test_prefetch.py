@@ -22,7 +22,7 @@ from skymemory.index.block_info import BlockInfo
 from skymemory.keys import first_ring
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.store.base import LEASE_S, Prefetching, Presence
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex

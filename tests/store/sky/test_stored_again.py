@@ -8,7 +8,7 @@ import pytest
 from tests.store.conftest import simulated, store_over
 from tests.store.sky.test_store import rotate
 
-from skymemory.protocol.satellite.config import EvictionConfig
+from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.store.base import Presence
 from skymemory.store.sky.shared_index import SharedIndex
 

@@ -31,13 +31,12 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import OURS
 from skymemory.protocol.satellite.checks import Checks, LossProofs
 from skymemory.protocol.satellite.chunks import ChunkService, PlainRequests
-from skymemory.protocol.satellite.config import SatelliteConfig
 from skymemory.protocol.satellite.gossip import Gossip
 from skymemory.protocol.satellite.links import Neighbours
 from skymemory.protocol.satellite.migration import Migration
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.retention import Retention
-from skymemory.protocol.satellite.state import SatelliteState
+from skymemory.protocol.satellite.state import SatelliteConfig, SatelliteState
 from skymemory.protocol.satellite.sweep import ReplicaRepair, Sweep
 from skymemory.protocol.wire import (
     COMMAND_BYTES,

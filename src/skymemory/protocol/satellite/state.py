@@ -1,19 +1,106 @@
-"""State that the handlers of one satellite share: chunk memory, clock, links, outbox, counters."""
+"""A satellite's configuration, and the state that its handlers share: chunk memory, clock, links, outbox, counters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from skymemory.eviction import replacement_named
+from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.errors import InvalidInput
+from skymemory.eviction import DEFAULT_REPLACEMENT, replacement_named
 from skymemory.metrics import Counters
+from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import Locator, MoveClock, SkyMap
-from skymemory.protocol.satellite.config import SatelliteConfig
 from skymemory.protocol.satellite.handover import Handover, Pacer, phase_of
 from skymemory.protocol.satellite.memory import ChunkStore, KeyHistory
 from skymemory.protocol.satellite.outbox import Outbox
 from skymemory.protocol.satellite.overload import Lateness, Postponed
 from skymemory.protocol.satellite.routing import LinkState, Router
 from skymemory.protocol.wire import Address
+
+EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
+"""Ways to evict the rest of a dead block, that is, of one with a chunk missing (SkyMemory paper §3.9):
+
+- ``lazy``: the client that finds the hole evicts the rest;
+- ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: only the plane that lookups use);
+- ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
+- ``migration``: they ask before they hand chunks over, and nothing dead is carried.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionConfig:
+    """What one satellite does about dead blocks, pins and copies. Times in seconds.
+
+    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` how long evictions are collected
+    before they are announced; ``confirm_s`` the time from a suspicion to its proof: longer than a handover takes.
+    """
+
+    gossip: bool = False
+    plane_only: bool = False
+    periodic: bool = False
+    migration: bool = False
+    sweep_s: float = 30.0
+    notice_hold_s: float = 0.05
+    confirm_s: float = 2.0
+    pin_share: float = 0.5
+    replicas: int = 1
+    """Copies of each chunk in the constellation: a block is dead when all copies of a chunk are gone."""
+
+    @classmethod
+    def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
+        """The configuration for these policies (``lazy`` concerns only clients)."""
+        plane_only = "gossip-plane" in policies
+        return cls(
+            plane_only or "gossip" in policies,
+            plane_only,
+            "periodic" in policies,
+            "migration" in policies,
+            sweep_s,
+            replicas=replicas,
+        )
+
+
+def parse_policies(text: str) -> tuple[str, ...]:
+    """``lazy,gossip`` → their names; ``none`` → none.
+
+    Raises:
+        InvalidInput: an unknown name, or both ways to gossip.
+    """
+    names = tuple(dict.fromkeys(name for part in text.lower().split(",") if (name := part.strip())))
+    if names == ("none",):
+        return ()
+    for name in names:
+        if name not in EVICTION_POLICIES:
+            raise InvalidInput(f"eviction {name!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
+    if not names:
+        raise InvalidInput(f"eviction {text!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
+    if "gossip" in names and "gossip-plane" in names:
+        raise InvalidInput("eviction: gossip notifies the whole box, gossip-plane one plane of it; choose one of them")
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class SatelliteConfig:
+    """``credit_bytes``: what the transport's receive buffer really holds; it is offered to senders."""
+
+    address: SatelliteId
+    memory_bytes: int
+    routing: RoutingMode = "greedy"
+    credit_bytes: int = 1 << 20
+    max_backlog_bytes: int = 64 << 20
+    handover_window_bursts: int = 32
+    handover_timeout_s: float = 0.1
+    handover_grace_s: float = 1.0
+    handover_gap_s: float = 0.002
+    """Shortest time between bursts of a handover, unless they could not all be sent in time (0: no pacing)."""
+    replacement: str = DEFAULT_REPLACEMENT
+    """One of ``eviction.REPLACEMENTS``: which keys are evicted first when the memory is full."""
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    neighbour_timeout_s: float = 0.05
+    """How long a neighbour may take to answer a probe; depends on the length of the links."""
+    authority: Authority | None = field(default=None, repr=False)
+    """The keys whose commands it obeys; None: any command."""
 
 
 class SatelliteState:

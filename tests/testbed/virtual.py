@@ -8,8 +8,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock
 from skymemory.store.sky.shared_index import SharedIndex
-from skymemory.store.sky.store import ConstellationStore, SkySettings
-from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, shell_of, sky_of
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, settings_of, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
@@ -62,13 +62,4 @@ class VirtualConstellation:
 
     def store(self, access: str | None = None, index: SharedIndex | None = None, ground: int = 1) -> ConstellationStore:
         """A store over it."""
-        plan = self.plan
-        settings = SkySettings(
-            plan.strategy,
-            plan.servers,
-            plan.chunk_bytes,
-            plan.memory_per_satellite_bytes,
-            plan.memory_policy.lazy,
-            plan.replicas,
-        )
-        return ConstellationStore(self.connect(access, ground), self.simulated.sky, settings, index=index)
+        return ConstellationStore(self.connect(access, ground), self.simulated.sky, settings_of(self.plan), index=index)
