@@ -217,11 +217,7 @@ class KVCManager:
         seconds: dict[str, float] = {}
         return self._add(self._tokenize(prompt, template, seconds), None, seconds)
 
-    def add_blocks_ids(
-        self,
-        ids: TokenIds,
-        past_key_values: Cache | None = None,
-    ) -> StoreResult:
+    def add_blocks_ids(self, ids: TokenIds, past_key_values: Cache | None = None) -> StoreResult:
         """``add_blocks`` for token ids, which may include the answer.
 
         ``past_key_values``: a cache with the keys and values of these tokens, of a single sequence. One of ours is

@@ -46,15 +46,7 @@ _NOT_IDENTITY = (
 )
 """Configuration fields that do not affect keys and values (dtype is in the layout)."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_ATTENTIONS = {
-    None,
-    "eager",
-    "sdpa",
-    "flex_attention",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-}
+_ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 """Implementations that compute the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
 """Implementations that compute the same experts."""

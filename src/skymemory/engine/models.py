@@ -185,9 +185,7 @@ def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([shipped_document()], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{_BEGIN} $A",
-        pair=f"{_BEGIN} $A {_BEGIN} $B",
-        special_tokens=[(_BEGIN, tokenizer.token_to_id(_BEGIN))],
+        single=f"{_BEGIN} $A", pair=f"{_BEGIN} $A {_BEGIN} $B", special_tokens=[(_BEGIN, tokenizer.token_to_id(_BEGIN))]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

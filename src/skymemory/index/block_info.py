@@ -69,13 +69,7 @@ class InfoTable:
             number = len(self.groups)
         try:
             row = _ROW.pack(
-                info.chunks,
-                info.value_bytes,
-                info.value_crc,
-                info.set_at_s,
-                info.slot_moves,
-                info.plane_moves,
-                number,
+                info.chunks, info.value_bytes, info.value_crc, info.set_at_s, info.slot_moves, info.plane_moves, number
             )
         except struct.error as error:
             raise InvalidInput(

@@ -53,11 +53,7 @@ class RadixIndex:
         return iter(self._forest.rows)
 
     def add(
-        self,
-        hashes: Sequence[bytes],
-        infos: Sequence[BlockInfo],
-        start: int = 0,
-        parent: bytes | None = None,
+        self, hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int = 0, parent: bytes | None = None
     ) -> int:
         """Adds a chain (``hashes[i]`` follows ``hashes[i-1]``) and returns how many blocks are new.
 

@@ -85,12 +85,7 @@ class ValueHeader:
         name = self.name.encode()
         numbers, value_dim = (0, 0, 0, 0), 0
         if self.layout is not None:
-            numbers = (
-                self.layout.layers,
-                self.layout.kv_heads,
-                self.layout.head_dim,
-                self.layout.block_tokens,
-            )
+            numbers = (self.layout.layers, self.layout.kv_heads, self.layout.head_dim, self.layout.block_tokens)
             value_dim = self.layout.value_dim
         sizes = (self.raw_bytes, self.payload_bytes, *numbers, len(name), value_dim)
         dtype_id = _DTYPES.index(self.dtype)
