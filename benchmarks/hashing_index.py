@@ -130,14 +130,7 @@ def measure_index(results: dict[str, object], rng: np.random.Generator, blocks: 
         results[f"{name}: memory [bytes per block, hashes included]"] = round((resident() - before) / blocks + held)
         if shape == "long":
             measure_queries(results, rng, index, [hashes for _, _, hashes in grown], queries)
-        began = time.perf_counter()
-        snapshot = index.snapshot()
-        results[f"{name}: snapshot [ms]"] = round((time.perf_counter() - began) * 1e3)
-        results[f"{name}: snapshot [bytes per block]"] = round(len(snapshot) / blocks, 1)
-        began = time.perf_counter()
-        RadixIndex.restore(snapshot)
-        results[f"{name}: restore [ms]"] = round((time.perf_counter() - began) * 1e3)
-        del index, snapshot, grown
+        del index, grown
 
 
 def measure_queries(

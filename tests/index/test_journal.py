@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.index.block_info import BlockInfo, InfoTable, pack_groups
 from skymemory.index.journal import (
     JournalState,
     Record,
     RecordOp,
-    Snapshot,
     decode_records,
     encode_record,
-    pack_snapshot,
+    pack_groups,
+    records_of,
+    replay,
 )
-from skymemory.index.radix import RadixIndex
+from skymemory.index.radix import BlockInfo, InfoTable, RadixIndex
 
 HASHES = [bytes([n]) * 32 for n in range(1, 6)]
 INFOS = [BlockInfo(n, n * 100, n, float(n), n, -n, ("hop", "rotation")[n % 2], 9, bytes([n % 2])) for n in range(5)]
@@ -84,12 +84,12 @@ def test_replaying_gives_the_same_index() -> None:
     direct.remove(HASHES[4])
     direct.add([HASHES[2]], [INFOS[0]], 2, HASHES[1])
     for record in RECORDS[:3]:
-        replayed.apply(record)
-    assert replayed.snapshot() == direct.snapshot()
+        replay(record, replayed)
+    assert list(records_of(replayed)) == list(records_of(direct))
     assert replayed.longest_prefix(HASHES) == 4
-    replayed.apply(RECORDS[3])
+    replay(RECORDS[3], replayed)
     assert list(replayed) == [HASHES[0], HASHES[2]]
-    replayed.apply(RECORDS[4])
+    replay(RECORDS[4], replayed)
     assert len(replayed) == 0
 
 
@@ -103,7 +103,7 @@ def test_a_journal_says_whether_it_is_complete() -> None:
     index = RadixIndex()
     index.add(HASHES, INFOS)
     for record in RECORDS[-3:]:
-        index.apply(record)
+        replay(record, index)
     assert len(index) == 5
 
 
@@ -130,7 +130,7 @@ def test_intact_records_of_a_later_release_are_passed_over(record: bytes) -> Non
     assert [one.op for one in records] == [RecordOp.UNKNOWN, RecordOp.REMOVE] and taken > len(record)
     index, standing = RadixIndex(), JournalState(complete=True)
     for one in records:
-        index.apply(one)
+        replay(one, index)
         standing.apply(one)
     assert len(index) == 0 and not standing.complete and standing.unknown_records == 1
 
@@ -173,38 +173,8 @@ def test_records_that_cannot_be_are_not_written(op: RecordOp, fields: dict[str, 
         encode_record(op, **fields)
 
 
-def snapshot_of(runs: list[tuple[int, bytes | None, int]], hashes: list[bytes]) -> bytes:
-    return pack_snapshot(Snapshot(runs, b"".join(hashes), InfoTable(TABLE.groups, ROW * len(hashes))))
-
-
-def test_snapshot_of_is_one_when_nothing_is_wrong() -> None:
-    good = snapshot_of([(0, None, 2), (3, HASHES[2], 1)], [*HASHES[:2], HASHES[3]])
-    assert RadixIndex.restore(good).longest_prefix(HASHES) == 2
-
-
-@pytest.mark.parametrize(
-    "forged",
-    [
-        snapshot_of([(0, None, 2)], [HASHES[0]] * 2),
-        snapshot_of([(0, None, 3)], HASHES[:2]),
-        snapshot_of([(0, None, 1)], HASHES[:2]),
-        snapshot_of([(0, None, 2), (5, HASHES[4], 0)], HASHES[:2]),
-        snapshot_of([(0, HASHES[4], 2)], HASHES[:2]),
-        snapshot_of([(2**32 - 2, HASHES[4], 2)], HASHES[:2]),
-        snapshot_of([(0, None, 2), (3, HASHES[0], 1)], HASHES[:3]),
-        snapshot_of([(4, HASHES[1], 2)], HASHES[:2]),
-        snapshot_of([(4, HASHES[4], 1), (5, HASHES[4], 1)], HASHES[:2]),
-        pack_snapshot(Snapshot([(0, None, 1)], HASHES[0], InfoTable([], ROW))),
-        pack_snapshot(Snapshot([(0, None, 1)], b"", InfoTable(TABLE.groups, ROW))),
-    ],
-)
-def test_forged_snapshots_are_malformed(forged: bytes) -> None:
-    with pytest.raises(MalformedPacket):
-        RadixIndex.restore(forged)
-
-
 def test_the_size_of_chunks_is_kept_and_said_only_where_it_must_be() -> None:
-    """A record, or a snapshot, with one entry that says so is of version 2; all others are as they were."""
+    """A record with one entry that says so is of version 2; all others are as they were."""
     sizes = [0, 4096, 0, 65_000, 4096]
     infos = [replace(info, chunk_bytes=size) for info, size in zip(INFOS, sizes, strict=True)]
     record = encode_record(RecordOp.ADD, HASHES, infos)
@@ -212,9 +182,8 @@ def test_the_size_of_chunks_is_kept_and_said_only_where_it_must_be() -> None:
     assert read.infos == tuple(infos) and taken == len(record)
     index = RadixIndex()
     index.add(HASHES, infos)
-    again = RadixIndex.restore(index.snapshot())
+    again = RadixIndex()
+    for one in decode_records(b"".join(records_of(index)))[0]:
+        replay(one, again)
     assert [again.get(key) for key in HASHES] == infos
     assert [int.from_bytes(encode_record(RecordOp.ADD, HASHES, its)[2:4], "little") for its in (infos, INFOS)] == [2, 1]
-    plain = RadixIndex()
-    plain.add(HASHES, INFOS)
-    assert [int.from_bytes(one.snapshot()[8:12], "little") for one in (index, plain)] == [2, 1]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.index.block_info import InfoTable
+from skymemory.errors import InvalidInput
+from skymemory.index.journal import decode_records, records_of, replay
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
 
@@ -26,13 +26,21 @@ def filled(hashes: list[bytes]) -> RadixIndex:
     return index
 
 
+def copy_of(index: RadixIndex) -> RadixIndex:
+    """One made of the other's records."""
+    copy = RadixIndex()
+    for record in decode_records(b"".join(records_of(index)))[0]:
+        replay(record, copy)
+    return copy
+
+
 def test_empty() -> None:
     index = RadixIndex()
     assert (len(index), index.longest_prefix(chain(5)), index.longest_prefix([])) == (0, 0, 0)
     assert index.get(chain(1)[0]) is None
     assert not index.remove(chain(1)[0])
     assert index.orphans() == index.remove_context(b"") == list(index) == []
-    assert len(RadixIndex.restore(index.snapshot())) == 0
+    assert len(copy_of(index)) == 0
 
 
 def test_longest_prefix_of_every_length() -> None:
@@ -119,7 +127,7 @@ def test_infos_come_back_exactly() -> None:
     hashes = chain(3)
     index = RadixIndex()
     index.add(hashes, extremes)
-    again = RadixIndex.restore(index.snapshot())
+    again = copy_of(index)
     assert [index.get(one) for one in hashes] == [again.get(one) for one in hashes] == extremes
 
 
@@ -172,10 +180,10 @@ def test_contradictions_are_refused_and_change_nothing(hashes: Any, infos: Any, 
     index = RadixIndex()
     index.add([b"j" * 32, b"k" * 32], [INFO, INFO])
     index.add([b"w" * 32], [INFO], 4, b"v" * 32)
-    before = index.snapshot()
+    before = list(records_of(index))
     with pytest.raises(InvalidInput):
         index.add(hashes, infos, start, parent)
-    assert index.snapshot() == before
+    assert list(records_of(index)) == before
 
 
 def test_a_list_that_does_not_begin_at_the_first_block_has_no_prefix() -> None:
@@ -190,53 +198,14 @@ def test_a_list_that_does_not_begin_at_the_first_block_has_no_prefix() -> None:
             assert index.longest_prefix(other[at:end]) == 0
 
 
-def test_a_snapshot_drops_groups_nobody_uses() -> None:
-    hashes = chain(2)
-    index = filled(hashes[:1])
-    lean = len(index.snapshot())
-    for n in range(50):
-        index.add(hashes[1:], [dataclasses.replace(INFO, servers=n)], 1, hashes[0])
-    index.remove(hashes[1])
-    assert len(index.snapshot()) == lean
-
-
-def test_rows_of_a_selection_keep_what_is_known_of_them() -> None:
-    table = InfoTable()
-    infos = [dataclasses.replace(INFO, servers=servers) for servers in (3, 10, 25)]
-    for at, info in enumerate(infos):
-        table.put(at, table.pack(info))
-    chosen = table.select([2, 1, 2])
-    assert [chosen.get(at) for at in range(3)] == [infos[2], infos[1], infos[2]] and len(chosen.groups) == 2
-
-
-def test_a_restored_index_goes_on_working() -> None:
+def test_an_index_replayed_from_its_records_goes_on_working() -> None:
     hashes = chain(40)
     index = filled(hashes)
     index.remove(hashes[10])
     index.remove(hashes[30])
-    again = RadixIndex.restore(memoryview(index.snapshot()))
+    again = copy_of(index)
     assert again.longest_prefix(hashes) == 10
     again.add([hashes[10]], [INFO], 10, hashes[9])
     assert again.longest_prefix(hashes) == 30
     assert len(again._forest.runs()) == 2
     assert index.longest_prefix(hashes) == 10, "nothing is shared"
-
-
-@pytest.mark.parametrize("damage", ["empty", "short", "magic", "version", "bit", "cut", "more"])
-def test_damaged_snapshots_are_malformed(damage: str) -> None:
-    index = filled(chain(5))
-    index.remove(chain(5)[2])
-    good = index.snapshot()
-    flipped = bytearray(good)
-    flipped[len(good) // 2] ^= 1
-    bad = {
-        "empty": b"",
-        "short": good[:20],
-        "magic": b"X" + good[1:],
-        "version": good[:8] + b"\x02" + good[9:],
-        "bit": bytes(flipped),
-        "cut": good[:-1],
-        "more": good + b"\0",
-    }
-    with pytest.raises(MalformedPacket):
-        RadixIndex.restore(bad[damage])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 from skymemory.keys import first_ring
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.context import CacheContext

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.releases.conftest import Release
 
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 from skymemory.store.sky import shared_index
 from skymemory.store.sky.shared_index import SharedIndex
 
@@ -45,7 +45,7 @@ def test_an_older_release_is_what_it_is_taken_for(older: Release) -> None:
 _WRITES_WHEN_TOLD = """
 import sys
 from pathlib import Path
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 from skymemory.store.shared_index import SharedIndex
 index = SharedIndex(Path(sys.argv[1]))
 print("open", len(index), flush=True)

@@ -20,7 +20,7 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.cake.cake import Cake, CakeSettings
 from skymemory.cache.parts import Part, Parts
 from skymemory.errors import WrongProcess
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 from skymemory.store.base import Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore

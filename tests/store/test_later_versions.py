@@ -23,7 +23,7 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.cache.tiers.store import TieredStore, TierSettings
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
-from skymemory.index.journal import RecordOp, decode_records, encode_record, unpack_snapshot
+from skymemory.index.journal import RecordOp, decode_records, encode_record
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.value import LATER_VERSION, ValueHeader, block_name, is_sound_block, unpack_header, unpack_value
 from skymemory.native import crc32
@@ -208,11 +208,6 @@ def test_records_tell_what_they_passed_over() -> None:
     data = framed(1, b"x", 3) + encode_record(RecordOp.CLEAR)
     records, taken = decode_records(data)
     assert [record.op for record in records] == [RecordOp.UNKNOWN, RecordOp.CLEAR] and taken == len(data)
-
-
-def test_a_snapshot_of_a_later_version_says_so() -> None:
-    with pytest.raises(LaterVersion, match="version 3"):
-        unpack_snapshot(b"SKYINDEX" + struct.pack("<I", 3) + bytes(40))
 
 
 # --- a disk store's files ---

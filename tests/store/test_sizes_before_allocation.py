@@ -12,7 +12,7 @@ from tests.store.conftest import simulated, store_over
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.files import MAX_SETTINGS_BYTES
-from skymemory.index.journal import decode_records, unpack_snapshot
+from skymemory.index.journal import decode_records
 from skymemory.kv.value import unpack_header, unpack_value
 from skymemory.protocol import messages
 from skymemory.protocol.client.transfer import ValueInfo
@@ -89,7 +89,6 @@ COUNTS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "value header": (unpack_value, HEADER + struct.pack("<QQIIIIH", 2**63, 2**63, 0, 0, 0, 0, 0xFFFF) + bytes(22)),
     "value header alone": (unpack_header, HEADER + struct.pack("<QQIIIIH", 2**63, 0, 0, 0, 0, 0, 9) + bytes(22)),
-    "snapshot": (unpack_snapshot, b"SKYINDEX" + struct.pack("<IIIIII", 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 0, 0)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Records of changes to an index, for an append-only journal that can be replayed; and a whole index as bytes.
+"""Records of changes to an index, for an append-only journal that can be replayed.
 
 One record, little-endian::
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skymemory import native
-from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
-from skymemory.index.block_info import ROW_BYTES, BlockInfo, InfoTable, pack_groups, sized, unpack_groups
+from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.index.radix import ROW_BYTES, BlockInfo, Group, InfoTable, RadixIndex, check_chain
 from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 from skymemory.kv.chunk import Buffer
 
@@ -38,6 +38,8 @@ _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
 _PROBED = struct.Struct("<II")
 _NO_PARENT = bytes(HASH_BYTES)
+_GROUP_HEAD = struct.Struct("<BHI")
+_GROUP_HEAD_SIZED = struct.Struct("<BHII")
 
 
 class RecordOp(enum.IntEnum):
@@ -170,78 +172,69 @@ def _decode_add(body: memoryview, with_sizes: bool) -> Record:
     return Record(RecordOp.ADD, hashes, infos, start, parent if start else None)
 
 
-# A snapshot: runs, hashes and rows in columns, with one checksum. Little-endian::
-#
-#     0 magic "SKYINDEX"   8 version 4   12 groups 4   16 runs 4   20 blocks 4
-#     24 CRC-32 4 (of everything, this field zero)     28 zero 4   32 groups
-#     then runs x (start 4 | blocks 4 | parent 32, zero: none), blocks x hash 32, blocks x row 36
-#
-# Version 2, whose groups give the size of chunks, is written where some are not of the default size.
-
-SNAPSHOT_VERSION = 1
-_MAGIC = b"SKYINDEX"
-_HEAD = struct.Struct("<8sIIIIII")
-_RUN = struct.Struct(f"<II{HASH_BYTES}s")
+def split_hashes(data: Buffer) -> tuple[bytes, ...]:
+    """The hashes in a concatenation."""
+    raw = bytes(data)
+    if len(raw) % HASH_BYTES:
+        raise MalformedPacket(f"{len(raw)} bytes are not a whole number of {HASH_BYTES}-byte hashes")
+    return tuple(raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """``runs`` are (start, parent, number of blocks); ``hashes`` and ``infos`` hold their blocks, run by run."""
-
-    runs: list[tuple[int, bytes | None, int]]
-    hashes: bytes
-    infos: InfoTable
+def sized(groups: Iterable[Group]) -> bool:
+    """Whether a group gives the size of its chunks: the record then has version 2."""
+    return any(chunk_bytes for _, _, _, chunk_bytes in groups)
 
 
-def pack_snapshot(snapshot: Snapshot) -> bytes:
-    runs, infos = snapshot.runs, snapshot.infos
-    body = b"".join(
-        [
-            pack_groups(infos.groups),
-            *(_RUN.pack(start, blocks, parent or _NO_PARENT) for start, parent, blocks in runs),
-            snapshot.hashes,
-            infos.rows,
-        ]
-    )
-    version = _SIZED_VERSION if sized(infos.groups) else SNAPSHOT_VERSION
-    counts = (version, len(infos.groups), len(runs), len(infos))
-    crc = native.crc32(body, native.crc32(_HEAD.pack(_MAGIC, *counts, 0, 0)))
-    return _HEAD.pack(_MAGIC, *counts, crc, 0) + body
+def pack_groups(groups: Sequence[Group]) -> bytes:
+    """Every group as: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4], strategy,
+    context. All have the size if the groups are ``sized``.
+    """
+    parts = []
+    head = _GROUP_HEAD_SIZED if sized(groups) else _GROUP_HEAD
+    for strategy, servers, context, chunk_bytes in groups:
+        numbers = (servers, chunk_bytes) if head is _GROUP_HEAD_SIZED else (servers,)
+        parts += [head.pack(len(strategy), len(context), *numbers), strategy.encode(), context]
+    return b"".join(parts)
 
 
-def unpack_snapshot(data: Buffer) -> Snapshot:
-    """Checked before anything is built: magic, version, sizes, checksum. Else :class:`MalformedPacket`."""
-    view = memoryview(data).cast("B")
-    if len(view) < _HEAD.size:
-        raise MalformedPacket(f"an index snapshot has at least {_HEAD.size} bytes, got {len(view)}")
-    magic, version, group_count, run_count, blocks, crc, zero = _HEAD.unpack_from(view)
-    if magic != _MAGIC:
-        raise MalformedPacket(f"not an index snapshot: it begins with {bytes(magic).hex()}")
-    if version > _SIZED_VERSION:
-        raise LaterVersion(f"index snapshot of version {version}, this release reads versions 1 and {_SIZED_VERSION}")
-    if version < SNAPSHOT_VERSION:
-        raise MalformedPacket(f"index snapshot of version {version}, this release reads 1 and {_SIZED_VERSION}")
-    blank = _HEAD.pack(magic, version, group_count, run_count, blocks, 0, zero)
-    if native.crc32(view[_HEAD.size :], native.crc32(blank)) != crc:
-        raise MalformedPacket("an index snapshot is truncated or damaged: its checksum differs")
-    groups, taken = unpack_groups(view[_HEAD.size :], group_count, version == _SIZED_VERSION)
-    runs_at = _HEAD.size + taken
-    hashes_at = runs_at + run_count * _RUN.size
-    rows_at = hashes_at + blocks * HASH_BYTES
-    if rows_at + blocks * ROW_BYTES != len(view):
-        raise MalformedPacket(
-            f"an index snapshot of {len(view)} bytes whose header gives {rows_at + blocks * ROW_BYTES}"
-        )
-    runs: list[tuple[int, bytes | None, int]] = []
-    for start, length, parent in _RUN.iter_unpack(view[runs_at:hashes_at]):
-        if (start == 0 and parent != _NO_PARENT) or not 1 <= length <= MAX_DEPTH - start:
-            raise MalformedPacket(f"an index snapshot with a run of {length} blocks at an impossible depth {start}")
-        runs.append((start, None if start == 0 else parent, length))
-    if sum(length for _, _, length in runs) != blocks:
-        raise MalformedPacket(f"an index snapshot whose runs do not add up to its {blocks} blocks")
-    infos = InfoTable(groups, bytes(view[rows_at:]))
-    infos.check()
-    return Snapshot(runs, bytes(view[hashes_at:rows_at]), infos)
+def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
+    """``count`` groups from the start of ``view``, and their bytes. ``with_sizes``: they are ``sized``."""
+    groups: list[Group] = []
+    head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
+    for _ in range(count):
+        if at + head.size > len(view):
+            raise MalformedPacket(f"the table of {count} groups ends after {len(groups)}")
+        strategy_bytes, context_bytes, servers, *sizes = head.unpack_from(view, at)
+        middle = at + head.size + strategy_bytes
+        end = middle + context_bytes
+        if end > len(view):
+            raise MalformedPacket(f"the table of {count} groups ends within group {len(groups)}")
+        try:
+            strategy = bytes(view[at + head.size : middle]).decode("ascii")
+        except UnicodeDecodeError as error:
+            raise MalformedPacket(f"group {len(groups)} has no readable strategy: {error}") from None
+        groups.append((strategy, servers, bytes(view[middle:end]), sizes[0] if sizes else 0))
+        at = end
+    return groups, at
+
+
+def replay(record: Record, index: RadixIndex) -> None:
+    """Apply a change to ``index``; records about the journal itself change no block."""
+    if record.op is RecordOp.ADD:
+        index.add(record.hashes, record.infos, record.start, record.parent)
+    elif record.op is RecordOp.REMOVE:
+        for block_hash in record.hashes:
+            index.remove(block_hash)
+    elif record.op is RecordOp.REMOVE_CONTEXT:
+        index.remove_context(record.context)
+    elif record.op is RecordOp.CLEAR:
+        index.clear()
+
+
+def records_of(index: RadixIndex) -> Iterator[bytes]:
+    """The fewest records that make an index like this one: an ADD for each run."""
+    for start, parent, keys, infos in index.runs():
+        yield encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
 
 
 class JournalState:
@@ -274,28 +267,3 @@ class JournalState:
         elif record.op is RecordOp.PROBED:
             self.keys_probed += record.probed[0]
             self.values_adopted += record.probed[1]
-
-
-def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-    """Raises :class:`InvalidInput` unless ``hashes`` can be at depths ``start``, … behind ``parent``, which is None
-    exactly when ``start`` is 0. No block comes twice: its hash names all before it.
-    """
-    if not 0 <= start <= MAX_DEPTH - len(hashes) or (start == 0) != (parent is None):
-        raise InvalidInput(
-            f"a chain of {len(hashes)} blocks at depth {start} with {'no' if parent is None else 'a'} parent: "
-            "depth 0 has none, every other has one"
-        )
-    chain = hashes if parent is None else [parent, *hashes]
-    for key in chain:
-        if not isinstance(key, bytes) or len(key) != HASH_BYTES:
-            raise InvalidInput(f"a block hash must be {HASH_BYTES} bytes, got {key!r}")
-    if len(set(chain)) != len(chain):
-        raise InvalidInput("a chain with the same block twice: a block's hash names all before it")
-
-
-def split_hashes(data: Buffer) -> tuple[bytes, ...]:
-    """The hashes in a concatenation."""
-    raw = bytes(data)
-    if len(raw) % HASH_BYTES:
-        raise MalformedPacket(f"{len(raw)} bytes are not a whole number of {HASH_BYTES}-byte hashes")
-    return tuple(raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES))

@@ -1,5 +1,7 @@
 """RadixIndex: block hash → BlockInfo, and the longest prefix of a prompt that is present (paper §3.10).
 
+Below: entries (``BlockInfo``) and the table that holds them, the index, and the forest of runs that it searches.
+
 Blocks are kept as path-compressed *runs*: maximal chains without a branch inside and without a hole. Because
 hashes are chained, one hash names its whole prefix, so no edge labels are compared: a block is found by one
 lookup, and a run knows the hash it hangs under. A run is *closed* when the chain of runs above it reaches a
@@ -13,22 +15,136 @@ are walked once. Opening or closing a hole changes one run, whatever hangs below
 
 from __future__ import annotations
 
+import math
+import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.index.block_info import BlockInfo, InfoTable
-from skymemory.index.journal import (
-    Record,
-    RecordOp,
-    Snapshot,
-    check_chain,
-    encode_record,
-    pack_snapshot,
-    split_hashes,
-    unpack_snapshot,
-)
-from skymemory.kv.chunk import Buffer
+from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
+
+# An entry as a Python object takes about 300 bytes, and an index has a million of them: they are kept packed, in rows
+# of 36 bytes, in the form in which the journal has them. What blocks set together share (strategy, servers, context) is
+# kept once, as a group whose number ends the row.
+_ROW = struct.Struct("<IQIdiiI")
+ROW_BYTES = _ROW.size
+_GROUP_COLUMN = np.dtype({"names": ["group"], "formats": ["<u4"], "offsets": [ROW_BYTES - 4], "itemsize": ROW_BYTES})
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What finds and rebuilds a block: its size, and where its chunks were stored (spec §1, radix index)."""
+
+    chunks: int
+    value_bytes: int
+    value_crc: int
+    """CRC-32 of the whole stored value."""
+    set_at_s: float
+    """When it was set, seconds since the Unix epoch."""
+    slot_moves: int
+    """Slot moves of the anchor between the epoch and the setting, from which the chunks' present places follow."""
+    plane_moves: int
+    strategy: str
+    """Name of the placement strategy, such as ``rotation_hop``."""
+    servers: int
+    context: bytes = b""
+    """Digest of the cache context, so that a whole context can be cleared."""
+    chunk_bytes: int = 0
+    """Size of its chunks where that is not the default; 0: the default, or unknown."""
+
+
+Group = tuple[str, int, bytes, int]
+"""Fields that blocks set together share: (strategy, servers, context, size of chunks or 0)."""
+
+
+class InfoTable:
+    """Rows of :class:`BlockInfo`, packed little-endian; the parts that repeat are kept once, as groups."""
+
+    __slots__ = ("_numbers", "groups", "rows")
+
+    def __init__(self, groups: Iterable[Group] = (), rows: bytes = b"") -> None:
+        self.groups: list[Group] = list(groups)
+        self.rows = bytearray(rows)
+        self._numbers = {group: number for number, group in enumerate(self.groups)}
+
+    def __len__(self) -> int:
+        return len(self.rows) // ROW_BYTES
+
+    def pack(self, info: BlockInfo) -> bytes:
+        """The row of ``info``; its group is kept. A number that does not fit is :class:`InvalidInput`."""
+        if not math.isfinite(info.set_at_s):
+            raise InvalidInput(f"set_at_s must be finite, got {info.set_at_s}")
+        group = (info.strategy, info.servers, info.context, info.chunk_bytes)
+        number = self._numbers.get(group)
+        if number is None:
+            self._check_group(group)
+            number = len(self.groups)
+        try:
+            row = _ROW.pack(
+                info.chunks, info.value_bytes, info.value_crc, info.set_at_s, info.slot_moves, info.plane_moves, number
+            )
+        except struct.error as error:
+            raise InvalidInput(
+                f"{info} does not fit ({error}): chunks and value_crc have 32 bits, value_bytes 64, moves 31 and a sign"
+            ) from None
+        if number == len(self.groups):
+            self.groups.append(group)
+            self._numbers[group] = number
+        return row
+
+    def put(self, at: int, row: bytes) -> None:
+        """Writes a packed row at position ``at``, at most one past the end."""
+        self.rows[at * ROW_BYTES : (at + 1) * ROW_BYTES] = row
+
+    def get(self, at: int) -> BlockInfo:
+        chunks, value_bytes, crc, set_at_s, slot_moves, plane_moves, number = _ROW.unpack_from(
+            self.rows, at * ROW_BYTES
+        )
+        return BlockInfo(chunks, value_bytes, crc, set_at_s, slot_moves, plane_moves, *self.groups[number])
+
+    def rows_of_context(self, context: bytes) -> npt.NDArray[np.bool_]:
+        """Per row, whether its block belongs to ``context``."""
+        numbers = [number for number, group in enumerate(self.groups) if group[2] == context]
+        return np.isin(np.frombuffer(self.rows, dtype=_GROUP_COLUMN)["group"], numbers)
+
+    def check(self) -> None:
+        """Raises :class:`MalformedPacket` when a row names a missing group."""
+        column = np.frombuffer(self.rows, dtype=_GROUP_COLUMN)["group"]
+        if len(column) and int(column.max()) >= len(self.groups):
+            raise MalformedPacket(f"a row names group {int(column.max())} of {len(self.groups)}")
+
+    @staticmethod
+    def _check_group(group: Group) -> None:
+        strategy, servers, context, chunk_bytes = group
+        if not isinstance(chunk_bytes, int) or not 0 <= chunk_bytes < 2**32:
+            raise InvalidInput(f"chunk_bytes must be in 0..2^32-1, got {chunk_bytes!r}")
+        if not isinstance(strategy, str) or not strategy.isascii() or len(strategy) > 255:
+            raise InvalidInput(f"strategy must be an ASCII name of at most 255 letters, got {strategy!r}")
+        if not isinstance(servers, int) or not 0 <= servers < 2**32:
+            raise InvalidInput(f"servers must be in 0..2^32-1, got {servers!r}")
+        if not isinstance(context, bytes) or len(context) > 0xFFFF:
+            raise InvalidInput("context must be bytes, at most 65535 of them")
+
+
+def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
+    """Raises :class:`InvalidInput` unless ``hashes`` can be at depths ``start``, … behind ``parent``, which is None
+    exactly when ``start`` is 0. No block comes twice: its hash names all before it.
+    """
+    if not 0 <= start <= MAX_DEPTH - len(hashes) or (start == 0) != (parent is None):
+        raise InvalidInput(
+            f"a chain of {len(hashes)} blocks at depth {start} with {'no' if parent is None else 'a'} parent: "
+            "depth 0 has none, every other has one"
+        )
+    chain = hashes if parent is None else [parent, *hashes]
+    for key in chain:
+        if not isinstance(key, bytes) or len(key) != HASH_BYTES:
+            raise InvalidInput(f"a block hash must be {HASH_BYTES} bytes, got {key!r}")
+    if len(set(chain)) != len(chain):
+        raise InvalidInput("a chain with the same block twice: a block's hash names all before it")
 
 
 class RadixIndex:
@@ -154,40 +270,10 @@ class RadixIndex:
         forest = self._forest
         return [key for run in forest.runs() if not forest.is_closed(run) for key in run.keys]
 
-    def apply(self, record: Record) -> None:
-        """Applies a change read from a journal; records about the journal itself change no block."""
-        if record.op is RecordOp.ADD:
-            self.add(record.hashes, record.infos, record.start, record.parent)
-        elif record.op is RecordOp.REMOVE:
-            for block_hash in record.hashes:
-                self.remove(block_hash)
-        elif record.op is RecordOp.REMOVE_CONTEXT:
-            self.remove_context(record.context)
-        elif record.op is RecordOp.CLEAR:
-            self.clear()
-
-    def records(self) -> Iterator[bytes]:
-        """The fewest records of a journal that make an index like this one: an ADD for each run."""
+    def runs(self) -> Iterator[tuple[int, bytes | None, list[bytes], list[BlockInfo]]]:
+        """Every run: the depth of its first block, the hash before it, its blocks and their entries."""
         for run in self._forest.runs():
-            infos = [self._infos.get(self._forest.rows[key]) for key in run.keys]
-            yield encode_record(RecordOp.ADD, run.keys, infos, start=run.start, parent=run.parent)
-
-    def snapshot(self) -> bytes:
-        """Everything as bytes, with a checksum; :meth:`restore` is the way back. About 68 bytes per block."""
-        runs = self._forest.runs()
-        keys = [key for run in runs for key in run.keys]
-        infos = self._infos.select([self._forest.rows[key] for key in keys])
-        heads = [(run.start, run.parent, len(run.keys)) for run in runs]
-        return pack_snapshot(Snapshot(heads, b"".join(keys), infos))
-
-    @classmethod
-    def restore(cls, data: Buffer) -> RadixIndex:
-        """The index a snapshot was taken of. Anything else is :class:`MalformedPacket`."""
-        snapshot = unpack_snapshot(data)
-        index = cls()
-        index._forest.load(snapshot.runs, split_hashes(snapshot.hashes))
-        index._infos = snapshot.infos
-        return index
+            yield run.start, run.parent, run.keys, [self._infos.get(self._forest.rows[key]) for key in run.keys]
 
 
 class Run:
@@ -327,27 +413,6 @@ class Forest:
             one.closed, one.epoch = closed, self.epoch
         return closed
 
-    def load(self, heads: Sequence[tuple[int, bytes | None, int]], keys: Sequence[bytes]) -> None:
-        """Fills an empty forest: runs of (start, parent, blocks) whose ``keys`` follow one another.
-
-        Raises :class:`MalformedPacket` when they contradict each other.
-        """
-        self.rows = {key: at for at, key in enumerate(keys)}
-        if len(self.rows) != len(keys):
-            raise MalformedPacket("an index that names a block twice")
-        first = 0
-        for start, parent, blocks in heads:
-            run = Run(start, parent, list(keys[first : first + blocks]))
-            self.run_of += [run] * blocks
-            self.depths.extend(range(start, start + blocks))
-            self._hang(run)
-            first += blocks
-        for parent, hanging in self._hanging.items():
-            at = self.rows.get(parent)
-            depths = {run.start - 1 for run in hanging} | ({self.depths[at]} if at is not None else set())
-            if len(depths) != 1:
-                raise MalformedPacket("an index in which a block is at two depths")
-
     def _parent_of(self, at: int) -> bytes | None:
         run = self.run_of[at]
         offset = self.depths[at] - run.start
@@ -379,6 +444,3 @@ class Forest:
             del hanging[run]
             if not hanging:
                 del self._hanging[run.parent]
-
-
-__all__ = ["BlockInfo", "RadixIndex"]

@@ -18,7 +18,7 @@ from skymemory.constellation.presets import preset_named
 from skymemory.constellation.sight import OrbitSight
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import visible
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 from skymemory.keys import first_ring
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap

@@ -19,8 +19,8 @@ from tests.contract.forked import in_child
 from tests.store.conftest import simulated, store_over
 
 from skymemory.errors import InvalidInput
-from skymemory.index.block_info import BlockInfo
 from skymemory.index.journal import RecordOp, encode_record
+from skymemory.index.radix import BlockInfo
 from skymemory.native import crc32
 from skymemory.store.sky import shared_index
 from skymemory.store.sky.shared_index import COMPACT_BYTES, SharedIndex, create_journal, inspect_journal
@@ -374,7 +374,7 @@ from dataclasses import replace
 from pathlib import Path
 import skymemory.store.sky.shared_index as module
 from skymemory.errors import InvalidInput
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 module.COMPACT_BYTES = 10_000
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 index = module.SharedIndex(Path(sys.argv[1]))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.index.block_info import BlockInfo
+from skymemory.index.radix import BlockInfo
 from skymemory.kv.block import Place
 from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.client.transfer import ValueInfo

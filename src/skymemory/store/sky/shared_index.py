@@ -26,9 +26,8 @@ from pathlib import Path
 
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
-from skymemory.index.block_info import BlockInfo
-from skymemory.index.journal import JournalState, Record, RecordOp, decode_records, encode_record
-from skymemory.index.radix import RadixIndex
+from skymemory.index.journal import JournalState, Record, RecordOp, decode_records, encode_record, records_of, replay
+from skymemory.index.radix import BlockInfo, RadixIndex
 
 COMPACT_BYTES = 1 << 20
 """A smaller journal is not compacted: it is replayed in a tenth of a second."""
@@ -284,7 +283,7 @@ class SharedIndex:
             new.unlink(missing_ok=True)  # of a process that was killed here
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                 file.writelines(head)
-                file.writelines(self._index.records())
+                file.writelines(records_of(self._index))
             new.rename(path)
         except OSError:  # disk full, or no permission: the old one is whole, and keeps growing
             with suppress(OSError):
@@ -391,7 +390,7 @@ class SharedIndex:
             self._shortened = True
         records, taken = decode_records(os.pread(self._fd, size_bytes - self._replayed_bytes, self._replayed_bytes))
         for record in records:
-            self._index.apply(record)
+            replay(record, self._index)
             self._state.apply(record)
         self._replayed_bytes += taken
         return not self._shortened and self._replayed_bytes == size_bytes
