@@ -27,8 +27,8 @@ from skymemory.engine.inputs import shipped_document
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, ready_model, train_tokenizer
 from skymemory.engine.quantizers import codec_of
+from skymemory.kv.block import KVLayout, to_float32
 from skymemory.kv.codec.base import measure
-from skymemory.kv.layout import KVLayout, to_float32
 
 CODECS = ("raw", "quanto8", "hqq8", "cachegen-finest", "cachegen-fine", "cachegen", "cachegen-coarse")
 PACKERS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {

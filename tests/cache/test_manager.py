@@ -12,9 +12,9 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sealed import SealedStore

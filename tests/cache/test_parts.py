@@ -13,7 +13,7 @@ from tests.cache.test_manager import BLOCK, context
 from skymemory.cache.blocks import BlockCache
 from skymemory.cache.parts import Part, Parts
 from skymemory.cache.results import LoadResult
-from skymemory.kv.layout import KVLayout
+from skymemory.kv.block import KVLayout
 from skymemory.metrics import Counters
 from skymemory.store.memory import MemoryStore
 

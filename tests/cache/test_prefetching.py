@@ -13,8 +13,8 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.predictor import DAY_S
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.store.base import Prefetching
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import Wrapped

@@ -14,7 +14,7 @@ from tests.contract.forked import in_child  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache  # noqa: E402
-from skymemory.kv.layout import KVLayout  # noqa: E402
+from skymemory.kv.block import KVLayout  # noqa: E402
 
 pytestmark = pytest.mark.engine
 LAYOUT = KVLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=8, dtype="float32")

@@ -18,8 +18,8 @@ from skymemory.engine.compare import logit_distance, measure_logit_distance, nex
 from skymemory.engine.kv_cache import TORCH_DTYPES  # noqa: E402
 from skymemory.engine.quantizers import codec_of, readable_codecs  # noqa: E402
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket  # noqa: E402
+from skymemory.kv.block import KVLayout  # noqa: E402
 from skymemory.kv.codec.base import measure  # noqa: E402
-from skymemory.kv.layout import KVLayout  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine

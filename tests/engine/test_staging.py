@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache  # noqa: E402
 from skymemory.engine.staging import Gathered, Staging  # noqa: E402
-from skymemory.kv.layout import KVLayout  # noqa: E402
+from skymemory.kv.block import KVLayout  # noqa: E402
 
 pytestmark = pytest.mark.engine
 

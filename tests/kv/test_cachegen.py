@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skymemory.errors import CodecUnavailable, InvalidInput
+from skymemory.kv.block import KVLayout, to_float32
 from skymemory.kv.codec import entropy
 from skymemory.kv.codec.base import Codec, measure
 from skymemory.kv.codec.cachegen import BOUND, CACHEGEN, LEVELS, CacheGen, _to_bytes, steps_in
-from skymemory.kv.layout import KVLayout, to_float32
 
 pytest.importorskip("constriction")
 

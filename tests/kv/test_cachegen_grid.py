@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.cachegen import BASES, CacheGen, best_base, steps_in, turn
 from skymemory.kv.codec.entropy import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
-from skymemory.kv.layout import KVLayout
 
 LLAMA = 1
 

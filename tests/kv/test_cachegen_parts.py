@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.fuzz.mutations import mutate
 
 from skymemory.errors import MalformedPacket
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec import entropy
 from skymemory.kv.codec.cachegen import CACHEGEN, steps_in
 from skymemory.kv.codec.entropy import Reader, Writer, decode_section, encode_section
-from skymemory.kv.layout import KVLayout
 
 pytest.importorskip("constriction")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput, MalformedPacket
+from skymemory.kv.block import KVLayout
 from skymemory.kv.chunk import Buffer
 from skymemory.kv.codec.base import RAW, Codec, CodecReport, measure
-from skymemory.kv.layout import KVLayout
 
 LAYOUT = KVLayout(2, 2, 4, 8, "float32")
 BLOCK = np.random.default_rng(5).standard_normal(LAYOUT.shape).astype("<f4").tobytes()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.kv.layout import KVLayout, to_float32
+from skymemory.kv.block import KVLayout, to_float32
 
 TINYLLAMA = KVLayout(22, 4, 64, 128, "bfloat16")
 

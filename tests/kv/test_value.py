@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
-from skymemory.kv.layout import KVLayout
+from skymemory.kv.block import KVLayout
 from skymemory.kv.value import (
     HEADER_BYTES,
     MAX_NAME_BYTES,

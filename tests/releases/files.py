@@ -13,9 +13,9 @@ import numpy as np
 
 from skymemory.index.radix import BlockInfo
 from skymemory.keys import first_ring
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.store.named import get_named, put_named
 from skymemory.store.sealed import SealedStore
 from skymemory.testbed.plan import make_plan

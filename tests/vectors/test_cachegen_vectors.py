@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.cachegen import CACHEGEN, CacheGen
-from skymemory.kv.layout import KVLayout
 
 pytest.importorskip("constriction")
 

@@ -17,9 +17,8 @@ import pytest
 
 from skymemory.index.journal import Record, RecordOp, decode_records, encode_record
 from skymemory.index.radix import BlockInfo
-from skymemory.kv.block import hash_blocks, key_hash
+from skymemory.kv.block import KVLayout, hash_blocks, key_hash
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.kv.value import ValueHeader, unpack_value
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "kv.json").read_text(encoding="utf-8"))

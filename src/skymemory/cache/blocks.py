@@ -29,10 +29,9 @@ from skymemory.errors import (
     ValueTooLarge,
 )
 from skymemory.forks import Owner
-from skymemory.kv.block import BlockHash, Tokens, hash_blocks, places_in
+from skymemory.kv.block import BlockHash, KVLayout, Tokens, hash_blocks, places_in
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.kv.value import LATER_VERSION, PAYLOAD_AT, ForeignBlock, block_header, open_block
 from skymemory.metrics import Counters
 from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store

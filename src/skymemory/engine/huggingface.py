@@ -43,9 +43,9 @@ from skymemory.engine.quantizers import codec_of, of_layers, readable_codecs
 from skymemory.engine.states import StoredStates
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.forks import OwnLock
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS, CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.metrics import Counters
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore

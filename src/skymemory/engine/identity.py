@@ -22,8 +22,8 @@ from skymemory.engine.prompts import at_positions, media_tokens
 from skymemory.engine.states import States
 from skymemory.engine.substance import Care, Substance, foreign_code, foreign_hook
 from skymemory.errors import InvalidInput, UnsupportedModel
+from skymemory.kv.block import ITEM_BYTES, KVLayout
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import ITEM_BYTES, KVLayout
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

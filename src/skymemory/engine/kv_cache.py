@@ -29,8 +29,8 @@ from skymemory.cache.results import LoadResult
 from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, InvalidInput, MissingExtra
+from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 
 if not (4, 57) <= tuple(map(int, transformers.__version__.split(".")[:2])) < (6, 0):
     raise MissingExtra(

@@ -22,9 +22,9 @@ import torch
 
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket
+from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.codec.cachegen import LEVELS, CacheGen
-from skymemory.kv.layout import KVLayout
 
 _SCALE_BYTES = 4
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skymemory.kv.layout import KVLayout
+from skymemory.kv.block import KVLayout
 
 _AT_ONCE_BYTES = 64 << 20
 

@@ -16,8 +16,7 @@ import torch
 
 from skymemory.cache.blocks import BlockCache
 from skymemory.errors import MalformedPacket
-from skymemory.kv.block import Tokens
-from skymemory.kv.layout import KVLayout
+from skymemory.kv.block import KVLayout, Tokens
 
 _ITEM_BYTES = 4
 

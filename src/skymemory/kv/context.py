@@ -34,7 +34,7 @@ class CacheContext:
     """Revision or digest of the tokenizer."""
     kv_dtype: str
     layout: str
-    """:meth:`skymemory.kv.layout.KVLayout.describe`."""
+    """:meth:`skymemory.kv.block.KVLayout.describe`."""
     lossless: bool = True
     """True refuses lossy codecs under this context."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
+from skymemory.kv.block import KVLayout
 from skymemory.kv.chunk import Buffer
-from skymemory.kv.layout import KVLayout
 
 HEADER_BYTES = 64
 HEADER_VERSION = 1

@@ -21,8 +21,8 @@ from skymemory.cache.cake.session import LoadingSession
 from skymemory.cache.parts import Part, Parts
 from skymemory.cache.tiers.workers import TierWorkers
 from skymemory.errors import InvalidInput
+from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
-from skymemory.kv.layout import KVLayout
 from skymemory.store.base import LoadTicket, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from skymemory import native
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
+from skymemory.kv.block import KVLayout, to_float32
 from skymemory.kv.chunk import Buffer
 from skymemory.kv.codec.entropy import (
     MAX_PULL,
@@ -46,7 +47,6 @@ from skymemory.kv.codec.entropy import (
     unpack,
     unsnap,
 )
-from skymemory.kv.layout import KVLayout, to_float32
 
 # --- step 1: keys without their rotary position embedding ---
 #
