@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from skymemory import KVCManager
+from skymemory.engine.identity import Care
 from skymemory.engine.kv_cache import SkyCache
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
-from skymemory.engine.substance import Care
 
 RUNS = 200
 PROMPT_TOKENS = 4096

@@ -21,6 +21,7 @@ DOCUMENTED = {
     "skymemory.conductor.scheduling.named": ["build"],
     "skymemory.conductor.seeds": ["seed"],
     "skymemory.conductor.strategies.named": ["named"],
+    "skymemory.engine.compare": ["logit_distance", "measure_logit_distance"],
     "skymemory.engine.named": ["ready_model"],
     "skymemory.engine.other_prompts": ["OtherPrompts"],
     "skymemory.sim.cluster.capacity": ["CapacityCell", "capacity"],

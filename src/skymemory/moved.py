@@ -20,6 +20,7 @@ MOVED = {
     "skymemory.conductor.admission.base": "skymemory.conductor.scheduler",
     "skymemory.conductor.fleet": "skymemory.conductor.picker",
     "skymemory.conductor.seeds": "skymemory.conductor.request",
+    "skymemory.engine.compare": "skymemory.engine.doctor",
     "skymemory.engine.named": "skymemory.engine.models",
     "skymemory.engine.background": "skymemory.engine.cake",
     "skymemory.engine.other_prompts": "skymemory.engine.cake",

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 
-from skymemory.cache.blocks import BlockCache
-from skymemory.cache.results import LoadResult, StoreResult
+from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, StoreResult
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
 from skymemory.kv.block import KVLayout
@@ -58,7 +57,7 @@ def save(cache: BlockCache, tokens: np.ndarray) -> int:
 
 def load(cache: BlockCache, tokens: np.ndarray) -> tuple[LoadResult, Engine]:
     engine = Engine(tokens)
-    result = cache.load(tokens, lambda found: engine)
+    result = Parts([Part(cache)]).load(tokens, [engine])
     assert engine.right(result)
     assert result.prompt_tokens == result.computed_tokens + sum(result.hit_tokens.values())
     assert result.found_blocks == result.loaded_blocks + sum(result.failed_blocks.values())
@@ -98,10 +97,10 @@ def test_a_prompt_shorter_than_a_block_has_none(count: int) -> None:
 def test_the_limit_bounds_what_is_supplied() -> None:
     cache = BlockCache(context(), LAYOUT, MemoryStore())
     save(cache, TOKENS)
-    result = cache.load(TOKENS, lambda found: Engine(TOKENS), limit_tokens=9)
+    result = Parts([Part(cache)]).load(TOKENS, [Engine(TOKENS)], limit_tokens=9)
     assert result.loaded_blocks == 3 and result.cached_tokens == 9
-    assert cache.load(TOKENS[:20], lambda found: Engine(TOKENS), limit_tokens=20).cached_tokens == 20
-    assert cache.load(TOKENS, lambda found: Engine(TOKENS), limit_tokens=0).cached_tokens == 0
+    assert Parts([Part(cache)]).load(TOKENS[:20], [Engine(TOKENS)], limit_tokens=20).cached_tokens == 20
+    assert Parts([Part(cache)]).load(TOKENS, [Engine(TOKENS)], limit_tokens=0).cached_tokens == 0
 
 
 def test_two_prompts_share_what_they_begin_with() -> None:
@@ -207,7 +206,7 @@ def test_a_sink_that_fails_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> N
             raise MemoryError("no room on the device")
 
     with pytest.raises(MemoryError):
-        cache.load(TOKENS, lambda found: Full(TOKENS))
+        Parts([Part(cache)]).load(TOKENS, [Full(TOKENS)])
     assert store.stats()["open_leases"] == 0
 
 
@@ -269,15 +268,15 @@ def test_codecs_are_told_apart_by_the_header() -> None:
     assert lossy.save(hashes, [0, 1], Engine(TOKENS)) == (2, 2 * (PAYLOAD_AT + LAYOUT.block_bytes // 2))
     assert raw.save(hashes, [2, 3, 4], Engine(TOKENS))[0] == 3
     engine = Engine(TOKENS)
-    assert lossy.load(TOKENS, lambda found: engine).loaded_blocks == 5
+    assert Parts([Part(lossy)]).load(TOKENS, [engine]).loaded_blocks == 5
     assert engine.placed[4] == engine.truth(4)
     assert np.frombuffer(engine.placed[0], "<u4").tolist() == [
         number & 0xFFFF0000 for number in np.frombuffer(engine.truth(0), "<u4").tolist()
     ]
     # One that cannot read the codec takes it as a miss, and leaves it to those who can.
-    unreadable = raw.load(TOKENS, lambda found: engine)
+    unreadable = Parts([Part(raw)]).load(TOKENS, [engine])
     assert unreadable.loaded_blocks == 0 and unreadable.failed_blocks["codec not readable"] == 1
-    assert lossy.load(TOKENS, lambda found: engine).loaded_blocks == 5
+    assert Parts([Part(lossy)]).load(TOKENS, [engine]).loaded_blocks == 5
 
 
 def test_a_block_that_the_codec_refuses_ends_the_storing() -> None:

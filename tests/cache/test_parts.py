@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cache.test_manager import BLOCK, context
 
-from skymemory.cache.blocks import BlockCache
-from skymemory.cache.parts import Part, Parts
-from skymemory.cache.results import LoadResult
+from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts
 from skymemory.kv.block import KVLayout
 from skymemory.metrics import Counters
 from skymemory.store.memory import MemoryStore

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from tests.cache.test_predictor import chain
 
-from skymemory.cache.blocks import BlockCache
+from skymemory.cache.blocks import BlockCache, Part, Parts
 from skymemory.cache.predictor import DAY_S
 from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.errors import ConstellationError, InvalidInput
@@ -104,6 +104,11 @@ def test_it_runs_by_itself_and_stops() -> None:
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
+class Engine:
+    def place(self, index: int, block: memoryview) -> None:
+        pytest.fail("nothing is stored")
+
+
 def test_a_cache_tells_of_every_prompt_it_looks_up() -> None:
     """From tokens to the tier's door: what recurs daily in a ``BlockCache`` is prefetched."""
     tier, now_s = Tier(), [0.0]
@@ -115,7 +120,7 @@ def test_a_cache_tells_of_every_prompt_it_looks_up() -> None:
     tokens = list(range(42))
     for day in range(3):
         now_s[0] = day * DAY_S + NINE_S
-        assert cache.load(tokens, lambda found: pytest.fail("nothing is stored")).found_blocks == 0
+        assert Parts([Part(cache)]).load(tokens, [Engine()]).found_blocks == 0
     now_s[0] = 3 * DAY_S + NINE_S - 60
     assert scheduler.tick() == 10
     assert tier.asked == [(tuple(cache.hashes(tokens)), 3 * DAY_S + NINE_S)]

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("constriction")
 
 from skymemory import KVCManager
-from skymemory.engine.compare import measure_logit_distance
+from skymemory.engine.doctor import measure_logit_distance
 from skymemory.errors import CodecUnavailable
 from skymemory.kv.codec import entropy
 from skymemory.store.memory import MemoryStore

@@ -15,14 +15,9 @@ transformers = pytest.importorskip("transformers")
 from tests.engine.families import build  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
-from skymemory.engine.identity import (  # noqa: E402
-    check_supported,
-    model_identity,
-    probe_layout,
-    tokenizer_digest,
-)
+from skymemory.engine.identity import model_identity, tokenizer_digest, weights_digest  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
-from skymemory.engine.substance import weights_digest  # noqa: E402
+from skymemory.engine.probe import check_supported, probe_layout  # noqa: E402
 from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -63,7 +58,7 @@ def test_the_weights_digest_sees_names_and_shapes() -> None:
 
 
 def test_the_weights_digest_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.engine.substance._PIECE_BYTES", 1000)
+    monkeypatch.setattr("skymemory.engine.identity._PIECE_BYTES", 1000)
     assert weights_digest(build_small()) == weights_digest(build_small())
 
 

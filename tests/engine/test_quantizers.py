@@ -14,7 +14,7 @@ pytest.importorskip("hqq")
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine import quantizers  # noqa: E402
-from skymemory.engine.compare import logit_distance, measure_logit_distance, next_token_logits  # noqa: E402
+from skymemory.engine.doctor import logit_distance, measure_logit_distance, next_token_logits  # noqa: E402
 from skymemory.engine.kv_cache import TORCH_DTYPES  # noqa: E402
 from skymemory.engine.quantizers import codec_of, readable_codecs  # noqa: E402
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket  # noqa: E402

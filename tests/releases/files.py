@@ -13,7 +13,6 @@ import numpy as np
 
 from skymemory.index.radix import BlockInfo
 from skymemory.keys import first_ring
-from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.cachegen import CacheGen
 from skymemory.kv.context import CacheContext
 from skymemory.store.named import get_named, put_named
@@ -22,13 +21,18 @@ from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import load_plan, save_plan
 
 try:
-    from skymemory.cache.blocks import BlockCache
+    from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts
     from skymemory.cache.predictor import Habit, Predictor
     from skymemory.cache.prefetching import read_habits, save_habits
     from skymemory.conductor.prefix_index.replicated import Held, Snapshot, pack_snapshot, unpack_snapshot
+    from skymemory.kv.block import KVLayout
     from skymemory.kv.codec.base import RAW
     from skymemory.store.disk import DiskStore
     from skymemory.store.sky.shared_index import SharedIndex
+
+    def _load(cache: BlockCache, tokens: Any, engine: Any) -> LoadResult:
+        return Parts([Part(cache)]).load(tokens, [engine])
+
 except ImportError:  # the older release, where they stood elsewhere
     from importlib import import_module
 
@@ -41,9 +45,14 @@ except ImportError:  # the older release, where they stood elsewhere
     Held, Snapshot, pack_snapshot, unpack_snapshot = _from(
         "conductor.prefix_index.snapshot", "Held", "Snapshot", "pack_snapshot", "unpack_snapshot"
     )
+    (KVLayout,) = _from("kv.layout", "KVLayout")
     (RAW,) = _from("kv.codec.raw", "RAW")
     (DiskStore,) = _from("store.disk.store", "DiskStore")
     (SharedIndex,) = _from("store.shared_index", "SharedIndex")
+
+    def _load(cache: Any, tokens: Any, engine: Any) -> Any:
+        return cache.load(tokens, lambda found: engine)
+
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
 CONTEXT = CacheContext("m", "w", "t", LAYOUT.dtype, LAYOUT.describe(), lossless=False, block_tokens=4, tenant_salt=b"")
@@ -107,7 +116,7 @@ def check(folder: Path) -> None:
     for first in (0, 1000):
         cache = BlockCache(CONTEXT, LAYOUT, disk, readable=[CacheGen()])
         engine = Engine()
-        result = cache.load(np.append(TOKENS + first, 7), lambda found, engine=engine: engine)
+        result = _load(cache, np.append(TOKENS + first, 7), engine)
         assert (result.loaded_blocks, result.failed_blocks) == (16, {}), result
         assert engine.worst == 0 if first == 0 else 0 < engine.worst < 2
     assert bytes(get_named(disk, "greeting").value or b"") == b"hello"

@@ -16,9 +16,8 @@ from tests.contract.forked import in_child
 from tests.contract.store_contract import chain, key, value
 from tests.store.conftest import store_on, udp_sky
 
-from skymemory.cache.blocks import BlockCache
+from skymemory.cache.blocks import BlockCache, Part, Parts
 from skymemory.cache.cake.cake import Cake, CakeSettings
-from skymemory.cache.parts import Part, Parts
 from skymemory.errors import WrongProcess
 from skymemory.index.radix import BlockInfo
 from skymemory.store.base import Store

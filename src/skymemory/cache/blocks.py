@@ -1,10 +1,14 @@
-"""BlockCache: loads and saves a prompt's blocks, for any engine and any store.
+"""Loads and saves a prompt's blocks, for any engine and any store.
 
-It sees token ids, hashes, tiers and seconds; never tensors, never satellites. An engine passes a sink for loaded blocks
-and a source of blocks to save. Failures of the store become misses here.
+It sees token ids, hashes, tiers and seconds; never tensors, never satellites. An engine passes sinks for loaded blocks
+and sources of blocks to save. Failures of the store become misses here.
 
-A load: hash the prompt's blocks, look up the longest stored prefix, lease it in batches, and for each batch fetch, then
-verify, decode and place block by block. The first block that fails ends the prefix.
+A load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches, and for each
+batch fetch, then verify, decode and place block by block (``BlockCache.load_found``). The first block that fails ends
+the prefix.
+
+Below: results (``LoadResult``, ``StoreResult``), ``BlockCache`` (the blocks of one context), and ``Parts``: a model has
+one part, or one for each attention window.
 """
 
 from __future__ import annotations
@@ -12,14 +16,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from skymemory.cache.patience import ComputeRate, recompute_cost
-from skymemory.cache.results import LoadResult
 from skymemory.errors import (
     CodecUnavailable,
     InvalidInput,
@@ -36,6 +42,7 @@ from skymemory.kv.value import LATER_VERSION, PAYLOAD_AT, ForeignBlock, block_he
 from skymemory.metrics import Counters
 from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store
 from skymemory.store.sealed import NOT_AUTHENTIC
+from skymemory.units import format_duration, format_size
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +72,130 @@ class BlockSource(Protocol):
 
     def read(self, index: int, out: memoryview) -> None:
         """Write block ``index``'s raw bytes (``KVLayout.shape``, C order) into ``out``."""
+
+
+# --- results: tokens by source, bytes, and seconds by phase ---
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """One prompt looked up. ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``, always."""
+
+    prompt_tokens: int
+    hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens supplied, by tier; a full hit still leaves the last token to compute."""
+    blocks: int = 0
+    """Full blocks in the prompt."""
+    found_blocks: int = 0
+    """Leading blocks that the lookup found."""
+    loaded_blocks: int = 0
+    """Leading blocks that were loaded and valid; of layers with a window, those in sight of their end."""
+    failed_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
+    not_found: str = ""
+    """Why the first block behind those found is missing: "absent", "unreachable", "uncertain" …; "shorter than a block"
+    for a prompt without a full block; empty if all were found.
+    """
+    size_bytes: int = 0
+    """Bytes fetched and used, as stored."""
+    retransmitted: int = 0
+    """Packets that the tier had to request again."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, in order: tokenize, hash, lookup, then fetch and decode, or cake."""
+    loader: LoaderResult | None = None
+    """With Cake: what was computed meanwhile, and where both sides met."""
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.hit_tokens.values())
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens not supplied, at least one unless the prompt is empty. With Cake some are computed already."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens that the model still has to compute."""
+        if self.loader is None:
+            return self.computed_tokens
+        return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last one, for its logits
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def describe(self) -> str:
+        """One line for people and logs."""
+        tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in self.hit_tokens.items())
+        failed = "".join(f", {count} blocks {reason}" for reason, count in self.failed_blocks.items())
+        if self.not_found and not self.failed_blocks:
+            failed = f", the next is {self.not_found}" if self.blocks else f", {self.not_found}"
+        meanwhile = ""
+        if self.loader is not None:
+            met = self.loader.met_at_token
+            meanwhile = f", {self.loader.computed_tokens} computed" + (f" (met at {met})" if met is not None else "")
+        return (
+            f"{self.prompt_tokens} tokens: {tiers or 'none cached'}{meanwhile}, {self.left_tokens} to compute; "
+            f"{self.loaded_blocks} of {self.blocks} blocks, {format_size(self.size_bytes)} in "
+            f"{format_duration(self.total_s)}{failed}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """One prompt's blocks stored. ``blocks == present + stored + refused``."""
+
+    prompt_tokens: int
+    blocks: int = 0
+    """Full blocks in the prompt."""
+    present_blocks: int = 0
+    """Stored before (or being stored by another client)."""
+    stored_blocks: int = 0
+    refused_blocks: int = 0
+    """Not acknowledged: no room, no answer, or no source to store them from."""
+    prefilled_tokens: int = 0
+    """Tokens computed only to be stored; 0 after a generate."""
+    size_bytes: int = 0
+    """Bytes stored, headers included."""
+    raw_bytes: int = 0
+    """The same blocks before the codec."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, in order: tokenize, hash, lookup, prefill, encode, store."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def describe(self) -> str:
+        """One line for people and logs."""
+        if not self.blocks:
+            return f"{self.prompt_tokens} tokens: shorter than a block, 0 blocks to store"
+        refused = f", {self.refused_blocks} refused" if self.refused_blocks else ""
+        return (
+            f"{self.prompt_tokens} tokens: {self.stored_blocks} of {self.blocks} blocks stored, "
+            f"{self.present_blocks} there before{refused}; {format_size(self.size_bytes)} in "
+            f"{format_duration(self.total_s)}, {self.prefilled_tokens} tokens computed for it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderResult:
+    """What Cake computed and loaded of one prompt."""
+
+    resident_tokens: int
+    computed_tokens: int
+    loaded_tokens: int
+    loaded_bytes: int
+    met_at_token: int | None
+    """First token of the chunk where both sides met; None if one side did all, or before the end."""
+    wasted_bytes: int
+    """Bytes of cancelled, late or failed loads."""
+    wasted_tokens: int
+    """Tokens computed for chunks that were loaded first."""
+    failed_loads: int
+    seconds: float
+    aborted: bool
 
 
 class PhaseClock:
@@ -103,13 +234,6 @@ class LoadTally:
     """Failed blocks, by reason."""
     size_bytes: int = 0
     retransmitted: int = 0
-
-    def tokens_by_tier(self, block_tokens: int, limit_tokens: int) -> dict[str, int]:
-        """Tokens each tier supplied, up to ``limit_tokens`` in all."""
-        tokens: Counter[str] = Counter()
-        for index, tier in enumerate(self.tiers):
-            tokens[tier] += min(limit_tokens - index * block_tokens, block_tokens)
-        return dict(tokens)
 
 
 class BlockCache:
@@ -159,52 +283,6 @@ class BlockCache:
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         """Chained hashes of the full blocks of ``tokens``."""
         return hash_blocks(self._digest, tokens, self.layout.block_tokens)
-
-    def load(
-        self,
-        tokens: Tokens,
-        open_sink: Callable[[int], BlockSink],
-        *,
-        limit_tokens: int | None = None,
-        seconds: dict[str, float] | None = None,
-        account: bool = True,
-    ) -> LoadResult:
-        """Place the longest cached prefix of ``tokens`` in the sink that ``open_sink(found_blocks)`` returns.
-
-        ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). ``account=False`` keeps this
-        load out of the token counters.
-        """
-        self.owner.check()
-        phase = PhaseClock(self.clock, seconds if seconds is not None else {})
-        count = len(tokens)
-        limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)
-        wanted = min(count // self.layout.block_tokens, -(-limit_tokens // self.layout.block_tokens))
-        with phase("hash"):
-            hashes = self.hashes(tokens)
-        if self.on_prompt is not None:
-            self.on_prompt(hashes)
-        computing_s = self.compute.seconds(count)
-        tally = LoadTally()
-        with recompute_cost(computing_s):
-            with phase("lookup"):
-                found = self.prefix(hashes[:wanted])
-                not_found = self.miss_reason(hashes[found]) if found < wanted else "" if hashes else TOO_SHORT
-            if found:
-                self.load_found(hashes[:found], open_sink(found), tally, phase, computing_s)
-        result = LoadResult(
-            prompt_tokens=count,
-            hit_tokens=tally.tokens_by_tier(self.layout.block_tokens, limit_tokens),
-            blocks=len(hashes),
-            found_blocks=found,
-            not_found=not_found,
-            loaded_blocks=len(tally.tiers),
-            failed_blocks=dict(tally.failed),
-            size_bytes=tally.size_bytes,
-            retransmitted=tally.retransmitted,
-            seconds=phase.seconds,
-        )
-        self.count_load(result, account)
-        return result
 
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
@@ -476,3 +554,285 @@ class BlockCache:
         self.counters.add("computed_tokens_total", result.computed_tokens)
         for tier, tokens in result.hit_tokens.items():
             self.counters.add("hit_tokens_total", tokens, tier)
+
+
+# --- parts: the blocks of a model with sliding-window layers, stored separately for each attention span ---
+#
+# A part is a group of layers with the same window; a block holds its tokens' keys and values of one part. To continue
+# behind a prefix the model needs all blocks of a part without a window, and of a windowed part only those in the window
+# of the next token. So the prefix found is the longest at whose end every part has what it needs.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers with the same attention window, and their blocks."""
+
+    blocks: BlockCache
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None: all before it."""
+
+    def seen(self, tokens: int) -> range:
+        """The blocks that the token behind the first ``tokens`` attends to, even in part."""
+        block = self.blocks.layout.block_tokens
+        first = 0 if self.window is None else max(0, tokens - self.window + 1)
+        return range(first // block, -(-tokens // block))
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Result of ``Parts.save``."""
+
+    blocks: int = 0
+    """Blocks of the first part."""
+    size_bytes: int = 0
+    raw_bytes: int = 0
+    """The same blocks before the codec."""
+
+    def __add__(self, other: Saved) -> Saved:
+        return Saved(self.blocks + other.blocks, self.size_bytes + other.size_bytes, self.raw_bytes + other.raw_bytes)
+
+
+class Parts:
+    """All parts of one model in one store; the one without a window, if any, is the first.
+
+    Blocks and tokens are counted for the first part, bytes for all.
+    """
+
+    def __init__(self, parts: Sequence[Part], compute: ComputeRate | None = None) -> None:
+        """``compute``: the engine's speed, if it was measured before."""
+        self.parts = tuple(parts)
+        self.first = parts[0].blocks
+        for part in parts:
+            part.blocks.compute = compute if compute is not None else self.first.compute
+
+    @property
+    def value_bytes(self) -> int:
+        """Stored bytes of all parts of a block, before any codec."""
+        return sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in self.parts)
+
+    def hashes(self, tokens: Tokens) -> list[list[BlockHash]]:
+        """For each part, the hashes of the full blocks of ``tokens``."""
+        return [part.blocks.hashes(tokens) for part in self.parts]
+
+    def missing(self, hashes: Sequence[Sequence[BlockHash]]) -> list[list[int]]:
+        """``BlockCache.missing`` for each part."""
+        return [part.blocks.missing(chain) if chain else [] for part, chain in zip(self.parts, hashes, strict=True)]
+
+    def load(
+        self,
+        tokens: Tokens,
+        sinks: Sequence[BlockSink],
+        *,
+        limit_tokens: int | None = None,
+        seconds: dict[str, float] | None = None,
+        account: bool = True,
+    ) -> LoadResult:
+        """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the blocks in
+        sight of the prefix's end.
+
+        ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). ``account=False`` keeps this
+        load out of the token counters.
+        """
+        first = self.first
+        first.owner.check()
+        phase = PhaseClock(first.clock, seconds if seconds is not None else {})
+        count, block = len(tokens), first.layout.block_tokens
+        limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)
+        with phase("hash"):
+            hashes = self.hashes(tokens)
+        if first.on_prompt is not None:
+            for chain in hashes:
+                first.on_prompt(chain)
+        loading = _Loading(self.parts, hashes, sinks, limit_tokens, phase, first.compute.seconds(count))
+        with recompute_cost(loading.computing_s):
+            with phase("lookup"):
+                wanted = min(count // block, -(-limit_tokens // block))
+                found = loading.found(wanted)
+                not_found = loading.miss_reason(found) if found < wanted else "" if hashes[0] else TOO_SHORT
+            loaded = loading.load(found)
+        result = LoadResult(
+            prompt_tokens=count,
+            hit_tokens=loading.tokens_by_tier(loaded),
+            blocks=len(hashes[0]),
+            found_blocks=found,
+            not_found=not_found,
+            loaded_blocks=loaded,
+            failed_blocks=loading.failures(found - loaded),
+            size_bytes=loading.size_bytes,
+            retransmitted=loading.retransmitted,
+            seconds=phase.seconds,
+        )
+        first.count_load(result, account)
+        return result
+
+    def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
+        """Place the ``wanted`` blocks (ascending) of each part, as far as they can be loaded; none in a forked child,
+        which does not own the store.
+        """
+        if self.first.owner.elsewhere:
+            return
+        computing_s = self.first.compute.seconds(len(tokens))
+        for part, chain, sink, indices in zip(self.parts, self.hashes(tokens), sinks, wanted, strict=True):
+            if asked := chain[indices[0] : indices[-1] + 1] if indices else []:
+                tally = LoadTally()
+                with recompute_cost(computing_s):
+                    part.blocks.load_found(
+                        asked, _From(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
+                    )
+                self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
+
+    def __deepcopy__(self, memo: object) -> Parts:
+        """A copied cache uses the same store."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A cache from another process has no store here."""
+        return type(None), ()
+
+    def save(
+        self,
+        hashes: Sequence[Sequence[BlockHash]],
+        wanted: Sequence[Sequence[int]],
+        sources: Sequence[BlockSource],
+        seconds: dict[str, float] | None = None,
+    ) -> Saved:
+        """Store the ``wanted`` blocks of each part; the first part last, as lookups start with it."""
+        saved = Saved()
+        for number in reversed(range(len(self.parts))):
+            blocks = self.parts[number].blocks
+            stored, size_bytes = blocks.save(
+                hashes[number], wanted[number], sources[number], seconds, account=not number
+            )
+            saved += Saved(0 if number else stored, size_bytes, stored * blocks.layout.block_bytes)
+        return saved
+
+
+class _Loading:
+    """One prompt's load: which blocks of each part the store has, and which are in place."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        hashes: Sequence[list[BlockHash]],
+        sinks: Sequence[BlockSink],
+        limit_tokens: int,
+        phase: PhaseClock,
+        computing_s: float | None,
+    ) -> None:
+        self._parts = parts
+        self._hashes = hashes
+        self._sinks = sinks
+        self._limit_tokens = limit_tokens
+        self._phase = phase
+        self.computing_s = computing_s
+        self._windows = [number for number, part in enumerate(parts) if part.window is not None]
+        self._known: list[dict[int, bool]] = [{} for _ in parts]
+        self._placed: list[dict[int, str]] = [{} for _ in parts]
+        """For each part, the tier of each block that is in place."""
+        self._failed: Counter[str] = Counter()
+        self.size_bytes = 0
+        self.retransmitted = 0
+
+    def _end(self, blocks: int) -> int:
+        return min(blocks * self._parts[0].blocks.layout.block_tokens, self._limit_tokens)
+
+    def found(self, wanted: int) -> int:
+        """The longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
+        if self._parts[0].window is None:
+            wanted = self._parts[0].blocks.prefix(self._hashes[0][:wanted])
+            self._known[0] = {wanted: False}
+        return self._longest(wanted)
+
+    def _longest(self, most: int) -> int:
+        """The longest prefix, up to ``most`` blocks, at whose end all windowed parts have what is in sight."""
+        if most and all(self._stored(number, self._seen(number, most)).all() for number in self._windows):
+            return most
+        good = np.ones(most + 1, bool)
+        for number in self._windows if most else ():
+            lacking = np.concatenate([[0], np.cumsum(~self._stored(number, range(most)))])
+            for blocks in range(1, most + 1):
+                seen = self._seen(number, blocks)
+                good[blocks] &= bool(lacking[seen.stop] == lacking[seen.start])
+        return int(np.flatnonzero(good)[-1])
+
+    def _seen(self, number: int, blocks: int) -> range:
+        return self._parts[number].seen(self._end(blocks))
+
+    def _stored(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
+        """Of these blocks of a part, whether the store has them; each is looked up once."""
+        known = self._known[number]
+        if unknown := [index for index in indices if index not in known]:
+            asked = range(unknown[0], unknown[-1] + 1)
+            presence = self._parts[number].blocks.stored(self._hashes[number][asked.start : asked.stop])
+            for index, present in zip(asked, presence, strict=True):
+                known.setdefault(index, present)  # a failed load outweighs the lookup
+        return np.array([known[index] for index in indices], bool)
+
+    def miss_reason(self, found: int) -> str:
+        """Why no more than ``found`` blocks were found: the reason of the first missing block behind them."""
+        for number, part in enumerate(self._parts):
+            seen = self._seen(number, found + 1) if part.window is not None else range(found, found + 1)
+            for index in seen:
+                if not self._known[number].get(index, True):
+                    return part.blocks.miss_reason(self._hashes[number][index])
+        return ""
+
+    def load(self, found: int) -> int:
+        """Place what is needed of the first ``found`` blocks; returns the length of the prefix that is in place."""
+        loaded = found
+        if found and self._parts[0].window is None:
+            self._place(0, range(found))
+            loaded = len(self._placed[0])
+        while loaded := self._longest(loaded):
+            if all(self._place(number, self._seen(number, loaded)) for number in self._windows):
+                break
+            if "deadline" in self._failed:
+                return 0
+        return loaded
+
+    def _place(self, number: int, indices: range) -> bool:
+        """Place the blocks of a part that are not in place yet; whether all succeeded."""
+        placed, blocks = self._placed[number], self._parts[number].blocks
+        rest = [index for index in indices if index not in placed]
+        if not rest:
+            return True
+        start, stop = rest[0], rest[-1] + 1
+        tally = LoadTally()
+        sink = _From(self._sinks[number], start)
+        blocks.load_found(self._hashes[number][start:stop], sink, tally, self._phase, self.computing_s)
+        placed.update(enumerate(tally.tiers, start))
+        self.size_bytes += tally.size_bytes
+        self.retransmitted += tally.retransmitted
+        if tally.failed:
+            self._known[number][start + len(tally.tiers)] = False
+            self._failed[next(iter(tally.failed))] += 1
+        return not tally.failed
+
+    def tokens_by_tier(self, loaded: int) -> dict[str, int]:
+        """Tokens that each tier supplied in the first ``loaded`` blocks, up to the limit; those of blocks out of every
+        window, which were not loaded, count for the tier of the first that was.
+        """
+        placed = next((there for there in self._placed if there), {})
+        nearest = next(iter(placed.values()), "")
+        tokens: Counter[str] = Counter()
+        for index in range(loaded):
+            tokens[placed.get(index, nearest)] += self._end(index + 1) - self._end(index)
+        return dict(tokens)
+
+    def failures(self, blocks: int) -> dict[str, int]:
+        """Reasons for ``blocks`` blocks that were found and are not used."""
+        if not blocks:
+            return {}
+        reason = next(iter(self._failed))
+        return {reason: 1, "behind a failed block": blocks - 1} if blocks > 1 else {reason: 1}
+
+
+class _From:
+    """A sink whose block 0 is block ``first`` of ``sink``."""
+
+    def __init__(self, sink: BlockSink, first: int) -> None:
+        self._sink = sink
+        self._first = first
+
+    def place(self, index: int, block: memoryview) -> None:
+        self._sink.place(self._first + index, block)

@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
 from skymemory.engine.models import ready_model
 from skymemory.engine.quantizers import codec_of, one_thread
-from skymemory.engine.substance import weights_digest
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
 from skymemory.kv.context import DEFAULT_BLOCK_TOKENS as BLOCK_TOKENS

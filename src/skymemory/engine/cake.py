@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from skymemory.cache.blocks import LoadResult
 from skymemory.cache.cake.cake import Cake, Sides
 from skymemory.cache.cake.scheduler import ComputeStep
 from skymemory.cache.cake.session import LoadingSession
-from skymemory.cache.results import LoadResult
 from skymemory.engine.kv_cache import SkyCache, Tokens
 from skymemory.engine.prompts import TokenIds, at_positions, flat_ids, forward_options
 from skymemory.errors import InvalidInput

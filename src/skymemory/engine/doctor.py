@@ -1,4 +1,6 @@
-"""Diagnoses a hit rate of 0: tries model, tokenizer and store as a request would, with one finding for each."""
+"""Checks of a user's own set-up: why is the hit rate 0 (``examine``), and does the cache change what the model says
+(``measure_logit_distance``: equal logits in float32, within rounding in 16 bits)?
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.cache.blocks import FAILING_REASONS
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.prompts import TokenIds, flat_ids
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.store.base import Store
 from skymemory.units import format_duration, format_size
@@ -152,3 +155,56 @@ def _compared(ours: Mapping[str, object], theirs: Mapping[str, object]) -> Findi
         return Finding("contexts", False, "they differ in the tenant's salt alone, which is not shown")
     words = "; ".join(f"{name}: {ours[name]} here, {theirs.get(name)} there" for name in differing)
     return Finding("contexts", False, f"nothing is shared, for they differ in {words}")
+
+
+# --- does the cache change what the model says? ---
+
+
+@dataclass(frozen=True, slots=True)
+class LogitDistance:
+    """Next-token logits with the cache against those without, in the units of the logits."""
+
+    max_abs: float
+    rms: float
+    spread: float
+    """Standard deviation of the logits, for comparison with ``rms``."""
+    same_choice: bool
+    """Whether greedy decoding would choose the same next token."""
+    choice_margin: float
+    """Lead of the best token over the second without the cache."""
+
+    def describe(self) -> str:
+        """One line for people and logs."""
+        choice = "same" if self.same_choice else "another"
+        return (
+            f"logits differ by {self.rms:.2g} rms, {self.max_abs:.2g} at most (their spread is {self.spread:.2g}); "
+            f"{choice} next token, which led by {self.choice_margin:.2g}"
+        )
+
+
+def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDistance:
+    """Distance between two rows of logits of one vocabulary."""
+    reference, other = without.detach().float().flatten(), with_cache.detach().float().flatten()
+    difference = (reference - other).abs()
+    best = reference.topk(2).values
+    return LogitDistance(
+        max_abs=float(difference.max()),
+        rms=float(difference.square().mean().sqrt()),
+        spread=float(reference.std()),
+        same_choice=bool(reference.argmax() == other.argmax()),
+        choice_margin=float(best[0] - best[1]),
+    )
+
+
+def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | None = None) -> torch.Tensor:
+    """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
+    tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
+    cache = kvc.get_cache_ids(ids) if kvc is not None else None
+    start = cache.begin() if cache is not None else 0
+    with torch.inference_mode():
+        return model(input_ids=tokens[:, start:], past_key_values=cache, use_cache=cache is not None).logits[0, -1]
+
+
+def measure_logit_distance(kvc: KVCManager, ids: TokenIds) -> LogitDistance:
+    """Runs the model of ``kvc`` over ``ids`` without and with its cache, and compares the next-token logits."""
+    return logit_distance(next_token_logits(kvc.model, ids), next_token_logits(kvc.model, ids, kvc))

@@ -20,9 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from skymemory.cache.patience import ComputeRate
+from skymemory.engine.identity import Care
 from skymemory.engine.kv_cache import SkyCache, Tokens
 from skymemory.engine.prompts import at_positions, forward_options
-from skymemory.engine.substance import Care
 from skymemory.errors import CacheMisuse
 from skymemory.kv.context import CacheContext
 from skymemory.metrics import Counters

@@ -20,11 +20,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from skymemory.cache.blocks import BlockCache, PhaseClock
+from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, PhaseClock, Saved, StoreResult
 from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
-from skymemory.cache.parts import Part, Parts, Saved
 from skymemory.cache.patience import ComputeRate
-from skymemory.cache.results import LoadResult, StoreResult
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.guard import ComputeClock, Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest

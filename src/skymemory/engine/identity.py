@@ -1,7 +1,7 @@
-"""The identity of a model's KV cache (its context), and probes that refuse models a cache would change.
+"""What names a model in the context of its blocks, and whether it is still the same model.
 
-At construction: ``check_supported`` (configuration), ``probe_layout`` (what the model writes), ``check_goes_on`` (the
-same logits with a cache as without). At each use: ``Identity.renew``.
+``Identity`` is asked before each use. A digest of all weights takes about a second, a check for changes about 0.1 ms:
+so each use checks, and only changed tensors are hashed again (``Substance``).
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.configuration_utils import PretrainedConfig
 
-from skymemory.engine.kv_cache import LAYERS, CacheSource, LayerGroup, LayerKind, RoomPool, SkyCache, groups_of
-from skymemory.engine.prompts import at_positions, media_tokens
+from skymemory.engine.kv_cache import LayerGroup, groups_of
+from skymemory.engine.probe import check_goes_on, check_supported, kinds_of, probe_layout
 from skymemory.engine.states import States
-from skymemory.engine.substance import Care, Substance, foreign_code, foreign_hook
-from skymemory.errors import InvalidInput, UnsupportedModel
-from skymemory.kv.block import ITEM_BYTES, KVLayout
+from skymemory.errors import UnsupportedModel
+from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
-
 
 _NOT_IDENTITY = (
     "_name_or_path",
@@ -45,11 +49,21 @@ _NOT_IDENTITY = (
     "problem_type",
 )
 """Configuration fields that do not affect keys and values (dtype is in the layout)."""
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 """Implementations that compute the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
 """Implementations that compute the same experts."""
+
+
+class Care(IntEnum):
+    """How closely to check a model for changes."""
+
+    STEP = 0
+    """A decoding step: settings, such as active adapters."""
+    CALL = 1
+    """Also modules and tensors: the same objects, not written to."""
+    USE = 2
+    """Also additions, modes, code, and samples of the numbers."""
 
 
 class Identity:
@@ -74,13 +88,7 @@ class Identity:
         self._context_of = context_of
         self._substance = Substance(model)
         self._conditions = conditions()
-        check_supported(model)
-        self._check_hooks()
-        self.layout, states = probe_layout(model, block_tokens)
-        self.states = states if states else None
-        self.kinds = kinds_of(model)
-        self.groups = groups_of(self.kinds)
-        check_goes_on(model, self.layout, self.kinds, states)
+        self._probe()
         self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
 
     def renew(self) -> bool:
@@ -92,16 +100,27 @@ class Identity:
         self._check_hooks()
         if now == self._conditions and not self._substance.changed():
             return False
-        check_supported(self._model)
         before = self.context
-        layout, states = probe_layout(self._model, self._block_tokens)
-        kinds = kinds_of(self._model)
-        check_goes_on(self._model, layout, kinds, states)
-        self.layout, self.states = layout, states if states else None
-        self.kinds, self.groups = kinds, groups_of(kinds)
+        self._probe()
         self._conditions = now
         self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
         return self.context != before
+
+    def _probe(self) -> None:
+        """What the model writes, as it is now. Raises UnsupportedModel or InvalidInput, and changes nothing then."""
+        model = self._model
+        check_supported(model)
+        if where := foreign_code(model):
+            raise UnsupportedModel(
+                f"{type(model).__name__} runs replaced code on a {where}, whose effect on the results is unknown: give "
+                "the class a name of its own"
+            )
+        self._check_hooks()
+        layout, states = probe_layout(model, self._block_tokens)
+        kinds = kinds_of(model)
+        check_goes_on(model, layout, kinds, states)
+        self.layout, self.states = layout, states if states else None
+        self.kinds, self.groups = kinds, groups_of(kinds)
 
     def same(self, context: CacheContext | None, care: Care = Care.USE) -> bool:
         """Whether the model is unchanged and its context is ``context``; with ``Care.USE`` also without hooks."""
@@ -140,110 +159,6 @@ def conditions() -> str:
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         found.append(f"float32 matmul {precision}")
     return "".join(f" ({one})" for one in found)
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModel unless block i of the cache depends on tokens 0..i only and is kept completely."""
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config") or not hasattr(model, "can_generate"):
-        raise InvalidInput(
-            f"expected a loaded transformers model, got {type(model).__name__}"
-            + (f": AutoModelForCausalLM.from_pretrained({model!r}) loads one" if isinstance(model, str) else "")
-        )
-    name = type(model).__name__
-    config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder or not model.can_generate():
-        raise UnsupportedModel(f"{name} is not a decoder-only language model: its cache is not a token prefix")
-    odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in LAYERS})
-    if odd or not model._supports_default_dynamic_cache():
-        raise UnsupportedModel(
-            f"{name} caches something other than tokens' keys and values, or recurrent states "
-            f"({', '.join(odd) or 'no standard cache'})"
-        )
-    implementation = getattr(model.generation_config, "cache_implementation", None)
-    if implementation not in (None, "dynamic"):
-        raise UnsupportedModel(
-            f"{name} generates with cache_implementation={implementation!r}: set it to None, since a cache is passed in"
-        )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)  # before 5
-    if rope_type := next((kind for kind in _rope_types(rope) if kind in _LENGTH_DEPENDENT_ROPE), ""):
-        raise UnsupportedModel(
-            f"{name} scales its positions with the length of the text (rope type {rope_type!r}): a block then has no "
-            "single value that could be cached"
-        )
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
-        raise UnsupportedModel(f"{name} looks ahead: a block then depends on the tokens behind it")
-    if len(set(map(str, (getattr(model, "hf_device_map", None) or {"": model.device}).values()))) > 1:
-        raise UnsupportedModel(f"{name} is spread over several devices: only one is supported")
-    if any(_drops_out(part) for part in model.modules()):
-        raise InvalidInput(f"{name} is in training mode and drops out at random: call model.eval() first")
-    if any(weights.is_meta for weights in model.parameters()):
-        raise UnsupportedModel(f"{name} has weights that are not in memory (offloaded): they cannot be hashed")
-    if where := foreign_code(model):
-        raise UnsupportedModel(
-            f"{name} runs replaced code on a {where}, whose effect on the results is unknown: give the class a name of "
-            "its own"
-        )
-
-
-def _rope_types(parameters: object) -> list[str]:
-    """Rope types of the model, or of each kind of layer."""
-    if not isinstance(parameters, dict):
-        return []
-    own = str(parameters.get("rope_type", parameters.get("type", "default")))
-    return [own, *(kind for part in parameters.values() for kind in _rope_types(part))]
-
-
-def _drops_out(module: torch.nn.Module) -> bool:
-    """Whether its output is random (dropout, jitter)."""
-    if not module.training:
-        return False
-    if isinstance(module, _DropoutNd):
-        return bool(module.p > 0)
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
-        for name, value in vars(module).items()
-    )
-
-
-def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
-    """The layout that the model writes, and its recurrent states: found by running it over two tokens."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    try:
-        with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except FAILURES as error:
-        raise UnsupportedModel(f"{type(model).__name__} cannot be run over two tokens and a cache: {error}") from error
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    shapes = {
-        (tuple(layer.keys.shape), tuple(layer.values.shape), str(layer.keys.dtype).removeprefix("torch."))
-        for layer in layers
-        if layer.keys is not None
-    }
-    if len(shapes) != 1 or any(layer.keys is None for layer in layers):
-        raise UnsupportedModel(
-            f"{type(model).__name__} writes tensors of several shapes {sorted(shapes)}: all layers with attention must "
-            "be alike, and there must be one"
-        )
-    (keys, values, dtype) = shapes.pop()
-    if len(keys) != 4 or keys[:3] != (1, keys[1], 2) or keys[:3] != values[:3] or dtype not in ITEM_BYTES:
-        raise UnsupportedModel(
-            f"{type(model).__name__} writes {dtype} tensors of shapes {keys} and {values} for two tokens: expected "
-            f"(1, kv_heads, 2, width) in {', '.join(ITEM_BYTES)}"
-        )
-    return KVLayout(len(layers), keys[1], keys[3], block_tokens, dtype, values[3]), States(cache.layers)
-
-
-def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What each layer stores."""
-    return tuple(
-        LayerKind(
-            isinstance(layer, DynamicLayer),
-            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None,
-            getattr(layer, "number_of_states", 0),
-        )
-        for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    )
 
 
 def model_identity(model: PreTrainedModel) -> str:
@@ -285,150 +200,412 @@ def _backend_text(backend: Any) -> str:
     return json.dumps({name: value for name, value in fields.items() if name not in ("truncation", "padding")})
 
 
-# --- probe: does the model continue from a cache as if it had computed it? ---
+# --- substance: the tensors and settings that determine a model's results ---
 
-_BLOCK_TOKENS = 4
-_FRONT_BLOCKS, _TOKENS = 4, 24
-_TOLERANCE = {"float32": 0.02}
-"""Share of the logits' spread; 16-bit rounding is of that order, a wrong position far beyond."""
-_TOLERANCE_16_BIT = 0.5
-_OTHER = 100.0
-"""Added to a state: changes the logits behind it if the model reads the state at all."""
-FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""What models raise for inputs that they do not support."""
+_PIECE_BYTES = 32 << 20
+_SETTING = (bool, int, float, str, type(None), torch.dtype)
+_OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
+    "name_or_path",
+    "warnings_issued",
+    "_is_hf_initialized",
+    "_hf_hook",
+    "layer_idx",
+    "max_seq_len_cached",
+    "_keep_in_fp32_modules_set",
+    "_no_split_modules",
+    "_tp_plan",
+    "_ep_plan",
+    "_pp_plan",
+    "model_tags",
+}
+"""Attributes of a module that do not affect what it computes."""
+
+_HARMLESS = "transformers.utils.output_capturing"
+"""Its hooks stay on the model after hidden states were requested once."""
+
+_TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
+"""Packages whose replacements of a module's code give the same results, or are determined by tensors and settings."""
+
+_SAMPLE = 16
+"""Elements of each tensor that are compared: writes through ``.data`` or numpy, which torch does not count, mostly
+change all of a tensor.
+"""
+
+_Look = tuple[object, ...]
 
 
-def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
-    """Run the model over a few tokens at once, and in two parts with our cache between them.
+@dataclass(slots=True)
+class _Digested:
+    """A tensor's state when it was hashed."""
 
-    Raises UnsupportedModel if the logits differ by more than rounding, the second part fails, or does not depend on
-    the recurrent states before it (their effect is often below 16-bit rounding and grows in decoding); or if tokens
-    outside a window make a difference.
+    tensor: weakref.ref[torch.Tensor]
+    look: _Look
+    pieces: list[bytes]
+
+
+class _OneOf(frozenset[str]):
+    """Equal to each of its elements."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and other in self
+
+    __hash__ = frozenset.__hash__
+
+
+_SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
+"""Implementations of the same experts: on a GPU ``generate`` switches between them for decoding."""
+
+
+class _Rows:
+    """Values in many containers, compared as fast as Python can: a decoding step waits for it."""
+
+    def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
+        """``rows``: container, key, value."""
+        rows = list(rows)
+        self._places = [(holder, key) for holder, key, _ in rows]
+        self._before = [value for *_, value in rows]
+
+    def held(self) -> list[Any] | None:
+        """The current values, if they are the same objects."""
+        try:
+            now = [holder[key] for holder, key in self._places]
+        except (KeyError, IndexError):
+            return None
+        return now if all(map(is_, now, self._before)) else None
+
+    def equal(self) -> bool:
+        return [holder.get(key) for holder, key in self._places] == self._before
+
+
+class _Seen:
+    """A model's state when it was hashed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = _modules(model)
+        parts = [part for module in modules for part in (module._modules, module._parameters, module._buffers)]
+        self._parts: list[Sized] = parts
+        """Dictionaries of children and tensors."""
+        self._sizes = list(map(len, parts))
+        self._children = _Rows(
+            (part._modules, name, child) for part in modules for name, child in part._modules.items()
+        )
+        tensors = [
+            (held, name, tensor)
+            for module in modules
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        tensors += [(holder, key, tensor) for module in modules for _, holder, key, tensor in _loose(module)]
+        self._tensors = _Rows(tensors)
+        counted = [_is_counted(tensor) for *_, tensor in tensors]
+        self._counted = counted if not all(counted) else []
+        """One per tensor; empty: all are counted."""
+        self._looks = self._look(tensor for *_, tensor in tensors)
+        settings = [
+            (module.__dict__, name, value)
+            for module in modules
+            if type(module) is not torch.nn.Linear  # it reads none of them
+            for name, value in _settings(module).items()
+        ]
+        settings.append((model.__dict__, "training", model.training))
+        for config in _configs(model):
+            settings += [
+                (vars(config), name, _SAME_EXPERTS if _computes_experts(name, value) else value)
+                for name, value in _plain_of(vars(config)).items()
+            ]
+        self._settings = _Rows(settings)
+        self._modes = _Rows(
+            (module.__dict__, name, module.__dict__.get(name)) for module in modules for name in ("training", "forward")
+        )
+        self._code = [(kind, kind.forward) for kind in _classes(model)]
+        """Classes, with what they run."""
+        views: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for *_, tensor in tensors:
+            for view in _sampled(tensor):
+                views.setdefault((view.dtype, view.device), []).append(view)
+        self._samples = [(of_one_kind, _bytes_of(of_one_kind)) for of_one_kind in views.values()]
+
+    def same(self, care: Care = Care.USE) -> bool:
+        if not self._settings.equal():
+            return False
+        if care >= Care.CALL and not self._same_tensors():
+            return False
+        return care < Care.USE or self._same_numbers_and_code()
+
+    def _same_tensors(self) -> bool:
+        tensors = self._tensors.held()
+        return tensors is not None and self._look(tensors) == self._looks and self._children.held() is not None
+
+    def _same_numbers_and_code(self) -> bool:
+        if list(map(len, self._parts)) != self._sizes or not self._modes.equal():
+            return False
+        return all(kind.forward is code for kind, code in self._code) and self.same_numbers()
+
+    def same_numbers(self) -> bool:
+        return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
+
+    def _look(self, tensors: Iterable[torch.Tensor]) -> list[object]:
+        """Addresses and version counters."""
+        if self._counted:
+            tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
+        tensors = list(tensors)
+        return [[tensor.data_ptr() for tensor in tensors], [tensor._version for tensor in tensors]]
+
+
+class Substance:
+    """Identifies ``model``: ``digest`` hashes it, ``changed`` reports changes since.
+
+    The digest covers every byte of parameters, buffers and other state (packed weights too), with names, shapes and
+    dtypes, the class of every module and its settings: norm epsilons, attention scalings, an adapter's scaling and
+    whether it is active. It does not cover hooks and replaced code (see ``foreign_code``).
     """
-    name = type(model).__name__
-    probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
-    tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT)
-    try:
-        whole, unplaced, (parts, *others) = probe.whole(), probe.without_positions(), probe.in_two_parts()
-        hidden = probe.behind_windows()
-    except FAILURES as error:
-        raise UnsupportedModel(f"{name} cannot continue from a cache: {error}") from error
-    spread, differs = float(whole.std()), float((whole - parts).abs().max())
-    if not differs <= tolerance * spread:
-        raise UnsupportedModel(
-            f"{name} gives other results with a cache than without (its logits differ by {differs:.2g}, their spread "
-            f"is {spread:.2g}): it cannot be served from a cache"
-        )
-    if not float((whole - unplaced).abs().max()) <= tolerance * spread:
-        raise UnsupportedModel(
-            f"{name} counts positions differently without position_ids than generate does: its keys and values depend "
-            "on the caller"
-        )
-    if hidden and float((hidden[0] - hidden[2]).abs().max()) > 2 * float((hidden[0] - hidden[1]).abs().max()):
-        raise UnsupportedModel(
-            f"{name} attends beyond the windows of its configuration: what it computes at once is not what it computes "
-            "behind a cache"
-        )
-    for kind, other in zip(probe.kinds_of_states, others, strict=True):
-        if torch.equal(parts, other):
-            raise UnsupportedModel(
-                f"{name} ignores its {kind} states when it continues with several tokens: it cannot be served from a "
-                "cache"
-            )
 
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._known: dict[str, _Digested] = {}
+        self.name = ""
+        """The last result of ``digest`` or ``watch``."""
+        self._seen: _Seen | None = None
 
-class _Probe:
-    """Runs over the same few tokens; each returns the logits behind the front part, (tokens, vocabulary)."""
+    def changed(self, care: Care = Care.USE) -> bool:
+        """Whether the model has changed since the last ``digest`` or ``watch``."""
+        return self._seen is None or not self._seen.same(care)
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
-        self._model, self._layout, self._kinds, self._states = model, layout, kinds, states
-        media = set(media_tokens(model))
-        vocabulary = min(512, model.config.get_text_config(decoder=True).vocab_size)
-        words = [one for one in range(vocabulary) if one not in media]
-        drawn = torch.randint(0, len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(1))
-        self._ids = torch.tensor(words)[drawn].to(model.device)
-        self._front = _FRONT_BLOCKS * _BLOCK_TOKENS
-        self.kinds_of_states = states.kinds
+    def watch(self, name: str) -> str:
+        """Name the current state without hashing it."""
+        self._seen = _Seen(self._model)
+        self.name = name
+        return name
 
-    def whole(self) -> torch.Tensor:
-        """As ``generate`` calls the model."""
-        return self._at_once(at_positions(self._model, 0, _TOKENS))
+    def digest(self) -> str:
+        """``sha256:…`` over hashes of pieces of 32 MiB, in parallel: 2.2 GB take under a second.
 
-    def without_positions(self) -> torch.Tensor:
-        """As a custom loop may call it."""
-        return self._at_once({})
-
-    def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
-
-    def in_two_parts(self) -> list[torch.Tensor]:
-        """With the true states, and with changed states of each kind, before the second part."""
-        with torch.inference_mode():
-            first = self._cache()
-            positions = at_positions(self._model, 0, self._front)
-            self._model(input_ids=self._ids[:, : self._front], past_key_values=first, use_cache=True, **positions)
-            first.stop()
-            return [self._second_part(first, kind) for kind in ("", *self.kinds_of_states)]
-
-    def _second_part(self, first: SkyCache, changed: str) -> torch.Tensor:
-        second = self._cache()
-        for group, room in zip(groups_of(self._kinds), second.groups, strict=True):
-            block = bytearray(group.layout(self._layout).block_bytes)
-            source = CacheSource(first, group.layout(self._layout), group.layers)
-            for index in range(_FRONT_BLOCKS):
-                source.read(index, memoryview(block))
-                room.place(index, memoryview(block))
-        second.stops = first.stops
-        second.fill(self._ids[0, : self._front].cpu().numpy())
-        for state in self._states.of(second.layers, changed):
-            state.add_(_OTHER)
-        rest = self._ids[:, self._front :]
-        positions = at_positions(self._model, self._front, rest.shape[1])
-        return self._model(input_ids=rest, past_key_values=second, use_cache=True, **positions).logits[0].float()
-
-    def behind_windows(self) -> list[torch.Tensor]:
-        """Logits of two tokens behind a window of made-up ones: twice, for the device's rounding, and with another
-        first token, which windowed layers must not see. Empty if no prompt can be longer than the window.
+        Raises UnsupportedModel for state that cannot be hashed; it then stays "changed".
         """
-        config = self._model.config.get_text_config(decoder=True)
-        width = max((kind.window or 0 for kind in self._kinds), default=0)
-        if not width or width + 2 > (getattr(config, "max_position_embeddings", None) or width + 2):
-            return []
-        return [self._behind_pretended(width, first) for first in (0.0, 0.0, 10.0)]
+        if self._seen is not None and not self._seen.same_numbers():
+            self._known = {}  # written without torch's knowledge: version counters are useless
+        self._seen = None
+        seen = _Seen(self._model)
+        whole = hashlib.sha256(b"skymemory substance 2")
+        tensors = dict(sorted(_state(self._model)))
+        known: dict[str, _Digested] = {}
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            begun = {name: self._pieces(name, tensor, pool) for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                pieces = [one.result() if isinstance(one, Future) else one for one in begun[name]]
+                known[name] = _Digested(weakref.ref(tensor), _look(tensor), pieces)
+                whole.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode() + b"".join(pieces))
+        self._known = known
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            whole.update(f"|{name}|{type(module).__name__}|{_text(_settings(module))}|".encode())
+        self.name = f"sha256:{whole.hexdigest()}"
+        self._seen = seen
+        return self.name
 
-    def _behind_pretended(self, width: int, first: float) -> torch.Tensor:
-        layout, cache = self._layout, DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        for index, kind in enumerate(self._kinds):
-            if kind.attention and not kind.states:
-                cache.layers[index] = _PretendedLayer(layout, width, first if kind.window else 0.0, self._model.device)
-        with torch.inference_mode():
-            options = at_positions(self._model, width, 2)
-            ids = self._ids[:, :2]
-            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0].float()
-
-    def _cache(self) -> SkyCache:
-        pool = RoomPool(keep=1)
-        return SkyCache(self._layout, _TOKENS, self._model.device, pool, self._kinds, self._states, self._front)
+    def _pieces(self, name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[bytes]] | list[bytes]:
+        known = self._known.get(name)
+        if known is not None and known.tensor() is tensor and known.look == _look(tensor):
+            return known.pieces
+        return [pool.submit(_sha256, piece) for piece in _split(tensor)]
 
 
-class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of ``width`` made-up tokens, equal except the first; appended tokens are not kept."""
+def weights_digest(model: torch.nn.Module) -> str:
+    """``Substance.digest`` of a model that will not change, for ``weights=``."""
+    return Substance(model).digest()
 
-    def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
-        super().__init__()
-        shape, dtype = (1, layout.kv_heads, 1, max(layout.widths)), getattr(torch, layout.dtype)
-        usual = torch.full(shape, 0.1, dtype=dtype, device=device)
-        keys, values = layout.widths
-        self._first = (usual + first)[..., :keys], (usual + first)[..., :values]
-        held = usual.expand(-1, -1, width, -1)
-        self.keys, self.values = held[..., :keys], held[..., :values]
-        self.dtype, self.device, self.is_initialized = dtype, device, True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its tokens and the new ones, which are not kept."""
-        pairs = zip(self._first, (self.keys, self.values), (key_states, value_states), strict=True)
-        keys, values = (torch.cat([first, held[:, :, 1:], new], dim=2) for first, held, new in pairs)
-        return keys, values
+def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
+    """A module of ``model`` with a forward hook that is not one of ``ours``, or "": its effect is unknown."""
+    for module in _modules(model):
+        if module._forward_hooks or module._forward_pre_hooks:  # few have any
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                if not isinstance(getattr(hook, "__self__", hook), ours) and hook.__module__ != _HARMLESS:
+                    return type(module).__name__
+    return ""
+
+
+def foreign_code(model: torch.nn.Module) -> str:
+    """A module of ``model`` whose ``forward`` is code of neither its class nor a trusted library, or ""."""
+    for module in _modules(model):
+        own = module.__dict__
+        hook = own.get("_hf_hook")
+        hooks = [type(one).__module__ for one in (hook, *getattr(hook, "hooks", ())) if one is not None]
+        put_in = [_where(own[name]) for name in ("forward", "_old_forward") if name in own]
+        if any(_package(one) not in _TRUSTED_CODE for one in (*hooks, *put_in)):
+            return type(module).__name__
+    for kind in _classes(model):
+        home = next(base for base in kind.__mro__ if "forward" in vars(base))
+        if _package(_where(home.forward)) not in {*_TRUSTED_CODE, _package(home.__module__)}:
+            return str(kind.__name__)
+    return ""
+
+
+def _classes(model: torch.nn.Module) -> list[Any]:
+    return list({type(module) for module in _modules(model)})
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _where(code: Any) -> str:
+    """The Python module that defines ``code``, unwrapped."""
+    while inner := code.func if isinstance(code, partial) else getattr(code, "_torchdynamo_orig_callable", None):
+        code = inner
+    return str(getattr(code, "__globals__", {}).get("__name__", "") or type(code).__module__)
+
+
+def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Like ``model.modules()``, several times as fast; shared modules are repeated."""
+    found, at = [model], 0
+    while at < len(found):
+        if children := found[at]._modules:
+            found += [child for child in children.values() if child is not None]
+        at += 1
+    return found
+
+
+def _look(tensor: torch.Tensor) -> _Look:
+    """Changes when the tensor is replaced or written: address and version counter."""
+    return (tensor.data_ptr(), tensor._version) if _is_counted(tensor) else (id(tensor), tensor.dtype)
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether torch has its address and a version counter: not for wrapper tensors or those of inference mode."""
+    try:
+        return bool(tensor.data_ptr() >= 0 and tensor._version >= 0)
+    except RuntimeError:
+        return False
+
+
+def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Views of a few elements from its middle and its end (where tokens are added to an embedding)."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
+        return []
+    middle = end = tensor.detach()
+    while middle.dim() > 1:
+        middle, end = middle[len(middle) // 2], end[-1]
+    if not middle.dim():
+        return [middle[None]]
+    at = max(0, (len(middle) - _SAMPLE) // 2)
+    return [middle[at : at + _SAMPLE], end[at : at + _SAMPLE]]
+
+
+def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
+    """As bytes, so that NaN equals NaN."""
+    return torch.cat(views).view(torch.uint8)
+
+
+def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+    """Tensors in a module's plain attributes: name, container, key, tensor."""
+    if isinstance(module, PreTrainedModel):  # state between calls
+        return
+    for name, value in module.__dict__.items():
+        if name in _OF_TORCH:
+            continue
+        if isinstance(value, torch.Tensor):
+            yield name, module.__dict__, name, value
+        elif type(value) in (list, tuple, dict):
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(one, torch.Tensor):
+                    yield f"{name}.{key}", value, key, one
+
+
+def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
+    """Configurations of the model and its modules, nested ones included: some settings are read in each pass."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting = [module.__dict__.get("config") for module in _modules(model)]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PretrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return list(found.values())
+
+
+def _computes_experts(name: str, value: object) -> bool:
+    """Whether this is an experts setting with one of the equivalent implementations."""
+    return name.startswith("_experts_implementation") and isinstance(value, str) and value in _SAME_EXPERTS
+
+
+def _settings(module: torch.nn.Module) -> dict[str, object]:
+    """The module's plain attributes other than tensors and modules; packed weights by identity."""
+    if isinstance(module, PreTrainedModel):
+        return {}
+    return _plain_of({name: value for name, value in module.__dict__.items() if name not in _OF_TORCH})
+
+
+def _plain_of(attributes: Mapping[str, object]) -> dict[str, object]:
+    own: dict[str, object] = {}
+    for name, value in attributes.items():
+        if isinstance(value, (*_SETTING, torch.ScriptObject)):
+            own[name] = value
+        elif type(value) in (list, tuple, dict, set) and _plain(value):
+            own[name] = value.copy() if isinstance(value, list | dict | set) else value
+    return own
+
+
+def _plain(value: Any) -> bool:
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return all(isinstance(one, _SETTING) for one in inner)
+
+
+def _text(settings: Mapping[str, object]) -> str:
+    """The same in every process; packed weights are covered by the state."""
+    plain = {
+        name: sorted(map(repr, value)) if isinstance(value, set) else value
+        for name, value in settings.items()
+        if not isinstance(value, torch.ScriptObject)
+    }
+    return repr(sorted(plain.items(), key=lambda item: item[0]))
+
+
+def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the model by name, including those that are neither parameters nor buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, value in model.state_dict(keep_vars=True).items():
+        yield from _flat(name, value)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _, _, tensor in _loose(module):
+            yield f"{prefix}.{name}", tensor
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _flat(f"{name}.{key}", one)
+    elif isinstance(value, list | tuple):
+        for at, one in enumerate(value):
+            yield from _flat(f"{name}.{at}", one)
+    elif isinstance(value, bytes | bytearray):
+        yield name, torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)
+    elif isinstance(value, _SETTING):
+        yield name, torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
+    else:
+        raise UnsupportedModel(f"the model's state has {name}, a {type(value).__name__}, which cannot be hashed")
+
+
+def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Its bytes in pieces."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
+        names, _ = tensor.__tensor_flatten__()
+        return [piece for name in names for piece in _split(getattr(tensor, name))]
+    if tensor.is_quantized:
+        scales = tensor.q_per_channel_scales() if "channel" in str(tensor.qscheme()) else tensor.q_scale()
+        zeros = tensor.q_per_channel_zero_points() if "channel" in str(tensor.qscheme()) else tensor.q_zero_point()
+        parts = [tensor.int_repr(), torch.as_tensor(scales), torch.as_tensor(zeros)]
+        return [piece for part in parts for piece in _split(part)]
+    if tensor.is_meta:
+        raise UnsupportedModel("some of the model's weights are offloaded and cannot be hashed")
+    flat = tensor.contiguous().reshape(-1)
+    return list(flat.view(torch.uint8).split(_PIECE_BYTES)) if flat.numel() else []
+
+
+def _sha256(piece: torch.Tensor) -> bytes:
+    return hashlib.sha256(piece.cpu().numpy()).digest()

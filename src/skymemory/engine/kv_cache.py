@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from skymemory.cache.blocks import BlockSink
-from skymemory.cache.results import LoadResult
+from skymemory.cache.blocks import BlockSink, LoadResult
 from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, InvalidInput, MissingExtra
@@ -401,7 +400,7 @@ class Guarding(Protocol):
 
 
 class Bringing(Protocol):
-    """Loads more blocks of a cache's prompt (``cache.parts``)."""
+    """Loads more blocks of a cache's prompt (``cache.blocks.Parts``)."""
 
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
 

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from skymemory.cache.blocks import LoaderResult
 from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
-from skymemory.cache.results import LoaderResult
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import EPOCH_UNIX_S
 from skymemory.constellation.torus import SatelliteId

@@ -6,7 +6,7 @@ import pytest
 from tests.cache.test_manager import BLOCK, LAYOUT, TOKENS, Engine, context, save
 
 from skymemory.cache.blocks import BlockCache
-from skymemory.cache.cake.chunks import BlockChunks
+from skymemory.cache.cake.cake import BlockChunks
 from skymemory.cache.cake.scheduler import PromptChunk
 from skymemory.cache.patience import Latencies
 from skymemory.store.memory import MemoryStore

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from tests.cache.cake.loading_room import Room, Source, chunks
 
-from skymemory.cache.blocks import BlockCache
+from skymemory.cache.blocks import BlockCache, Part, Parts
 from skymemory.cache.cake.cake import Cake, CakeLoad, CakeSettings
 from skymemory.cache.cake.scheduler import BidirectionalLoader
 from skymemory.cache.cake.session import LoadingSession
-from skymemory.cache.parts import Part, Parts
 from skymemory.cache.tiers.workers import TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import KVLayout

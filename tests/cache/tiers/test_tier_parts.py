@@ -10,10 +10,9 @@ import pytest
 from tests.contract.store_contract import key
 
 from skymemory.cache.tiers.breaker import BreakerConfig, TierBreaker
-from skymemory.cache.tiers.dirty_keys import Backlog, DirtyKeys
 from skymemory.cache.tiers.load import InFlightBudget
 from skymemory.cache.tiers.outbound import Moving, Outbound
-from skymemory.cache.tiers.tier import Tier, TierSettings
+from skymemory.cache.tiers.tier import Backlog, DirtyKeys, Tier, TierSettings
 from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place

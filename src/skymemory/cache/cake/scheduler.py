@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
+from skymemory.cache.blocks import LoaderResult
 from skymemory.cache.cake.pace import Pace
-from skymemory.cache.results import LoaderResult
 from skymemory.errors import InvalidInput
 
 _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one decision

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from skymemory.cache.blocks import LoaderResult
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
-from skymemory.cache.results import LoaderResult
 from skymemory.cache.tiers.workers import Call, TierWorkers
 
 

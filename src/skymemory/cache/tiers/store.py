@@ -2,7 +2,7 @@
 
 Every tier has its own threads, deadlines and circuit breaker (``tier``): one that hangs or fails costs misses and
 nothing else. A key that a put or a delete did not reach in a tier is ignored there until the tier has deleted its copy
-(``dirty_keys``). A background thread (``mover``) does write-back, demotion and repairs.
+(``tier.DirtyKeys``). A background thread (``mover``) does write-back, demotion and repairs.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.huggingface import KVCManager
+from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import SkyCache
-from skymemory.engine.substance import weights_digest
 from skymemory.kv.block import BlockHash, Place
 from skymemory.serving.engine.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
 from skymemory.store.base import Presence

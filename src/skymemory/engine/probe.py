@@ -1,0 +1,271 @@
+"""Probes that refuse a model which a cache would change.
+
+``check_supported`` reads its configuration, ``probe_layout`` runs it over two tokens (what does it write?), and
+``check_goes_on`` compares its logits with a cache and without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from skymemory.engine.kv_cache import LAYERS, CacheSource, LayerKind, RoomPool, SkyCache, groups_of
+from skymemory.engine.prompts import at_positions, media_tokens
+from skymemory.engine.states import States
+from skymemory.errors import InvalidInput, UnsupportedModel
+from skymemory.kv.block import ITEM_BYTES, KVLayout
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModel unless block i of the cache depends on tokens 0..i only and is kept completely."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config") or not hasattr(model, "can_generate"):
+        raise InvalidInput(
+            f"expected a loaded transformers model, got {type(model).__name__}"
+            + (f": AutoModelForCausalLM.from_pretrained({model!r}) loads one" if isinstance(model, str) else "")
+        )
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise UnsupportedModel(f"{name} is not a decoder-only language model: its cache is not a token prefix")
+    odd = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in LAYERS})
+    if odd or not model._supports_default_dynamic_cache():
+        raise UnsupportedModel(
+            f"{name} caches something other than tokens' keys and values, or recurrent states "
+            f"({', '.join(odd) or 'no standard cache'})"
+        )
+    implementation = getattr(model.generation_config, "cache_implementation", None)
+    if implementation not in (None, "dynamic"):
+        raise UnsupportedModel(
+            f"{name} generates with cache_implementation={implementation!r}: set it to None, since a cache is passed in"
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)  # before 5
+    if rope_type := next((kind for kind in _rope_types(rope) if kind in _LENGTH_DEPENDENT_ROPE), ""):
+        raise UnsupportedModel(
+            f"{name} scales its positions with the length of the text (rope type {rope_type!r}): a block then has no "
+            "single value that could be cached"
+        )
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        raise UnsupportedModel(f"{name} looks ahead: a block then depends on the tokens behind it")
+    if len(set(map(str, (getattr(model, "hf_device_map", None) or {"": model.device}).values()))) > 1:
+        raise UnsupportedModel(f"{name} is spread over several devices: only one is supported")
+    if any(_drops_out(part) for part in model.modules()):
+        raise InvalidInput(f"{name} is in training mode and drops out at random: call model.eval() first")
+    if any(weights.is_meta for weights in model.parameters()):
+        raise UnsupportedModel(f"{name} has weights that are not in memory (offloaded): they cannot be hashed")
+
+
+def _rope_types(parameters: object) -> list[str]:
+    """Rope types of the model, or of each kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    own = str(parameters.get("rope_type", parameters.get("type", "default")))
+    return [own, *(kind for part in parameters.values() for kind in _rope_types(part))]
+
+
+def _drops_out(module: torch.nn.Module) -> bool:
+    """Whether its output is random (dropout, jitter)."""
+    if not module.training:
+        return False
+    if isinstance(module, _DropoutNd):
+        return bool(module.p > 0)
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        for name, value in vars(module).items()
+    )
+
+
+def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
+    """The layout that the model writes, and its recurrent states: found by running it over two tokens."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except FAILURES as error:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be run over two tokens and a cache: {error}") from error
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    shapes = {
+        (tuple(layer.keys.shape), tuple(layer.values.shape), str(layer.keys.dtype).removeprefix("torch."))
+        for layer in layers
+        if layer.keys is not None
+    }
+    if len(shapes) != 1 or any(layer.keys is None for layer in layers):
+        raise UnsupportedModel(
+            f"{type(model).__name__} writes tensors of several shapes {sorted(shapes)}: all layers with attention must "
+            "be alike, and there must be one"
+        )
+    (keys, values, dtype) = shapes.pop()
+    if len(keys) != 4 or keys[:3] != (1, keys[1], 2) or keys[:3] != values[:3] or dtype not in ITEM_BYTES:
+        raise UnsupportedModel(
+            f"{type(model).__name__} writes {dtype} tensors of shapes {keys} and {values} for two tokens: expected "
+            f"(1, kv_heads, 2, width) in {', '.join(ITEM_BYTES)}"
+        )
+    return KVLayout(len(layers), keys[1], keys[3], block_tokens, dtype, values[3]), States(cache.layers)
+
+
+def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """What each layer stores."""
+    return tuple(
+        LayerKind(
+            isinstance(layer, DynamicLayer),
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None,
+            getattr(layer, "number_of_states", 0),
+        )
+        for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    )
+
+
+# --- probe: does the model continue from a cache as if it had computed it? ---
+
+_BLOCK_TOKENS = 4
+_FRONT_BLOCKS, _TOKENS = 4, 24
+_TOLERANCE = {"float32": 0.02}
+"""Share of the logits' spread; 16-bit rounding is of that order, a wrong position far beyond."""
+_TOLERANCE_16_BIT = 0.5
+_OTHER = 100.0
+"""Added to a state: changes the logits behind it if the model reads the state at all."""
+FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""What models raise for inputs that they do not support."""
+
+
+def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
+    """Run the model over a few tokens at once, and in two parts with our cache between them.
+
+    Raises UnsupportedModel if the logits differ by more than rounding, the second part fails, or does not depend on
+    the recurrent states before it (their effect is often below 16-bit rounding and grows in decoding); or if tokens
+    outside a window make a difference.
+    """
+    name = type(model).__name__
+    probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
+    tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT)
+    try:
+        whole, unplaced, (parts, *others) = probe.whole(), probe.without_positions(), probe.in_two_parts()
+        hidden = probe.behind_windows()
+    except FAILURES as error:
+        raise UnsupportedModel(f"{name} cannot continue from a cache: {error}") from error
+    spread, differs = float(whole.std()), float((whole - parts).abs().max())
+    if not differs <= tolerance * spread:
+        raise UnsupportedModel(
+            f"{name} gives other results with a cache than without (its logits differ by {differs:.2g}, their spread "
+            f"is {spread:.2g}): it cannot be served from a cache"
+        )
+    if not float((whole - unplaced).abs().max()) <= tolerance * spread:
+        raise UnsupportedModel(
+            f"{name} counts positions differently without position_ids than generate does: its keys and values depend "
+            "on the caller"
+        )
+    if hidden and float((hidden[0] - hidden[2]).abs().max()) > 2 * float((hidden[0] - hidden[1]).abs().max()):
+        raise UnsupportedModel(
+            f"{name} attends beyond the windows of its configuration: what it computes at once is not what it computes "
+            "behind a cache"
+        )
+    for kind, other in zip(probe.kinds_of_states, others, strict=True):
+        if torch.equal(parts, other):
+            raise UnsupportedModel(
+                f"{name} ignores its {kind} states when it continues with several tokens: it cannot be served from a "
+                "cache"
+            )
+
+
+class _Probe:
+    """Runs over the same few tokens; each returns the logits behind the front part, (tokens, vocabulary)."""
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
+        self._model, self._layout, self._kinds, self._states = model, layout, kinds, states
+        media = set(media_tokens(model))
+        vocabulary = min(512, model.config.get_text_config(decoder=True).vocab_size)
+        words = [one for one in range(vocabulary) if one not in media]
+        drawn = torch.randint(0, len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(1))
+        self._ids = torch.tensor(words)[drawn].to(model.device)
+        self._front = _FRONT_BLOCKS * _BLOCK_TOKENS
+        self.kinds_of_states = states.kinds
+
+    def whole(self) -> torch.Tensor:
+        """As ``generate`` calls the model."""
+        return self._at_once(at_positions(self._model, 0, _TOKENS))
+
+    def without_positions(self) -> torch.Tensor:
+        """As a custom loop may call it."""
+        return self._at_once({})
+
+    def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
+
+    def in_two_parts(self) -> list[torch.Tensor]:
+        """With the true states, and with changed states of each kind, before the second part."""
+        with torch.inference_mode():
+            first = self._cache()
+            positions = at_positions(self._model, 0, self._front)
+            self._model(input_ids=self._ids[:, : self._front], past_key_values=first, use_cache=True, **positions)
+            first.stop()
+            return [self._second_part(first, kind) for kind in ("", *self.kinds_of_states)]
+
+    def _second_part(self, first: SkyCache, changed: str) -> torch.Tensor:
+        second = self._cache()
+        for group, room in zip(groups_of(self._kinds), second.groups, strict=True):
+            block = bytearray(group.layout(self._layout).block_bytes)
+            source = CacheSource(first, group.layout(self._layout), group.layers)
+            for index in range(_FRONT_BLOCKS):
+                source.read(index, memoryview(block))
+                room.place(index, memoryview(block))
+        second.stops = first.stops
+        second.fill(self._ids[0, : self._front].cpu().numpy())
+        for state in self._states.of(second.layers, changed):
+            state.add_(_OTHER)
+        rest = self._ids[:, self._front :]
+        positions = at_positions(self._model, self._front, rest.shape[1])
+        return self._model(input_ids=rest, past_key_values=second, use_cache=True, **positions).logits[0].float()
+
+    def behind_windows(self) -> list[torch.Tensor]:
+        """Logits of two tokens behind a window of made-up ones: twice, for the device's rounding, and with another
+        first token, which windowed layers must not see. Empty if no prompt can be longer than the window.
+        """
+        config = self._model.config.get_text_config(decoder=True)
+        width = max((kind.window or 0 for kind in self._kinds), default=0)
+        if not width or width + 2 > (getattr(config, "max_position_embeddings", None) or width + 2):
+            return []
+        return [self._behind_pretended(width, first) for first in (0.0, 0.0, 10.0)]
+
+    def _behind_pretended(self, width: int, first: float) -> torch.Tensor:
+        layout, cache = self._layout, DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        for index, kind in enumerate(self._kinds):
+            if kind.attention and not kind.states:
+                cache.layers[index] = _PretendedLayer(layout, width, first if kind.window else 0.0, self._model.device)
+        with torch.inference_mode():
+            options = at_positions(self._model, width, 2)
+            ids = self._ids[:, :2]
+            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0].float()
+
+    def _cache(self) -> SkyCache:
+        pool = RoomPool(keep=1)
+        return SkyCache(self._layout, _TOKENS, self._model.device, pool, self._kinds, self._states, self._front)
+
+
+class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer of ``width`` made-up tokens, equal except the first; appended tokens are not kept."""
+
+    def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
+        super().__init__()
+        shape, dtype = (1, layout.kv_heads, 1, max(layout.widths)), getattr(torch, layout.dtype)
+        usual = torch.full(shape, 0.1, dtype=dtype, device=device)
+        keys, values = layout.widths
+        self._first = (usual + first)[..., :keys], (usual + first)[..., :values]
+        held = usual.expand(-1, -1, width, -1)
+        self.keys, self.values = held[..., :keys], held[..., :values]
+        self.dtype, self.device, self.is_initialized = dtype, device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its tokens and the new ones, which are not kept."""
+        pairs = zip(self._first, (self.keys, self.values), (key_states, value_states), strict=True)
+        keys, values = (torch.cat([first, held[:, :, 1:], new], dim=2) for first, held, new in pairs)
+        return keys, values
