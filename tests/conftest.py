@@ -1,7 +1,7 @@
 """What holds for all tests: which examples Hypothesis draws, and what it says of one that fails.
 
 The default run draws the same examples on every machine and in every clone: from the code of the test itself, not from
-a seed, and not from a database in which one clone keeps what failed there. ``make fuzz`` draws anew (profile ``anew``)
+a seed, and not from a database in which one clone keeps what failed there. ``make fuzz`` draws new ones (``fresh``)
 and prints its seed; what it finds becomes an ``@example``. No example is bounded in time, which says more of the
 machine than of us. ``make test`` draws the first of the same examples (profile ``brief``), as it always draws them.
 """
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-for _name, _derandomize in (("same", True), ("brief", True), ("anew", False)):
+for _name, _derandomize in (("same", True), ("brief", True), ("fresh", False)):
     settings.register_profile(
         _name,
         derandomize=_derandomize,
@@ -53,7 +53,7 @@ def pytest_configure() -> None:
     the whole run, and others again whenever a number changes anywhere in src. tests/tools/test_same_draws.py fails
     should this stop working.
     """
-    if settings.get_current_profile_name() != "anew":
+    if settings.get_current_profile_name() != "fresh":
         providers._get_local_constants = Constants
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN

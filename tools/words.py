@@ -39,6 +39,7 @@ PATTERN = re.compile(
     r"(?<![a-z])(?:" + "|".join(f"(?P<w{at}>{word})" for at, word in enumerate(INSTEAD)) + r")(?![a-z])", re.I
 )
 SUFFIXES = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", "Makefile")
+CHECKED = ("src", "tests", "docs", "benchmarks", "tools", "Makefile", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 HISTORY = ("CHANGELOG.md", "tools/words.py")
 
 
@@ -59,14 +60,7 @@ def found(name: str) -> Iterator[str]:
 
 
 def main() -> int:
-    lines = [
-        line
-        for name in files(
-            sys.argv[1:]
-            or ["src", "docs", "benchmarks", "tools", "Makefile", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"]
-        )
-        for line in found(name)
-    ]
+    lines = [line for name in files(sys.argv[1:] or list(CHECKED)) for line in found(name)]
     print("\n".join(lines) or "no word of the list", file=sys.stderr if lines else sys.stdout)
     return int(bool(lines))
 

@@ -25,7 +25,7 @@ BERLIN = "Europe/Berlin"
 
 
 def foretold(comes: Callable[[int], bool], days: int) -> tuple[list[int], list[int]]:
-    """Days, from 0 as a Monday, on which a prompt came that was not expected, and on which it was in vain."""
+    """Days, from 0 as a Monday, on which a prompt came unexpectedly, and on which an expected one did not come."""
     predictor, missed, vain = Predictor(), [], []
     for day in range(days):
         expected = bool(predictor.expected(day * DAY_S + NINE_S - 3600, 7200))
@@ -69,7 +69,7 @@ def test_once_in_a_week_is_no_habit(first: int, week: int) -> None:
     assert predictor.expected((first + week) * DAY_S, 30 * DAY_S) == []
 
 
-def test_a_week_ahead_the_next_time_is_told() -> None:
+def test_the_next_time_is_predicted_a_week_ahead() -> None:
     predictor = Predictor()
     for week in range(3):
         predictor.saw(chain("monday"), 7 * week * DAY_S + NINE_S)
@@ -213,7 +213,7 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path, caplog: pyte
     assert not path.exists() and (tmp_path / "habits.json.bad").read_text() == "half a fi"
 
 
-def test_a_folder_that_is_not_there_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_folder_stops_no_caller(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = PrefetchScheduler(Tier(), habits_file=tmp_path / "no" / "habits.json")
     scheduler.save()
     assert scheduler.counters.get("habits_save_failures_total") == 1 and "cannot be written" in caplog.text

@@ -261,7 +261,7 @@ def test_a_lossy_codec_needs_a_context_that_allows_loss() -> None:
         BlockCache(context(), KVLayout(2, 2, 8, 8, "float32"), MemoryStore())
 
 
-def test_codecs_are_told_apart_by_the_header() -> None:
+def test_codecs_are_distinguished_by_the_header() -> None:
     store = MemoryStore()
     lossy, raw = (BlockCache(context(lossless=False), LAYOUT, store, codec) for codec in (HalfCodec(), RAW))
     hashes = lossy.hashes(TOKENS)
@@ -329,7 +329,7 @@ def test_a_value_of_another_layout_or_block_is_foreign() -> None:
         assert store.get_many([first]) == [None]
 
 
-def test_what_no_key_of_the_ring_opens_any_more_is_stored_anew() -> None:
+def test_what_no_key_of_the_ring_opens_any_more_is_stored_again() -> None:
     pytest.importorskip("cryptography")
     below = MemoryStore(1 << 24)
     rings = [KeyRing((SecretKey(number, bytes([number]) * 32, 0.0),)) for number in (1, 2)]

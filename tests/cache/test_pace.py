@@ -35,7 +35,7 @@ def test_a_falling_line_is_taken_for_noise() -> None:
 
 @pytest.mark.parametrize(("part_s", "part"), [(1.0, 1.0), (0.25, 0.25), (0.5, 0.5)])
 def test_learns_what_a_step_costs_that_is_not_full(part_s: float, part: float) -> None:
-    """As much as a full one where others fill the batch, its share where nobody does, or something between."""
+    """As much as a full one where others fill the batch, its share where none do, or something between."""
     pace = Pace()
     pace.step_took(100, 1.0)
     assert pace.part(0.25) == 0.625  # half-way before anything is known
@@ -76,7 +76,7 @@ def test_steps_follow_a_machine_that_changes() -> None:
     assert pace.step_s(5) == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_load_from_an_idle_link_tells_the_latency() -> None:
+def test_a_load_from_an_idle_link_measures_the_latency() -> None:
     pace = Pace()
     pace.load_took(1000, 1.5, from_idle=True)
     assert pace.latency_s == 0.0  # who knows
@@ -115,7 +115,7 @@ def test_a_failed_load_took_its_time() -> None:
 
 
 def test_a_side_that_is_not_tried_is_believed_a_little_faster_with_each_prompt() -> None:
-    """One bad measurement is not for ever: who is believed to be slow is not used, and would never be measured."""
+    """One bad measurement does not last: a link believed to be slow is not used, and would never be measured again."""
     pace = Pace()
     pace.fade(16)
     pace.step_took(100, 5.0)

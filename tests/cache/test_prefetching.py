@@ -23,7 +23,7 @@ NINE_S = 9 * 3600
 
 
 class Tier:
-    """Notes what it is asked to bring, and answers as it is told to."""
+    """Records the keys to prefetch, and answers as scripted."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[bytes, ...], float]] = []
@@ -109,7 +109,7 @@ class Engine:
         pytest.fail("nothing is stored")
 
 
-def test_a_cache_tells_of_every_prompt_it_looks_up() -> None:
+def test_a_cache_reports_every_prompt_it_looks_up() -> None:
     """From tokens to the tier's door: what recurs daily in a ``BlockCache`` is prefetched."""
     tier, now_s = Tier(), [0.0]
     scheduler = PrefetchScheduler(tier, clock=lambda: now_s[0])

@@ -85,7 +85,7 @@ def _main(words: str) -> int:
         ("enable --all --plane 1", "--all with named satellites"),
     ],
 )
-def test_bad_input_is_told_with_what_was_expected(
+def test_bad_input_is_reported_with_what_was_expected(
     words: str, complaint: str, capsys: pytest.CaptureFixture[str], run_dir: Path
 ) -> None:
     assert _main(f"constellation {words}") == 2
@@ -213,7 +213,7 @@ def test_status_names_clocks_that_are_too_far_apart(capsys: pytest.CaptureFixtur
 
 
 def test_two_rotates_at_once_both_count(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
-    """Each tells the total, worked out from the one before: together they used to lose a move."""
+    """Each reports the total, computed from the one before: together they used to lose a move."""
     moved = [0]
 
     def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int) -> Rotation:

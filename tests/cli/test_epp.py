@@ -51,8 +51,8 @@ BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
 )
 def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["epp", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

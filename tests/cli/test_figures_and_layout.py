@@ -27,11 +27,11 @@ def test_layout_prints_the_testbed_by_default(capsys: pytest.CaptureFixture[str]
 
 def test_layout_as_json_is_zero_based_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("layout", "--preset", "paper-15x15", "--servers", "9", "--rotations", "1", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["overhead"] == {"plane": 7, "slot": 6} and told["indices"] == "0-based"
-    assert len(told["map"]) == 9 and told["map"][0] == {"server": 0, "plane": 7, "slot": 7}
-    assert {"server": 5, "from": {"plane": 6, "slot": 8}, "to": {"plane": 6, "slot": 5}} in told["handovers"]
-    assert told["box"] == {"width": 3, "height": 3, "west": 1, "north": 1}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["overhead"] == {"plane": 7, "slot": 6} and printed["indices"] == "0-based"
+    assert len(printed["map"]) == 9 and printed["map"][0] == {"server": 0, "plane": 7, "slot": 7}
+    assert {"server": 5, "from": {"plane": 6, "slot": 8}, "to": {"plane": 6, "slot": 5}} in printed["handovers"]
+    assert printed["box"] == {"width": 3, "height": 3, "west": 1, "north": 1}
 
 
 def test_layout_draws_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
         call("layout", "--preset", "kuiper")
 
 
-def test_figures_writes_and_tells_what_the_paper_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_writes_and_prints_what_the_paper_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert call("figures", "16", "16", "--out", str(tmp_path)) == 0
     lines = capsys.readouterr().out.splitlines()

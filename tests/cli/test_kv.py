@@ -42,7 +42,7 @@ def test_a_get_that_fails_keeps_the_file_that_was_there(stored: str, tmp_path: P
     assert out.read_bytes() == b"kept" and sorted(os.listdir(tmp_path)) == ["it", "out", "tier"]
 
 
-def test_a_get_writes_where_it_is_told(stored: str, tmp_path: Path) -> None:
+def test_a_get_writes_to_the_given_path(stored: str, tmp_path: Path) -> None:
     plain, link, linked = (tmp_path / name for name in ("plain", "link", "linked"))
     linked.write_bytes(b"before")
     linked.chmod(0o640)

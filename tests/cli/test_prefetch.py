@@ -1,4 +1,4 @@
-"""``skymemory prefetch``: what a habits file expects, told to people and programs."""
+"""``skymemory prefetch``: what a habits file expects, printed for people and programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def habits(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_tells_programs(habits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_for_programs(habits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prefetch", str(habits), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["zone"], facts["habits"], facts["recurring"]) == ("Asia/Kathmandu", 2, 1)
@@ -43,7 +43,7 @@ def test_it_tells_programs(habits: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (one["blocks"], one["first"], one["last"]) == (4, chain("daily")[0].hex(), chain("daily")[-1].hex())
 
 
-def test_it_tells_people(habits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_for_people(habits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prefetch", str(habits)]) == 0
     said = capsys.readouterr().out
     assert "2 prompts, 1 of them seen on more than one day; times in Asia/Kathmandu" in said

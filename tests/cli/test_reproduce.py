@@ -21,10 +21,10 @@ def test_prints_paper_and_ours_side_by_side(capsys: pytest.CaptureFixture[str]) 
 
 def test_json_has_the_numbers_behind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "cake", "--fig", "2", "--fig", "3", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["figure"] for one in told] == [2, 3]
-    assert told[1]["rows"][0]["chunk"] == 0
-    assert told[1]["headlines"][0]["deviation"] == "-5.0 %"
+    printed = json.loads(capsys.readouterr().out)
+    assert [one["figure"] for one in printed] == [2, 3]
+    assert printed[1]["rows"][0]["chunk"] == 0
+    assert printed[1]["headlines"][0]["deviation"] == "-5.0 %"
 
 
 def test_draws_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,10 +63,10 @@ def test_mooncake_says_where_requests_come_from(capsys: pytest.CaptureFixture[st
 
 def test_mooncake_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "mooncake", "--fig", "layer-wise", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert told["experiment"] == "layer-wise"
-    assert told["rows"][0]["thousand_tokens"] == 8
-    assert told["told"][0]["ours"] == 1.25
+    (printed,) = json.loads(capsys.readouterr().out)
+    assert printed["experiment"] == "layer-wise"
+    assert printed["rows"][0]["thousand_tokens"] == 8
+    assert printed["told"][0]["ours"] == 1.25  # words: keep
 
 
 def test_a_name_with_a_comma_is_one_cell(tmp_path: Path) -> None:

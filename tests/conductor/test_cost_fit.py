@@ -68,7 +68,7 @@ def test_what_made_the_times_comes_out_again(gflops: float, attention: float, fi
     assert prefill_errors(fitted, points_of(truth, HELD_OUT)).worst < 1e-3
 
 
-def test_the_parts_are_told_from_each_other() -> None:
+def test_the_parts_are_separated() -> None:
     truth = CostModel(
         replace(SMALL, attention_flops=9.0), Machine("m", 8e10, 1e10, 1e9), 0.4, fixed_s=0.004, cached_token_s=2e-6
     )

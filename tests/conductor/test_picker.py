@@ -80,15 +80,15 @@ def test_the_account_closes_however_requests_end(after_first_byte: bool) -> None
     assert [(s.in_flight, s.prefilling, s.prefill_tokens) for s in fleet] == [(0, 0, 0.0)] * 2
 
 
-def test_what_the_end_of_an_answer_says_is_told_to_the_strategy() -> None:
-    class Told(LeastLoad):
+def test_the_strategy_learns_what_the_end_of_an_answer_says() -> None:
+    class Recording(LeastLoad):
         def __init__(self) -> None:
             self.heard: list[tuple[str, int]] = []
 
         def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
             self.heard.append((server.name, cached_tokens))
 
-    scorer = Told()
+    scorer = Recording()
     picker = Picker(a_fleet(1), scorer)
     for cached_tokens in (None, 0, 48):
         decision = picker.pick(a_request(), 0.0)
@@ -141,7 +141,7 @@ def test_who_takes_requests_is_known_again_after_every_change() -> None:
     gone = fleet.remove("s0")
     assert gone is not None and [server.name for server in fleet.available] == ["s1", "s2", "s3"]
     gone.healthy = False
-    assert fleet.available is fleet.available, "made anew only after a change"
+    assert fleet.available is fleet.available, "made again only after a change"
 
 
 def test_what_a_decision_says_later_is_how_things_were_when_it_was_made() -> None:

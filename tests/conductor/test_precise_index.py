@@ -40,46 +40,46 @@ def index() -> PreciseIndex:
     return made
 
 
-def tell(index: PreciseIndex, first: int, *events: Event, slot: int = 0) -> list[bool]:
+def feed(index: PreciseIndex, first: int, *events: Event, slot: int = 0) -> list[bool]:
     """Each event as a batch of its own."""
     return [index.apply(slot, Batch(first + at, [event])) for at, event in enumerate(events)]
 
 
 def test_what_the_engine_says_is_what_is_held(index: PreciseIndex) -> None:
-    assert tell(index, 0, stored(0, 2), stored(2, 4)) == [True, True]
+    assert feed(index, 0, stored(0, 2), stored(2, 4)) == [True, True]
     assert index.match(chain(), [1, 0]) == [0, 4] and index.blocks_of(0) == 4
     # Engines do not evict from the end: what is behind the gap is held, and of no use.
-    tell(index, 2, removed(1))
+    feed(index, 2, removed(1))
     assert index.match(chain(), [0]) == [1] and index.blocks_of(0) == 3
-    tell(index, 3, stored(1, 2))
+    feed(index, 3, stored(1, 2))
     assert index.match(chain(), [0]) == [4]
-    tell(index, 4, AllCleared())
+    feed(index, 4, AllCleared())
     assert index.match(chain(), [0]) == [0] == [index.blocks_of(0)]
 
 
 def test_of_two_copies_one_is_left_when_the_other_goes(index: PreciseIndex) -> None:
-    # A prompt that is held whole: its last block is computed anew, and the engine has it twice.
-    tell(index, 0, stored(0, 4), stored(3, 4), stored(3, 4), removed(3), removed(3))
+    # A prompt that is held whole: its last block is computed again, and the engine has it twice.
+    feed(index, 0, stored(0, 4), stored(3, 4), stored(3, 4), removed(3), removed(3))
     assert index.match(chain(), [0]) == [4]
-    tell(index, 5, removed(3))
+    feed(index, 5, removed(3))
     assert index.match(chain(), [0]) == [3]
-    tell(index, 6, stored(3, 4), stored(3, 4), AllCleared(), stored(0, 4), removed(3))
+    feed(index, 6, stored(3, 4), stored(3, 4), AllCleared(), stored(0, 4), removed(3))
     assert index.match(chain(), [0]) == [3], "what was cleared left no copy"
 
 
-def test_an_engine_that_tells_of_the_last_copy_only_is_corrected_by_what_it_had_cached(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 4), stored(3, 4), removed(3))
+def test_an_engine_that_reports_the_last_copy_only_is_corrected_by_what_it_had_cached(index: PreciseIndex) -> None:
+    feed(index, 0, stored(0, 4), stored(3, 4), removed(3))
     assert index.match(chain(), [0]) == [4], "one of two copies, as far as the numbers go"
-    # It says that it had three blocks, and tells that it computed the fourth.
-    tell(index, 3, stored(3, 4))
+    # It says that it had three blocks, and reports that it computed the fourth.
+    feed(index, 3, stored(3, 4))
     assert index.correct(0, chain(), 3) == 0 and index.match(chain(), [0]) == [4]
-    tell(index, 4, removed(3))
+    feed(index, 4, removed(3))
     assert index.match(chain(), [0]) == [3]
     assert index.correct(7, chain(), 3) == index.correct(0, chain(), 9) == 0
 
 
 def test_a_gap_is_never_passed_over(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 2))
+    feed(index, 0, stored(0, 2))
     assert not index.apply(0, Batch(2, [removed(1)]))
     assert index.stale(0) and index.missing(0) == 1
     assert index.match(chain(), [0]) == [0] and index.weighted(chain(), [0]) == [0.0]
@@ -93,7 +93,7 @@ def test_a_gap_is_never_passed_over(index: PreciseIndex) -> None:
 
 
 def test_clearing_heals_a_gap(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 4))
+    feed(index, 0, stored(0, 4))
     assert not index.apply(0, Batch(5, [stored(2, 3)]))
     assert not index.apply(0, Batch(9, [stored(3, 4)])), "waits behind another gap"
     assert not index.apply(0, Batch(7, [AllCleared(), stored(0, 2)]), replayed=True)
@@ -102,13 +102,13 @@ def test_clearing_heals_a_gap(index: PreciseIndex) -> None:
     assert index.match(chain(), [0]) == [4]
 
 
-def test_beginning_anew_finds_less_and_believes_nothing_old(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 2))
+def test_starting_over_finds_less_and_believes_nothing_old(index: PreciseIndex) -> None:
+    feed(index, 0, stored(0, 2))
     index.apply(0, Batch(7, [stored(2, 4)]))
     index.resume_empty(0, 7)
     assert not index.stale(0) and index.match(chain(), [0]) == [0]
     assert index.orphans(0) == 2, "what came after waits for its parent, which may be held"
-    tell(index, 8, stored(0, 2))
+    feed(index, 8, stored(0, 2))
     assert index.match(chain(), [0]) == [4] and index.orphans(0) == 0
 
 
@@ -120,10 +120,10 @@ def test_who_listens_late_knows_that_it_missed_something(index: PreciseIndex) ->
 
 
 def test_an_engine_that_restarts_holds_nothing(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 2), stored(2, 4), removed(3))
-    assert tell(index, 0, stored(0, 1)) == [True]
+    feed(index, 0, stored(0, 2), stored(2, 4), removed(3))
+    assert feed(index, 0, stored(0, 1)) == [True]
     assert index.match(chain(), [0]) == [1] and index.counters.get("engine_restarts") == 1
-    tell(index, 1, stored(1, 4), stored(1, 2))
+    feed(index, 1, stored(1, 4), stored(1, 2))
     assert not index.apply(0, Batch(1, [])), "restarted, and its first batch was lost"
     assert index.missing(0) == 0 and index.match(chain(), [0]) == [0]
 
@@ -138,42 +138,42 @@ def test_more_waits_behind_a_gap_than_is_kept(index: PreciseIndex, monkeypatch: 
 
 
 def test_a_block_without_its_parent_is_no_beginning(index: PreciseIndex) -> None:
-    tell(index, 0, stored(2, 4), stored(1, 2, parent=1000))
+    feed(index, 0, stored(2, 4), stored(1, 2, parent=1000))
     assert index.orphans(0) == 3 and index.blocks_of(0) == 0
     assert index.match(chain(TOKENS[8:]), [0]) == [0]
-    tell(index, 2, removed(2), stored(0, 1))
+    feed(index, 2, removed(2), stored(0, 1))
     assert index.match(chain(), [0]) == [2], "the third was removed while it waited"
     assert index.orphans(0) == 1
-    tell(index, 3 + 1, stored(2, 3))
+    feed(index, 3 + 1, stored(2, 3))
     assert index.match(chain(), [0]) == [4] and index.orphans(0) == 0
 
 
 def test_few_blocks_wait_for_their_parents(index: PreciseIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_ORPHANS", 2)
-    tell(index, 0, stored(1, 4))
+    feed(index, 0, stored(1, 4))
     assert index.orphans(0) == 2
-    tell(index, 1, stored(0, 1))
+    feed(index, 1, stored(0, 1))
     assert index.match(chain(), [0]) == [1] and index.orphans(0) == 2
 
 
 def test_two_media_hold_the_same_block(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 3), stored(1, 4, medium="CPU"), stored(0, 1, medium="DISK"))
-    tell(index, 0, stored(0, 1, medium="DISK"), stored(1, 2, medium="cpu"), slot=1)
+    feed(index, 0, stored(0, 3), stored(1, 4, medium="CPU"), stored(0, 1, medium="DISK"))
+    feed(index, 0, stored(0, 1, medium="DISK"), stored(1, 2, medium="cpu"), slot=1)
     assert index.match(chain(), [0, 1]) == [4, 2]
     assert index.weighted(chain(), [1, 0, 5]) == pytest.approx([0.5 + 0.8, 3 + 0.8, 0])
-    tell(index, 3, removed(1, 2))
+    feed(index, 3, removed(1, 2))
     assert index.match(chain(), [0]) == [4] and index.weighted(chain(), [0]) == pytest.approx([1 + 3 * 0.8])
-    tell(index, 4, removed(0), removed(1, medium="CPU"))
+    feed(index, 4, removed(0), removed(1, medium="CPU"))
     assert index.match(chain(), [0]) == [1] and index.weighted(chain(), [0]) == pytest.approx([0.5])
     own = PreciseIndex(4, {"GPU": 2.0, "nvme": 1.5})
     own.follow(0, "m")
-    tell(own, 0, stored(0, 1), stored(1, 2, medium="NVMe"))
+    feed(own, 0, stored(0, 1), stored(1, 2, medium="NVMe"))
     assert own.weighted(chain(), [0]) == [3.5]
 
 
 def test_adapter_and_salt_are_in_the_key(index: PreciseIndex) -> None:
     keys = [("sql", "tenant"), ("sql",), ("sql",), ("sql",)]
-    tell(index, 0, stored(0, 4, adapter="sql", extra_keys=keys))
+    feed(index, 0, stored(0, 4, adapter="sql", extra_keys=keys))
     assert index.match(chain(adapter="sql", salt="tenant"), [0]) == [4]
     for other in (
         chain(),
@@ -183,14 +183,14 @@ def test_adapter_and_salt_are_in_the_key(index: PreciseIndex) -> None:
         chain(model="n"),
     ):
         assert index.match(other, [0]) == [0]
-    tell(index, 0, stored(0, 2, extra_keys=[None, None]), slot=1)
+    feed(index, 0, stored(0, 2, extra_keys=[None, None]), slot=1)
     assert index.match(chain(), [1]) == [2]
 
 
 def test_images_are_not_what_reads_the_same(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 4, extra_keys=[None, (("image", 3),), None, None]))
+    feed(index, 0, stored(0, 4, extra_keys=[None, (("image", 3),), None, None]))
     assert index.match(chain(), [0]) == [1] and index.blocks_of(0) == 4
-    tell(index, 0, stored(0, 4, extra_keys=[("image", "salt"), None, None, None]), slot=1)
+    feed(index, 0, stored(0, 4, extra_keys=[("image", "salt"), None, None, None]), slot=1)
     assert index.match(chain(), [1]) == [0] == index.match(chain(salt="salt"), [1])
 
 
@@ -201,12 +201,12 @@ def test_hashes_may_be_bytes_as_well_as_numbers(index: PreciseIndex) -> None:
     assert index.match(chain(), [0]) == [4]
     assert index.apply(0, Batch(2, [BlocksRemoved([digests[3]])])) and index.match(chain(), [0]) == [3]
     negative = [-5, 7]
-    tell(index, 0, BlocksStored(negative, None, TOKENS[:8], 4), BlocksRemoved([2**64 - 5]), slot=1)
+    feed(index, 0, BlocksStored(negative, None, TOKENS[:8], 4), BlocksRemoved([2**64 - 5]), slot=1)
     assert index.match(chain(), [1]) == [0] and index.blocks_of(1) == 1
 
 
 def test_blocks_of_another_size_are_an_error_that_says_so(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 2))
+    feed(index, 0, stored(0, 2))
     with pytest.raises(InvalidInput, match=r"blocks have 8 tokens, the router's 4: set the router's .*--block-size"):
         index.apply(0, Batch(1, [BlocksStored([1], None, TOKENS[:8], 8)]))
     assert "8 tokens" in index.trouble(0) and index.match(chain(), [0]) == [0] and index.trouble(1) == ""
@@ -224,27 +224,27 @@ def test_blocks_of_another_size_are_an_error_that_says_so(index: PreciseIndex) -
     assert index.trouble(0) == ""
 
 
-def test_a_name_that_is_told_for_two_blocks_leaves_nothing_behind(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 1), BlocksStored([1000], None, TOKENS[4:8], 4), removed(0))
+def test_a_name_reported_for_two_blocks_leaves_nothing_behind(index: PreciseIndex) -> None:
+    feed(index, 0, stored(0, 1), BlocksStored([1000], None, TOKENS[4:8], 4), removed(0))
     assert index.match(chain(), [0]) == [1] and index.match(chain(TOKENS[4:]), [0]) == [0], "what it was first"
-    tell(index, 3, removed(0))
+    feed(index, 3, removed(0))
     assert index.match(chain(), [0]) == index.match(chain(TOKENS[4:]), [0]) == [0]
     assert index.table_rows == 0
 
 
 def test_other_kinds_of_layers_are_left_out(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 4), stored(0, 1, group=1), BlocksRemoved([1000], group=1))
+    feed(index, 0, stored(0, 4), stored(0, 1, group=1), BlocksRemoved([1000], group=1))
     assert index.match(chain(), [0]) == [4] and index.counters.get("events_of_other_groups") == 2
 
 
 def test_nothing_is_left_of_an_engine_that_is_forgotten(index: PreciseIndex) -> None:
-    tell(index, 0, stored(0, 4), stored(0, 2, medium="CPU"))
-    tell(index, 0, stored(0, 1), slot=1)
+    feed(index, 0, stored(0, 4), stored(0, 2, medium="CPU"))
+    feed(index, 0, stored(0, 1), slot=1)
     index.forget(0)
     index.forget(0)
     assert index.match(chain(), [0, 1]) == [0, 1] and index.blocks_of(0) == 0
     index.follow(0, "n")
-    tell(index, 0, stored(0, 4))
+    feed(index, 0, stored(0, 4))
     assert index.match(chain(model="n"), [0, 1]) == [4, 0] and index.match(chain(), [0, 1]) == [0, 1]
     index.learn(1, chain())
     assert index.correct(1, chain(), 0) == 0 and index.match(chain(), [1]) == [1], "only the engine says what it holds"

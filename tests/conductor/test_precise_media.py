@@ -1,4 +1,4 @@
-"""Blocks in several media: known as long as one has them, by whatever ways engines tell of the farther ones."""
+"""Blocks in several media: known as long as one has them, by whatever ways engines report the farther ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def stored(first: int, last: int, medium: str = "GPU") -> BlocksStored:
 
 
 def named(*blocks: int, medium: str = "CPU") -> BlocksStored:
-    """As vLLM's offloading connector tells: names, and nothing else."""
+    """As vLLM's offloading connector reports: names, and nothing else."""
     return BlocksStored([1000 + at for at in blocks], None, (), 0, medium)
 
 
 def chunk(at: int, tokens: int, parent: int | None, name: int) -> BlocksStored:
-    """As LMCache tells: a block of its own size and name."""
+    """As LMCache reports: a block of its own size and name."""
     return BlocksStored([name], parent, TOKENS[at : at + tokens], tokens, "cpu")
 
 
@@ -52,31 +52,31 @@ def index() -> PreciseIndex:
     return made
 
 
-def tell(index: PreciseIndex, *events: BlocksStored | BlocksRemoved | AllCleared, slot: int = 0) -> None:
+def feed(index: PreciseIndex, *events: BlocksStored | BlocksRemoved | AllCleared, slot: int = 0) -> None:
     for event in events:
         index.take(slot, event)
 
 
 def test_a_block_that_only_the_host_still_has_is_found(index: PreciseIndex) -> None:
-    tell(index, stored(0, 3), named(0, 1, 2), removed(2, 1))
+    feed(index, stored(0, 3), named(0, 1, 2), removed(2, 1))
     assert index.match(chain(), [0]) == [3] and index.weighted(chain(), [0]) == pytest.approx([1 + 2 * 0.8])
-    tell(index, stored(3, 4))
+    feed(index, stored(3, 4))
     assert index.match(chain(), [0]) == [4], "what follows it finds its parent, wherever that is"
-    tell(index, removed(1, medium="CPU"))
+    feed(index, removed(1, medium="CPU"))
     assert index.match(chain(), [0]) == [1]
-    tell(index, AllCleared())
+    feed(index, AllCleared())
     assert index.match(chain(), [0]) == [0] and index.table_rows == 0
 
 
 def test_a_block_that_is_known_elsewhere_needs_no_parent(index: PreciseIndex) -> None:
-    tell(index, stored(0, 3), removed(0), stored(1, 3, "cpu"), removed(1, 2))
+    feed(index, stored(0, 3), removed(0), stored(1, 3, "cpu"), removed(1, 2))
     assert index.orphans(0) == 0 and index.blocks_of(0) == 2
-    tell(index, stored(0, 1))
+    feed(index, stored(0, 1))
     assert index.match(chain(), [0]) == [3]
 
 
-def test_a_name_that_was_never_told_with_tokens_is_left_out(index: PreciseIndex) -> None:
-    tell(index, stored(0, 1), named(0, 4))
+def test_a_name_never_reported_with_tokens_is_left_out(index: PreciseIndex) -> None:
+    feed(index, stored(0, 1), named(0, 4))
     assert index.match(chain(), [0]) == [1] and index.counters.get("blocks_without_place") == 1
 
 
@@ -93,16 +93,16 @@ def test_a_name_that_was_never_told_with_tokens_is_left_out(index: PreciseIndex)
 def test_media_have_one_name_however_they_are_called(index: PreciseIndex, names: Sequence[str], medium: str) -> None:
     for name in names:
         assert medium_of(name) == medium
-        tell(index, stored(0, 2, name))
+        feed(index, stored(0, 2, name))
         assert index.match(chain(), [0]) == [2]
-        tell(index, removed(0, 1, medium=names[-1]))
+        feed(index, removed(0, 1, medium=names[-1]))
         assert index.match(chain(), [0]) == [0] and index.table_rows == 0
 
 
 def test_weights_go_by_the_best_medium_and_the_unknown_counts_as_the_least() -> None:
     index = PreciseIndex(BLOCK, {"gpu": 1.5, "nvme": 0.25})
     index.follow(0, "m")
-    tell(
+    feed(
         index, stored(0, 2, "storage"), stored(0, 1), stored(2, 3, "cpu"), stored(3, 4, "tape"), stored(4, 5, "remote")
     )
     assert index.weighted(chain(), [0]) == pytest.approx([1.5 + 0.25 + 0.8 + 0.25 + 0.5])
@@ -115,72 +115,72 @@ def test_weights_go_by_the_best_medium_and_the_unknown_counts_as_the_least() -> 
 
 
 def test_chunks_of_many_blocks_are_those_blocks(index: PreciseIndex) -> None:
-    tell(index, stored(0, 4), chunk(0, 8, None, 7), chunk(8, 8, 7, 8), removed(0, 1, 2, 3))
+    feed(index, stored(0, 4), chunk(0, 8, None, 7), chunk(8, 8, 7, 8), removed(0, 1, 2, 3))
     assert index.match(chain(), [0]) == [4] and index.weighted(chain(), [0]) == pytest.approx([4 * 0.8])
-    tell(index, chunk(16, 6, 8, 9))
+    feed(index, chunk(16, 6, 8, 9))
     assert index.match(chain(), [0]) == [5], "of one and a half blocks one is held"
-    tell(index, BlocksRemoved([7], "cpu"))
+    feed(index, BlocksRemoved([7], "cpu"))
     assert index.match(chain(), [0]) == [0]
-    tell(index, chunk(0, 8, None, 7), BlocksRemoved([9], "cpu"))
+    feed(index, chunk(0, 8, None, 7), BlocksRemoved([9], "cpu"))
     assert index.match(chain(), [0]) == [4]
-    tell(index, BlocksRemoved([7, 8], "CPU"))
+    feed(index, BlocksRemoved([7, 8], "CPU"))
     assert index.table_rows == 0 and index.trouble(0) == ""
 
 
 def test_chunks_wait_for_their_parents_and_none_follows_half_a_block(index: PreciseIndex) -> None:
-    tell(index, chunk(8, 8, 7, 8))
+    feed(index, chunk(8, 8, 7, 8))
     assert index.match(chain(), [0]) == [0] and index.orphans(0) == 2
-    tell(index, chunk(0, 8, None, 7))
+    feed(index, chunk(0, 8, None, 7))
     assert index.match(chain(), [0]) == [4] and index.orphans(0) == 0
-    tell(index, AllCleared(), chunk(0, 6, None, 7), chunk(6, 8, 7, 8))
+    feed(index, AllCleared(), chunk(0, 6, None, 7), chunk(6, 8, 7, 8))
     assert index.match(chain(), [0]) == [1] and index.orphans(0) == 2
-    tell(index, BlocksStored([20], None, TOKENS[:3], 3, "cpu"), BlocksStored([21], None, TOKENS[:5], 8, "cpu"))
+    feed(index, BlocksStored([20], None, TOKENS[:3], 3, "cpu"), BlocksStored([21], None, TOKENS[:5], 8, "cpu"))
     assert index.counters.get("blocks_without_place") == 2 and index.trouble(0) == ""
     with pytest.raises(InvalidInput, match="--block-size"):
         index.take(0, BlocksStored([1], None, TOKENS[:8], 8, "gpu"))
 
 
-def test_chunks_are_where_the_gpus_blocks_of_their_tokens_are_whatever_parent_they_tell(index: PreciseIndex) -> None:
-    """LMCache tells parent 0 where a prompt is stored on from its middle, and skips chunks that it has; it tells no
-    adapter. What it stores was just computed, so the GPU's events have told where that is.
+def test_chunks_are_where_the_gpus_blocks_of_their_tokens_are_whatever_parent_they_name(index: PreciseIndex) -> None:
+    """LMCache names parent 0 where a prompt is stored on from its middle, and skips chunks that it has; it names no
+    adapter. What it stores was just computed, so the GPU's events have said where that is.
     """
     adapted = native.chain_hashes(np.array(TOKENS, dtype="<u4").tobytes(), 4 * BLOCK, seed("m", "sql", ""))
-    tell(index, stored(0, 2), chunk(0, 8, None, 7), stored(2, 6), chunk(8, 8, 0, 8), chunk(16, 8, 7, 9))
-    tell(index, removed(*range(6)))
+    feed(index, stored(0, 2), chunk(0, 8, None, 7), stored(2, 6), chunk(8, 8, 0, 8), chunk(16, 8, 7, 9))
+    feed(index, removed(*range(6)))
     assert index.match(chain(), [0]) == [6] and index.orphans(0) == 0
     names = range(2000, 2006)
-    tell(index, BlocksStored(names, None, TOKENS, BLOCK, adapter="sql"))
-    tell(index, chunk(0, 8, None, 17), chunk(8, 8, 17, 18), BlocksRemoved(names), BlocksRemoved([7, 8, 9], "cpu"))
+    feed(index, BlocksStored(names, None, TOKENS, BLOCK, adapter="sql"))
+    feed(index, chunk(0, 8, None, 17), chunk(8, 8, 17, 18), BlocksRemoved(names), BlocksRemoved([7, 8, 9], "cpu"))
     assert [index.match(one, [0]) for one in (chain(), adapted)] == [[0], [4]]
     elsewhere = [*range(500, 504), *TOKENS[:8]]
-    tell(index, BlocksStored([3000, 3001, 3002], None, elsewhere, BLOCK), chunk(0, 8, 0, 27), removed(*range(6)))
-    tell(index, BlocksRemoved([3001, 3002]))
+    feed(index, BlocksStored([3000, 3001, 3002], None, elsewhere, BLOCK), chunk(0, 8, 0, 27), removed(*range(6)))
+    feed(index, BlocksRemoved([3001, 3002]))
     assert index.match(chain(elsewhere), [0]) == [3], "the place where these tokens were computed last"
-    tell(index, chunk(8, 8, 0, 99), BlocksStored([28], 0, [1] * 8, 8, "cpu"))
+    feed(index, chunk(8, 8, 0, 99), BlocksStored([28], 0, [1] * 8, 8, "cpu"))
     assert index.match(chain(elsewhere), [0]) == [3] and index.orphans(0) == 2
 
 
-def test_a_medium_that_never_tells_what_it_evicts_is_not_believed_against_the_engine(index: PreciseIndex) -> None:
+def test_a_medium_that_never_reports_evictions_is_not_believed_against_the_engine(index: PreciseIndex) -> None:
     index.follow(1, "m")
-    tell(index, stored(0, 1), chunk(0, 16, None, 7), chunk(0, 16, None, 7))
-    tell(index, stored(0, 1), stored(0, 4, "cpu"), removed(3, medium="cpu"), slot=1)
+    feed(index, stored(0, 1), chunk(0, 16, None, 7), chunk(0, 16, None, 7))
+    feed(index, stored(0, 1), stored(0, 4, "cpu"), removed(3, medium="cpu"), slot=1)
     assert index.match(chain(), [0, 1]) == [4, 3]
     assert index.correct(0, chain(), 1) == 3 and index.match(chain(), [0]) == [1]
-    assert index.correct(1, chain(), 1) == 0 and index.match(chain(), [1]) == [3], "this one would have told"
-    tell(index, chunk(0, 16, None, 7))
+    assert index.correct(1, chain(), 1) == 0 and index.match(chain(), [1]) == [3], "this one would have reported it"
+    feed(index, chunk(0, 16, None, 7))
     assert index.match(chain(), [0]) == [4], "it was stored again"
 
 
-def test_of_what_is_never_told_to_be_removed_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_never_reported_removed_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_BEYOND_GPU", 64)
     monkeypatch.setattr(events, "MAX_RECENT", 64)
     index = PreciseIndex(BLOCK)
     index.follow(0, "m")
     for at in range(400):
         tokens = [at, *TOKENS[1:8]]
-        tell(index, BlocksStored([2 * at], None, tokens[:4], 4), BlocksStored([2 * at + 1], 2 * at, tokens[4:], 4))
-        tell(index, BlocksStored([10_000 + at], None, tokens, 8, "cpu"), BlocksStored([2 * at], None, (), 0, "storage"))
-        tell(index, BlocksRemoved([2 * at, 2 * at + 1]))
+        feed(index, BlocksStored([2 * at], None, tokens[:4], 4), BlocksStored([2 * at + 1], 2 * at, tokens[4:], 4))
+        feed(index, BlocksStored([10_000 + at], None, tokens, 8, "cpu"), BlocksStored([2 * at], None, (), 0, "storage"))
+        feed(index, BlocksRemoved([2 * at, 2 * at + 1]))
     assert index.table_rows <= 2 * 64 and index.blocks_of(0) <= 2 * 64
     blocks = index._engines[0].blocks
     assert (

@@ -43,7 +43,7 @@ def prompt(*words: int, salt: str = "") -> tuple[list[int], Blocks]:
     return tokens, native.chain_hashes(raw, TOKENS * 4, seed("m", "", salt))
 
 
-class Told(PreciseIndex):
+class SelfFed(PreciseIndex):
     """The precise index, whose engine stores what the suite would have it learn."""
 
     def learn(self, slot: int, blocks: Blocks) -> None:
@@ -60,7 +60,7 @@ INDICES: dict[str, Callable[[], PrefixIndex]] = {
     "naive": lambda: NaivePrefixIndex(100),
     "approximate": lambda: ApproximatePrefixIndex(100),
     "approximate-python": lambda: ApproximatePrefixIndex(100, table=backend.PrefixTable),
-    "precise": lambda: Told(TOKENS),
+    "precise": lambda: SelfFed(TOKENS),
 }
 
 
@@ -208,7 +208,7 @@ def test_what_one_replica_learns_another_takes_in() -> None:
     sent = b"".join(pack_delta(delta) for delta in one.since(0) or ())
     other.absorb(unpack_deltas(sent))
     assert [other.match(chain, [2, 1, 0]) for chain in CHAINS[:3]] == [[4, 0, 0], [2, 0, 0], [0, 2, 0]]
-    assert (one.log_end, other.log_end) == (4, 0), "what was heard is not told on"
+    assert (one.log_end, other.log_end) == (4, 0), "what was heard is not passed on"
     assert one.since(5) is None and one.since(4) == [] and len(one.since(1) or ()) == 3
     _shared(["x"]).absorb(unpack_deltas(sent))
     third = _shared(["a", "b"])

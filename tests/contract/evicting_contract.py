@@ -1,4 +1,4 @@
-"""What every tier that tells of its evictions must do: subclass ``EvictingContract`` and give a ``tier`` fixture."""
+"""What every tier that reports its evictions must do: subclass ``EvictingContract`` and give a ``tier`` fixture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EvictingContract:
         raise TypeError("a contract suite needs a tier fixture")
 
     @pytest.fixture
-    def told(self, tier: Store) -> list[tuple[bytes, bytes]]:
+    def reported(self, tier: Store) -> list[tuple[bytes, bytes]]:
         assert isinstance(tier, Evicting) and tier.on_evict is None
         heard: list[tuple[bytes, bytes]] = []
         tier.on_evict = lambda evicted, data, place: heard.append((evicted, data))
@@ -30,17 +30,15 @@ class EvictingContract:
     def put(self, tier: Store, *numbers: int) -> None:
         assert tier.put_many([(key(n), value(n, SIZE)) for n in numbers]) == [True] * len(numbers)
 
-    def test_what_goes_for_room_is_told_whole_in_the_order_it_goes(
-        self, tier: Store, told: list[tuple[bytes, bytes]]
-    ) -> None:
+    def test_evictions_are_reported_whole_in_order(self, tier: Store, reported: list[tuple[bytes, bytes]]) -> None:
         self.put(tier, 0, 1, 2, 3)
-        assert told == []
+        assert reported == []
         self.put(tier, 10)
         self.put(tier, 20)
-        assert told == [(key(3), value(3, SIZE)), (key(2), value(2, SIZE))], "the end of the chain goes first"
+        assert reported == [(key(3), value(3, SIZE)), (key(2), value(2, SIZE))], "the end of the chain goes first"
         assert tier.stats()["evicted_total"] == 2
 
-    def test_what_goes_is_told_with_the_place_that_its_writer_said(self, tier: Store) -> None:
+    def test_evictions_are_reported_with_the_place_that_the_writer_gave(self, tier: Store) -> None:
         assert isinstance(tier, Evicting)
         keys, places = chain(2)
         heard: list[tuple[bytes, Place | None]] = []
@@ -51,24 +49,24 @@ class EvictingContract:
         self.put(tier, 9, 10, 11)
         assert heard == [(key(8), None), (keys[1], places[1])]
 
-    def test_what_is_deleted_replaced_or_closed_away_is_not_told(
-        self, tier: Store, told: list[tuple[bytes, bytes]]
+    def test_what_is_deleted_replaced_or_closed_away_is_not_reported(
+        self, tier: Store, reported: list[tuple[bytes, bytes]]
     ) -> None:
         self.put(tier, 0, 1)
         self.put(tier, 0)
         tier.delete([key(1)])
         tier.close()
-        assert told == []
+        assert reported == []
 
-    def test_what_could_not_make_room_is_not_told(self, tier: Store, told: list[tuple[bytes, bytes]]) -> None:
+    def test_what_could_not_make_room_is_not_reported(self, tier: Store, reported: list[tuple[bytes, bytes]]) -> None:
         self.put(tier, 0, 1, 2, 3)
         lease = tier.prepare_load([key(n) for n in range(4)])
         assert tier.put_many([(key(9), value(9, SIZE))]) == [False]
         tier.release(lease)
-        assert told == [] and tier.lookup([key(n) for n in range(4)]) == [Presence.HIT] * 4
+        assert reported == [] and tier.lookup([key(n) for n in range(4)]) == [Presence.HIT] * 4
 
-    def test_it_is_told_before_anybody_can_put_or_delete_the_same_key(
-        self, tier: Store, told: list[tuple[bytes, bytes]]
+    def test_evictions_are_reported_before_the_same_key_can_be_put_or_deleted(
+        self, tier: Store, reported: list[tuple[bytes, bytes]]
     ) -> None:
         """Else a listener would hold what was replaced or deleted since for what is evicted."""
         assert isinstance(tier, Evicting)
@@ -79,7 +77,7 @@ class EvictingContract:
         def hears(evicted: bytes, data: bytes, place: object) -> None:
             telling.set()
             deleting.join(0.2)  # it has to wait for the tier's lock
-            order.append("told")
+            order.append("reported")
 
         def delete() -> None:
             telling.wait(5)
@@ -91,4 +89,4 @@ class EvictingContract:
         deleting.start()
         self.put(tier, 10)
         deleting.join(5)
-        assert order == ["told", "deleted"]
+        assert order == ["reported", "deleted"]

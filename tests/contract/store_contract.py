@@ -59,7 +59,7 @@ class Tier:
     flood_bytes: int | None = None
     """So many bytes of small values displace all that was there, where the store has no exact budget."""
     knows_absence: bool = True
-    """It need not ask anybody to know that a key is absent."""
+    """It knows without a request that a key is absent."""
     sizes: tuple[int, ...] = (0, 1, 100, 6144, 6145, 40_000)
     """Value sizes to try."""
     supplied_by: tuple[str, ...] = ()
@@ -67,10 +67,10 @@ class Tier:
     later: Callable[[float], object] | None = None
     """Lets so many seconds pass by the store's clock. None: it cannot be made to."""
     outage: Callable[[], AbstractContextManager[object]] | None = None
-    """Within it nobody answers the store, and all is well again after it. None: its values are here."""
+    """Within it the store gets no answers, and all is well again after it. None: its values are here."""
     another: Callable[[], Store] | None = None
     """Opens the same values once more, as another process would; it may close ``store``, which is then not used any
-    more. None: nobody else can have them.
+    more. None: no other client can have them.
     """
 
     @property
@@ -103,7 +103,7 @@ class Tier:
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Seconds that pass on request."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -312,7 +312,7 @@ class StoreContract:
                     store.put_many([(key(number), value(number))])
                     if store.get_many([key(number)]) not in ([value(number)], [None]):
                         wrong.append(number)
-            except Exception as error:  # nobody would hear of it in a thread
+            except Exception as error:  # an exception in a thread would go unnoticed
                 wrong.append(error)
 
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
@@ -344,7 +344,7 @@ class StoreContract:
         store.release(load)
 
     @pytest.mark.parametrize("look", ["lookup", "prefix", "touch", "get_many"])
-    def test_what_was_looked_at_and_stored_anew_is_found(self, store: Store, look: str) -> None:
+    def test_what_was_looked_at_and_stored_again_is_found(self, store: Store, look: str) -> None:
         store.put_many([(key(1), b"old"), (key(2), b"other")])
         getattr(store, look)([key(1), key(2)])
         assert store.put_many([(key(1), b"newer")]) == [True]
@@ -442,8 +442,8 @@ class StoreContract:
     # --- what is stored is found, whatever was asked before ---
 
     @pytest.mark.parametrize("placed", [True, False], ids=["placed", "unplaced"])
-    def test_what_was_stored_in_several_calls_is_one_prefix_for_everybody(self, tier: Tier, placed: bool) -> None:
-        """Nobody has looked any of it up before."""
+    def test_what_was_stored_in_several_calls_is_one_prefix_for_every_client(self, tier: Tier, placed: bool) -> None:
+        """None of it has been looked up before."""
         keys, places = chain(16)
         for part in (slice(0, 5), slice(5, 11), slice(11, 16)):
             items = [(key, value(1)) for key in keys[part]]
@@ -515,7 +515,7 @@ class StoreContract:
 
     # --- a fork ---
 
-    def test_a_forked_child_reads_right_or_is_told_to_open_its_own_and_disturbs_nobody(self, tier: Tier) -> None:
+    def test_a_forked_child_reads_right_or_must_open_its_own_and_disturbs_no_other(self, tier: Tier) -> None:
         store = tier.store
         keys, places = chain(6)
         right = [value(at) for at in range(6)]
@@ -561,7 +561,7 @@ class StoreContract:
         return [key(number) for number in range(values)]
 
     @needs("limit")
-    def test_a_batch_with_a_value_that_can_never_fit_costs_nobody_a_place(self, tier: Tier) -> None:
+    def test_a_batch_with_a_value_that_can_never_fit_evicts_nothing(self, tier: Tier) -> None:
         keys = self.fill(tier, 8)
         too_large = bytes(tier.limit_bytes + 1)
         for batch in ([(key(50), b"small"), (key(51), too_large)], [(key(51), too_large), (key(50), bytes(50_000))]):
@@ -571,7 +571,7 @@ class StoreContract:
             assert tier.store.lookup([key(50), key(51)]) == [Presence.MISS] * 2
 
     @needs("budget", "pins")
-    def test_a_value_that_does_not_fit_beside_pins_costs_nobody_a_place(self, tier: Tier) -> None:
+    def test_a_value_that_does_not_fit_beside_pins_evicts_nothing(self, tier: Tier) -> None:
         keys = self.fill(tier, 8)
         assert tier.store.pin(keys[:4], 1000.0) == [True] * 4
         assert tier.store.put_many([(key(50), bytes(tier.budget_bytes // 8 * 5))]) == [False]
@@ -590,10 +590,10 @@ class StoreContract:
         tier.store.put_many([(key(1), b"small")])
         assert tier.store.pin([key(1)], 1000.0) == [True]
         assert tier.store.put_many([(key(1), bytes(tier.budget_bytes // 10 * 9))]) == [True]
-        assert tier.store.put_many([(key(2), bytes(tier.budget_bytes // 2))]) == [True], "half of it is nobody's to pin"
+        assert tier.store.put_many([(key(2), bytes(tier.budget_bytes // 2))]) == [True], "half of it cannot be pinned"
 
     @needs("clock")
-    def test_a_store_that_nobody_completes_ends_with_its_lease(self, tier: Tier) -> None:
+    def test_a_store_never_completed_ends_with_its_lease(self, tier: Tier) -> None:
         size = (tier.budget_bytes or 40_000) // 2
         ticket = tier.store.prepare_store([(key(1), value(1, size))])
         assert tier.store.lookup([key(1)]) == [Presence.PENDING]
@@ -604,7 +604,7 @@ class StoreContract:
         assert tier.store.lookup([key(1)]) == [Presence.HIT if stored else Presence.MISS]
 
     @needs("clock")
-    def test_what_nobody_completes_is_let_go_in_the_end(self, tier: Tier) -> None:
+    def test_uncompleted_tickets_are_released_in_the_end(self, tier: Tier) -> None:
         values = [Watched(value(number)) for number in range(3)]
         alive = [weakref.ref(one) for one in values]
         for number, one in enumerate(values):
@@ -640,7 +640,7 @@ class StoreContract:
             assert other.get_many([key(number) for number in range(3)]) == [one for _, one in items]
 
     @needs("outage")
-    def test_a_deletion_that_nobody_confirmed_is_not_said_to_be_one(self, tier: Tier) -> None:
+    def test_an_unconfirmed_deletion_is_not_reported_as_one(self, tier: Tier) -> None:
         tier.store.put_many([(key(1), value(1)), (key(2), value(2))])
         with tier.outage():
             assert tier.store.delete([key(1)]) == [None]

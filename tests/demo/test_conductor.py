@@ -19,7 +19,7 @@ from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.workload import OpenSource
 
 
-def test_plays_all_four_and_tells_what_came_of_them() -> None:
+def test_plays_all_four_and_prints_the_results() -> None:
     setup = ClusterSetup(seed=1)
     runs = [run_of(ClusterCell(OpenSource("l-eval", 8.0, 100, 1), setup, name)) for name in SCHEDULERS]
     stream = io.StringIO()
@@ -30,8 +30,8 @@ def test_plays_all_four_and_tells_what_came_of_them() -> None:
     assert len(lines) == 2 + len(SCHEDULERS)
     assert max(map(len, lines)) <= WIDTH
     assert len({len(row) for row in lines[2:]}) == 1, "columns stand below each other"
-    told = final(SCHEDULERS, [measured(run, setup.slo) for run in runs])
-    (best,) = [row for row in told if row.startswith("kvcache-centric")]
+    report = final(SCHEDULERS, [measured(run, setup.slo) for run in runs])
+    (best,) = [row for row in report if row.startswith("kvcache-centric")]
     assert "100" in best and "node" in best
 
 
@@ -44,8 +44,8 @@ def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.slow
 def test_orders_the_schedulers_as_published(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "conductor", "--quick", "--no-play", "--json", "--rate", "1", "--admission", "all"]) == 0
-    told = json.loads(capsys.readouterr().out)["schedulers"]
-    means = [told[name]["ttft_s"]["mean"] for name in SCHEDULERS]
+    report = json.loads(capsys.readouterr().out)["schedulers"]
+    means = [report[name]["ttft_s"]["mean"] for name in SCHEDULERS]
     assert means == sorted(means, reverse=True)
 
 

@@ -100,8 +100,8 @@ def test_deployments_select_their_own_pods_and_probe_ports_they_have() -> None:
             ports = {port["name"]: port["containerPort"] for port in each["ports"]}
             known = {*ports, *ports.values()}
             for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
-                told = each.get(probe, {})
-                asked = told.get("grpc", told.get("httpGet"))
+                declared = each.get(probe, {})
+                asked = declared.get("grpc", declared.get("httpGet"))
                 assert asked is None or asked["port"] in known
             mounts = {mount["name"] for mount in each.get("volumeMounts", ())}
             assert mounts == {volume["name"] for volume in template["spec"].get("volumes", ())}

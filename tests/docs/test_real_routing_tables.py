@@ -32,5 +32,5 @@ def test_the_tables_are_those_of_the_runs(name: str) -> None:
         assert f"{head} {' | '.join(cells)} | {cached} |" in PAGE
         for at, of in enumerate(row["per_engine"].values()):
             figures = [of["learned_s"], of["engine_s"], of["processor_s"]]
-            told = " | ".join("–" if each is None else f"{each * 1e3:.3f}" for each in figures)
-            assert f"{head} {at} | {of['requests']} | {told} | {of['ratio']:.2f} |" in PAGE
+            shown = " | ".join("–" if each is None else f"{each * 1e3:.3f}" for each in figures)
+            assert f"{head} {at} | {of['requests']} | {shown} | {of['ratio']:.2f} |" in PAGE

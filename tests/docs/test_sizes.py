@@ -1,4 +1,4 @@
-"""Documentation stays short enough to be read, and says which of its pages nobody wrote by hand."""
+"""Documentation stays short enough to be read, and says which of its pages are generated."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_tiers_table_is_that_of_the_run() -> None:
 
 
 def test_hit_ratios_of_a_trace_of_one_s_own(tmp_path: Path) -> None:
-    """Forty conversations that come back, among documents that do not: nobody passes who knows the future."""
+    """Forty conversations that come back, among documents that do not: no rule beats one that knows the future."""
     trace = tmp_path / "trace.jsonl"
     prompts = [[turn % 40 * 10 + depth for depth in range(4)] for turn in range(120)]
     documents = [[10_000 + 20 * turn + depth for depth in range(8)] for turn in range(120)]

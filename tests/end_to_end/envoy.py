@@ -108,11 +108,11 @@ def _when_ready(process: subprocess.Popen[str], admin_file: Path, log: Path, nam
             raise RuntimeError(f"Envoy ended: {log.read_text()[-2000:]}")
         with contextlib.suppress(OSError, ValueError):
             if admin := admin_file.read_text().strip():
-                # Addresses are told before anybody listens there: until health has been looked at for the first time.
+                # Addresses are announced before a server listens there: until health was checked for the first time.
                 urllib.request.urlopen(f"http://{admin}/ready", timeout=1).close()
                 with urllib.request.urlopen(f"http://{admin}/listeners?format=json", timeout=1) as answer:
-                    told = json.load(answer)["listener_statuses"]
-                ports = {each["name"]: int(each["local_address"]["socket_address"]["port_value"]) for each in told}
+                    statuses = json.load(answer)["listener_statuses"]
+                ports = {each["name"]: int(each["local_address"]["socket_address"]["port_value"]) for each in statuses}
                 if names <= ports.keys():
                     return Envoy(process, admin, ports)
         time.sleep(0.02)

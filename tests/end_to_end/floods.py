@@ -1,7 +1,7 @@
-"""Floods of HTTP/2 against a picker, and how long somebody else's health check takes meanwhile.
+"""Floods of HTTP/2 against a picker, and how long another client's health check takes meanwhile.
 
 Each flood is what a client of ill will sends on one connection, again on the next one when it is cut off, for as long
-as it is told; all on this machine.
+as requested; all on this machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def block(path: str = f"/{SERVICE}/Process") -> bytes:
-    told = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b"te", b"trailers")]
-    return h.literals([*told, (b"content-type", b"application/grpc")])
+    pipe = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b"te", b"trailers")]
+    return h.literals([*pipe, (b"content-type", b"application/grpc")])
 
 
 def message(data: bytes) -> bytes:
@@ -134,10 +134,10 @@ MOST_CONNECTIONS = 64
 """That a flood keeps open at once."""
 
 
-def flood(name: str, port: int, for_s: float, told: multiprocessing.connection.Connection) -> None:
-    """In a process of its own. Tells how many bytes it got rid of, on how many connections."""
+def flood(name: str, port: int, for_s: float, pipe: multiprocessing.connection.Connection) -> None:
+    """In a process of its own. Reports how many bytes it sent, on how many connections."""
     what = BEGIN + FLOODS[name]()
-    told.send("ready")
+    pipe.send("ready")
     end_s, sent, connections = time.monotonic() + for_s, 0, 0
     kept: list[socket.socket] = []
     while time.monotonic() < end_s:
@@ -159,8 +159,8 @@ def flood(name: str, port: int, for_s: float, told: multiprocessing.connection.C
                         pass
         if len(kept) > MOST_CONNECTIONS:
             kept.pop(0).close()
-    told.send((sent, connections))
-    told.recv()
+    pipe.send((sent, connections))
+    pipe.recv()
 
 
 class Prober:

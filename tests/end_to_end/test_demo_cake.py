@@ -39,8 +39,8 @@ def test_three_ways_to_the_same_token(share: str) -> None:
         assert compute["first_token"] == load["first_token"] == both["first_token"]
     assert [row["ratio"] for row in report["rows"]] == sorted(row["ratio"] for row in report["rows"])
     assert 1.0 in [row["ratio"] for row in report["rows"]]
-    told = answer.stderr
-    assert told.index("compute █") < told.index("load    ▒") < told.index("both    ") and "\x1b" not in told
+    printed = answer.stderr
+    assert printed.index("compute █") < printed.index("load    ▒") < printed.index("both    ") and "\x1b" not in printed
 
 
 @pytest.mark.slow

@@ -52,9 +52,11 @@ def test_a_plane_dies_and_returns_and_no_byte_is_wrong(tmp_path: Path) -> None:
     assert report["slot_moves"] >= 3 and report["chunks_moved"] > 0
     assert report["chunks_lost"] > 0 and report["killed_host"].startswith("host-") and report["down_s"] > 1
     assert report["readable_at_end"] == report["values"] and report["satellites_at_end"] == 95
-    told = answer.stderr
-    assert told.index("killed") < told.index("a value is missed") < told.index("computed and stored again")
-    assert told.index("killed") < told.index("is back"), "a read that a crowded machine delays may be missed after it"
+    printed = answer.stderr
+    assert printed.index("killed") < printed.index("a value is missed") < printed.index("computed and stored again")
+    assert printed.index("killed") < printed.index("is back"), (
+        "a read that a crowded machine delays may be missed after it"
+    )
     assert "×" in answer.stderr and "\x1b" not in answer.stderr
     assert nothing_is_left(tmp_path)
 
@@ -96,8 +98,8 @@ def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, moment_s: float, 
         time.sleep(0.01)
     time.sleep(moment_s)
     demo.send_signal(number)
-    _, told = demo.communicate(timeout=30)
-    assert demo.returncode == 130 and "Traceback" not in told
+    _, printed = demo.communicate(timeout=30)
+    assert demo.returncode == 130 and "Traceback" not in printed
     assert nothing_is_left(tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_however_it_is_ended_nothing_is_left(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--requests", "3"], "10 to 5000"),
         (["--strategies", "luck"], "no routing strategy 'luck'"),
@@ -97,7 +97,7 @@ def test_however_it_is_ended_nothing_is_left(number: signal.Signals) -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", "route", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

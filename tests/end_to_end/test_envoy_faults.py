@@ -30,7 +30,7 @@ PLAIN = ("--strategy", "round-robin", "--metrics-path", "")
 
 
 def a_dead_address() -> str:
-    """One at which nobody listens, and nobody is likely to soon."""
+    """One without a listener, nor likely to get one soon."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{taken.getsockname()[1]}"
@@ -44,11 +44,11 @@ def servers() -> Iterator[Servers]:
 
 def test_a_dead_endpoint_costs_its_requests_nothing_and_is_left_alone(servers: Servers, tmp_path: Path) -> None:
     dead = a_dead_address()
-    everybody = (dead, *servers.endpoints)
-    named = [word for endpoint in everybody for word in ("--endpoint", endpoint)]
+    all_servers = (dead, *servers.endpoints)
+    named = [word for endpoint in all_servers for word in ("--endpoint", endpoint)]
     counted = ("--metrics-listen", "127.0.0.1:0", "--fallbacks", "2")
     with running_picker(*named, *PLAIN, *counted) as picker:
-        entrance = Entrance("fallback", f"127.0.0.1:{picker.port}", endpoints=everybody, retries=2)
+        entrance = Entrance("fallback", f"127.0.0.1:{picker.port}", endpoints=all_servers, retries=2)
         with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
             answers = [ask(envoy.ports["fallback"], "/v1/completions", a_completion()) for _ in range(15)]
         metrics = picker.port_after("metrics at")
@@ -154,7 +154,7 @@ def test_a_picker_that_hangs_is_given_up_in_time(servers: Servers, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_picker_that_is_told_to_stop_lets_its_streams_end(servers: Servers, tmp_path: Path) -> None:
+def test_a_picker_that_is_stopped_lets_its_streams_end(servers: Servers, tmp_path: Path) -> None:
     with running_picker("--endpoint", servers.endpoints[0], *PLAIN) as picker:
         with running_envoy(bootstrap([Entrance("door", f"127.0.0.1:{picker.port}")]), tmp_path / "run") as envoy:
             port = envoy.ports["door"]
@@ -180,8 +180,8 @@ def test_a_port_that_is_taken_is_said_in_one_line() -> None:
         taken.listen()
         there = f"127.0.0.1:{taken.getsockname()[1]}"
         with (
-            pytest.raises(AssertionError, match=r"skymemory: cannot listen at .*the port is taken") as told,
+            pytest.raises(AssertionError, match=r"skymemory: cannot listen at .*the port is taken") as raised,
             running_picker("--endpoint", "127.0.0.1:1", "--listen", there),
         ):
             pass
-    assert "Traceback" not in str(told.value)
+    assert "Traceback" not in str(raised.value)

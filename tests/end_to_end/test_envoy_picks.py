@@ -35,10 +35,10 @@ except FileNotFoundError as why:
 
 SUBSETS_FROM_A_HEADER = """
 function envoy_on_request(handle)
-  local told = handle:headers():get("x-test-subset")
-  if told == nil then return end
+  local subset = handle:headers():get("x-test-subset")
+  if subset == nil then return end
   local list = {}
-  for endpoint in string.gmatch(told, "[^;]+") do table.insert(list, endpoint) end
+  for endpoint in string.gmatch(subset, "[^;]+") do table.insert(list, endpoint) end
   handle:streamInfo():dynamicMetadata():set("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset", list)
 end
 """
@@ -58,7 +58,7 @@ class World:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == head)
 
     def settles(self, name: str, value: float, **labels: str) -> None:
-        """It comes to ``value`` soon: Envoy tells of an end after the client has seen it."""
+        """It comes to ``value`` soon: Envoy reports an end after the client has seen it."""
         end = time.monotonic() + 30
         while (now := self.counted(name, **labels)) != value and time.monotonic() < end:
             time.sleep(0.02)
@@ -152,7 +152,7 @@ def test_a_body_over_the_limit_is_refused(world: World) -> None:
     assert answer.status == 413 and b"16,777,216" in answer.body
 
 
-def test_invalid_json_is_refused_and_reaches_nobody(world: World) -> None:
+def test_invalid_json_is_refused_and_reaches_no_server(world: World) -> None:
     before = world.servers.requests()
     answer = ask(world.envoy.ports["metadata"], "/v1/completions", b'{"prompt": ')
     assert answer.status == 400 and json.loads(answer.body)["error"]["type"] == "invalid_request_error"

@@ -212,7 +212,7 @@ def test_idle_satellites_cost_nothing_even_with_a_plane_dead(sky: Sky) -> None:
 
 
 def _await_end_of_flood(plan: ConstellationPlan) -> None:
-    """Each of the 38 neighbours of a dead plane says so to everybody, once, as soon as it knows: about 280 packets
+    """Each of the 38 neighbours of a dead plane says so to every other, once, as soon as it knows: about 280 packets
     each, part of a second of a core in all. Then there is silence but for a question to each of the dead every 8 s.
     """
     received = 0
@@ -222,11 +222,11 @@ def _await_end_of_flood(plan: ConstellationPlan) -> None:
         if received - before < 3 * plan.torus.size:
             return
         time.sleep(0.5)
-    raise AssertionError("satellites still tell one another of the dead plane after 20 s")
+    raise AssertionError("satellites still send each other news of the dead plane after 20 s")
 
 
 def heal(store: ConstellationStore) -> float:
-    """Wait until nobody is suspect any more, without asking the store for anything; how long that was."""
+    """Seconds until no satellite is suspected any more, without a request to the store."""
     begun_s = time.monotonic()
     while store._driver.machine.probing and time.monotonic() < begun_s + 10.0:
         time.sleep(0.02)
@@ -235,7 +235,7 @@ def heal(store: ConstellationStore) -> float:
 
 
 @pytest.mark.slow
-def test_with_a_plane_of_the_box_dead_a_miss_costs_milliseconds_and_it_heals_with_nobody_calling(
+def test_with_a_plane_of_the_box_dead_a_miss_costs_milliseconds_and_it_heals_without_a_call(
     sky: Sky, store: ConstellationStore
 ) -> None:
     assert store.put_many([(KEY, VALUE)]) == [True]
@@ -248,7 +248,9 @@ def test_with_a_plane_of_the_box_dead_a_miss_costs_milliseconds_and_it_heals_wit
     assert store.lookup([KEY]) == [Presence.HIT], "who is silent may come back: it is not evicted"
     cost_s, took_s = gets_that_miss(store, 300, 0.01)
     assert cost_s[285] < 0.005, "of the processor"
-    assert took_s[150] < 0.1, "nobody is waited for; beside other programs a thread waits for its turn now and then"
+    assert took_s[150] < 0.1, (
+        "no satellite is waited for; beside other programs a thread waits for its turn now and then"
+    )
     assert store.stats()["breaker_open"] == 0
     sky("revive")
     assert heal(store) < 9

@@ -137,7 +137,7 @@ def test_a_host_killed_between_put_and_get_is_a_miss_within_a_second(sky: Sky) -
     assert missed == "True" and float(seconds) < 1.0
 
 
-def test_no_constellation_and_bad_options_are_told_in_one_line(sky: Sky) -> None:
+def test_no_constellation_and_bad_options_are_reported_in_one_line(sky: Sky) -> None:
     none = sky("kv", "get", "anything")
     assert none.returncode == 1 and "skymemory constellation up" in none.stderr and len(none.stderr.splitlines()) == 1
     absent = sky("kv", "put", "absent.bin")
@@ -173,9 +173,9 @@ def test_a_sealed_value_says_that_it_wants_its_keys(sky: Sky) -> None:
     for name in ("mine", "other"):
         assert sky("keys", "new", name).returncode == 0
     assert sky("kv", "put", "note", "--seal", "mine").returncode == 0
-    for words, told in (([], "read it with --seal FILE"), (["--seal", "other"], "does not open with other")):
+    for words, reported in (([], "read it with --seal FILE"), (["--seal", "other"], "does not open with other")):
         without = sky("kv", "get", "note", "-o", "copy", *words)
-        assert without.returncode == 1 and told in without.stderr
+        assert without.returncode == 1 and reported in without.stderr
     assert sky("kv", "get", "note", "-o", "-", "--seal", "mine").stdout == "note"
 
 

@@ -75,13 +75,13 @@ def became(door: Door, *command: str | Path, cwd: Path = HERE) -> dict[str, str]
         check=False,
     )
     assert done.returncode == 0 and done.stdout, done.stderr
-    told: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    reported: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return reported
 
 
-def assert_all_are_ok(told: dict[str, str], least: int) -> None:
-    assert len(told) >= least
-    failed = {name: said for name, said in told.items() if said != "ok"}
+def assert_all_are_ok(reported: dict[str, str], least: int) -> None:
+    assert len(reported) >= least
+    failed = {name: said for name, said in reported.items() if said != "ok"}
     assert not failed, "\n\n".join(f"{name}\n{said}" for name, said in failed.items())
 
 
@@ -108,8 +108,8 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Page)
         self.asks: dict[str, str] = {}
-        self.told: dict[str, Any] = {}
-        self.has_told = threading.Event()
+        self.reported: dict[str, Any] = {}
+        self.has_reported = threading.Event()
 
     @classmethod
     @contextmanager
@@ -137,9 +137,9 @@ class _Page(BaseHTTPRequestHandler):
             self._answer("text/html; charset=utf-8", (HERE / "page.html").read_bytes())
 
     def do_POST(self) -> None:
-        self.server.told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.reported = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self._answer("text/plain", b"")
-        self.server.has_told.set()
+        self.server.has_reported.set()
 
     def _answer(self, kind: str, body: bytes) -> None:
         self.send_response(200)
@@ -152,12 +152,12 @@ class _Page(BaseHTTPRequestHandler):
         pass
 
 
-def told_by_page(door: Door, pages: PageServer, host: str, profile: Path) -> dict[str, Any]:
+def reported_by_page(door: Door, pages: PageServer, host: str, profile: Path) -> dict[str, Any]:
     """What the page could do, asked for from a browser by this name of ours."""
     if BROWSER is None:
         pytest.skip("no browser: Debian's package is chromium")
     pages.asks = {"door": door.url, "key": door.keys["gold"], "smallKey": door.keys["small"]}
-    pages.has_told.clear()
+    pages.has_reported.clear()
     browser = subprocess.Popen(
         [
             BROWSER,
@@ -178,29 +178,29 @@ def told_by_page(door: Door, pages: PageServer, host: str, profile: Path) -> dic
         stdin=subprocess.DEVNULL,
     )
     try:
-        came = pages.has_told.wait(120)
+        came = pages.has_reported.wait(120)
     finally:
         browser.terminate()
         _, errors = browser.communicate(timeout=30)
     assert came, errors.decode("utf-8", "replace")[-2000:]
-    return pages.told
+    return pages.reported
 
 
 def test_a_page_of_an_allowed_origin(door: Door, page_server: PageServer, tmp_path: Path) -> None:
-    told = told_by_page(door, page_server, "localhost", tmp_path)
-    assert told["whole"]["status"] == 200 and told["whole"]["text"], told
-    assert "server" in json.loads(told["whole"]["decision"])
-    streamed = told["streamed"]
-    assert streamed["text"] == told["whole"]["text"] and streamed["done"] and not streamed["left"], told
+    reported = reported_by_page(door, page_server, "localhost", tmp_path)
+    assert reported["whole"]["status"] == 200 and reported["whole"]["text"], reported
+    assert "server" in json.loads(reported["whole"]["decision"])
+    streamed = reported["streamed"]
+    assert streamed["text"] == reported["whole"]["text"] and streamed["done"] and not streamed["left"], reported
     assert streamed["reads"] > 1, "it came piece by piece"
-    assert told["left"] == {"status": 200}
-    assert told["wrongKey"] == {"status": 401, "code": "invalid_api_key"}, "a page is shown what is wrong"
-    assert told["models"] == {"status": 200, "models": ["small"]}
-    assert told["overQuota"]["status"] == 429 and int(told["overQuota"]["retryAfter"]) >= 1
-    assert told["overQuota"]["left"] == "0" and told["noPreflight"] == {"status": 200}
+    assert reported["left"] == {"status": 200}
+    assert reported["wrongKey"] == {"status": 401, "code": "invalid_api_key"}, "a page is shown what is wrong"
+    assert reported["models"] == {"status": 200, "models": ["small"]}
+    assert reported["overQuota"]["status"] == 429 and int(reported["overQuota"]["retryAfter"]) >= 1
+    assert reported["overQuota"]["left"] == "0" and reported["noPreflight"] == {"status": 200}
 
 
 def test_a_page_of_another_origin_is_shown_nothing(door: Door, page_server: PageServer, tmp_path: Path) -> None:
-    told = told_by_page(door, page_server, "127.0.0.1", tmp_path)
-    assert set(told) >= {"whole", "streamed", "left", "wrongKey", "models", "overQuota", "noPreflight"}
-    assert all(said == "TypeError: Failed to fetch" for said in told.values()), told
+    reported = reported_by_page(door, page_server, "127.0.0.1", tmp_path)
+    assert set(reported) >= {"whole", "streamed", "left", "wrongKey", "models", "overQuota", "noPreflight"}
+    assert all(said == "TypeError: Failed to fetch" for said in reported.values()), reported

@@ -24,7 +24,7 @@ def picker() -> Iterator[Picker]:
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_health_is_told_beside_a_flood(picker: Picker, name: str) -> None:
+def test_health_is_answered_beside_a_flood(picker: Picker, name: str) -> None:
     met = flooded(name, picker.port, psutil.Process(picker.process.pid), FOR_S)
     assert met.checks > 50 and met.sent_mib > 5, met
     assert met.p99_ms < MOST_MS[name], met

@@ -43,7 +43,7 @@ def test_a_reload_of_everything_and_a_drain_lose_no_request(tmp_path: Path) -> N
             assert door.process.ends() == 0
             said = [line for line in door.process.said if "Traceback" in line or "cut off" in line]
     # A request that is sent at the very moment at which its idle connection is closed gets no answer: HTTP/1.1 cannot
-    # tell the two ends which came first, and clients send it again (RFC 9112, 9.3.1). Nothing else is lost.
+    # show the two ends which came first, and clients send it again (RFC 9112, 9.3.1). Nothing else is lost.
     crossed = [each for each in load.lost if "on a kept connection" in each and "0 bytes read" in each]
     assert load.lost == crossed and len(crossed) <= 1, (len(load.lost), load.sent, load.lost[:5], said)
     assert not said and load.sent > 300 and load.refused > 0
@@ -62,7 +62,7 @@ async def _changed_and_stopped(door: Door, other_engine: str) -> Load:
     # Another engine in place of the first, by SIGHUP.
     settings = door.folder / "router.toml"
     settings.write_text(settings.read_text().replace(door.engines[0], other_engine))
-    door.process.tell(signal.SIGHUP)
+    door.process.send_signal(signal.SIGHUP)
     await until(lambda: any(" removed" in line for line in door.process.said))
 
     # Another key: both hold until the old one is taken out.
@@ -83,7 +83,7 @@ async def _changed_and_stopped(door: Door, other_engine: str) -> Load:
     await until(lambda: len(load.serials) == 2)
 
     await asyncio.sleep(0.5)
-    door.process.tell(signal.SIGTERM)
+    door.process.send_signal(signal.SIGTERM)
     await until(lambda: load.refused > 0)
     await asyncio.sleep(1.0)
     stop.set()
@@ -161,8 +161,8 @@ async def _burst(door: Door) -> list[Answered]:
             body = {"model": "small", "prompt": f"{number} of them:", "max_tokens": 6}
             headers = {"Authorization": f"Bearer {door.keys[tenant]}"}
             async with session.post(f"{door.url}/v1/completions", json=body, headers=headers) as answer:
-                told = await answer.json()
-                tokens = told["usage"]["completion_tokens"] if answer.status == 200 else 0
+                reported = await answer.json()
+                tokens = reported["usage"]["completion_tokens"] if answer.status == 200 else 0
                 return Answered(tenant, answer.status, time.monotonic() - began_s, tokens)
 
         return await asyncio.gather(*(one(*each) for each in enumerate(names)))

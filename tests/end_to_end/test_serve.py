@@ -1,4 +1,4 @@
-"""``skymemory serve`` as a user runs it: it answers, says what is wrong, and ends at once when told."""
+"""``skymemory serve`` as a user runs it: it answers, says what is wrong, and ends at once on a signal."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_several_engines_cannot_publish_at_one_address() -> None:
         run_engines(EngineSettings(kv_events="tcp://127.0.0.1:5557"), 2, print)
 
 
-def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded() -> None:
+def test_an_unavailable_address_is_reported_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -105,7 +105,7 @@ def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded() -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--listen", "8000"], "HOST:PORT"),
         (["--listen", "127.0.0.1:70000"], "0 to 65535"),
@@ -117,7 +117,7 @@ def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded() -> No
     ],
 )
 def test_bad_input_is_refused_before_anything_is_loaded(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

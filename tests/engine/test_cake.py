@@ -1,4 +1,4 @@
-"""Prompts loaded from both ends: the same tokens as without a cache, whoever is faster and whoever shares the steps."""
+"""Prompts loaded from both ends: the same tokens as without a cache, whichever end is faster or shares the steps."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class Turns:
 
 @pytest.mark.parametrize("loading", ["cake", "compute", "load"])
 @pytest.mark.parametrize("rate", [SLOW, FAST])
-def test_the_same_tokens_whoever_is_faster(
+def test_the_same_tokens_whichever_end_is_faster(
     model: Any, ids: Any, plain: list[int], store: MemoryStore, loading: str, rate: float
 ) -> None:
     with cake(model, RateLimited(store, rate), loading) as kvc:
         for _ in range(2):
             assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
             last = kvc.last
-            told = last.loader
-            assert told is not None and told.computed_tokens + told.loaded_tokens == 20 * BLOCK
+            progress = last.loader
+            assert progress is not None and progress.computed_tokens + progress.loaded_tokens == 20 * BLOCK
             assert last.prompt_tokens == last.computed_tokens + sum(last.hit_tokens.values())
-            assert last.left_tokens == 5 and last.size_bytes == told.loaded_bytes
+            assert last.left_tokens == 5 and last.size_bytes == progress.loaded_bytes
             assert list(last.seconds) == ["hash", "lookup", "cake"]
             if loading != "cake":
-                assert (told.loaded_tokens, told.computed_tokens)[loading == "load"] == 0
+                assert (progress.loaded_tokens, progress.computed_tokens)[loading == "load"] == 0
             elif rate == SLOW:
-                assert told.computed_tokens > 0 and f"{told.computed_tokens} computed" in last.describe()
+                assert progress.computed_tokens > 0 and f"{progress.computed_tokens} computed" in last.describe()
         counters = kvc.counters
         assert counters.total("lookup_tokens_total") == (
             counters.total("computed_tokens_total") + counters.total("hit_tokens_total")
@@ -84,9 +84,9 @@ def test_both_ends_meet_and_nothing_is_moved_on_the_way(
         kvc.cake.beside = Turns(3 * BLOCK // 2, pause_s=0.03)  # whole chunks are 0.06 s to compute and 0.012 s to load
         monkeypatch.setattr("transformers.cache_utils.DynamicLayer.update", forbidden)
         cache = kvc.get_cache_ids(ids)
-        told = cache.result.loader
-        assert told.loaded_tokens > 0 and told.computed_tokens > 0
-        assert told.met_at_token is not None and f"met at {told.met_at_token}" in cache.result.describe()
+        progress = cache.result.loader
+        assert progress.loaded_tokens > 0 and progress.computed_tokens > 0
+        assert progress.met_at_token is not None and f"met at {progress.met_at_token}" in cache.result.describe()
         cache.begin()
         assert {layer.keys.untyped_storage().data_ptr() for layer in cache.layers} == {cache._room.data_ptr()}
         assert cache.begin() == 20 * BLOCK

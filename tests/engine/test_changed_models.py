@@ -23,8 +23,8 @@ from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
-TOLD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
-"""Whether ``generate`` tells a cache that it begins."""
+ANNOUNCED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+"""Whether ``generate`` announces to a cache that it begins."""
 
 
 class Adapter(torch.nn.Module):
@@ -249,7 +249,7 @@ def test_a_cache_of_the_model_as_it_was_serves_no_other(ids: Any) -> None:
         kvc.get_cache_ids(ids)
         assert greedy(model, ids, first) == greedy(model, ids)
         assert second.begin() == 0, "nothing of it is of use"
-        if TOLD:
+        if ANNOUNCED:
             assert greedy(model, ids, used) == greedy(model, ids)
 
 
@@ -346,12 +346,12 @@ def test_the_digest_is_the_same_in_every_process_and_wherever_it_was_loaded_from
         "from transformers import AutoModelForCausalLM as A;"
         "print(d, Substance(A.from_pretrained(sys.argv[1])).digest())"
     )
-    told = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=280, check=True
     ).stdout.split()[-2:]
     model = build_small()
     greedy(model, torch.arange(3, 30)[None])
-    assert told == [Substance(model).digest()] * 2
+    assert ran == [Substance(model).digest()] * 2
 
 
 def test_a_loop_goes_on_with_a_model_converted_under_its_cache() -> None:

@@ -21,7 +21,7 @@ from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
 SLACK_S = 10.0
-"""For a busy computer: half of what is waited for a tier where nobody knows what it is worth."""
+"""For a busy computer: half of what is waited for a tier whose worth is unknown."""
 
 
 def test_before_the_first_pass_computing_takes_what_the_largest_matrix_says() -> None:

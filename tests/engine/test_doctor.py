@@ -31,14 +31,18 @@ from skymemory.store.memory import MemoryStore  # noqa: E402
 pytestmark = pytest.mark.engine
 
 
-def wrong(told: Examination) -> str:
-    (found,) = [finding for finding in told.findings if not finding.well]
+def wrong(examined: Examination) -> str:
+    (found,) = [finding for finding in examined.findings if not finding.well]
     return f"{found.what}: {found.words}"
 
 
 def test_where_all_is_well_blocks_come_back(model: Any, tokenizer: Any, document: str) -> None:
-    told = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
-    assert told.well and "48 tokens from memory" in told.findings[-1].words and told.context["block_tokens"] == BLOCK
+    examined = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
+    assert (
+        examined.well
+        and "48 tokens from memory" in examined.findings[-1].words
+        and examined.context["block_tokens"] == BLOCK
+    )
 
 
 def test_a_store_that_is_not_there(model: Any, tokenizer: Any, document: str) -> None:
@@ -48,15 +52,15 @@ def test_a_store_that_is_not_there(model: Any, tokenizer: Any, document: str) ->
 
 
 def test_a_store_that_is_too_small(model: Any, tokenizer: Any, document: str) -> None:
-    told = examine(model, tokenizer, MemoryStore(2 * 12_500), document, block_tokens=BLOCK)
-    assert "refused 1 of 3 blocks" in wrong(told)
-    told = examine(model, tokenizer, MemoryStore(1024), document, block_tokens=BLOCK)
-    assert "does not fit" in wrong(told) and told.context["block_tokens"] == BLOCK
+    examined = examine(model, tokenizer, MemoryStore(2 * 12_500), document, block_tokens=BLOCK)
+    assert "refused 1 of 3 blocks" in wrong(examined)
+    examined = examine(model, tokenizer, MemoryStore(1024), document, block_tokens=BLOCK)
+    assert "does not fit" in wrong(examined) and examined.context["block_tokens"] == BLOCK
 
 
 def test_a_block_that_is_longer_than_any_prompt(model: Any, tokenizer: Any, document: str) -> None:
-    told = examine(model, tokenizer, MemoryStore(), document, block_tokens=model.config.max_position_embeddings)
-    assert "smaller blocks" in wrong(told)
+    examined = examine(model, tokenizer, MemoryStore(), document, block_tokens=model.config.max_position_embeddings)
+    assert "smaller blocks" in wrong(examined)
 
 
 def test_a_folder_that_is_not_there_is_said_before_anything_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,8 +81,10 @@ def test_a_store_that_does_not_give_back_what_it_took(model: Any, tokenizer: Any
 
 
 def test_a_tokenizer_that_puts_a_bos_in_front(model: Any, tokenizer: Any, document: str) -> None:
-    told = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
-    assert told.well and "apply_chat_template" in next(one.words for one in told.findings if one.what == "tokenizer")
+    examined = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
+    assert examined.well and "apply_chat_template" in next(
+        one.words for one in examined.findings if one.what == "tokenizer"
+    )
 
 
 def test_a_tokenizer_that_says_another_thing_each_time(model: Any, document: str) -> None:
@@ -180,7 +186,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("tiers", [False, True])
-def test_a_redis_that_goes_and_comes_back_is_told_once_each(
+def test_a_redis_that_goes_and_comes_back_is_reported_once_each(
     model: Any, ids: Any, tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "skymemory")
@@ -198,11 +204,11 @@ def test_a_redis_that_goes_and_comes_back_is_told_once_each(
             caplog.clear()
             for _ in range(6):
                 assert kvc.get_cache_ids(ids).result.not_found in ("unreachable", "timeout")
-            assert ["does not answer" in told for told in warnings(caplog)] == [True]
+            assert ["does not answer" in examined for examined in warnings(caplog)] == [True]
             server.start()
             until_s = time.monotonic() + 20
             while kvc.get_cache_ids(ids).result.not_found != "absent" and time.monotonic() < until_s:
                 time.sleep(0.05)
-            assert ["answers again" in told for told in warnings(caplog)] == [False, True]
+            assert ["answers again" in examined for examined in warnings(caplog)] == [False, True]
     finally:
         server.stop()

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.engine.families import REFUSED, build, known  # noqa: E402
-from tests.engine.test_uses import TOLD  # noqa: E402
+from tests.engine.test_uses import ANNOUNCED  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.kv_cache import KNOWS_STATES  # noqa: E402
@@ -95,7 +95,7 @@ def test_same_tokens_by_every_use(family: Any, prompt: Any) -> None:
     with KVCManager(family, block_tokens=BLOCK) as kvc:
         kvc.add_blocks_ids(prompt)
         for name, options in USES.items():
-            if name == "prompt look-up" and (kvc.states_kept or not TOLD):
+            if name == "prompt look-up" and (kvc.states_kept or not ANNOUNCED):
                 continue  # transformers refuses it: states cannot be cropped, and old releases want an end token
             without = answer(family, prompt, **options)
             cache = kvc.get_cache_ids(prompt)

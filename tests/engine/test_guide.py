@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.engine.generation import BLOCK, manager  # noqa: E402
-from tests.engine.test_uses import FIVE, TEMPLATE, TOLD, seeing  # noqa: E402
+from tests.engine.test_uses import ANNOUNCED, FIVE, TEMPLATE, seeing  # noqa: E402
 
 from skymemory.engine.models import (  # noqa: E402
     build_small,
@@ -65,7 +65,7 @@ def run_twice(code: str, names: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("line", ["padding_side", "[prompt] * 4", "Where?", "num_beams", "prompt_lookup_num_tokens"])
 def test_a_line_for_each_use(line: str, model: Any, tokenizer: Any, document: str, caplog: Any) -> None:
-    if line == "prompt_lookup_num_tokens" and not TOLD:
+    if line == "prompt_lookup_num_tokens" and not ANNOUNCED:
         pytest.skip("prompt look-up of this transformers fails without an end token")
     caplog.set_level(logging.WARNING, "skymemory")
     with manager(model, tokenizer) as kvc:

@@ -148,9 +148,7 @@ def test_what_generate_changes_is_not_what_is_stored(
     assert torch.equal(again.layers[0].keys, before)
 
 
-def test_memory_is_used_again_only_when_nobody_looks(
-    model: Any, tokenizer: Any, document: str, kvc: KVCManager
-) -> None:
+def test_memory_is_reused_only_without_views(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
     prompt = document[:700]
     kvc.add_blocks(prompt)
     cache = kvc.get_cache(prompt)
@@ -258,7 +256,7 @@ def test_another_model_or_tokenizer_is_a_miss(model: Any, tokenizer: Any, docume
     with KVCManager(same, tokenizer, store, block_tokens=BLOCK * 2) as kvc:
         assert kvc.get_cache(prompt).begin() == 0
     with manager(same, tokenizer, store) as kvc:
-        assert kvc.get_cache(prompt).result.loaded_blocks == blocks, "the same weights, loaded anew, are the same"
+        assert kvc.get_cache(prompt).result.loaded_blocks == blocks, "the same weights, loaded again, are the same"
 
 
 def test_two_managers_on_one_model(model: Any, tokenizer: Any, document: str) -> None:
@@ -269,7 +267,7 @@ def test_two_managers_on_one_model(model: Any, tokenizer: Any, document: str) ->
         assert two.add_blocks(prompt).prefilled_tokens > 0
 
 
-def test_caches_nobody_comes_for_are_let_go(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
+def test_unclaimed_caches_are_released(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
     prompts = [document[start : start + 400] for start in range(0, 2400, 400)]
     for prompt in prompts:
         generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=2)
@@ -309,7 +307,7 @@ def test_close_leaves_the_users_store_open_and_the_model_as_it_was(tokenizer: An
     assert not model._forward_pre_hooks
 
 
-def test_a_forked_child_is_told_to_make_a_manager_of_its_own(model: Any, document: str, kvc: KVCManager) -> None:
+def test_a_forked_child_must_make_a_manager_of_its_own(model: Any, document: str, kvc: KVCManager) -> None:
     prompt = document[:900]
     kvc.add_blocks(prompt)
     cache = kvc.get_cache(prompt)
@@ -317,13 +315,13 @@ def test_a_forked_child_is_told_to_make_a_manager_of_its_own(model: Any, documen
     before = [layer.keys.clone() for layer in cache.layers]
 
     def child() -> list[str]:
-        told = []
+        reported = []
         for call in (lambda: kvc.get_cache(document[300:900]), lambda: kvc.add_blocks(document[:500])):
             with pytest.raises(WrongProcess, match="this KVCManager"):
                 call()
-            told.append("refused")
+            reported.append("refused")
         kvc.close()
-        return told
+        return reported
 
     assert in_child(child) == ["refused"] * 2
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))

@@ -76,7 +76,7 @@ def test_the_model_identity_is_the_same_wherever_it_was_loaded_from(tmp_path: An
     assert model_identity(again) != model_identity(model)
 
 
-def test_experts_that_somebody_registered_are_in_the_identity() -> None:
+def test_experts_that_a_user_registered_are_in_the_identity() -> None:
     moe = pytest.importorskip("transformers.integrations.moe", reason="before transformers 5")
     if not hasattr(moe, "ExpertsInterface"):
         pytest.skip("this transformers has one way to compute experts")

@@ -29,11 +29,11 @@ from skymemory.serving.engine.caches import PrefixCaches  # noqa: E402
 pytestmark = pytest.mark.engine
 
 WINDOWED = ("Gemma 3", "Mistral 0.1", "Qwen2 with a window", "gpt-oss", "Llama 4")
-TOLD = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+ANNOUNCED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 
 
 class NoNumbers(RoomPool):
-    """Memory in which all that nobody has written is no number: whoever sees it has no tokens to say."""
+    """Memory in which all that was not written is NaN: a model that reads it yields no tokens."""
 
     def take(self, size_bytes: int) -> Any:
         return super().take(size_bytes).fill_(255)
@@ -163,10 +163,10 @@ def test_a_prompt_that_differs_has_brought_or_computed_what_its_windows_lack(nam
         cache, whole = kvc.get_cache_ids(ids), kvc.counters.total("loaded_bytes_total")
         if not there:
             store.delete(list(values_of(store)))
-        for prompt in (other, other[:, : at + 1], ids) if TOLD else (other,):
+        for prompt in (other, other[:, : at + 1], ids) if ANNOUNCED else (other,):
             assert torch.equal(answer(model, prompt, cache), answer(model, prompt))
         assert (kvc.counters.total("loaded_bytes_total") > whole) == (there and at < 98)
-        added = kvc.add_blocks_ids(ids if TOLD else other)
+        added = kvc.add_blocks_ids(ids if ANNOUNCED else other)
         assert added.prefilled_tokens == 0
     with manager(model, 8, store) as kvc:
         assert torch.equal(answer(model, other, kvc.get_cache_ids(other)), answer(model, other))
@@ -193,7 +193,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "several answers": {"do_sample": True, "num_return_sequences": 2},
     "in chunks": {"prefill_chunk_size": 32},
     "in small chunks": {"prefill_chunk_size": 7},
-    **({"prompt look-up": {"prompt_lookup_num_tokens": 3}} if TOLD else {}),
+    **({"prompt look-up": {"prompt_lookup_num_tokens": 3}} if ANNOUNCED else {}),
 }
 
 
@@ -245,7 +245,7 @@ def test_a_cache_that_is_cut_to_where_its_window_is_not(name: str, cut: int) -> 
         assert torch.equal(got.argmax(-1), whole.argmax(-1))
 
 
-def test_a_cut_whose_tokens_nobody_knows_is_refused() -> None:
+def test_a_cut_of_unknown_tokens_is_refused() -> None:
     model, ids = model_of("Gemma 3", 20), prompt_of(99)
     with manager(model, 8) as kvc, torch.inference_mode():
         kvc.add_blocks_ids(ids)
@@ -370,7 +370,7 @@ def test_by_the_way_of_a_device(name: str, there: bool, monkeypatch: pytest.Monk
             store.delete(kvc.parts.hashes(ids[0])[-1][4:5])
         assert cache.result.cached_tokens == 96
         third = prompt_of(99, seed=4)
-        for prompt in (other, third, third[:, :40], ids) if TOLD else (other,):
+        for prompt in (other, third, third[:, :40], ids) if ANNOUNCED else (other,):
             assert torch.equal(answer(model, prompt, cache), answer(model, prompt))
 
 

@@ -54,7 +54,7 @@ def test_it_predicts_english_it_never_saw(exact: ReadyModel) -> None:
     logits = exact.model(ids[:, :-1]).logits[0]
     nats = float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
     text = exact.tokenizer.decode(ids[0], skip_special_tokens=True)
-    # A tale, told in no manual. Random weights say log2(8192) = 13 bits per token, 3.8 per byte.
+    # A tale, found in no manual. Random weights say log2(8192) = 13 bits per token, 3.8 per byte.
     assert nats / math.log(2) / len(text.encode()) < 2.5
 
 

@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_costs_what_did_not_fit(
     with manager(model, None, store, weights="w") as kvc:
         assert kvc.add_blocks_ids(ids).stored_blocks == 9
         assert answered(kvc, model, ids, plain).loaded_blocks == 9
-        room[0] = 1000  # somebody has cleared it
+        room[0] = 1000  # another client has cleared it
         assert kvc.add_blocks_ids(ids).stored_blocks == BLOCKS - 9
         assert answered(kvc, model, ids, plain).loaded_blocks == BLOCKS
         assert store.stats()["disk_failed{ENOSPC}_total"] > 0

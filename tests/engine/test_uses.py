@@ -28,8 +28,8 @@ pytestmark = pytest.mark.engine
 
 PAD = 0
 _RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
-TOLD = _RELEASE >= (5, 17)
-"""Whether ``generate`` tells a cache that it begins."""
+ANNOUNCED = _RELEASE >= (5, 17)
+"""Whether ``generate`` announces to a cache that it begins."""
 FIVE = _RELEASE >= (5, 0)
 
 
@@ -86,7 +86,7 @@ def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, id
 
 
 CALLED = pytest.mark.skipif(not FIVE, reason="this transformers runs chunks past hooks: all of the prompt is computed")
-END = pytest.mark.skipif(not TOLD, reason="prompt look-up of this transformers fails without an end token")
+END = pytest.mark.skipif(not ANNOUNCED, reason="prompt look-up of this transformers fails without an end token")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_shorter_and_a_longer_prompt(
     assert got == [generate(uneven, longer)] and not caplog.text
 
 
-@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
+@pytest.mark.skipif(not ANNOUNCED, reason="this transformers does not announce to a cache that generate begins")
 def test_a_cache_used_a_second_time(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     cache = kvc.get_cache_ids(ids)
     plain = generate(uneven, ids)
@@ -199,7 +199,7 @@ def test_a_cache_used_a_second_time(uneven: Any, ids: Any, kvc: KVCManager) -> N
     assert generate(uneven, ids, cache) == plain
 
 
-@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
+@pytest.mark.skipif(not ANNOUNCED, reason="this transformers does not announce to a cache that generate begins")
 def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     cache, turn = kvc.get_cache_ids(ids), ids
     for _ in range(4):
@@ -211,7 +211,7 @@ def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, k
         assert again[0] == 8 and got == [generate(uneven, turn)], "the answer's last token, and what came behind it"
 
 
-@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
+@pytest.mark.skipif(not ANNOUNCED, reason="this transformers does not announce to a cache that generate begins")
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
 @pytest.mark.parametrize("masked", [True, False])
 def test_generate_without_use_cache(
@@ -292,8 +292,8 @@ def test_all_forms_of_a_prompt_are_one(talker: Any, chatty: Any, document: str) 
         forms = [messages, tuple(messages), inputs, inputs["input_ids"], inputs["input_ids"][0].tolist(), padded]
         for form in [*forms, dict(inputs), {"sequences": inputs["input_ids"]}]:
             assert kvc.get_cache(form).result.loaded_blocks == blocks
-        told = kvc.get_cache(messages, add_generation_prompt=False).result
-        assert told.prompt_tokens < inputs["input_ids"].shape[1]
+        outcome = kvc.get_cache(messages, add_generation_prompt=False).result
+        assert outcome.prompt_tokens < inputs["input_ids"].shape[1]
         answered = [*messages, {"role": "assistant", "content": "Yes."}]
         ids = chatty.apply_chat_template(answered, return_dict=True)["input_ids"]
         assert kvc.get_cache(answered).result.prompt_tokens == len(ids)
@@ -425,7 +425,7 @@ def counting_positions() -> Any:
     return model
 
 
-@pytest.mark.skipif(not TOLD, reason="this transformers does not tell a cache that generate begins")
+@pytest.mark.skipif(not ANNOUNCED, reason="this transformers does not announce to a cache that generate begins")
 def test_positions_of_an_earlier_image_are_nobodys() -> None:
     model = counting_positions()
     draw = torch.Generator().manual_seed(2)
@@ -589,7 +589,7 @@ def test_a_token_that_is_none_is_named(ids: Any, kvc: KVCManager) -> None:
 
 def test_a_processor_is_as_good_as_its_tokenizer(talker: Any, chatty: Any, document: str) -> None:
     pytest.importorskip("PIL")
-    if not TOLD:
+    if not ANNOUNCED:
         pytest.skip("processors of this transformers want messages in parts")
     words = copy.deepcopy(chatty)
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -623,7 +623,7 @@ def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
         uneven(ids[:, :4], attention_mask=torch.ones((1, 4)), past_key_values=cache)
 
 
-@pytest.mark.skipif(not TOLD, reason="before 5.17 a cache serves one generate")
+@pytest.mark.skipif(not ANNOUNCED, reason="before 5.17 a cache serves one generate")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
 def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
     ids: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -652,9 +652,9 @@ def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
         assert generate(model, one, cache) == plain[0]
 
 
-@pytest.mark.skipif(not TOLD, reason="before 5.17 a cache serves one generate")
+@pytest.mark.skipif(not ANNOUNCED, reason="before 5.17 a cache serves one generate")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "LFM2"])
-def test_what_another_thread_begins_while_storing_is_told_apart(
+def test_what_another_thread_begins_while_storing_is_kept_apart(
     ids: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other prompt comes when it has been seen what the cache holds, and none of that has been read."""
@@ -717,7 +717,7 @@ def test_a_generate_that_failed_is_tried_again_with_its_cache(
                 breaking(broken, model.model.layers[-1], call)
                 generate(model, ids, cache, **longer)
             kvc.add_blocks(ids)
-            assert not TOLD or generate(model, ids, cache, **longer) == plain
+            assert not ANNOUNCED or generate(model, ids, cache, **longer) == plain
             assert generate(model, ids, kvc.get_cache(ids), **longer) == plain
 
 
@@ -880,7 +880,7 @@ def test_a_model_with_an_adapter_of_peft(ids: Any) -> None:
 
 
 def test_the_inner_model_is_none_of_our_business(uneven: Any, ids: Any, kvc: KVCManager) -> None:
-    """Where nobody compares, nothing is taken from the cache."""
+    """Without a comparison nothing is taken from the cache."""
     with torch.inference_mode():
         without = uneven.model(ids).last_hidden_state
         assert torch.equal(uneven.model(ids, past_key_values=kvc.get_cache_ids(ids)).last_hidden_state, without)

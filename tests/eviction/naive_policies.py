@@ -67,7 +67,7 @@ class NaiveLfuda(Naive):
 
 
 class NaiveLrfu(Naive):
-    """Every use of every key there ever was, in half-lives; worths summed anew whenever asked."""
+    """Every use of every key there ever was, in half-lives; worths summed again at each call."""
 
     def __init__(self) -> None:
         self.uses: dict[bytes, list[float]] = {}

@@ -74,7 +74,7 @@ def test_arc_gives_room_back_to_what_was_seen_again():
 
 
 def test_lfu_never_ages_and_lfuda_does():
-    """What was asked for twice long ago goes before a newcomer only where the evicted have raised the age."""
+    """What was requested twice long ago goes before a newcomer only where the evicted have raised the age."""
     orders = {}
     for name in ("lfu", "lfuda"):
         policy = policy_named(name, depth_of)
@@ -118,7 +118,7 @@ def test_the_heap_does_not_grow_with_the_uses():
 
 
 def test_prompts_seen_once_do_not_push_out_a_shared_prefix():
-    """What LRU loses and LFU with aging keeps; and what nobody asks for any more goes in the end."""
+    """What LRU loses and LFU with aging keeps; and what is not requested any more goes in the end."""
     shared, scan = KEYS[0], [bytes([1, number]) * 16 for number in range(200)]
     survived = {}
     for name in REPLACEMENTS:
@@ -159,7 +159,7 @@ def serve(policy, here: set[bytes], prompt: list[bytes], room: int) -> int:
 
 
 def test_conversations_among_documents_read_once_are_kept():
-    """LRU turns over before anybody returns and hits nothing; who remembers the departed learns who does."""
+    """LRU turns over before any key returns and hits nothing; a policy with a memory of evicted keys learns it."""
     hits = {}
     for name in REPLACEMENTS:
         policy, here, hits[name] = replacement_named(name), set(), 0

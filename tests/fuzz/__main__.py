@@ -1,6 +1,6 @@
 """`python -m tests.fuzz --inputs 1000000`: fails with the target, seed and number of the offending input.
 
-First the fuzzers' targets, then every property test with examples drawn anew (the default run draws the same ones each
+First the fuzzers' targets, then every property test with fresh examples (the default run draws the same ones each
 time). Without ``--seed`` one is drawn; it is printed, and with it the same inputs come again.
 """
 
@@ -33,14 +33,14 @@ def main() -> int:
             fuzz(name, inputs, seed)
             print(f"{name:10} {inputs:>9,} inputs in {time.monotonic() - began:.1f} s: nothing broke", flush=True)
     if options.only is None or _PROPERTIES in options.only:
-        return _properties_anew(seed)
+        return _fresh_properties(seed)
     return 0
 
 
-def _properties_anew(seed: int) -> int:
+def _fresh_properties(seed: int) -> int:
     """The exit code of pytest. What fails says how it is had again; it belongs into the test as an ``@example``."""
-    anew = ["--hypothesis-profile=anew", f"--hypothesis-seed={seed}", "-n", "auto", "--dist", "worksteal"]
-    return subprocess.run([sys.executable, "-m", "pytest", "-m", "hypothesis and not slow", *anew]).returncode
+    fresh = ["--hypothesis-profile=fresh", f"--hypothesis-seed={seed}", "-n", "auto", "--dist", "worksteal"]
+    return subprocess.run([sys.executable, "-m", "pytest", "-m", "hypothesis and not slow", *fresh]).returncode
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ _MESSAGES = [
 
 
 def _headers(path: str) -> bytes:
-    told = [(":method", "POST"), (":path", path), (":scheme", "http"), ("content-type", "application/grpc")]
-    return h.literals((name.encode(), value.encode()) for name, value in told)
+    headers = [(":method", "POST"), (":path", path), (":scheme", "http"), ("content-type", "application/grpc")]
+    return h.literals((name.encode(), value.encode()) for name, value in headers)
 
 
 _HEADERS = [_headers(f"/{SERVICE}/Process")] * 4 + [

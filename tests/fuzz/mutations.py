@@ -1,6 +1,6 @@
 """Damage with a seed: bytes flipped, cut, spliced, fields set to awkward numbers; and checksums made right again.
 
-A mutant whose checksums are sealed anew gets past the first check, so that what lies behind it is tried too.
+A mutant whose checksums are recomputed gets past the first check, so that what lies behind it is tried too.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_unanswered_positions_are_asked_again() -> None:
     assert search.next_probe() == [1, 2, 3, 4, 5, 6]
     search.answer({})
     search.answer({3: False})
-    assert search.next_probe() == [1, 2], "nobody needs what lies behind a hole"
+    assert search.next_probe() == [1, 2], "what lies behind a hole is useless"
     with pytest.raises(InvalidInput, match="not done"):
         _ = search.result
     search.answer({1: True, 2: True, 5: True})

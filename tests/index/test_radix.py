@@ -136,7 +136,7 @@ def test_remove_context_takes_all_of_it_and_nothing_else() -> None:
     index = filled(mine)
     other = dataclasses.replace(INFO, context=b"other")
     index.add(theirs, [other] * 30)
-    assert index.remove_context(b"nobody") == []
+    assert index.remove_context(b"absent") == []
     assert index.remove_context(INFO.context) == mine[::-1], "deepest first"
     assert list(index) == theirs
     assert index.longest_prefix(theirs) == 30

@@ -143,7 +143,7 @@ def test_independent_numbers_cost_about_their_entropy() -> None:
 
 
 def test_token_wise_differences_pay_where_tokens_are_alike() -> None:
-    """The same numbers in another order of tokens have the same steps and nothing to tell them from but the mean."""
+    """The same numbers in another order of tokens have the same steps and nothing to predict them from but the mean."""
     layout = KVLayout(3, 4, 32, 128, "bfloat16")
     numbers = like_keys(layout, correlation=0.95)
     shuffled = np.random.default_rng(1).permutation(numbers, axis=3)

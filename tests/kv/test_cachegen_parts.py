@@ -42,7 +42,7 @@ def test_differences_come_back(channels: int, tokens: int, seed: int, spread: fl
     assert (entropy.join(*entropy.split(numbers)) == numbers).all()
 
 
-def test_each_channel_is_told_in_the_way_that_leaves_least() -> None:
+def test_each_channel_is_coded_in_the_way_that_leaves_least() -> None:
     dice = np.random.default_rng(4)
     steady = 500 + np.rint(dice.normal(0, 4, 60))
     drifting = np.cumsum(np.rint(dice.normal(0, 4, 60)))

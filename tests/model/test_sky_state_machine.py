@@ -29,7 +29,7 @@ TORUS = Torus(5, 19)
 LINK_S = 0.004
 EXAMPLES = int(os.environ.get("SKYMEMORY_MODEL_EXAMPLES", "8"))
 SETTLED_S = 5.0
-"""A handover of this little data has ended long before, if nothing is lost and nobody dead."""
+"""A handover of this little data has ended long before, if nothing is lost and no satellite dead."""
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
 satellites = st.builds(SatelliteId, st.integers(0, 4), st.integers(0, 18))
 near = st.builds(SatelliteId, st.integers(1, 3), st.integers(7, 11))
@@ -80,7 +80,7 @@ class SkyMachine(RuleBasedStateMachine):
     def get(self, key: bytes) -> None:
         if key in self.values:
             found = self.read(*self.values[key])
-            assert found or key not in self.sure or not self.faultless, "nobody died, and it is not found"
+            assert found or key not in self.sure or not self.faultless, "no satellite died, and it is not found"
 
     @precondition(lambda self: self.older)
     @rule(data=st.data())
@@ -110,8 +110,8 @@ class SkyMachine(RuleBasedStateMachine):
         """An impatient operator moves on before the handover has ended: allowed while nothing else goes wrong."""
         self.moves = self.moves[0] + slots, self.moves[1] + planes
         body = messages.pack_moves(*self.moves)
-        told = [here for here in TORUS.satellites() if here not in self.dead]
-        self.host.run([self.host.machine.ask(Op.ADVANCE, body, here, self.sim.now_s) for here in told])
+        notified = [here for here in TORUS.satellites() if here not in self.dead]
+        self.host.run([self.host.machine.ask(Op.ADVANCE, body, here, self.sim.now_s) for here in notified])
         if patient or not self.faultless:
             self.sim.settle(self.sim.now_s + SETTLED_S)
 
@@ -127,7 +127,7 @@ class SkyMachine(RuleBasedStateMachine):
         for satellite in sorted(self.dead):
             self.sim.revive(satellite)
         self.dead.clear()
-        self.tell_all_of_the_moves()
+        self.announce_the_moves()
 
     @precondition(lambda self: self.sim._faults is self.calm)
     @rule()
@@ -139,12 +139,12 @@ class SkyMachine(RuleBasedStateMachine):
     def storm_ends(self) -> None:
         """What was handed over meanwhile gets its time; a value that was whole before it is found after it."""
         self.sim._faults = self.calm
-        self.tell_all_of_the_moves()
+        self.announce_the_moves()
 
-    def tell_all_of_the_moves(self) -> None:
+    def announce_the_moves(self) -> None:
         body = messages.pack_moves(*self.moves)
-        told = [here for here in TORUS.satellites() if here not in self.dead]
-        self.host.run([self.host.machine.ask(Op.ADVANCE, body, here, self.sim.now_s) for here in told])
+        notified = [here for here in TORUS.satellites() if here not in self.dead]
+        self.host.run([self.host.machine.ask(Op.ADVANCE, body, here, self.sim.now_s) for here in notified])
         self.sim.settle(self.sim.now_s + 30.0)
 
     @rule(seconds=st.sampled_from([0.01, 1.0, 30.0]))

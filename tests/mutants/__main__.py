@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def run(faults: list[Fault], workers: int) -> list[Outcome]:
-    """Raises BadList where tests fail without a fault, or a fault is one that nobody could overlook."""
+    """Raises BadList where tests fail without a fault, or a fault is one that no test could overlook."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = [Tree(_CHECKOUT, Path(folder, str(number))) for number in range(workers)]
         compiles = all(tree.build() for tree in trees)

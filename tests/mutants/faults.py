@@ -42,7 +42,7 @@ class Fault:
         if count != 1:
             raise BadList(
                 f"{self.area}: {self.name!r}: its text stands {count} times in {self.file}, not once: the code has "
-                f"changed, or the text is too short. Say the fault anew in tests/mutants/faults/{self.area}.toml:\n"
+                f"changed, or the text is too short. Write the fault again in tests/mutants/faults/{self.area}.toml:\n"
                 f"{self.was}"
             )
         return text.replace(self.was, self.becomes)

@@ -26,7 +26,7 @@ def run(guard: ShareGuard, times_s: list[float], servers: int, wanted: list[int]
     for now_s, want in zip(times_s, wanted, strict=True):
         order = [(want + step) % servers for step in range(servers)]
         allowed = [slot for slot in order if not guard.over(slot, servers, now_s)]
-        assert allowed, "somebody may always have it"
+        assert allowed, "any server may have it"
         guard.sent(allowed[0], now_s)
         placed.append(allowed[0])
     return placed

@@ -63,7 +63,7 @@ def test_requests_that_others_sent_wait_too_and_ours_are_not_counted_twice(impl:
 
 
 def test_a_prefill_whose_end_does_not_show_ends_when_its_time_is_over(impl: ModuleType) -> None:
-    """Its answer comes whole, a minute later: nobody waits for that behind it."""
+    """Its answer comes whole, a minute later: no request behind it waits for that."""
     servers = list(a_fleet(1))
     queues = impl.PrefillQueues(overdue=0.1)
     first = queues.add(0, 2.0, 10.0, unseen=True)

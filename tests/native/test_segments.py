@@ -177,7 +177,7 @@ def test_only_data_of_this_value_is_placed(impl: ModuleType) -> None:
 
 @pytest.mark.parametrize("changed", [{"chunks": 4}, {"value_bytes": VALUE_BYTES - 1}, {"value_crc": VALUE_CRC ^ 1}])
 def test_a_chunk_of_another_version_of_the_value_is_foreign(impl: ModuleType, changed: dict[str, int]) -> None:
-    """Its own checksums are right, and so is its place: only what it says of the whole tells."""
+    """Its own checksums are right, and so is its place: only what it says of the whole gives it away."""
     header = SkyHeader(Op.DATA, Address(1, 2), Address(3, 4), ground=7, request_id=9)
     refs = pack_refs(
         KEY,

@@ -203,8 +203,8 @@ def test_what_another_sends_is_another_request_whatever_it_says(pair: tuple[Sate
             for datagram in set_batch(KEYS[0], steps, 2, 1).datagrams():
                 sock.sendto(datagram, quick.sock.address)
         answers = [*quick.hear([]), other.recv(65_536)]
-    told = [Selection.unpack(parse_packet(answer).body).indices() for answer in answers]
-    assert told == [[SERVER + SERVERS * step for step in steps] for steps in ([0, 1], [2, 3])]
+    selections = [Selection.unpack(parse_packet(answer).body).indices() for answer in answers]
+    assert selections == [[SERVER + SERVERS * step for step in steps] for steps in ([0, 1], [2, 3])]
 
 
 def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:

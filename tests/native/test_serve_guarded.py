@@ -83,7 +83,7 @@ def test_sets_with_macs_are_taken_on_the_short_way_and_refused_on_both(pair: tup
     steps = [
         ([first], [Op.ACK], 0),  # this placement has yet to be looked at
         ([again], [Op.ACK], 1),  # repeated by its writer
-        ([again], [], 0),  # by somebody else: replayed
+        ([again], [], 0),  # by another sender: replayed
         ([signed(set_batch(KEY, [4, 5], 6, 5), late_s=0.16), again], [Op.ACK], 1),
         ([forged], [Op.UNREACHABLE], 0),
         ([set_batch(KEY, [1, 2], 7, 5)], [Op.UNREACHABLE], 0),  # no MAC

@@ -95,7 +95,7 @@ def test_compiled_and_twin_rank_alike(seed: int, servers: int) -> None:
                     part.forget(slot)
 
 
-def test_a_report_is_told_once_and_before_the_curves_are_read(impl: ModuleType) -> None:
+def test_a_report_is_applied_once_and_before_the_curves_are_read(impl: ModuleType) -> None:
     fleet, curves, chain = list(a_fleet(2)), array("d", [0.0, 1e-4, 0.0]), np.arange(9, dtype=np.uint64)
 
     class Learning(World):
@@ -176,6 +176,6 @@ def test_the_fits_agree_and_the_better_bend_is_found(fast: ModuleType) -> None:
     assert found == set(BENDS)
 
 
-def test_whole_answers_of_one_shape_do_not_tell_prefill_and_answer_apart(impl: ModuleType) -> None:
+def test_whole_answers_of_one_shape_do_not_separate_prefill_and_answer(impl: ModuleType) -> None:
     assert impl.fit_whole([(100.0, 0.0, 50.0, 1.0)] * 20) is None
     assert impl.fit_whole([(100.0 + at, 0.0, 0.0, 0.5 + 0.005 * at) for at in range(20)])[1] == pytest.approx(0.005)

@@ -112,7 +112,7 @@ def test_stalls_and_failures_at_random_cost_at_most_four_steps_more_than_computi
     warm: bool,
     others_fill: bool,
 ) -> None:
-    """The most that 108,000 random runs came to was 3.4: a wait may end as late as two steps, and begin anew."""
+    """The most that 108,000 random runs came to was 3.4: a wait may end as late as two steps, and restart."""
     since_s, rates = [0.0], [rate]
     for lasts_s, factor in pieces:
         since_s.append(since_s[-1] + lasts_s)

@@ -107,6 +107,6 @@ def test_strategies_are_read_kindly_and_typos_answered() -> None:
 def test_of_boxes_of_one_size_the_cheapest_is_the_squarest(
     servers: int, links: tuple[int, int], box: tuple[int, int, int, int]
 ) -> None:
-    """Everybody has to choose alike: of equally square ones the narrowest."""
+    """Every party has to choose alike: of equally square ones the narrowest."""
     found = layout("cost", servers, Torus(12, 12), *links).box
     assert (found.width, found.height, found.west, found.north) == box

@@ -37,7 +37,7 @@ def test_what_is_set_after_a_rotation_is_laid_out_around_the_new_centre() -> Non
     assert figure_style(FIGURE_7.locate(2, (1, 0), (2, 0))) == (1, 3)
 
 
-def test_a_probe_of_the_centre_tells_the_rotations_modulo_the_width() -> None:
+def test_a_probe_of_the_centre_gives_the_rotations_modulo_the_width() -> None:
     # Step 8 of "get": the nearest satellite says which server it is; from that follows the shift.
     seen = [FIGURE_7.server_at(FIGURE_7.centre_at((r, 0)), (0, 0), (r, 0)) for r in range(7)]
     assert seen == [0, 4, 2, 0, 4, 2, 0]

@@ -51,7 +51,7 @@ def test_one_move_hands_over_one_edge_of_the_box_within_planes_or_slots(
         assert {cell[1] for cell, _, _ in handovers} <= {leaving}
         assert all(source.slot == target.slot for _, source, target in handovers)
         assert len(handovers) == (0 if box.height == torus.planes else box.width)
-    # Who receives was outside the box and is inside now; nobody receives twice, nobody gives twice.
+    # Receivers were outside the box and are inside now; none receives twice, none gives twice.
     before, after = set(placement.box_satellites(start)), set(placement.box_satellites(end))
     assert {target for _, _, target in handovers} == after - before
     assert {source for _, source, _ in handovers} == before - after

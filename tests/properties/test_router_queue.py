@@ -61,14 +61,14 @@ def test_whatever_happens_it_is_what_the_naive_twin_says(seed: int, tenants: int
                 need_s=0.5,
             )
             offered.append(one)
-            told = queue.offer(one, now_s)
+            answer = queue.offer(one, now_s)
             waits, away = twin.offer(one, now_s)
-            assert waits == (not isinstance(told, Refusal))
-            if isinstance(told, Refusal):
-                assert told.kind in KINDS and told.retry_after_s >= 1
+            assert waits == (not isinstance(answer, Refusal))
+            if isinstance(answer, Refusal):
+                assert answer.kind in KINDS and answer.retry_after_s >= 1
             else:
-                assert [each for each, _ in told.turned_away] == away
-                assert all(refusal.kind in KINDS and refusal.retry_after_s >= 1 for _, refusal in told.turned_away)
+                assert [each for each, _ in answer.turned_away] == away
+                assert all(refusal.kind in KINDS and refusal.retry_after_s >= 1 for _, refusal in answer.turned_away)
         waiting = [each for _, each in twin.entries]
         assert len(queue) == len(waiting) <= ROOM.most_requests
         assert queue.size_bytes == sum(each.size_bytes for each in waiting) <= ROOM.most_bytes
@@ -107,7 +107,7 @@ def test_what_tenants_that_wait_got_differs_by_one_request_of_each(weights: dict
 
 @given(st.integers(0, 2**32), st.integers(2, 12), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_nobody_starves_however_many_new_tenants_come(seed: int, crowd: int, always_new: bool) -> None:
+def test_no_tenant_starves_however_many_new_tenants_come(seed: int, crowd: int, always_new: bool) -> None:
     """Others refill the queue as fast as it empties, under new names or old ones, with short deadlines. Two requests
     of one tenant are both served before the others got more than they had waiting, and a request each, twice over."""
     dice = random.Random(seed)

@@ -216,7 +216,7 @@ def hostile(draw: st.DrawFn, to_ground: bool = False) -> bytes:
 
 
 def check_store(machine: SatelliteMachine, honest: bool) -> None:
-    """Within its budget; every chunk is what it says it is and can be told of."""
+    """Within its budget; every chunk is what it says it is and can be announced."""
     store = machine.store
     assert 0 <= store.used_bytes <= MEMORY_BYTES
     total = 0

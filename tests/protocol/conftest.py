@@ -121,7 +121,7 @@ class World:
         }
 
     def homes(self, info: ValueInfo, moves: tuple[int, int]) -> dict[int, list[SatelliteId]]:
-        """Where every chunk must be at ``moves``, as ``holders`` would tell it."""
+        """Where every chunk must be at ``moves``, as ``holders`` would compute it."""
         places = self.sky.servers_at(info.strategy, info.servers, info.set_moves, moves)
         return {index: [places[index % info.servers]] for index in range(info.chunks)}
 

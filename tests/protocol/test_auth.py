@@ -134,7 +134,9 @@ def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> 
     "by", [None, authority(OTHER), Authority(KeyRing((SecretKey(9, OLD),)))], ids=["none", "wrong", "unknown id"]
 )
 @pytest.mark.parametrize("op", [Op.EVICT, Op.MIGRATE, Op.ADVANCE, Op.PING])
-def test_who_has_no_key_is_refused_counted_and_told(world: type[World], by: Authority | None, op: Op) -> None:
+def test_a_sender_without_a_key_is_refused_counted_and_notified(
+    world: type[World], by: Authority | None, op: Op
+) -> None:
     machine = satellite(world())
     run = sets(4, authority())
     machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
@@ -151,8 +153,8 @@ def test_who_has_no_key_is_refused_counted_and_told(world: type[World], by: Auth
     assert counted(machine) == (1, 0, 0)
     assert len(machine.store) == 4 and machine.moves == (0, 0)
     ((answer, link),) = machine.datagrams_to_send(NOW_S)
-    told = parse_packet(answer.datagrams()[0]).header
-    assert link == ("ground", 66) and (told.op.name, told.status.name) == ("UNREACHABLE", "REFUSED")
+    refusal = parse_packet(answer.datagrams()[0]).header
+    assert link == ("ground", 66) and (refusal.op.name, refusal.status.name) == ("UNREACHABLE", "REFUSED")
 
 
 def test_a_replayed_packet_does_nothing_and_a_retransmission_passes(world: type[World]) -> None:
@@ -257,7 +259,7 @@ def test_a_flood_is_counted_and_gets_no_more_answers_than_a_few(world: type[Worl
         machine.receive_datagram(forged, ("stranger", number), NOW_S + number * 1e-6)
         answers.append(len(machine.datagrams_to_send(NOW_S + number * 1e-6)))
     assert counted(machine) == (2000, 0, 0) and sum(answers) in (REFUSALS_PER_S - 1, REFUSALS_PER_S)
-    assert sum(answers[:50]) == 50, "who merely has the wrong key is told at once"
+    assert sum(answers[:50]) == 50, "a sender that merely has the wrong key is notified at once"
     for second in (2, 3):
         machine.receive_datagram(forged, ("stranger", 0), NOW_S + second)
         assert len(machine.datagrams_to_send(NOW_S + second)) == 1
@@ -278,7 +280,7 @@ def test_a_ground_hosts_telemetry_is_refused_and_diverts_no_answer(world: type[W
     assert counted(machine) == (2, 0, 0) and machine.counters.get("packets_forwarded") == 0
 
 
-def test_a_command_for_another_beam_is_refused_whoever_repeats_it(world: type[World]) -> None:
+def test_a_command_for_another_beam_is_refused_from_any_sender(world: type[World]) -> None:
     """Sound, authentic, never seen here: but it names the beam it was made for, and the answers would go by ours."""
     machine, by, run = satellite(world()), authority(), sets(4, authority())
     machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)

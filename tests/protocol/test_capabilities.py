@@ -65,7 +65,7 @@ def later_command(by: Authority | None = None, now_s: float = 0.0, ground: int =
 
 
 @pytest.mark.parametrize(("access", "most_s"), [("los", 0.3), ("gateway", 1.0)])
-def test_a_question_that_older_satellites_drop_makes_nobody_suspect(world, value_of, access, most_s):
+def test_a_question_that_older_satellites_drop_raises_no_suspicion(world, value_of, access, most_s):
     sky = older_world(world, Op.RETAIN, access=access)
     infos = [sky.put(f"v{i}", value_of(60_000, i))[1] for i in range(20)]
     began_s = sky.now_s
@@ -189,7 +189,7 @@ def test_what_is_no_sound_command_gets_no_answer(world, wrong):
 
 
 def test_a_client_takes_unsupported_for_an_answer(world):
-    """Its satellite lacks RETAIN and says so: one round trip, nobody suspected, not asked again."""
+    """Its satellite lacks RETAIN and says so: one round trip, no suspicion, not asked again."""
     sky = world()
     satellite = sky.sim.satellites[HERE]
 
@@ -230,7 +230,7 @@ def test_a_later_unsupported_may_be_longer():
     assert Capabilities.unpack_unsupported(OURS.pack_unsupported(5) + b"more") == (5, OURS)
 
 
-def test_the_codecs_that_are_told_are_those_there_are():
+def test_the_codecs_announced_are_those_there_are():
     from skymemory.engine.quantizers import CODECS  # imports torch
 
     assert sorted({codec.codec_id for codec in CODECS.values()}) == list(CODEC_IDS)

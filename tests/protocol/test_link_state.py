@@ -1,4 +1,4 @@
-"""What satellites tell each other of dead links, and the ways round them: against a search of the whole torus."""
+"""What satellites report to each other of dead links, and the ways round them: against a search of the whole torus."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_without_knowledge_nothing_changes(case):
 
 
 def test_stale_knowledge_is_no_reason_to_drop():
-    """As long as our own link is up, whoever is nearer may know better."""
+    """As long as our own link is up, a nearer satellite may know better."""
     torus = Torus(5, 19)
     there = SatelliteId(2, 9)
     state = knowledge(torus, {there})
@@ -120,7 +120,7 @@ def test_a_link_that_one_end_declares_down_is_down_both_ways():
 
 
 def test_a_repeated_declaration_leaves_known_ways_known():
-    """All are repeated each minute: the ways are searched for anew only where something has changed."""
+    """All are repeated each minute: the ways are searched for again only where something has changed."""
     torus, here, there = Torus(5, 19), SatelliteId(1, 1), SatelliteId(3, 4)
     state = LinkState(torus)
     state.learn(Declaration(here, 1, 5_000), 5.0)
@@ -151,8 +151,8 @@ declarations = st.lists(
 
 
 @given(st.booleans(), st.tuples(st.integers(-9, 9), st.integers(-9, 9)), st.integers(0, 2**64 - 1), declarations)
-def test_bodies_are_read_back(answer_me, pushed, pushed_at_ms, told):
-    body = LinksBody(answer_me, pushed, pushed_at_ms, told)
+def test_bodies_are_read_back(answer_me, pushed, pushed_at_ms, reported):
+    body = LinksBody(answer_me, pushed, pushed_at_ms, reported)
     assert LinksBody.unpack(body.pack()) == body
 
 

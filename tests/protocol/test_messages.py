@@ -37,7 +37,7 @@ PING = build_packet(HEADER, b"", 0, 0.0)
 
 
 def malformed(packet: bytes, code: int) -> None:
-    """Both verifiers give this reason; without a CRC to tell, parsing refuses too."""
+    """Both verifiers give this reason; without a CRC to show it, parsing refuses too."""
     for implementation in (native, backend):
         assert implementation.verify_segments(packet, max(1, len(packet))) == bytes([code])
 
@@ -105,7 +105,7 @@ def test_packets_beyond_a_datagram_are_refused():
 
 @pytest.mark.parametrize(("first", "stride", "count"), [(1, 0xFFFFFFFF, 3), (0xFFFFFFFF, 1, 2), (2, 0x10002, 0x10000)])
 def test_a_selection_ends_where_chunks_can(first, stride, count):
-    """However few bits are set: what is asked for would be looked up one by one."""
+    """However few bits are set: the requested chunks would be looked up one by one."""
     bitmap = (1 | 1 << count - 1).to_bytes((count + 7) // 8, "little")
     with pytest.raises(MalformedPacket, match="beyond"):
         Selection.unpack(struct.pack(">32sIII", bytes(32), first, stride, count) + bitmap)
@@ -189,6 +189,6 @@ def test_batches_know_their_packets():
 
 @pytest.mark.parametrize("now_s", [0.0, 1.7e9, 2**32 - 0.5, 2**32 + 3.0])
 @pytest.mark.parametrize("ahead_s", [0.0, -0.25, 12.5, -3600.0])
-def test_when_telemetry_was_made_is_told_across_the_wrap_of_the_seconds(now_s, ahead_s):
+def test_the_time_of_telemetry_survives_the_wrap_of_the_seconds(now_s, ahead_s):
     packet = memoryview(pack_telemetry((now_s + ahead_s) % 2**32, 0, 60))
     assert made_at_s(packet, now_s) - now_s == pytest.approx(ahead_s, abs=2e-5)

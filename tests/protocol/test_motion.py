@@ -48,21 +48,21 @@ def test_the_next_move_comes_and_never_before_its_time(epoch_s, now_s, slot_s, p
     assert just_before_s <= now_s or clock.moves(just_before_s) == clock.moves(now_s)
 
 
-def told(clock: FollowedClock, moves: tuple[int, int], now_s: float, satellites: int = LISTENERS) -> None:
+def reported(clock: FollowedClock, moves: tuple[int, int], now_s: float, satellites: int = LISTENERS) -> None:
     """So many satellites say the same, one after the other."""
     for slot in range(satellites):
         clock.report(SatelliteId(0, slot), moves, round_trip_s=0.3, now_s=now_s)
 
 
-def test_a_followed_clock_takes_over_what_it_is_told_unless_it_is_merely_late():
+def test_a_followed_clock_adopts_a_report_unless_it_is_merely_late():
     clock = FollowedClock(MoveClock(slot_period_s=10.0, time_scale=1.0))
     assert clock.moves(9.9) == (0, 0)
     assert clock.moves(10.1) == (1, 0)
-    told(clock, (0, 0), 10.1)
+    reported(clock, (0, 0), 10.1)
     assert clock.moves(10.1) == (1, 0)
-    told(clock, (0, 0), 12.0)
+    reported(clock, (0, 0), 12.0)
     assert clock.moves(12.0) == (0, 0)
-    told(clock, (7, -2), 13.0)
+    reported(clock, (7, -2), 13.0)
     assert clock.moves(13.0) == (7, -2) and clock.moves(20.0) == (8, -2)
     assert clock.nearby(20.0)[:4] == [(8, -2), (7, -2), (0, 0), (1, 0)]
     assert {(7, -2), (9, -2), (8, -1), (8, -3)} <= set(clock.nearby(20.0))
@@ -92,9 +92,9 @@ def test_what_a_satellite_said_half_a_minute_ago_is_no_word_of_now():
 
 def test_flapping_between_two_counts_forgets_neither():
     clock = FollowedClock(MoveClock())
-    told(clock, (5, 0), 0.0)
+    reported(clock, (5, 0), 0.0)
     for turn in range(10):
-        told(clock, (6 + turn % 2, 0), 0.0)
+        reported(clock, (6 + turn % 2, 0), 0.0)
     assert (5, 0) in clock.nearby(0.0) and (0, 0) in clock.nearby(0.0)
 
 

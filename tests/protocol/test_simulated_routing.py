@@ -1,4 +1,4 @@
-"""Satellites notice what is dead and send round it, over virtual time: nothing is told to them."""
+"""Satellites notice what is dead and send round it, over virtual time: no notice is given to them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_if_there_is_a_way_packets_find_it(dead, random):
     living = [s for s in TORUS.satellites() if s not in dead]
     there = random.choice(living)
     hops = hops_around(TORUS, CENTRE, there, dead)
-    for _ in range(12):  # each try may come to dead satellites that nobody has met yet
+    for _ in range(12):  # each try may come to dead satellites not met yet
         answer = sky.ask(Op.PING, b"", there)
         if answer.ok and hops is not None and answer.report.seconds < 2 * sky.link_s * (1 + hops) + 1e-6:
             break

@@ -239,7 +239,7 @@ def test_putting_the_same_again_changes_nothing(world, value_of):
 
 
 def test_sound_chunks_that_do_not_make_the_value_they_claim_are_a_miss(world, value_of):
-    """Every chunk is what its reference says; that all of them together are not, only the whole checksum tells."""
+    """Every chunk is what its reference says; that all of them together are not, only the whole checksum shows."""
     sky = world()
     number, info = sky.begin_put("v", value_of(40_000))
     wrong = info.value_crc ^ 1

@@ -42,7 +42,7 @@ def test_an_older_release_is_what_it_is_taken_for(older: Release) -> None:
     assert not re.search("LaterVersion|LaterFile", said)
 
 
-_WRITES_WHEN_TOLD = """
+_WRITES_ON_REQUEST = """
 import sys
 from pathlib import Path
 from skymemory.index.radix import BlockInfo
@@ -66,7 +66,7 @@ def test_what_an_older_release_writes_while_the_journal_is_replaced_is_not_lost(
     index = SharedIndex(path, born=True)
     index.add([bytes(31) + b"a"], [INFO], 0, None)
     writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITES_WHEN_TOLD, str(path)],
+        [sys.executable, "-c", _WRITES_ON_REQUEST, str(path)],
         env=older.environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

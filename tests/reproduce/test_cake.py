@@ -9,17 +9,17 @@ from skymemory.reproduce.cake import FIGURES, Headline, Reproduction, cake_run, 
 from skymemory.sim.loading import A100, LinkTrace
 
 
-def ours(told: Reproduction) -> dict[str, Headline]:
-    return {headline.what: headline for headline in told.headlines}
+def ours(reproduced: Reproduction) -> dict[str, Headline]:
+    return {headline.what: headline for headline in reproduced.headlines}
 
 
 def test_whole_gpus_are_within_two_points_of_the_paper() -> None:
-    (told,) = reproduce([5])
-    for what, headline in ours(told).items():
+    (reproduced,) = reproduce([5])
+    for what, headline in ours(reproduced).items():
         if "falls" not in what:
             assert abs(headline.ours - headline.paper) < 2.0, what
-    header = told.header
-    for row in told.rows:
+    header = reproduced.header
+    for row in reproduced.rows:
         record = dict(zip(header, row, strict=True))
         assert record["cake_s"] <= min(record["compute_s"], record["load_s"])
         assert record["cake_s"] <= record["hindsight_s"] * 1.03
@@ -27,8 +27,8 @@ def test_whole_gpus_are_within_two_points_of_the_paper() -> None:
 
 def test_parts_of_a_gpu_are_where_the_paper_has_them() -> None:
     """But for two: see the reproduction's page for why."""
-    (told,) = reproduce([6])
-    headlines = ours(told)
+    (reproduced,) = reproduce([6])
+    headlines = ours(reproduced)
     far = {"saved of computing alone, most", "Cake with CacheGen, saved of raw Cake, most"}
     for what, headline in headlines.items():
         if what not in far:
@@ -46,9 +46,9 @@ def test_small_figures() -> None:
 
 
 def test_the_loaders_own_time_is_measured_step_by_step() -> None:
-    (told,) = reproduce([7])
-    assert len(told.rows) == 128
-    assert all(0 < headline.ours < 1.0 for headline in told.headlines), "more than 1 % of a step"
+    (reproduced,) = reproduce([7])
+    assert len(reproduced.rows) == 128
+    assert all(0 < headline.ours < 1.0 for headline in reproduced.headlines), "more than 1 % of a step"
 
 
 def test_figures_we_do_not_have_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""An engine that computes nothing and does what a test tells it to: answer, stream, wait, hang up, lie.
+"""An engine that computes nothing and does what a test requests: answer, stream, wait, hang up, lie.
 
 ``python -m tests.router.mock_engine NAME`` runs one as a process and prints its port.
 """
@@ -45,7 +45,7 @@ class MockEngine:
     cached_tokens: int | None = 8
     prompt_tokens: int = 32
     prefills: PrefillTotals | None = None
-    """What its metrics tell."""
+    """What its metrics report."""
     mock: dict[str, Any] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Requests with a body: path, headers by lower-case names, body."""
@@ -177,7 +177,7 @@ class MockEngine:
             await writer.drain()
             if gap_s := mock.get("gap_s", 0.0):
                 with contextlib.suppress(TimeoutError):
-                    # Whoever streams must notice that nobody listens any more: here by the end of what can be read.
+                    # A stream must notice that its client is gone: here by the end of what can be read.
                     async with asyncio.timeout(gap_s):
                         await reader.read(1)
         if not open_end:

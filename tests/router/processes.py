@@ -54,7 +54,7 @@ class Process:
         assert match, f"never said {pattern!r}, but: {self.said}"
         return match
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def ends(self) -> int:

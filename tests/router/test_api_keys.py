@@ -52,7 +52,7 @@ def keys(**quota: object) -> tuple[ApiKeys, Tenant]:
     return ApiKeys(KeyFile({"t": tenant})), tenant
 
 
-def told(error: QuotaExceeded) -> dict[str, str]:
+def reported(error: QuotaExceeded) -> dict[str, str]:
     return dict(json.loads(error.body())["error"])
 
 
@@ -70,7 +70,7 @@ def test_a_file_says_whose_key_it_is_and_what_he_may_have() -> None:
 @pytest.mark.parametrize(
     "said", [None, "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {OTHER}", f"Bearer {DIGEST}"]
 )
-def test_without_a_known_key_nobody_comes_in(said: str | None) -> None:
+def test_no_client_is_admitted_without_a_known_key(said: str | None) -> None:
     with pytest.raises(NoKey) as caught:
         ApiKeys(api_keys_from(FILE)).tenant_of(said)
     error = caught.value
@@ -113,7 +113,7 @@ def test_a_header_that_is_no_text_is_no_key() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_with_its_place_and_without_a_key(
+def test_what_is_wrong_with_a_file_is_reported_with_its_place_and_without_a_key(
     tmp_path: Path, was: str, wrong: str, words: str
 ) -> None:
     file = tmp_path / "keys.toml"
@@ -123,7 +123,7 @@ def test_what_is_wrong_with_a_file_is_told_with_its_place_and_without_a_key(
     assert str(caught.value).startswith(f"{file}: ") and KEY not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_no_text_is_told_of(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_no_text_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be read: No such file"):
         read_api_keys(tmp_path / "none.toml")
     (tmp_path / "odd.toml").write_bytes(b"\xff\xfe")
@@ -165,7 +165,7 @@ def test_the_command_prints_a_key_once_and_keeps_its_hash(tmp_path: Path, capsys
     assert main(["keys", "api", str(file), "gold"]) == 2 and "did you mean" in capsys.readouterr().err
 
 
-def test_requests_of_a_minute_are_counted_as_openai_tells_it() -> None:
+def test_requests_of_a_minute_are_counted_as_openai_reports_them() -> None:
     door, tenant = keys(requests_per_minute=6)
     entered = [door.acquire(tenant, 50, 0.0) for _ in range(6)]
     assert entered[0].headers == {
@@ -183,8 +183,8 @@ def test_requests_of_a_minute_are_counted_as_openai_tells_it() -> None:
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "59.25s",
     }
-    assert told(error)["type"] == "requests" and told(error)["code"] == "rate_limit_exceeded"
-    assert told(error)["message"] == (
+    assert reported(error)["type"] == "requests" and reported(error)["code"] == "rate_limit_exceeded"
+    assert reported(error)["message"] == (
         "Rate limit reached for t on requests per min (RPM): Limit 6, Used 6, Requested 1. Please try again in 9.25s."
     )
     door.acquire(tenant, 50, 10.0)
@@ -197,7 +197,7 @@ def test_tokens_are_put_right_when_a_request_has_ended() -> None:
     first = door.acquire(tenant, 5000, 0.0)
     with pytest.raises(QuotaExceeded) as caught:
         door.acquire(tenant, 2000, 0.0)
-    assert caught.value.headers["retry-after-ms"] == "10000" and told(caught.value)["type"] == "tokens"
+    assert caught.value.headers["retry-after-ms"] == "10000" and reported(caught.value)["type"] == "tokens"
     door.release(first, 1000, 0.0)
     door.release(first, 1000, 0.0)
     second = door.acquire(tenant, 5000, 0.0)
@@ -218,13 +218,13 @@ def test_a_bucket_never_holds_more_than_a_minutes_worth() -> None:
     assert door.acquire(tenant, 1, 3600.0).headers["x-ratelimit-remaining-tokens"] == "5999"
 
 
-def test_what_can_never_come_in_is_told_not_to_try_again() -> None:
+def test_a_request_that_can_never_be_admitted_gets_no_retry_time() -> None:
     door, tenant = keys(tokens_per_minute=6000)
     with pytest.raises(QuotaExceeded) as caught:
         door.acquire(tenant, 6001, 0.0)
     assert caught.value.headers["x-should-retry"] == "false" and "Retry-After" not in caught.value.headers
-    assert told(caught.value)["message"].startswith("Request too large for t on tokens per min (TPM): Limit 6000")
-    assert told(caught.value)["type"] == "tokens"
+    assert reported(caught.value)["message"].startswith("Request too large for t on tokens per min (TPM): Limit 6000")
+    assert reported(caught.value)["type"] == "tokens"
 
 
 def test_requests_at_once_are_counted_until_they_end() -> None:
@@ -242,7 +242,7 @@ def test_requests_at_once_are_counted_until_they_end() -> None:
     door.release(second, None, 0.0)
 
 
-def test_without_a_quota_nothing_is_counted_or_told() -> None:
+def test_without_a_quota_nothing_is_counted_or_reported() -> None:
     door, tenant = keys()
     assert all(door.acquire(tenant, 1e9, 0.0).headers == {} for _ in range(100))
 
@@ -264,7 +264,7 @@ def test_a_new_file_keeps_what_was_had() -> None:
     door.release(second, None, 0.0)
     with pytest.raises(QuotaExceeded) as caught:
         door.acquire(door.tenant_of(f"Bearer {KEY}"), 100, 0.0)
-    assert caught.value.headers["retry-after-ms"] == "60000", "a smaller quota is used up, and nobody owes for it"
+    assert caught.value.headers["retry-after-ms"] == "60000", "a smaller quota is used up, and no tenant owes for it"
     door.replace(KeyFile(), 0.0)
     with pytest.raises(NoKey):
         door.tenant_of(f"Bearer {KEY}")
@@ -286,7 +286,7 @@ def test_a_new_file_counts_at_once_for_what_is_under_way() -> None:
 @given(st.integers(0, 2**32), st.integers(1, 120), st.integers(1, 5000))
 @settings(max_examples=60, deadline=None)
 def test_no_stretch_of_time_has_more_than_its_part_and_a_minutes(seed: int, requests: int, tokens: int) -> None:
-    """And whoever comes when he was told to comes in."""
+    """And a request that comes at its retry time is admitted."""
     dice = random.Random(seed)
     door, tenant = keys(requests_per_minute=requests, tokens_per_minute=tokens)
     let_in: list[tuple[float, float]] = []
@@ -326,5 +326,5 @@ def test_no_stretch_of_time_has_more_than_its_part_and_a_minutes(seed: int, requ
         (3661.5, "1h1m1.5s"),
     ],
 )
-def test_times_are_told_as_openais_headers_have_them(seconds: float, words: str) -> None:
+def test_times_are_written_as_openais_headers_have_them(seconds: float, words: str) -> None:
     assert as_duration(seconds) == words

@@ -68,7 +68,7 @@ def test_models_and_adapters_narrow_who_is_asked() -> None:
     assert backends.able(asked("small"), (), 0) is None
     backends.lists("a", {"small": {"id": "small"}, "poet": {"id": "poet", "parent": "small"}})
     backends.lists("b", {"small": {"id": "small"}})
-    assert backends.able(asked("small"), (), 0) is None  # whoever there is: nobody knows what c serves
+    assert backends.able(asked("small"), (), 0) is None  # any server: what c serves is unknown
     backends.lists("c", {"large": {"id": "large"}})
     assert backends.able(asked("small"), (), 0) == {"a", "b"}
     assert backends.able(asked("small"), {"a"}, 0) == {"b"}
@@ -133,10 +133,10 @@ def test_without_checks_a_server_is_tried_again_after_a_while_and_the_last_is_ne
     backends.review(2 * REST_S + 1)
     backends.answered("a")
     assert a.healthy and not backends.failed("a", "x", 50.0) and scorer.forgotten == []
-    assert ejected == ["a", "a"] and not backends.failed("nobody", "x", 0.0)
+    assert ejected == ["a", "a"] and not backends.failed("absent", "x", 0.0)
 
 
-def test_who_comes_and_who_leaves_is_told_and_who_stays_keeps_what_is_known() -> None:
+def test_arrivals_and_departures_are_reported_and_servers_that_stay_keep_their_state() -> None:
     backends, picker, scorer = some()
     left: list[str] = []
     backends.on_removed = left.append
@@ -159,5 +159,5 @@ def test_who_says_nothing_of_models_may_be_asked_for_any() -> None:
         ]
     )
     assert backends.serving(asked("m")) == {"a", "c"} and backends.serving(asked("other")) == {"b", "c"}
-    assert backends.serving(asked("m", "french")) == {"a", "c"} and backends.serving(asked("nobody's")) is None
+    assert backends.serving(asked("m", "french")) == {"a", "c"} and backends.serving(asked("unknown")) is None
     assert backends.adapters == {"french": "m", "german": ""}

@@ -26,10 +26,10 @@ Run = Callable[..., Running]
 
 
 def decision_of(running: Running, **body: Any) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(
+    printed: dict[str, Any] = json.loads(
         running.complete({"x-skymemory-decision": "1"}, **body).headers["x-skymemory-decision"]
     )
-    return told
+    return printed
 
 
 def test_a_router_that_starts_again_knows_what_it_knew(loop: Loop, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch:
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("precise", {}), ("least-ttft", {"events": True})])
-def test_so_are_those_of_blocks_that_engines_tell_of(strategy: str, options: dict[str, Any]) -> None:
+def test_so_are_those_of_blocks_that_engines_report(strategy: str, options: dict[str, Any]) -> None:
     tokenizer = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
     settings = settings_from({"strategy": strategy, "options": options, "prompts": {"tokenizer": str(tokenizer)}})
     indices = [PrefixState(settings, Fleet(), None).scorer.index for _ in range(2)]  # type: ignore[attr-defined]

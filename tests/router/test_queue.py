@@ -29,14 +29,14 @@ def queue(most: int = 4, most_bytes: int = 1 << 20, most_wait_s: float = 10.0, *
     return RequestQueue(QueueSettings(most, most_bytes, most_wait_s), **more)  # type: ignore[arg-type]
 
 
-def waits(told: Waits | Refusal) -> Waits:
-    assert isinstance(told, Waits)
-    return told
+def waits(answer: Waits | Refusal) -> Waits:
+    assert isinstance(answer, Waits)
+    return answer
 
 
-def refused(told: Waits | Refusal) -> Refusal:
-    assert isinstance(told, Refusal)
-    return told
+def refused(answer: Waits | Refusal) -> Refusal:
+    assert isinstance(answer, Refusal)
+    return answer
 
 
 def test_work_is_what_is_computed_and_generated() -> None:
@@ -70,7 +70,7 @@ def test_it_leaves_when_the_promise_cannot_be_kept_any_more_or_its_time_is_over(
     assert one.next_deadline_s == math.inf and len(one) == 0
 
 
-def test_whose_time_is_over_is_not_sent_to_a_server_and_is_told_of_at_once() -> None:
+def test_an_expired_request_is_not_sent_to_a_server_and_is_reported_at_once() -> None:
     one = queue()
     first, second = entry(slo=Slo(1.0, 1.0)), entry()
     one.offer(first, 0.0)
@@ -80,7 +80,7 @@ def test_whose_time_is_over_is_not_sent_to_a_server_and_is_told_of_at_once() -> 
     assert [each for each, _ in one.expire(2.0)] == [first]
 
 
-def test_whoever_has_to_leave_is_told_why() -> None:
+def test_a_request_that_must_leave_gets_the_reason() -> None:
     one = queue(2)
     low, big, other = entry(priority=-1), entry(tenant="a"), entry(tenant="a")
     waits(one.offer(low, 0.0))
@@ -89,15 +89,15 @@ def test_whoever_has_to_leave_is_told_why() -> None:
     assert left is low and refusal.kind == "priority" and "priority 0" in refusal.reason
     [(left, refusal)] = waits(one.offer(entry(tenant="b"), 0.0)).turned_away
     assert left is other and refusal.kind == "share"
-    told = refused(one.offer(entry(tenant="b"), 0.0))
-    assert told.kind == "queue" and told.reason.startswith("2 requests wait already")
+    answer = refused(one.offer(entry(tenant="b"), 0.0))
+    assert answer.kind == "queue" and answer.reason.startswith("2 requests wait already")
     one = queue(1)
     waits(one.offer(entry(tenant="a", slo=Slo(9.0, 1.0)), 0.0))
     [(left, refusal)] = waits(one.offer(entry(tenant="a", slo=Slo(3.0, 1.0)), 0.0)).turned_away
     assert refusal.kind == "queue" and "earlier deadline" in refusal.reason
 
 
-def test_one_that_is_large_and_least_urgent_throws_nobody_out() -> None:
+def test_a_large_and_least_urgent_request_displaces_no_other() -> None:
     one = queue(9, 1000)
     small = [entry(tenant=tenant, size_bytes=300) for tenant in "abc"]
     for each in small:
@@ -135,7 +135,7 @@ def test_what_a_request_took_in_the_end_counts_for_its_tenant() -> None:
     order = [one.next(0.0) for _ in range(4)]
     assert [each.request.tenant for each in order if each] == ["b", "a", "b", "a"]
     assert len(one) == 0
-    one.corrected(first, 10.0)  # of a time that nobody who waits remembers
+    one.corrected(first, 10.0)  # older than any waiting request
     one.offer(entry(tenant="a"), 0.0)
     one.corrected(first, 1e9)
     one.offer(entry(tenant="b"), 0.0)
@@ -143,7 +143,7 @@ def test_what_a_request_took_in_the_end_counts_for_its_tenant() -> None:
     assert after is not None and after.request.tenant == "a"
 
 
-def test_a_group_without_room_holds_nobody_up_and_is_asked_about_once() -> None:
+def test_a_group_without_room_delays_no_other_and_is_asked_about_once() -> None:
     one = queue(200)
     for number in range(100):
         one.offer(entry(tenant=f"t{number % 7}", group="busy"), 0.0)
@@ -190,7 +190,7 @@ def test_books_stay_small_however_many_come_and_go() -> None:
     level = one._levels[0]
     sizes = [len(one._deadlines), len(level._order), len(level._parts), len(level.idle), len(one._waiting)]
     assert max(sizes[:3]) <= 300 and sizes[3] <= 4096 and sizes[4] <= 8
-    assert set(one.figures()) == {(0, "other")}, "names of tenants that nobody gave a weight are no labels"
+    assert set(one.figures()) == {(0, "other")}, "names of tenants without a weight are no labels"
 
 
 def test_figures_are_by_priority_and_by_tenants_that_the_operator_named() -> None:
@@ -209,7 +209,7 @@ def test_figures_are_by_priority_and_by_tenants_that_the_operator_named() -> Non
     }
     assert (figures[2, "gold"].served, figures[2, "gold"].waited_s) == (1, 3.0)
     assert figures[0, "key"].refused == {"queue": 1}
-    gone = entry(10.0, tenant="somebody")
+    gone = entry(10.0, tenant="other")
     one.offer(gone, 10.0)
     assert figures[0, "other"].requests == 1 and figures[0, "other"].size_bytes == 100
     assert one.cancel(gone) and not one.cancel(gone)
@@ -221,8 +221,8 @@ def test_settings_can_change_while_it_runs() -> None:
     for _ in range(6):
         one.offer(entry(tenant="a"), 0.0)
     one.configure(QueueSettings(2, 1 << 20, 10.0), {"b": 2.0})
-    told = waits(one.offer(entry(tenant="b"), 0.0))
-    assert len(one) == 2 and len(told.turned_away) == 5
+    answer = waits(one.offer(entry(tenant="b"), 0.0))
+    assert len(one) == 2 and len(answer.turned_away) == 5
     one.configure(QueueSettings(0))
     assert isinstance(one.offer(entry(), 0.0), Refusal) and len(one) == 2
     assert one.next(0.0) is not None and one.next(0.0) is not None

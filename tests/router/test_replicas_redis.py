@@ -73,7 +73,7 @@ def test_what_one_learns_all_match(server: RedisServer) -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_killed_server_is_told_of_and_found_again(server: RedisServer) -> None:
+def test_a_killed_server_is_reported_and_found_again(server: RedisServer) -> None:
     async def run() -> None:
         one, other, late = an_index("a"), an_index("a"), an_index("a")
         async with sharing(one, server) as first, sharing(other, server) as second:
@@ -97,7 +97,7 @@ def test_a_killed_server_is_told_of_and_found_again(server: RedisServer) -> None
     asyncio.run(asyncio.wait_for(run(), 40))
 
 
-def test_a_server_that_is_emptied_is_told_again(server: RedisServer) -> None:
+def test_a_server_that_is_emptied_is_sent_everything_again(server: RedisServer) -> None:
     async def run() -> None:
         one, other, late = an_index("a"), an_index("a"), an_index("a")
         async with sharing(one, server), sharing(other, server):
@@ -125,12 +125,12 @@ def test_a_broken_connection_goes_on_where_it_stopped(server: RedisServer) -> No
                 await asyncio.sleep(0.03)
             one.learn(0, chain(2))
             await until(lambda: other.match(chain(2), [0]) == [20])
-            assert (first.status().sent, second.status().received) == (2, 2), "nothing is told twice"
+            assert (first.status().sent, second.status().received) == (2, 2), "nothing is published twice"
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_replica_that_starts_anew_hears_what_it_told_in_its_last_life(server: RedisServer) -> None:
+def test_a_restarted_replica_hears_what_it_published_before(server: RedisServer) -> None:
     async def run() -> None:
         before, after = an_index("a", "b"), an_index("b", "a")
         async with sharing(before, server) as replicas:
@@ -138,7 +138,7 @@ def test_a_replica_that_starts_anew_hears_what_it_told_in_its_last_life(server: 
             await until(lambda: replicas.status().sent == 1)
         async with sharing(after, server):
             await until(lambda: after.match(chain(1), [1]) == [20])
-            assert after.log_end == 0, "what was heard is not told on"
+            assert after.log_end == 0, "what was heard is not passed on"
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -164,7 +164,7 @@ def test_replicas_of_other_blocks_do_not_hear_each_other(server: RedisServer) ->
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_server_that_hangs_holds_up_nobody(server: RedisServer) -> None:
+def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
     async def run() -> None:
         one = an_index("a")
         async with sharing(one, server, timeout_s=1.5) as replicas:

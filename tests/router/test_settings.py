@@ -120,6 +120,6 @@ def test_where_to_listen(listen: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize("listen", ["", "8080x", "a:b", "a:70000"])
-def test_where_nobody_can_listen(listen: str) -> None:
+def test_where_listening_is_impossible(listen: str) -> None:
     with pytest.raises(InvalidInput, match="not an address"):
         host_and_port(listen)

@@ -53,7 +53,7 @@ def test_where_nothing_is_said(kind: bytes, packed: bytes, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("cached", ['{"cached_tokens": 4}', '{"cached_tokens": -1}', "null", "{}"])
-def test_what_cannot_be_or_is_not_told_is_left_out(cached: str) -> None:
+def test_what_is_impossible_or_not_reported_is_left_out(cached: str) -> None:
     reader = UsageReader(b"application/json")
     reader.add(b'{"usage": {"prompt_tokens": 3, "completion_tokens": 9, "prompt_tokens_details": ')
     reader.add(cached.encode() + b"}}")

@@ -98,7 +98,7 @@ def test_answers_of_a_known_engine_give_its_steps() -> None:
     assert decode_errors(cost, [point for point, held in points if held]).worst < 0.01
 
 
-def test_an_engine_that_tells_no_hits_is_asked_nothing_twice() -> None:
+def test_an_engine_that_reports_no_hits_is_asked_nothing_twice() -> None:
     silent = KnownEngine(silent=True)
     points = asyncio.run(measuring(silent).prefills(prefill_cells(32, 128, (0.0, 0.5)), 1, "median"))
     assert all(point.cached == 0 for point, _ in points)
@@ -146,16 +146,16 @@ def test_a_real_engine_is_measured_and_its_model_can_be_routed_by(
     words = ["--url", f"http://127.0.0.1:{door.port}", "--shape", str(Path(SMALL_MODEL_FOLDER) / "config.json")]
     words += ["--lengths", "32-256", "--shares", "0,0.5", "--repeats", "1", "--batch", "2", "--contexts", "32,64"]
     assert main(["fit", *words, "--prompt-unit", unit, "--out", str(out), "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert len(told["prefills"]) >= 14 and not told["never"] and len(told["decodes"]) == 4
-    cached = [one["cached"] for one in told["prefills"]]
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert len(printed["prefills"]) >= 14 and not printed["never"] and len(printed["decodes"]) == 4
+    cached = [one["cached"] for one in printed["prefills"]]
     assert max(cached) >= 112 and all(one % 16 == 0 for one in cached)
     if unit == "ids":
-        assert {one["tokens"] for one in told["prefills"]} == {32, 45, 64, 91, 128, 181, 256}
+        assert {one["tokens"] for one in printed["prefills"]} == {32, 45, 64, 91, 128, 181, 256}
     cost = read_cost(out)
-    for one in told["prefills"]:
+    for one in printed["prefills"]:
         assert cost.prefill_s(one["tokens"], one["cached"]) == pytest.approx(one["fitted_s"])
-    assert set(told["errors"]) >= {"prefills fitted on", "prefills held out", "decoding steps fitted on"}
+    assert set(printed["errors"]) >= {"prefills fitted on", "prefills held out", "decoding steps fitted on"}
 
 
 @pytest.mark.slow

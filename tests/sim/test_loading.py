@@ -63,7 +63,7 @@ def test_the_loader_finds_it() -> None:
         for _ in "12"
     )
     assert cold.origins == warm.origins == ("computed", "computed", "loaded", "loaded")
-    assert cold.ttft_s == 5.0  # after one step nobody knows yet that they become dearer
+    assert cold.ttft_s == 5.0  # after one step it is not yet known that they become dearer
     assert warm.ttft_s == 4.0
 
 

@@ -53,7 +53,7 @@ def test_hits_are_those_at_the_beginning_of_service() -> None:
 
 
 class Watching(Scorer):
-    """Least load, and all that it was told."""
+    """Least load, and all that it has learned."""
 
     name = "watching"
 
@@ -94,14 +94,14 @@ def test_reports_are_as_old_as_the_last_scrape() -> None:
 class Heard:
     def __init__(self) -> None:
         self.resident: set[int] = set()
-        self.told = 0
+        self.learned = 0
 
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
         assert self.resident.issuperset(chain[:had]) and self.resident.issuperset(gone)
         assert not self.resident.intersection(chain[had:])
         self.resident.difference_update(gone)
         self.resident.update(chain)
-        self.told += 1
+        self.learned += 1
 
 
 def test_events_add_up_to_what_is_resident() -> None:
@@ -110,7 +110,7 @@ def test_events_add_up_to_what_is_resident() -> None:
     simulate(requests, RandomChoice(), RoutingSetup(servers=1, cache_blocks=300), heard)
     for request in requests:
         cache.use(request.blocks())
-    assert heard.resident == set(cache) and heard.told == len(requests)
+    assert heard.resident == set(cache) and heard.learned == len(requests)
     assert len(cache) == 300
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a simulated router's estimates: by as much as is said, for each server and request anew."""
+"""What is wrong with a simulated router's estimates: by as much as is said, drawn for each server and request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_server_errs_for_itself_and_always_the_same() -> None:
     assert (estimates(a_picker(0.1)) / 1.024 == off).all() and (estimates(a_picker(0.1, 2)) / 1.024 != off).all()
     one = asks(1)
     early, late = (a_picker(0.1).scorer.rank(one, list(a_picker(0.1).fleet), at_s).scores for at_s in (1.0, 2.0))
-    assert set(early).isdisjoint(late), "and anew when it is asked again later"
+    assert set(early).isdisjoint(late), "and drawn again when it is asked again later"
 
 
 def test_waiting_is_off_too_and_what_is_believed_to_wait() -> None:
@@ -56,9 +56,11 @@ def test_waiting_is_off_too_and_what_is_believed_to_wait() -> None:
         scorer, servers = picker.scorer, list(picker.fleet)
         assert isinstance(scorer, ErringLeastTtft)
         work_s = 10.24 * scorer.factors(first, SERVERS, 0.0)[2]
-        told = scorer.waits_s(behind, servers, 0.0)
-        assert told[:2] == [0.0, 0.0] and told[2] == pytest.approx(work_s * scorer.factors(behind, SERVERS, 0.0)[2])
-        waits.append(told[2] / work_s)
+        estimated = scorer.waits_s(behind, servers, 0.0)
+        assert estimated[:2] == [0.0, 0.0] and estimated[2] == pytest.approx(
+            work_s * scorer.factors(behind, SERVERS, 0.0)[2]
+        )
+        waits.append(estimated[2] / work_s)
         works.append(work_s / 10.24)
     assert np.std(waits) == pytest.approx(0.1, rel=0.15) and np.std(works) == pytest.approx(0.1, rel=0.15)
     assert abs(np.corrcoef(waits, works)[0, 1]) < 0.2

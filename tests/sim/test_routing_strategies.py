@@ -1,4 +1,4 @@
-"""The router's strategies in the simulator: each by name, what each is told, and what the default owes."""
+"""The router's strategies in the simulator: each by name, what each learns, and what the default owes."""
 
 from __future__ import annotations
 

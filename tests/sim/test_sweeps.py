@@ -13,11 +13,11 @@ CELLS = [(workload, seed) for workload in (ARXIV, L_EVAL) for seed in range(3)]
 
 
 def test_in_processes_as_in_sequence() -> None:
-    told: list[tuple[int, int]] = []
+    log: list[tuple[int, int]] = []
     cells = [poisson(workload, 2.0, 60, seed) for workload, seed in CELLS]
     ours = sweep(statistics_of, cells, "sequence")
-    assert sweep(statistics_of, cells, "processes", jobs=2, progress=lambda *one: told.append(one)) == ours
-    assert told == [(done, len(cells)) for done in range(1, len(cells) + 1)]
+    assert sweep(statistics_of, cells, "processes", jobs=2, progress=lambda *one: log.append(one)) == ours
+    assert log == [(done, len(cells)) for done in range(1, len(cells) + 1)]
     assert len({one.mean_prompt_tokens for one in ours}) == len(cells)
 
 

@@ -35,12 +35,12 @@ def main() -> int:
     if options.real:
         from tests.soak.real import RealSoak
 
-        outcome = RealSoak(options.minutes * 60, options.seed).run(_tell)
+        outcome = RealSoak(options.minutes * 60, options.seed).run(_report)
     else:
         setting = Setting(
             options.days, options.operations, options.full_blocks, options.seed, replicas=options.replicas
         )
-        outcome = VirtualSoak(setting).run(_tell)
+        outcome = VirtualSoak(setting).run(_report)
     others = {"days", "operations", "full_blocks", "replicas"} if options.real else {"minutes"}
     row: dict[str, Any] = {
         **{name: value for name, value in vars(options).items() if name not in others | {"json"}},
@@ -65,7 +65,7 @@ def _overload(causes: list[str], runs: int, seed: int, json_path: Path | None) -
     for cause in causes:
         for run in range(runs):
             soak = OverloadSoak(cause, seed + run)
-            verdict = soak.run(_tell)
+            verdict = soak.run(_report)
             outcomes.append(
                 {
                     "cause": cause,
@@ -86,7 +86,7 @@ def _overload(causes: list[str], runs: int, seed: int, json_path: Path | None) -
     return 0 if all(outcome["holds"] for outcome in outcomes) else 1
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

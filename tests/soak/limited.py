@@ -134,7 +134,7 @@ class LimitedSoak:
         self._ended: list[bool] = []
         self._busy_s = 0.0
         self._work: Counter[str] = Counter()
-        self.tell: Callable[[str], None] | None = None
+        self.report: Callable[[str], None] | None = None
 
     def _new_operator(self) -> SimulatedClient:
         """Who asks whether satellites live is new each second, as a command is, and knows no round trips of before."""
@@ -217,8 +217,8 @@ class LimitedSoak:
         row = Row(self.sim.now_s, phase, cores, len(asked & self._answered), len(ended), sum(ended))
         self._answered.clear()
         self.outcome.rows.append(row)
-        if self.tell is not None:
-            self.tell(
+        if self.report is not None:
+            self.report(
                 f"{row.at_s:6.1f} s  {phase:8}  {row.cores:5.2f} cores  {row.answer:3} of "
                 f"{self.outcome.satellites} answer  {row.hits} of {row.reads} reads hit"
             )
@@ -230,7 +230,7 @@ class LimitedSoak:
             host.set_share(share, self.sim.now_s)
 
     def forge(self, slot_moves: int, plane_moves: int) -> None:
-        """An ADVANCE that nobody means, to some satellite."""
+        """A stray ADVANCE to some satellite."""
         satellite = self._dice.choice(list(self.sim.satellites))
         self._pings.machine.ask(Op.ADVANCE, messages.pack_moves(slot_moves, plane_moves), satellite, self.sim.now_s)
 
@@ -300,7 +300,7 @@ def main() -> int:
     for cause in options.cause or CAUSES:
         print(f"--- {cause}: {CAUSES[cause].__doc__}")
         soak = LimitedSoak(shape)
-        soak.tell = print
+        soak.report = print
         outcome = found[cause] = soak.run(CAUSES[cause])
         for phase, work_s in outcome.work_s.items():
             named = (f"{kind.removesuffix('_s')} {spent_s:.1f}" for kind, spent_s in work_s.most_common(8) if spent_s)

@@ -315,7 +315,7 @@ class OverloadSoak:
         self._seed = seed
         self.watched = Watched()
 
-    def run(self, tell: Callable[[str], None]) -> Verdict:
+    def run(self, report: Callable[[str], None]) -> Verdict:
         folder = Path(tempfile.mkdtemp(prefix="skymemory-overload-"))
         directory = RunDirectory(folder)
         slept = folder / "slept"
@@ -324,7 +324,7 @@ class OverloadSoak:
             try:
                 plan = self._start(folder, directory)
                 pids = [record.pid for record in directory.running().values()]
-                self._live(Trial(plan, pids, slept), folder, tell)
+                self._live(Trial(plan, pids, slept), folder, report)
             finally:
                 with suppress(ProcessLookupError):
                     _, forced = stop(directory)
@@ -355,35 +355,35 @@ class OverloadSoak:
             preset_named(sky.preset).torus.size,
         ).plan
 
-    def _live(self, trial: Trial, folder: Path, tell: Callable[[str], None]) -> None:
+    def _live(self, trial: Trial, folder: Path, report: Callable[[str], None]) -> None:
         keys = [hashlib.sha256(b"%d %d" % (self._seed, number)).digest() for number in range(self._sky.values)]
         keys = self._fill(folder, keys)
-        tell(f"{len(keys)} values of {_VALUE_BYTES} bytes are stored")
+        report(f"{len(keys)} values of {_VALUE_BYTES} bytes are stored")
         watch = _Watch(trial.plan, folder, trial.pids, keys, self._seed)
         self.watched = watch.watched
         watch.start()
-        told = 0
+        reported = 0
 
-        def tell_rows() -> None:
-            nonlocal told
-            for row in self.watched.rows[told:]:
+        def report_rows() -> None:
+            nonlocal reported
+            for row in self.watched.rows[reported:]:
                 said = f"{row.cores:5.2f} cores, {row.answer:5} answer, {row.hits} of {row.reads} reads hit"
-                tell(f"{row.at_s:6.1f} s, {row.phase:8} {said}")
-            told = len(self.watched.rows)
+                report(f"{row.at_s:6.1f} s, {row.phase:8} {said}")
+            reported = len(self.watched.rows)
 
         time.sleep(_HEALTHY_S)
         watch.phase = "cause"
-        tell_rows()
+        report_rows()
         self.cause.happen(trial)
         watch.phase = "after"
-        tell_rows()
+        report_rows()
         end_s = time.monotonic() + _AFTER_S
         while time.monotonic() < end_s:
             time.sleep(5.0)
-            tell_rows()
+            report_rows()
         watch.end()
-        tell_rows()
-        tell(f"misses: {self.watched.reasons}, wrong: {self.watched.wrong}, client: {self.watched.client}")
+        report_rows()
+        report(f"misses: {self.watched.reasons}, wrong: {self.watched.wrong}, client: {self.watched.client}")
 
     def _fill(self, folder: Path, keys: list[bytes]) -> list[bytes]:
         store: ConstellationStore = open_constellation(folder)

@@ -43,7 +43,7 @@ class RealSoak:
         self._dice = random.Random(seed)
         self._written: dict[bytes, tuple[int, int]] = {}
 
-    def run(self, tell: Callable[[str], None]) -> Outcome:
+    def run(self, report: Callable[[str], None]) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix="skymemory-soak-"))
         directory, began = RunDirectory(folder), time.monotonic()
         try:
@@ -61,10 +61,10 @@ class RealSoak:
             ).plan
             store = open_constellation(folder)
             try:
-                self._live(plan, directory, store, tell)
+                self._live(plan, directory, store, report)
             except BaseException:
                 for host in plan.hosts:
-                    tell(f"{host.name} said last: {directory.log_tail(host.name)}")
+                    report(f"{host.name} said last: {directory.log_tail(host.name)}")
                 raise
             finally:
                 store.close()
@@ -77,11 +77,11 @@ class RealSoak:
         return self.outcome
 
     def _live(
-        self, plan: ConstellationPlan, directory: RunDirectory, store: ConstellationStore, tell: Callable[[str], None]
+        self, plan: ConstellationPlan, directory: RunDirectory, store: ConstellationStore, report: Callable[[str], None]
     ) -> None:
         def last_words(host: HostShare) -> None:
             self._audit(plan, f"before {host.name} is killed", dying=host)
-            tell(f"{time.monotonic() - began_s:.0f} s: {dict(self.outcome.counted)}")
+            report(f"{time.monotonic() - began_s:.0f} s: {dict(self.outcome.counted)}")
 
         began_s = time.monotonic()
         dice = random.Random(self._dice.random())
@@ -130,7 +130,7 @@ class RealSoak:
     # --- the books ---
 
     def _audit(self, plan: ConstellationPlan, when: str, dying: HostShare | None = None, whole: bool = False) -> None:
-        """Whoever answers must have books that close; those of the dying are added up as final."""
+        """Every host that answers must have books that close; those of the dying are added up as final."""
         answers = {here: found for here, found in ping_all(plan).items() if found is not None}
         gaps = memory.open_books(answers)
         self.outcome.open_books += [f"{tuple(here)}, {when}: {gap} bytes" for here, gap in gaps.items()]

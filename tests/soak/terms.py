@@ -45,7 +45,7 @@ class Outcome:
 
 
 def bytes_of(key: bytes, number: int, size: int) -> bytes:
-    """Version ``number`` of a value: anybody can make it again."""
+    """Version ``number`` of a value: any process can make it again."""
     return random.Random(key + number.to_bytes(4, "big")).randbytes(size)
 
 

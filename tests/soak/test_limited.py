@@ -61,7 +61,7 @@ bursts = st.lists(
     max_size=4,
 )
 """Of each part: the share of a core that hosts have, for how many seconds, and the moves of an ADVANCE (0: none) that
-nobody means.
+is stray.
 """
 
 

@@ -76,6 +76,6 @@ def test_a_lost_acknowledgement_brings_the_same_request_again_and_nothing_else_d
     assert 0 < counted["same request"] <= sent_again
 
 
-def test_a_doubled_datagram_comes_twice_though_nobody_sent_it_again(monkeypatch):
+def test_a_doubled_datagram_comes_twice_without_a_retransmission(monkeypatch):
     counted, sent_again = _came_again(monkeypatch, duplicate=0.02)
     assert sent_again == 0 and set(counted) == {"all", "same request"}

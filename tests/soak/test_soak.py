@@ -41,11 +41,11 @@ def test_the_same_seed_is_the_same_soak():
 
 
 @pytest.mark.slow
-def test_a_memory_that_is_full_for_hours_does_not_fill_with_what_nobody_wants():
-    """Full blocks that are put anew leave dead bytes behind, which fly on in the box. When handovers counted as uses,
+def test_a_memory_that_is_full_for_hours_does_not_fill_with_unwanted_values():
+    """Full blocks that are put again leave dead bytes behind, which fly on in the box. When handovers counted as uses,
     two of three reads missed after four hours; with the order of eviction kept it is one of four.
     """
-    told: list[str] = []
-    VirtualSoak(Setting(0.25, operations=8350, full_blocks=17)).run(told.append)
-    shares = [int(line.split(", ")[-1].split(" %")[0]) for line in told]
+    log: list[str] = []
+    VirtualSoak(Setting(0.25, operations=8350, full_blocks=17)).run(log.append)
+    shares = [int(line.split(", ")[-1].split(" %")[0]) for line in log]
     assert sum(shares[-30:]) / 30 > 60, shares

@@ -25,7 +25,7 @@ DOWN_S = 2.0
 
 
 class Trouble(threading.Thread):
-    """Runs until ``end``, which raises what went wrong. ``before_kill`` is told of a host whose books end now."""
+    """Runs until ``end``, which raises what went wrong. ``before_kill`` receives a host whose books end now."""
 
     def __init__(
         self,
@@ -94,5 +94,5 @@ class Trouble(threading.Thread):
         if record is not None and record.alive:
             os.kill(record.pid, signal.SIGKILL)
             self._counted["host processes killed"] += 1
-            while record.alive:  # else it might be told to revive a satellite while it dies
+            while record.alive:  # else it might be asked to revive a satellite while it dies
                 time.sleep(0.01)

@@ -99,8 +99,8 @@ class VirtualSoak:
         self._squeezed: dict[SatelliteId, float] = {}
         self._seen = 0, 0
 
-    def run(self, tell: Callable[[str], None] | None = None) -> Outcome:
-        """All of it; ``tell`` hears of progress at each hundredth."""
+    def run(self, progress: Callable[[str], None] | None = None) -> Outcome:
+        """All of it; ``progress`` is called at each hundredth."""
         setting, began = self.setting, time.process_time()
         total = setting.operations + setting.full_blocks
         full = set(self._dice.sample(range(total), setting.full_blocks))
@@ -119,8 +119,8 @@ class VirtualSoak:
             self._operate(number in full)
             if number % 1000 == 999:
                 self._audit()
-            if tell is not None and number % max(1, total // 100) == 0:
-                tell(f"{number} of {total} operations, day {self.sim.now_s / DAY_S:.1f}, {self._lately()}")
+            if progress is not None and number % max(1, total // 100) == 0:
+                progress(f"{number} of {total} operations, day {self.sim.now_s / DAY_S:.1f}, {self._lately()}")
         self.sim.settle(self.sim.now_s + 60.0)
         self._audit()
         self.outcome.moves = self.sim.clock.moves(self.sim.now_s)

@@ -20,7 +20,7 @@ BUDGET_BYTES = 1000
 
 
 class NaiveShelf:
-    """Everything counted anew whenever it is asked for."""
+    """Everything counted again at each call."""
 
     def __init__(self, policy: str) -> None:
         self.twin = TWINS[policy]()
@@ -178,7 +178,7 @@ def test_a_lease_keeps_what_is_before_it_too() -> None:
     assert store.prefix(keys) == 2
 
 
-def test_room_that_cannot_be_made_costs_nobody_anything() -> None:
+def test_room_that_cannot_be_made_evicts_nothing() -> None:
     store = MemoryStore(300)
     store.put_many([(one, bytes(100)) for one in CHAINS[2]])
     store.pin([key(0)], 100.0)

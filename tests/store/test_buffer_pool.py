@@ -43,7 +43,7 @@ def test_the_largest_few_are_kept_and_handed_out_again() -> None:
     assert all(rooms.take(1) is not room for room in given[:2]), "the two smallest were let go"
 
 
-def test_what_was_handed_out_is_nobody_elses_until_it_is_given_back() -> None:
+def test_a_buffer_handed_out_is_not_shared_until_it_is_given_back() -> None:
     rooms = BufferPool()
     rooms.give_back(rooms.take(1000))
     held = [rooms.take(size) for size in (1000, 1000, 500)]

@@ -51,17 +51,17 @@ class TestDiskTellsOfEvictions(EvictingContract):
 
 
 @pytest.mark.parametrize("size_bytes", [1, 1000])
-def test_a_file_that_was_spoiled_or_is_gone_is_evicted_and_not_told(tmp_path: Path, size_bytes: int) -> None:
-    """Nobody could take it."""
+def test_a_file_that_was_spoiled_or_is_gone_is_evicted_and_not_reported(tmp_path: Path, size_bytes: int) -> None:
+    """Its listener cannot take it."""
     store = DiskStore(tmp_path / "disk", 2000 + size_bytes)
-    told: list[bytes] = []
-    store.on_evict = lambda evicted, data, place: told.append(evicted)
+    reported: list[bytes] = []
+    store.on_evict = lambda evicted, data, place: reported.append(evicted)
     store.put_many([(key(0), value(0, size_bytes)), (key(1), value(1, 1000)), (key(2), value(2, 1000))])
     spoiled, gone = (tmp_path / "disk" / "values" / key(number).hex() for number in (2, 1))
     spoiled.write_bytes(spoiled.read_bytes()[:-1] + b"?")
     gone.unlink()
     assert store.put_many([(key(9), value(9, 2000 + size_bytes))]) == [True]
-    assert told == [key(0)] and store.lookup([key(n) for n in range(3)]) == [Presence.MISS] * 3
+    assert reported == [key(0)] and store.lookup([key(n) for n in range(3)]) == [Presence.MISS] * 3
     store.close()
 
 

@@ -88,7 +88,7 @@ def test_a_directory_with_other_things_keeps_its_mode(tmp_path: Path) -> None:
 def test_a_link_in_its_place_is_neither_followed_nor_written_through(tmp_path: Path, name: str, there: bool) -> None:
     victim = tmp_path / "victim"
     if there:
-        victim.mkdir() if name == "values" else victim.write_text("dear to somebody")
+        victim.mkdir() if name == "values" else victim.write_text("dear to its owner")
     store = tmp_path / "store"
     store.mkdir()
     (store / "format").write_text("skymemory disk store 1\n")
@@ -96,7 +96,7 @@ def test_a_link_in_its_place_is_neither_followed_nor_written_through(tmp_path: P
     (store / name).symlink_to(victim)
     with pytest.raises(InvalidInput, match=name):
         DiskStore(store, BUDGET_BYTES)
-    assert victim.exists() is there and (name == "values" or not there or victim.read_text() == "dear to somebody")
+    assert victim.exists() is there and (name == "values" or not there or victim.read_text() == "dear to its owner")
 
 
 @pytest.mark.parametrize("name", ["lock", "format"])
@@ -148,7 +148,7 @@ def test_a_value_that_cannot_be_removed_is_not_said_to_be_deleted(tmp_path: Path
     store.put_many([(key(1), value(1)), (key(2), value(2))])
     place = tmp_path / "store" / "values" / key(1).hex()
     place.rename(tmp_path / "elsewhere")
-    place.mkdir()  # whoever is root may remove any file, but a directory is not one
+    place.mkdir()  # root may remove any file, but a directory is not one
     assert store.delete([key(1), key(2), key(3)]) == [None, True, False]
     place.rmdir()
     (tmp_path / "elsewhere").rename(place)

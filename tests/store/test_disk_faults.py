@@ -105,7 +105,7 @@ def test_a_broken_file_is_a_miss_counted_and_dropped(
     assert stats.get("torn_total", 0) + stats.get("unread{corrupt}_total", 0) == 1
     assert stats["entries"] == 2 and stats["used_bytes"] == 20_000
     assert store.lookup([key(1)]) == [Presence.MISS] and not (tmp_path / "values" / key(1).hex()).exists()
-    assert store.put_many([(key(1), b"anew")]) == [True] and store.get_many([key(1)]) == [b"anew"]
+    assert store.put_many([(key(1), b"new")]) == [True] and store.get_many([key(1)]) == [b"new"]
     store.close()
 
 
@@ -221,7 +221,7 @@ def test_readers_see_old_or_new_while_a_writer_replaces(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_value_under_its_name_is_a_miss(tmp_path: Path) -> None:
-    """Whole and sound, and of the same size: only the key in it tells."""
+    """Whole and sound, and of the same size: only the key in it differs."""
     store = DiskStore(tmp_path, BUDGET_BYTES)
     store.put_many([(key(n), value(n)) for n in (1, 2)])
     files = {n: tmp_path / "values" / disk_files.file_name(key(n)) for n in (1, 2)}
@@ -239,7 +239,7 @@ def test_evicted_values_take_no_room_in_the_folder(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_load_that_is_given_up_while_it_reads_lends_its_room_to_nobody(
+def test_a_load_that_is_given_up_while_it_reads_lends_its_room_to_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DiskStore(tmp_path, BUDGET_BYTES)
@@ -332,19 +332,19 @@ def test_a_folder_under_the_name_of_a_value_is_in_nobodys_way(tmp_path: Path) ->
     store.close()
     folder = tmp_path / "values" / key(50).hex()
     folder.mkdir()
-    (folder / "a file").write_text("of somebody's")
+    (folder / "a file").write_text("of another")
     os.utime(folder, (1, 1))
     store = DiskStore(tmp_path, 80_000)
     assert store.lookup([key(50), *keys]) == [Presence.MISS] + [Presence.HIT] * 8
     assert store.stats()["used_bytes"] == 80_000 and store.get_many([key(50)]) == [None]
-    assert store.put_many([(key(50), b"in vain")]) == [False]
+    assert store.put_many([(key(50), b"vain")]) == [False]
     assert store.put_many([(key(100 + n), value(n, 10_000)) for n in range(8)]) == [True] * 8
-    assert (folder / "a file").read_text() == "of somebody's"
+    assert (folder / "a file").read_text() == "of another"
     store.close()
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_folder_of_values_that_was_removed_is_made_anew(tmp_path: Path, whole: bool) -> None:
+def test_a_folder_of_values_that_was_removed_is_made_again(tmp_path: Path, whole: bool) -> None:
     """As long as the directory is ours still: in place of a removed one another process may make its own."""
     store = DiskStore(tmp_path / "store", 80_000)
     keys = _fill(store, 8, 10_000)
@@ -378,7 +378,7 @@ def _gone(path: Path) -> bool:
 
 
 def test_what_is_in_the_way_is_read_until_the_new_is_written(tmp_path: Path) -> None:
-    """A store that nobody completes costs nobody anything; what is leased meanwhile stays."""
+    """An uncompleted store evicts nothing; what is leased meanwhile stays."""
     store = DiskStore(tmp_path, 80_000)
     keys = _fill(store, 8, 10_000)
     ticket = store.prepare_store([(key(99), value(99, 40_000))])

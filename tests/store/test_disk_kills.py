@@ -22,7 +22,7 @@ from skymemory.store.disk import DiskStore
 store = DiskStore(Path(sys.argv[1]), 16 << 20, sync=sys.argv[3])
 dice = random.Random(int(sys.argv[2]))
 for turn in range(10**9):
-    # Contents follow from key and version, so that the judge can tell a right value from a wrong one.
+    # Contents follow from key and version, so that the judge can distinguish a right value from a wrong one.
     numbers = dice.sample(range(30), 3)
     items = [(n.to_bytes(4, "big") * 8, turn.to_bytes(4, "big") + random.Random(n * 10**6 + turn).randbytes(100_000))
              for n in numbers]

@@ -1,4 +1,4 @@
-"""What a fork must not share: sockets, the index's and the disk's locks, threads, and locks that nobody frees."""
+"""What a fork must not share: sockets, the index's and the disk's locks, threads, and locks that are never released."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 
 def refused(*calls: Callable[[], object]) -> list[str]:
     """What these raised, which must be the clear error."""
-    told = []
+    outcomes = []
     for call in calls:
         with pytest.raises(WrongProcess, match=r"opened by process \d+, .* open a new one here, after the fork"):
             call()
-        told.append("refused")
-    return told
+        outcomes.append("refused")
+    return outcomes
 
 
 def test_a_child_with_a_store_of_its_own_and_its_parent_read_at_the_same_time(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_a_child_with_a_store_of_its_own_and_its_parent_read_at_the_same_time(tm
 
         def child() -> list[object]:
             own = store_on(plan, SharedIndex(journal), ground=8)
-            told: list[object] = [own.get_many(keys) == right for _ in range(20)]
-            told.append(own.put_many([(key(9), b"the child's")]))
+            outcomes: list[object] = [own.get_many(keys) == right for _ in range(20)]
+            outcomes.append(own.put_many([(key(9), b"the child's")]))
             own.close(), store.close()
-            return told
+            return outcomes
 
         missed: list[bool] = []
         assert in_child(child, lambda: missed.append(store.get_many(keys) != right)) == [*[True] * 20, [True]]
@@ -66,12 +66,14 @@ def test_processes_of_a_fork_write_the_index_one_after_the_other(tmp_path: Path)
     ours = iter(range(10**6))
 
     def child() -> list[str]:
-        told = refused(lambda: index.add([key(1)], [INFO], 0, None), lambda: len(index), lambda: index.infos([key(1)]))
+        outcomes = refused(
+            lambda: index.add([key(1)], [INFO], 0, None), lambda: len(index), lambda: index.infos([key(1)])
+        )
         index.close()
         own = SharedIndex(tmp_path / "index")
         for number in range(200):
             own.add([key(10**6 + number)], [INFO], 0, None)
-        return told
+        return outcomes
 
     assert in_child(child, lambda: index.add([key(next(ours))], [INFO], 0, None)) == ["refused"] * 3
     written = next(ours)
@@ -85,16 +87,16 @@ def test_a_disk_store_is_free_when_its_parent_has_closed_it_though_a_child_lives
 
     def child() -> list[str]:
         os.write(begins, b".")
-        told = refused(lambda: store.get_many([key(1)]), lambda: store.put_many([(key(1), b"the child's")]))
+        outcomes = refused(lambda: store.get_many([key(1)]), lambda: store.put_many([(key(1), b"the child's")]))
         os.read(ending, 1)
-        return told
+        return outcomes
 
     reopened: list[DiskStore] = []
 
     def reopen() -> None:
         if not reopened and os.read(begun, 1):
             store.close()
-            reopened.append(DiskStore(tmp_path / "disk", 100_000))  # raises while anybody holds the lock
+            reopened.append(DiskStore(tmp_path / "disk", 100_000))  # raises while another process holds the lock
             os.write(ends, b".")
 
     try:
@@ -128,7 +130,7 @@ def test_a_child_begins_without_its_parents_descriptors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "tenant", "udp"])
-def test_a_lock_that_another_thread_held_at_the_fork_hangs_nobody(kind: str) -> None:
+def test_a_lock_that_another_thread_held_at_the_fork_blocks_no_process(kind: str) -> None:
     with udp_sky() as plan:
         below: Store = store_on(plan) if kind == "udp" else MemoryStore()
         store = TenantStore(below, "a", 1 << 20) if kind == "tenant" else below
@@ -144,14 +146,14 @@ def test_a_lock_that_another_thread_held_at_the_fork_hangs_nobody(kind: str) -> 
         thread.start()
         held.wait(30)
         try:
-            told = in_child(
+            outcomes = in_child(
                 lambda: [*refused(lambda: store.get_many([key(1)]), lambda: store.delete([key(1)])), store.close()],
                 limit_s=5,
             )
         finally:
             done.set()
             thread.join()
-        assert told == ["refused", "refused", None]
+        assert outcomes == ["refused", "refused", None]
         assert store.get_many([key(1)]) == [None]
         store.close()
 
@@ -162,9 +164,11 @@ def test_tiers_whose_threads_a_child_lacks_say_so_at_once() -> None:
 
     def child() -> list[str]:
         ticket = lambda: store.prepare_load([key(1)])  # noqa: E731
-        told = refused(ticket, lambda: store.lookup([key(1)]), lambda: store.put_many([(key(2), b"x")]), store.stats)
+        outcomes = refused(
+            ticket, lambda: store.lookup([key(1)]), lambda: store.put_many([(key(2), b"x")]), store.stats
+        )
         store.close()
-        return told
+        return outcomes
 
     assert in_child(child, limit_s=2) == ["refused"] * 4
     store.close()

@@ -184,7 +184,7 @@ def test_a_record_that_is_not_known_is_passed_over_and_stays(tmp_path: Path, str
     assert index.complete
     with path.open("ab") as file:
         file.write(strange + encode_record(RecordOp.ADD, [key(2)], [INFO]))
-    assert index.infos([key(1), key(2)]) == [INFO, INFO]  # by whoever had it open
+    assert index.infos([key(1), key(2)]) == [INFO, INFO]  # by a process that had it open
     add(index, 3)
     fresh = SharedIndex(path)
     assert fresh.infos([key(1), key(2), key(3)]) == [INFO, INFO, INFO]
@@ -204,7 +204,7 @@ def test_a_damaged_record_is_still_cut_off(tmp_path: Path) -> None:
     assert b"another" not in path.read_bytes() and index.unknown_records == 0
 
 
-def test_records_tell_what_they_passed_over() -> None:
+def test_records_say_what_they_passed_over() -> None:
     data = framed(1, b"x", 3) + encode_record(RecordOp.CLEAR)
     records, taken = decode_records(data)
     assert [record.op for record in records] == [RecordOp.UNKNOWN, RecordOp.CLEAR] and taken == len(data)
@@ -230,7 +230,7 @@ def test_a_disk_stores_files_of_a_later_version_stay_and_are_misses(tmp_path: Pa
     assert store.delete([key(1)]) == [False]
     assert store.stats()["later_version"] == 1
     assert store.stats()["torn_total"] == 0
-    # It takes room, which is not given to others, and nobody is evicted in vain for what is no longer to be had.
+    # It takes room, which is not given to others, and no value is evicted for room that is gone.
     filled = store.put_many([(key(n), b"d" * 1000) for n in range(10, 30)])
     assert sum(filled) >= 6
     store.close()
@@ -268,7 +268,7 @@ def test_a_disk_store_of_a_later_format_is_refused_and_left_alone(tmp_path: Path
     assert (tmp_path / "values" / key(1).hex()).read_bytes() == b"whatever"
 
 
-# --- habits and prefix indices: learnt anew, never written over ---
+# --- habits and prefix indices: learnt again, never written over ---
 
 
 def test_habits_of_a_later_version_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,7 @@ def test_a_store_that_took_too_long_stores_nothing() -> None:
     assert store.stats()["used_bytes"] == 0
 
 
-def test_tickets_that_nobody_completes_are_not_kept_for_ever() -> None:
+def test_uncompleted_tickets_are_not_kept_forever() -> None:
     clock = Clock()
     store = MemoryStore(1 << 20, clock=clock)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Who may go without leaving anything behind it, as far as calls have told: whatever they name, nobody is stuck."""
+"""Which keys may go without leaving any behind them, as far as calls have said: whatever they name, no key is stuck."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ calls = st.tuples(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(calls, max_size=60), remembered=st.sampled_from([1, 3, 100]))
-def test_calls_that_are_no_chains_never_make_anybody_immortal(
+def test_calls_that_are_no_chains_never_make_a_key_immortal(
     steps: list[tuple[str, list[bytes]]], remembered: int
 ) -> None:
     """Whatever was named after whatever: in the end all can go, one after the other, and nothing is left of them."""
@@ -55,7 +55,7 @@ def test_calls_that_are_no_chains_never_make_anybody_immortal(
         chains.free(one)
     while here:
         free = [one for one in here if watcher.may[one]]
-        assert free, "everybody waits for somebody"
+        assert free, "every key waits for another"
         here.discard(free[0])
         del watcher.may[free[0]]
         chains.removed(free[0])
@@ -76,7 +76,7 @@ def test_what_was_deleted_still_joins_what_is_before_it_and_behind_it() -> None:
     assert watcher.may[key(0)]
 
 
-def test_keys_named_in_a_circle_hold_nobody() -> None:
+def test_keys_named_in_a_circle_hold_no_key() -> None:
     """Where both have something behind them already, nothing else would end it."""
     watcher = Watcher()
     chains, (one, other) = watcher.order, (key(1), key(2))

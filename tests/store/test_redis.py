@@ -161,7 +161,7 @@ def test_a_full_server_refuses_and_the_rest_goes_on(server: RedisServer) -> None
     store.close()
 
 
-def test_nobody_there_is_a_miss_at_once() -> None:
+def test_no_listener_is_a_miss_at_once() -> None:
     pytest.importorskip("redis")
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # bound, and not listening
@@ -283,7 +283,7 @@ def test_a_server_that_is_slow_and_not_broken_is_waited_for(monkeypatch: pytest.
             slow.recv(1)
 
 
-def test_whoever_is_interrupted_leaves_no_reply_to_the_next(
+def test_an_interrupted_caller_leaves_no_reply_to_the_next(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RedisStore(server.url)

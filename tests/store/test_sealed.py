@@ -148,7 +148,7 @@ def test_rotation_reads_what_the_old_key_sealed_until_it_is_retired() -> None:
     assert retired.get_many([KEY, OTHER_KEY]) == [None, b"new"]
 
 
-def test_a_key_that_was_retired_is_told_from_one_that_has_not_come_yet() -> None:
+def test_a_key_that_was_retired_differs_from_one_that_has_not_come_yet() -> None:
     below, both = MemoryStore(1 << 20), RING.with_key(bytes(32), from_s=NOW_S)
     retired = both.without({1}, NOW_S)
     sealed(below).put_many([(KEY, b"old")])

@@ -52,7 +52,7 @@ LIES = {
     ("lie", "memory_bytes"),
     [(lie, size) for lie in LIES for size in (0, 8 << 20) if size or lie != "4 GiB in ordinary chunks"],
 )
-def test_a_satellite_that_tells_of_an_impossible_value_costs_a_miss_and_no_memory(lie: str, memory_bytes: int) -> None:
+def test_a_satellite_that_reports_an_impossible_value_costs_a_miss_and_no_memory(lie: str, memory_bytes: int) -> None:
     sky = simulated()
     store = store_over(sky, memory_per_satellite_bytes=memory_bytes)
     for machine in sky.satellites.values():

@@ -20,7 +20,7 @@ def test_a_store_counts_until_its_end_and_no_longer_than_its_lease() -> None:
         tickets.take(ticket)
 
 
-def test_what_nobody_completes_is_dropped_long_after_its_lease() -> None:
+def test_uncompleted_tickets_are_dropped_long_after_their_lease() -> None:
     tickets: OpenTickets[StoreTicket] = OpenTickets()
     old, late = StoreTicket((), 30.0), StoreTicket((), 31.0)
     for ticket in (old, late):

@@ -22,7 +22,7 @@ def test_a_disk_store_by_its_address(tmp_path: Path) -> None:
 
 
 def test_a_memory_store_with_the_policy_of_its_address() -> None:
-    """What was asked for most goes last under LFU, and first under LRU where it was asked for longest ago."""
+    """The most requested goes last under LFU, and first under LRU where its last request is the oldest."""
     often, later, last = bytes(32), bytes([1]) * 32, bytes([2]) * 32
     left = {}
     for policy in ("lfu", "lru"):

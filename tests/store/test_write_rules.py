@@ -82,7 +82,7 @@ def test_a_tenants_leases_and_pins_end_by_themselves() -> None:
     assert tenant.put_many([(KEYS[6], bytes(10_000))]) == [True] and tenant.used_bytes == 10_000
 
 
-def test_loads_of_a_tenant_that_nobody_completes_are_not_kept() -> None:
+def test_uncompleted_loads_of_a_tenant_are_not_kept() -> None:
     clock = Clock()
     tenant = TenantStore(MemoryStore(clock=clock), "a", 10_000, clock=clock)
     for _ in range(20):
@@ -130,7 +130,7 @@ def test_a_sketch_forgets_in_time_and_seldom_errs() -> None:
         max_size=40,
     )
 )
-def test_a_tenant_over_its_quota_evicts_its_own_oldest_and_nobody_elses(steps) -> None:
+def test_a_tenant_over_its_quota_evicts_only_its_own_oldest(steps) -> None:
     """Against a naive twin: an ordered dictionary of sizes per tenant."""
     memory = MemoryStore(1 << 20)
     tenants = {name: TenantStore(memory, name, 100) for name in "ab"}
@@ -197,7 +197,7 @@ def crowd(store, first: int, count: int, size: int) -> None:  # type: ignore[no-
 
 
 @pytest.mark.parametrize("kind", ["simulated", "udp"])
-def test_pin_and_expire_tell_the_truth(kind: str) -> None:
+def test_pin_and_expire_report_the_truth(kind: str) -> None:
     """Over virtual time, and over real sockets and processes' clocks."""
     with udp_store(SharedIndex()) if kind == "udp" else _simulated_store() as store:
         keys, value = KEYS[:4], bytes(400_000)
@@ -272,10 +272,12 @@ def test_a_put_that_is_refused_evicts_nothing_for_its_quota() -> None:
     assert tenant.lookup(KEYS[:5]) == [Presence.HIT] * 5 and tenant.used_bytes == 50_000
 
 
-@pytest.mark.parametrize("why", ["too large", "no room beside pins", "nobody answers"])
+@pytest.mark.parametrize("why", ["too large", "no room beside pins", "no server answers"])
 def test_what_the_store_below_refuses_costs_the_tenant_nothing(why: str) -> None:
     sky = simulated()
-    below = store_over(sky, index=SharedIndex()) if why == "nobody answers" else MemoryStore(100_000, pin_fraction=1.0)
+    below = (
+        store_over(sky, index=SharedIndex()) if why == "no server answers" else MemoryStore(100_000, pin_fraction=1.0)
+    )
     tenant = TenantStore(below, "a", 60_000 if why != "too large" else 120_000)
     assert tenant.put_many([(key, bytes(1000)) for key in KEYS[:20]]) == [True] * 20
     if why == "too large":

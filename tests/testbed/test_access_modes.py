@@ -269,7 +269,7 @@ def test_a_satellite_whose_clock_is_off_by_less_than_a_move_loses_nothing(share:
         assert store.stats().get("client_clocks_beyond_bound", 0) == 0
 
 
-def test_a_host_whose_own_clock_is_wrong_follows_the_satellites_and_one_wrong_satellite_drags_nobody() -> None:
+def test_a_host_whose_own_clock_is_wrong_follows_the_satellites_and_one_wrong_satellite_drags_no_host() -> None:
     plan = plan_of("kuiper-b", "los", time_scale=100.0, ground=Ground(latitude_deg=20.0))
     clock = clock_of(plan)
     sky = VirtualConstellation(plan)

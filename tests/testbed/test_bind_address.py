@@ -1,4 +1,4 @@
-"""Where a client listens: on loopback, at the address of the route to the hosts, or where it is told."""
+"""Where a client listens: on loopback, at the address of the route to the hosts, or at the given address."""
 
 from __future__ import annotations
 

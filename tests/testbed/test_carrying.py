@@ -1,4 +1,4 @@
-"""How fast a clock may run: what moves cost by the plan, by the machine, and what a user is told who wants more."""
+"""How fast a clock may run: what moves cost by the plan, by the machine, and what a user sees who wants more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_model_meets_what_was_measured() -> None:
         assert 1.5 / most * scale * chunks / filled == pytest.approx(measured, rel=0.4)
 
 
-def test_a_slow_machine_carries_less_and_is_told_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_machine_carries_less_and_reports_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrying, "processors", lambda: 2.0)
     monkeypatch.setattr(carrying, "speed", lambda: 1.0)
     most = _most() * 2 / 1.5

@@ -18,14 +18,14 @@ SMALL = Town(CellGrid(14, 14), servers=9, value_bytes=60_000)
 def test_what_follows_stays_near_and_moves_the_least() -> None:
     path = SMALL.drive(3, 2, 40.0)
     value = random.Random(1).randbytes(SMALL.value_bytes)
-    told: list[tuple[float, int, int]] = []
-    follows = run_drive(SMALL, path, "rotation_hop", value, lambda *said: told.append(said))
+    log: list[tuple[float, int, int]] = []
+    follows = run_drive(SMALL, path, "rotation_hop", value, lambda *said: log.append(said))
     stays = run_drive(SMALL, path, "hop", value)
     assert follows.reads == follows.hits == stays.hits > 20 and follows.wrong == stays.wrong == 0
     assert follows.crossings > 3 and 0 < follows.moved_bytes <= 1.05 * follows.least_bytes
     assert follows.farthest_hops <= 2 < stays.farthest_hops and stays.moved_bytes == 0
     assert follows.worst_ms < stays.worst_ms
-    assert [reads for _, reads, _ in told] == list(range(1, follows.reads + 1))
+    assert [reads for _, reads, _ in log] == list(range(1, follows.reads + 1))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -76,7 +76,7 @@ def test_the_dead_are_named(plan: ConstellationPlan, monkeypatch: pytest.MonkeyP
 
 
 def test_a_busy_host_is_waited_for_and_one_that_is_off_is_not(plan: ConstellationPlan) -> None:
-    """Nobody answers: who is busy has ten patiences, who is off has one."""
+    """No answer comes: a busy host has ten patiences, one that is off has one."""
     took_s = []
     for satellites in (plan.torus.satellites(), [SatelliteId(0, 1)]):
         began_s = time.monotonic()

@@ -130,7 +130,7 @@ def test_rules_are_for_the_whole(tmp_path: Path) -> None:
         ('[[tier]]\nstore = "memory"\n[[tier]]\nstore = "memory"\n', "different names"),
     ],
 )
-def test_a_wrong_file_is_told_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         open_store(f"tiers://{written(tmp_path, text)}")
 
@@ -147,7 +147,7 @@ def test_a_wrong_file_is_told_what_is_wrong(tmp_path: Path, text: str, says: str
         ("memory://1MiB?name=a.b", "name=a.b: expected letters"),
     ],
 )
-def test_a_wrong_address_is_told_what_is_wrong(where: str, says: str) -> None:
+def test_a_wrong_address_is_refused_with_the_reason(where: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         open_store(where)
 

@@ -1,4 +1,4 @@
-"""A demo's folder goes with it, and that of a killed demo with the next one; nobody else's ever does."""
+"""A demo's folder goes with it, and that of a killed demo with the next one; no other folder ever does."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_that_of_a_killed_demo_goes_with_the_next(temporary: Path) -> None:
         assert not left.exists() and folder.exists()
 
 
-def test_what_somebody_holds_is_young_or_lives_stays(temporary: Path) -> None:
+def test_what_is_held_young_or_alive_stays(temporary: Path) -> None:
     later_s = time.time() + LATER_S
     with temporary_run_directory() as held:
         assert remove_left_behind(temporary, later_s) == [] and held.exists()
     left = left_by_a_killed_process(temporary)
-    assert remove_left_behind(temporary) == [], "somebody may have made it just now"
+    assert remove_left_behind(temporary) == [], "another process may have made it just now"
     RunDirectory(left).write_record("host-1", os.getpid())
     assert remove_left_behind(temporary, later_s) == [], "its satellites run"
     RunDirectory(left).forget("host-1")

@@ -51,7 +51,9 @@ def test_a_directory_that_others_may_write_in_is_refused(tmp_path: Path, mode: i
         RunDirectory(tmp_path).create()
 
 
-def test_a_record_tells_the_living_from_the_dead(directory: RunDirectory, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_record_distinguishes_the_living_from_the_dead(
+    directory: RunDirectory, sleeper: subprocess.Popen[bytes]
+) -> None:
     directory.write_record("host-0", sleeper.pid)
     record = directory.read_record("host-0")
     assert record is not None and record.alive
@@ -81,7 +83,7 @@ def test_a_recycled_number_is_another_process_and_is_never_touched(
 @pytest.mark.parametrize(
     "text", ["", "12", "{", '{"pid": 1, "start": "x"}', '{"pid": -5, "start": "x"}', '{"pid": "7"}', "[]", "null"]
 )
-def test_a_damaged_pid_file_names_nobody(directory: RunDirectory, text: str) -> None:
+def test_a_damaged_pid_file_names_no_process(directory: RunDirectory, text: str) -> None:
     directory.pid_path("host-0").write_text(text, "utf-8")
     assert directory.read_record("host-0") is None
     assert directory.living() == {}
@@ -92,7 +94,7 @@ def test_a_damaged_pid_file_names_nobody(directory: RunDirectory, text: str) -> 
 def test_a_host_whose_pid_file_is_damaged_or_gone_is_found_and_stopped(
     directory: RunDirectory, damage: bytes | None
 ) -> None:
-    """It would run for ever, and `down` had removed the last trace of it."""
+    """It would run forever, and `down` had removed the last trace of it."""
     words = ["satellite", "--plan", "x", "--host", "host-1", "--run-dir"]
     wait = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)", *words]
     with (

@@ -110,7 +110,7 @@ def test_what_is_in_the_run_directory_is_for_its_owner_only(
     assert set(modes.values()) == {0o600}, modes
 
 
-def test_up_twice_is_told_and_changes_nothing(
+def test_up_twice_is_reported_and_changes_nothing(
     behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
 ) -> None:
     supervisor.start(directory, plan)
@@ -226,7 +226,7 @@ def test_a_signal_between_start_and_watch_is_not_lost_and_leaves_nothing(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_signal_while_somebody_holds_the_directory_leaves_nothing(
+def test_a_signal_while_the_directory_is_held_leaves_nothing(
     behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
 ) -> None:
     """As `disable` and `revive` do for seconds: what these revived was left running, with all its files."""
@@ -285,7 +285,7 @@ def test_a_taken_port_is_named_before_anything_starts(
     check_ports(plan)
 
 
-def test_somebody_faster_on_the_same_ports_is_no_obstacle_when_any_will_do(
+def test_a_faster_process_on_the_same_ports_is_no_obstacle_when_any_will_do(
     behave: Behaviours, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered: list[Ports] = []

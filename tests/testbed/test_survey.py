@@ -95,7 +95,7 @@ def test_an_answer_counts_however_late_it_comes() -> None:
     assert len(sky.answered) == 10 and len(sky.asked) <= 10 * (1 + 3 / OVERDUE_S)
 
 
-def test_links_that_lose_half_of_all_questions_hide_nobody() -> None:
+def test_links_that_lose_half_of_all_questions_hide_no_satellite() -> None:
     """Corruption of 30 % each way, at which `constellation up` gave up 1 of 95 that were well."""
     for seed in range(20):
         sky = sky_of(5, 19, 0.0005, loss=0.51, seed=seed)

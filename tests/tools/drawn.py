@@ -16,5 +16,5 @@ def test_draw(whole: int, real: float, text: str, some: set[bytes], bounded: int
     _seen.update(repr((whole, real, text, sorted(some), bounded)).encode())
 
 
-def test_tell() -> None:
+def test_draws() -> None:
     print(f"drawn: {_seen.hexdigest()}")

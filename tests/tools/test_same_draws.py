@@ -1,4 +1,4 @@
-"""The default run draws the same examples whatever else was imported; drawing anew does not."""
+"""The default run draws the same examples whatever else was imported; the profile `fresh` does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_same_everywhere() -> None:
 
 
 @pytest.mark.brief()
-def test_anew_by_its_seed() -> None:
-    anew = ("--hypothesis-profile=anew", "--hypothesis-seed")
-    first = drawn(*anew, "1")
-    assert first == drawn(*anew, "1") != drawn(*anew, "2")
+def test_fresh_draws_by_its_seed() -> None:
+    fresh = ("--hypothesis-profile=fresh", "--hypothesis-seed")
+    first = drawn(*fresh, "1")
+    assert first == drawn(*fresh, "1") != drawn(*fresh, "2")

@@ -65,7 +65,7 @@ def test_what_is_held_out_is_in_no_training_text() -> None:
     parts = corpus.split(Document(name, f"{LONG}\n\nshort\n\n{own[name]}") for name in names)
     assert {document.name for document in parts.held_out} == held_out
     assert len(parts.train) == len(names) - len(held_out)
-    # The paragraph that all share is the first held-out document's alone, short ones are everybody's.
+    # The paragraph that all share is the first held-out document's alone, short ones are common to all.
     assert [LONG in document.text.split("\n\n") for document in parts.held_out] == [True] + [False] * (
         len(held_out) - 1
     )

@@ -48,7 +48,7 @@ TARGET = SatelliteId(2, 9)
 
 
 class Attacker:
-    """A UDP socket and what anybody can read in this repository."""
+    """A UDP socket and what anyone can read in this repository."""
 
     def __init__(self, store: ConstellationStore) -> None:
         self.store = store
@@ -126,7 +126,7 @@ def test_a_forged_migrate_is_refused_and_counted(by: Authority | None) -> None:
 
 
 def test_a_satellite_without_the_key_cannot_be_one_of_them() -> None:
-    """The same MIGRATE with the key is taken, of whoever has it; but not by a beam with a neighbour's name on it, as
+    """The same MIGRATE with the key is taken, from any sender; but not by a beam with a neighbour's name on it, as
     one that was overheard on a link would have.
     """
     with under_attack() as (_, attacker):
@@ -155,7 +155,7 @@ def test_answers_of_a_ground_host_are_refused_and_divert_nothing(op: Op) -> None
 
 
 def test_a_command_overheard_at_one_beam_is_worth_nothing_at_another() -> None:
-    """No satellite but its own has seen it, so no window knows it; a second beam would send the answers to whoever
+    """No satellite but its own has seen it, so no window knows it; a second beam would send the answers to any that
     repeats it there.
     """
     with under_attack() as (store, attacker):
@@ -218,7 +218,7 @@ def test_a_client_with_the_wrong_key_stores_and_reads_nothing() -> None:
         driver.machine._in_flight._authority = stranger
         began_s = time.monotonic()
         assert store.get_many([KEY]) == [None] and store.put_many([(b"n" * 32, VALUE)]) == [False]
-        assert time.monotonic() - began_s < 5.0, "both are told at once, and do not wait 5 s each"
+        assert time.monotonic() - began_s < 5.0, "both are notified at once, and do not wait 5 s each"
         driver.machine._in_flight._authority = authority
         assert attacker.figures()["packets_refused"] > 0
         assert store.get_many([KEY]) == [VALUE]
@@ -316,7 +316,9 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
     assert not run_dir.exists()
 
 
-def test_who_has_other_keys_than_the_satellites_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_client_with_other_keys_than_the_satellites_is_notified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By every command: an empty list, "no room" and a silent sky are no answers to who is refused."""
     from skymemory.cli.main import main
     from skymemory.testbed.key_file import write_keys

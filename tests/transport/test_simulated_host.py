@@ -125,7 +125,7 @@ def test_a_clock_that_stood_still_is_set():
     sky.sim.settle(5.0)
     for host in sky.sim.hosts:
         host.fall_behind(40.0)
-    sky.sim.now_s = 45.0  # nobody flew meanwhile
+    sky.sim.now_s = 45.0  # no satellite moved meanwhile
     sky.sim.settle(46.0)
     assert all(machine.moves == clock.moves(46.0) for machine in sky.sim.satellites.values())
 

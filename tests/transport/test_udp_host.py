@@ -17,8 +17,8 @@ from skymemory.transport.udp_socket import DEFAULT_SLOTS, UnixClock, running_s
 
 
 def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
-    """With every one dead no neighbour can tell; the box would be back where it began, but for hosts that are revived
-    and read the plan: these would disagree with the rest for ever.
+    """With all dead no neighbour can report it; the box would be back where it began, but for hosts that are revived
+    and read the plan: these would disagree with the rest forever.
     """
 
     async def scenario() -> None:
@@ -27,8 +27,8 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
         try:
             for here, satellite in host._satellites.items():
                 header = SkyHeader(Op.ADVANCE, Address(*here), Address(*here, GROUND_SHELL), 1, 1)
-                told = build_packet(header, messages.pack_moves(5, -1), 0, host.now_s())
-                satellite.machine.receive_datagram(told, ("127.0.0.1", 9), host.now_s())
+                packet = build_packet(header, messages.pack_moves(5, -1), 0, host.now_s())
+                satellite.machine.receive_datagram(packet, ("127.0.0.1", 9), host.now_s())
             before = {here: satellite.machine for here, satellite in host._satellites.items()}
             host.set_dead(plan.torus.satellites())
             assert not host._satellites

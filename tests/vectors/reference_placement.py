@@ -1,6 +1,6 @@
 """Placement and moves written from docs/reference/wire.md alone, with nothing of ours: the judge of both.
 
-Slow and plain on purpose. It is what somebody who has only the page would write.
+Slow and plain on purpose. It is what a reader of only the page would write.
 """
 
 from __future__ import annotations

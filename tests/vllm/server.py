@@ -70,7 +70,7 @@ class Vllm:
         """Until it serves.
 
         Raises:
-            RuntimeError: it ended, or took longer than ``START_S``; the end of its log is told.
+            RuntimeError: it ended, or took longer than ``START_S``; the end of its log is in the message.
         """
         assert self._process is not None
         end_s = time.monotonic() + START_S

@@ -25,17 +25,17 @@ def test_what_answers_say_is_what_vllm_counts(vllm: Vllm, capsys: pytest.Capture
     words = ("--workload", "tenants", "--requests", "12", "--rate", "2", "--scale-lengths", "0.02", "--max-tokens", "3")
     how = ("--prompt-unit", unit, "--model", "small")  # the first of the servers lists an adapter beside it
     code = main(["replay", "--url", vllm.url, "--metrics", vllm.url, *words, *how, "--json"])
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert code == 0 and told["completed"] == 12 and not told["faults"]
-    counted = told["engines"]
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == 0 and printed["completed"] == 12 and not printed["faults"]
+    counted = printed["engines"]
     assert counted["requests"] == 12
-    assert counted["prompt_tokens"] == told["prompt_tokens"]
-    assert counted["cached_tokens"] == told["cached_tokens"]
-    assert counted["output_tokens"] == told["output_tokens"] and told["short"] == 0
-    assert abs(told["length_errors"]["mean"]) < (0.02 if unit == "ids" else 0.08)
+    assert counted["prompt_tokens"] == printed["prompt_tokens"]
+    assert counted["cached_tokens"] == printed["cached_tokens"]
+    assert counted["output_tokens"] == printed["output_tokens"] and printed["short"] == 0
+    assert abs(printed["length_errors"]["mean"]) < (0.02 if unit == "ids" else 0.08)
 
 
-def test_what_it_refuses_is_told_in_its_own_words(vllm: Vllm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses_is_reported_in_its_own_words(vllm: Vllm, capsys: pytest.CaptureFixture[str]) -> None:
     """The small model has no chat template, and vLLM makes up none."""
     words = ("--workload", "tenants", "--requests", "2", "--scale-lengths", "0.02", "--model", "small", "--api", "chat")
     assert main(["replay", "--url", vllm.url, *words]) == 1
@@ -51,6 +51,6 @@ def test_its_prefills_are_measured_and_written(vllm: Vllm, tmp_path: Path, capsy
         main(["fit", *words, "--lengths", "64-1024", "--shares", "0,0.5", "--repeats", "2", "--no-decode", "--json"])
         == 0
     )
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert max(one["cached"] for one in told["prefills"]) >= 448
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert max(one["cached"] for one in printed["prefills"]) >= 448
     assert read_cost(out).prefill_s(512) > read_cost(out).prefill_s(128) > 0

@@ -103,13 +103,13 @@ def settle(routed: Routed) -> None:
         before, now = now, routed.batches()
 
 
-def test_a_prompt_goes_to_the_server_that_has_it_whoever_sent_it_there(
+def test_a_prompt_goes_to_the_server_that_has_it_whichever_router_sent_it_there(
     routed: Routed, servers: tuple[Vllm, Vllm]
 ) -> None:
     for number, server in enumerate((*servers, *reversed(servers))):
         text = a_text(1000 + number, 150)
         decision, _, cached = routed.complete(text)
-        # Nobody had it. Then it is sent to one of them by somebody else, past the router.
+        # No server had it. Then another client sends it to one of them, past the router.
         assert decision["matched_tokens"] == cached == 0
         text = a_text(2000 + number, 150)
         server.post("/v1/completions", {"model": "small", "prompt": text, "max_tokens": 1})

@@ -139,7 +139,7 @@ def test_what_comes_while_a_step_goes_over_it_is_counted_once() -> None:
     assert (actions.compute, actions.fetch) == (
         ComputeStep(0, 0, 80, chunks=4),
         (3, 2, 1, 0),
-    )  # nobody knows what comes first
+    )  # the first chunk is unknown
     loader.chunk_loaded(3, 0.1)
     loader.chunk_loaded(2, 0.2)
     assert loader.poll(0.2).compute is None
@@ -327,15 +327,15 @@ def test_every_chunk_comes_exactly_once_whatever_happens(
     growth=st.floats(0, 2),
     size=st.sampled_from([128, 512]),
     alone=st.booleans(),
-    told=st.booleans(),
+    known=st.booleans(),
 )
 def test_close_to_the_best_split_in_hindsight(
-    tokens: int, mbit_per_s: int, share: float, first_ms: float, growth: float, size: int, alone: bool, told: bool
+    tokens: int, mbit_per_s: int, share: float, first_ms: float, growth: float, size: int, alone: bool, known: bool
 ) -> None:
     """Once the speeds are known within 3 %; before, one step may be begun that the link would have beaten.
 
-    Who is not told whether a step that is not full costs less (alone on the GPU) or not (others fill it), and has seen
-    none yet, takes the middle, and may be wrong by half a step.
+    Not knowing whether a step that is not full costs less (alone on the GPU) or not (others fill it), a loader that saw
+    none yet takes the middle, and may be wrong by half a step.
     """
     chunks = [
         PromptChunk(at, min(size, tokens - at), min(size, tokens - at) << 19, True) for at in range(0, tokens, size)
@@ -355,12 +355,12 @@ def test_close_to_the_best_split_in_hindsight(
             budget_tokens=budget,
             max_in_flight_bytes=1,
             pace=pace,
-            others_fill=not alone if told else None,
+            others_fill=not alone if known else None,
         )
         for _ in "12"
     )
     best = best_split_s(chunks, step_s, trace, budget_tokens=budget)
-    unsure_s = 0.0 if told else step_s(tokens, budget) / 2
+    unsure_s = 0.0 if known else step_s(tokens, budget) / 2
     assert warm.ttft_s <= best * 1.03 + unsure_s, (warm.ttft_s / best, warm.result)
     assert cold.ttft_s <= best * 1.03 + step_s(0, budget), (cold.ttft_s / best, cold.result)
 

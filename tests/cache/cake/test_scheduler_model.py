@@ -22,7 +22,7 @@ MOSTLY = st.sampled_from((True, True, True, False))
 
 
 class LoaderMachine(RuleBasedStateMachine):
-    """A shell that does what it is told, and does it well, badly, late or never."""
+    """A shell that executes every action, well, badly, late or never."""
 
     @initialize(
         kinds=KINDS,
@@ -71,7 +71,7 @@ class LoaderMachine(RuleBasedStateMachine):
         self.ask()
 
     def ask(self) -> None:
-        """Poll and check what is asked for; a second poll at once asks for nothing more."""
+        """Poll and check the requests; a second poll at once adds none."""
         actions = self.loader.poll(self.now_s)
         for index in actions.cancel:
             self.in_flight.remove(index)

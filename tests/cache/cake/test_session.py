@@ -1,4 +1,4 @@
-"""The loader among threads: every chunk comes once, one side writes at a time, and nobody is waited for in vain."""
+"""The loader among threads: every chunk comes once, one side writes at a time, and no wait is unnecessary."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def run(session: LoadingSession, room: Room, step_s: Callable[[], float]) -> lis
 def test_front_and_back_meet_and_all_is_there() -> None:
     room = Room()
     source = Source(room, lambda: 0.004)
-    told: list[tuple[int, str]] = []
+    log: list[tuple[int, str]] = []
     loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=10)
     session = LoadingSession(
         loader,
         chunks(12),
         source,
         TierWorkers("test", 1),
-        on_settled=lambda index, origin: told.append((index, origin)),
+        on_settled=lambda index, origin: log.append((index, origin)),
     )
     steps = run(session, room, lambda: 0.004)
     result = session.result()
     assert steps[0] == 0 and source.fetched[0] == 11
     assert result.computed_tokens + result.loaded_tokens == 120 and min(result.computed_tokens, result.loaded_tokens)
     assert result.met_at_token is not None and not result.aborted
-    assert sorted(index for index, _ in told) == list(range(12))
-    assert dict(told) == {index: session.origin(index) for index in range(12)}
+    assert sorted(index for index, _ in log) == list(range(12))
+    assert dict(log) == {index: session.origin(index) for index in range(12)}
     assert all(session.is_resident(index) for index in range(12)) and session.done
 
 
@@ -180,7 +180,7 @@ def test_at_most_two_chunks_come_at_a_time_and_all_of_them() -> None:
     assert sorted(source.fetched) == list(range(20)) and source.most_at_once <= 2
 
 
-def test_a_fetch_that_computing_overtook_still_tells_its_time() -> None:
+def test_a_fetch_overtaken_by_computing_still_reports_its_time() -> None:
     room, late, began_s = Room(), [], time.monotonic()
     source = Source(room, lambda: 0.05)
     loader = BidirectionalLoader(max_in_flight_bytes=9000, budget_tokens=10)
@@ -252,7 +252,7 @@ def test_a_fetch_that_takes_long_has_the_link_for_itself(pace: Pace | None) -> N
     assert source.fetched[:2] in ([5, 4], [1, 0]) and source.most_at_once == 1
 
 
-def test_a_load_that_came_while_its_chunk_was_computed_tells_its_time() -> None:
+def test_a_load_that_came_while_its_chunk_was_computed_reports_its_time() -> None:
     room, now_s, gate = Room(), [0.0], threading.Event()
     late: list[tuple[int, float]] = []
 

@@ -17,7 +17,7 @@ TROUBLES = ("raise", "slow", "lie", "spoil")
 
 
 def sealed(key: bytes, payload: bytes) -> bytes:
-    """A value that says which key it is of, so that ``whole`` can tell."""
+    """A value that says which key it is of, so that ``whole`` can check it."""
     return native.crc32(key + payload).to_bytes(4, "big") + payload
 
 
@@ -52,8 +52,8 @@ class FaultyTier(MemoryStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         self._enter()
-        told = super().lookup(keys)
-        return [self._dice.choice(list(Presence)) for _ in told] if self._befallen("lie") else told
+        found = super().lookup(keys)
+        return [self._dice.choice(list(Presence)) for _ in found] if self._befallen("lie") else found
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         self._enter()

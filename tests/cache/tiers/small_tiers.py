@@ -48,4 +48,4 @@ def sources(store: TieredStore, *numbers: int) -> list[str]:
     store.complete_load(ticket)
     store.release(ticket)
     assert ticket.report is not None
-    return [told.tier for told in ticket.report.keys]
+    return [each.tier for each in ticket.report.keys]

@@ -1,4 +1,4 @@
-"""Tiers that hang for ever while a prompt is loaded: bounded, nothing written late or kept, and loading resumes."""
+"""Tiers that hang forever while a prompt is loaded: bounded, nothing written late or kept, and loading resumes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_thread_waits_once_and_then_all_is_computed(threads: int) -> None:
     assert sorted(drive(session, room)) == list(range(8))
     assert 0.3 * threads <= time.monotonic() - began_s < 0.3 * threads + 10
     assert source.given_up == [7, 6, 5][:threads] and session.result().failed_loads == 8
-    # Nobody is left to ask, so the next prompt does not wait at all.
+    # No tier is left to ask, so the next prompt does not wait at all.
     again = only_loading(source, workers, 100.0)
     assert sorted(drive(again, Room())) == list(range(8)) and source.fetched == []
     # What comes at last is given back and put nowhere; and then there is loading again.
@@ -124,20 +124,20 @@ def test_late_bytes_are_never_written_whenever_they_come(seed: int) -> None:
         assert room.late == 0 and source.released == len(source.fetched)
 
 
-def test_what_is_told_of_the_last_chunk_is_told_before_the_end() -> None:
+def test_the_last_chunk_is_reported_before_the_load_ends() -> None:
     room = Room()
-    told: list[int] = []
+    reported: list[int] = []
 
     def settled(index: int, origin: str) -> None:
         time.sleep(0.03)
-        told.append(index)
+        reported.append(index)
 
     loader = BidirectionalLoader(max_in_flight_bytes=3000, budget_tokens=10, computes=False)
     session = LoadingSession(loader, chunks(3), Source(room, lambda: 0.0), TierWorkers("test"), on_settled=settled)
-    assert drive(session, room) == [] and sorted(told) == [0, 1, 2]
+    assert drive(session, room) == [] and sorted(reported) == [0, 1, 2]
 
 
-def test_an_error_of_who_is_told_is_raised_in_the_engines_thread() -> None:
+def test_an_error_in_the_callback_is_raised_in_the_engines_thread() -> None:
     def settled(index: int, origin: str) -> None:
         raise TypeError("a programming error")
 
@@ -264,7 +264,7 @@ def test_a_look_up_that_hangs_is_nothing_found_and_is_not_waited_for_twice() -> 
 
 
 @pytest.mark.parametrize("method", ["release", "delete"])
-def test_giving_back_and_removing_hold_nobody_up(method: str) -> None:
+def test_release_and_remove_do_not_block(method: str) -> None:
     """The engine's memory is written by then; and a wrong block is removed from a tier that may hang just now."""
     store, cake = stored()
     first = cake.blocks.hashes(TOKENS)[0]

@@ -34,7 +34,7 @@ def hierarchy(seed: int, budgets: tuple[int, ...], how: HierarchySettings) -> tu
 
 
 def well_again(tiers: TieredStore, stores: list[FaultyTier], value: bytes) -> bool:
-    """Whether all is as before once the trouble is over, without anybody doing anything about it."""
+    """Whether all is as before once the trouble is over, without any intervention."""
     for store in stores:
         store.trouble = ""
     until_s = time.monotonic() + 30
@@ -86,9 +86,9 @@ class HostileTiers(RuleBasedStateMachine):
         ticket = self.tiers.prepare_load(keys)
         values = self.tiers.complete_load(ticket)
         assert ticket.report is not None and len(ticket.report.keys) == len(keys)
-        for one, value, told in zip(keys, values, ticket.report.keys, strict=True):
+        for one, value, reported in zip(keys, values, ticket.report.keys, strict=True):
             assert value is None or bytes(value) in self.truth.get(one, set())
-            assert (value is None) == (not told.tier) == bool(told.reason)
+            assert (value is None) == (not reported.tier) == bool(reported.reason)
         self.tiers.release(ticket)
 
     @rule(keys=SOME_KEYS)

@@ -237,7 +237,7 @@ def test_patience_is_the_largest_of_three() -> None:
     far = MemoryStore(name="far")
     tiers = TieredStore([(MemoryStore(name="near"), TierSettings(local=True)), (far, TierSettings())])
     tier = tiers.tiers[1]
-    assert tier.deadline_s("load", 10) == 5.0, "nobody has said what it is worth"
+    assert tier.deadline_s("load", 10) == 5.0, "its worth is unknown"
     with recompute_cost(40.0):
         assert tier.deadline_s("load", 10) == pytest.approx(PATIENCE_SHARE * 40.0)
     with recompute_cost(1.0):

@@ -91,10 +91,10 @@ def test_every_wrapper_passes_places_on(sky: ConstellationStore, index: SharedIn
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_block_is_touched_when_what_follows_it_is_stored_though_nobody_looked_both_up(
+def test_a_block_is_touched_when_its_successor_is_stored_without_a_joint_lookup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
 ) -> None:
-    """Whoever stored it: by the index, or without one by what was looked up and the writer's word where they meet."""
+    """From any writer: by the index, or without one by what was looked up and the writer's word where they meet."""
     satellites = simulated()
     first, second = (
         store_over(satellites, ground, SharedIndex(tmp_path / "index") if indexed else None) for ground in (1, 2)

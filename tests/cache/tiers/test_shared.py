@@ -309,7 +309,7 @@ def test_a_later_releases_value_in_redis_is_not_deleted_through_a_hierarchy(tmp_
         assert tiers.put_many([(key(1), b"mine"), (key(2), b"other")]) == [True, True]
         assert soon(lambda: not tiers.tiers[1].dirty_keys)
         assert raw.get(name) == theirs and tiers.get_many([key(1)]) == [b"mine"]
-        assert tiers.delete([key(1)]) == [True] and raw.get(name) is None, "what somebody deletes is deleted"
+        assert tiers.delete([key(1)]) == [True] and raw.get(name) is None, "what any client deletes is deleted"
         tiers.close()
     finally:
         server.stop()

@@ -121,7 +121,7 @@ def test_what_a_disk_evicts_goes_to_the_next(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_who_tells_somebody_else_is_refused_and_nobody_is_taken_over() -> None:
+def test_a_listener_in_use_is_refused_and_not_taken_over() -> None:
     near, middle, far = MemoryStore(2000, name="near"), MemoryStore(2000, name="middle"), MemoryStore(name="far")
     middle.on_evict = heard = lambda evicted, data, place: None
     with pytest.raises(InvalidInput, match="the middle store reports evictions to another hierarchy"):
@@ -240,7 +240,7 @@ def test_estimates_are_summed_by_tier() -> None:
     tiers.close()
 
 
-def test_a_hierarchy_that_could_not_be_told_apart_is_refused() -> None:
+def test_a_hierarchy_of_ambiguous_tiers_is_refused() -> None:
     with pytest.raises(InvalidInput, match="different names"):
         over(MemoryStore(), MemoryStore())
     with pytest.raises(InvalidInput, match="different names"):

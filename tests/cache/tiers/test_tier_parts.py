@@ -103,7 +103,7 @@ def test_who_waits_for_room_has_it_as_soon_as_bytes_are_given_back() -> None:
     assert had.wait(20.0) and budget.taken_bytes == 5
 
 
-def test_work_given_up_is_told_at_its_end_or_not_begun() -> None:
+def test_abandoned_work_is_reported_at_its_end_or_not_begun() -> None:
     workers, gate, late = TierWorkers("slow", threads=1, waiting=1), threading.Event(), []
     first: Call[object] = Call(lambda: gate.wait(5.0) and "landed")
     second: Call[object] = Call(lambda: late.append("must not run"))
@@ -224,7 +224,7 @@ def test_what_is_owed_is_bounded_and_keeps_its_order() -> None:
 
 
 class Scripted(MemoryStore):
-    """Says of a look-up and of a prefix what it is told to say."""
+    """Answers a look-up and a prefix as scripted."""
 
     def __init__(self) -> None:
         super().__init__(name="scripted")

@@ -60,7 +60,7 @@ def test_a_load_that_fails_is_a_miss_and_the_next_tier_is_asked(settings: TierSe
         assert tiers.stats()["in_flight_bytes"] == 0
 
 
-def test_a_tier_that_nobody_asks_comes_back_too() -> None:
+def test_a_tier_without_requests_comes_back_too() -> None:
     tiers, _near, far = near_and_far()
     far.trouble = "raise"
     assert [tiers.lookup([key(1)]) for _ in range(2)] == [[Presence.MISS]] * 2
@@ -104,7 +104,7 @@ def test_a_lease_that_came_too_late_is_let_go() -> None:
 
 
 def test_a_late_lease_that_cannot_be_let_go_costs_no_thread() -> None:
-    """What a tier raises when nobody waits for it any more would end its thread, and with the last one the tier."""
+    """What a tier raises after its caller gave up would end its thread, and with the last one the tier."""
     failing = threading.Event()
 
     class Failing(FaultyTier):
@@ -254,14 +254,14 @@ def test_bytes_in_flight_are_bounded() -> None:
     tiers.tiers[1].mean_value_bytes = 1000
     far.put_many(items(*range(12)))
     first, second = (tiers.prepare_load([key(n) for n in part]) for part in (range(6), range(6, 12)))
-    assert tiers._budget.take(6000, 0.0), "somebody else's bytes"
+    assert tiers._budget.take(6000, 0.0), "another key's bytes"
     assert tiers.complete_load(first) == [None] * 6
     assert first.report is not None and first.report.keys[0].reason == "too many bytes in flight"
     tiers._budget.give_back(6000)
     far.trouble = "slow"
     assert tiers.complete_load(second) == [None] * 6
     assert tiers.stats()["in_flight_most_bytes"] == 6000
-    assert tiers.stats()["in_flight_bytes"] == 0, "nobody has to wait for what was given up"
+    assert tiers.stats()["in_flight_bytes"] == 0, "what was given up delays no caller"
     tiers.close()
 
 

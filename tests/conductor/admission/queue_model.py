@@ -21,7 +21,7 @@ class Asked:
 
 
 @dataclass
-class Told:
+class Outcome:
     """Of one kind of requests (tenant and priority): seconds of work, and how many."""
 
     asked_s: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -46,9 +46,9 @@ def poisson(
     return found
 
 
-def run(rule: Admission, slo: Slo, requests: list[Asked], servers: int = 4) -> Told:
+def run(rule: Admission, slo: Slo, requests: list[Asked], servers: int = 4) -> Outcome:
     """Each to the server with the least work; estimates are true."""
-    told = Told()
+    outcome = Outcome()
     busy_until = [0.0] * servers
     for one in sorted(requests, key=lambda asked: asked.at_s):
         who = (one.tenant, one.priority)
@@ -58,18 +58,18 @@ def run(rule: Admission, slo: Slo, requests: list[Asked], servers: int = 4) -> T
         given = case(
             ttft_s, compute_s=one.cost_s, servers=servers, tenant=one.tenant, priority=one.priority, at_s=now_s
         )
-        told.asked[who] += 1
-        told.asked_s[who] += one.cost_s
+        outcome.asked[who] += 1
+        outcome.asked_s[who] += one.cost_s
         refusal = rule.on_arrival(given, now_s)
         if refusal is not None:
             rule.refused(given, refusal, now_s)
-            told.refusals.append((now_s, one, ttft_s / slo.ttft_s, refusal))
+            outcome.refusals.append((now_s, one, ttft_s / slo.ttft_s, refusal))
             continue
         rule.accepted(given, now_s)
-        told.wait_s += ttft_s - one.cost_s
+        outcome.wait_s += ttft_s - one.cost_s
         busy_until[at] = now_s + ttft_s
-        rule.prefilled(given, now_s + ttft_s)  # early, as far as the rule can tell: it learns that estimates are true
+        rule.prefilled(given, now_s + ttft_s)  # early, as the rule sees it: it learns that estimates are true
         rule.ended(given, now_s + ttft_s, ttft_s <= slo.ttft_s)
-        told.served[who] += 1
-        told.served_s[who] += one.cost_s
-    return told
+        outcome.served[who] += 1
+        outcome.served_s[who] += one.cost_s
+    return outcome

@@ -1,4 +1,4 @@
-"""Nobody is pushed below its share by another's flood, priorities go in order, and nothing is refused for nothing."""
+"""No tenant is pushed below its share by another's flood, priorities go in order, and no refusal is needless."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_a_flood_does_not_push_a_small_tenant_below_its_share(
     it found falls from the promise to half of it, and one request at the limit.
     """
     requests = flood_and_small(seed, flood, small, cost_s)
-    told = run(admission(rule + "+fair", SLO), SLO, requests, SERVERS)
-    asked_s, served_s = told.asked_s["small", 0], told.served_s["small", 0]
+    outcome = run(admission(rule + "+fair", SLO), SLO, requests, SERVERS)
+    asked_s, served_s = outcome.asked_s["small", 0], outcome.served_s["small", 0]
     bound_s = SERVERS * small * SLO.ttft_s + 4.0
     assert served_s >= asked_s - bound_s
-    assert sum(told.served_s.values()) >= 0.9 * SERVERS * UNTIL_S, "and no server stands still for it"
+    assert sum(outcome.served_s.values()) >= 0.9 * SERVERS * UNTIL_S, "and no server stands still for it"
 
 
 def test_without_shares_the_flood_takes_nearly_all() -> None:
-    told = run(admission("baseline", SLO), SLO, flood_and_small(3, 8.0, 0.4, 0.5), SERVERS)
-    assert told.served_s["small", 0] < 0.5 * told.asked_s["small", 0]
+    outcome = run(admission("baseline", SLO), SLO, flood_and_small(3, 8.0, 0.4, 0.5), SERVERS)
+    assert outcome.served_s["small", 0] < 0.5 * outcome.asked_s["small", 0]
 
 
 @given(
@@ -65,11 +65,13 @@ def test_no_tenant_starves(seed: int, loads: list[float], weights: list[float]) 
         for one in poisson(dice, UNTIL_S, SERVERS * load, 1.0, f"tenant-{number}")
     ]
     given_weights = {f"tenant-{number}": weight for number, weight in enumerate(weights)}
-    told = run(Fair(admission("baseline", SLO), SLO, FairnessSettings(weights=given_weights)), SLO, requests, SERVERS)
-    total_s = sum(told.served_s.values())
-    shares_s = max_min({who: asked_s for (who, _), asked_s in told.asked_s.items()}, given_weights, total_s)
+    outcome = run(
+        Fair(admission("baseline", SLO), SLO, FairnessSettings(weights=given_weights)), SLO, requests, SERVERS
+    )
+    total_s = sum(outcome.served_s.values())
+    shares_s = max_min({who: asked_s for (who, _), asked_s in outcome.asked_s.items()}, given_weights, total_s)
     for who, share_s in shares_s.items():
-        assert told.served_s[who, 0] >= 0.8 * share_s - SERVERS * SLO.ttft_s
+        assert outcome.served_s[who, 0] >= 0.8 * share_s - SERVERS * SLO.ttft_s
 
 
 def max_min(wants: dict[str, float], weights: dict[str, float], total: float) -> dict[str, float]:
@@ -100,20 +102,22 @@ def test_nothing_is_refused_below_overload(seed: int, loads: list[float]) -> Non
 
 
 def test_one_tenant_alone_is_never_refused_for_its_share() -> None:
-    told = run(Fair(admission("baseline", SLO), SLO), SLO, poisson(random.Random(1), 200, 12.0, 0.5, "only"), SERVERS)
-    assert {refusal.kind for *_, refusal in told.refusals} == {"ttft"}
-    assert told.served_s["only", 0] > 0.95 * SERVERS * 200
+    outcome = run(
+        Fair(admission("baseline", SLO), SLO), SLO, poisson(random.Random(1), 200, 12.0, 0.5, "only"), SERVERS
+    )
+    assert {refusal.kind for *_, refusal in outcome.refusals} == {"ttft"}
+    assert outcome.served_s["only", 0] > 0.95 * SERVERS * 200
 
 
 def test_a_higher_priority_is_refused_last() -> None:
     dice = random.Random(5)
     requests = [Asked(one.at_s, one.cost_s, "", dice.choice([-1, 0, 1])) for one in poisson(dice, UNTIL_S, 9.0, 0.5)]
-    told = run(Fair(admission("baseline", SLO), SLO), SLO, requests, SERVERS)
-    parts = {level: told.served["", level] / told.asked["", level] for level in (-1, 0, 1)}
+    outcome = run(Fair(admission("baseline", SLO), SLO), SLO, requests, SERVERS)
+    parts = {level: outcome.served["", level] / outcome.asked["", level] for level in (-1, 0, 1)}
     assert parts[1] > 0.95
     assert parts[-1] < parts[0] < parts[1]
-    low = [load for _, one, load, refusal in told.refusals if one.priority == -1 and refusal.kind == "priority"]
-    middle = [load for _, one, load, refusal in told.refusals if one.priority == 0 and refusal.kind == "priority"]
+    low = [load for _, one, load, refusal in outcome.refusals if one.priority == -1 and refusal.kind == "priority"]
+    middle = [load for _, one, load, refusal in outcome.refusals if one.priority == 0 and refusal.kind == "priority"]
     assert min(low) > 0.6
     assert min(middle) > 0.8
 
@@ -127,7 +131,7 @@ def test_a_low_priority_alone_may_use_what_the_usual_one_leaves() -> None:
     assert rule.on_arrival(case(30.0, priority=0), 0.0) is None, "the rule within lets all in"
 
 
-def test_levels_above_are_forgotten_when_nobody_uses_them() -> None:
+def test_levels_above_are_forgotten_when_unused() -> None:
     rule = Fair(AdmitAll(), SLO, FairnessSettings(share_window_s=30.0))
     rule.accepted(case(1.0, priority=5), 0.0)
     assert rule.on_arrival(case(9.0), 29.0) is not None

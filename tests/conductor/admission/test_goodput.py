@@ -1,4 +1,4 @@
-"""Ours: the cheapest that fit are let in, estimates and headroom are learnt, and below overload nobody notices it."""
+"""Ours: the cheapest that fit are let in, estimates and headroom are learnt, and below overload it changes nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_as_many_keep_their_promises_and_wait_less(load: float) -> None:
 
 
 def test_below_overload_it_lets_all_in() -> None:
-    told = run(admission("goodput", SLO), SLO, mixed(load=0.6), SERVERS)
-    assert told.refusals == []
+    outcome = run(admission("goodput", SLO), SLO, mixed(load=0.6), SERVERS)
+    assert outcome.refusals == []
 
 
 def test_the_doomed_are_refused_at_once() -> None:
@@ -140,7 +140,7 @@ def test_a_price_forgets_and_stays_small() -> None:
     assert len(price._asked) <= 4096
 
 
-def test_a_line_through_estimates_tells_what_batches_can_hold() -> None:
+def test_a_line_through_estimates_shows_what_batches_can_hold() -> None:
     batches = Batches()
     assert batches.max_tokens(0.1) == float("inf")
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""A rule that would refuse everybody for ever lets one in now and then."""
+"""A rule that would refuse every request forever lets one in now and then."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Probing
 
 
-def test_one_is_let_in_when_nobody_was_for_a_while() -> None:
+def test_one_is_let_in_when_none_was_for_a_while() -> None:
     rule = Probing(Early(Slo(1.0, 0.1)), every_s=10.0)
     late = case(5.0)
-    assert rule.on_arrival(late, 0.0) is None, "nobody ever was"
+    assert rule.on_arrival(late, 0.0) is None, "none ever was"
     rule.accepted(late, 0.0)
     assert rule.on_arrival(late, 9.0) is not None
     assert rule.on_arrival(case(0.5), 9.0) is None

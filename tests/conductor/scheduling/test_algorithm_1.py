@@ -49,7 +49,7 @@ def test_published_rules_load_though_it_takes_longer_and_the_cheaper_does_not(va
 
 
 @pytest.mark.parametrize("variant", ["arxiv", "fast25", "cheaper"])
-def test_nobody_holds_anything(variant: str) -> None:
+def test_no_server_holds_anything(variant: str) -> None:
     ranking = centric({}, network=NETWORK, variant=variant).rank(a_request(10), list(fleet_of(2)), 0.0)
     assert ranking.estimated_ttft_s == [100.0, 100.0]
 
@@ -149,7 +149,7 @@ def test_an_empty_prompt_is_placed() -> None:
 def test_work_costs_those_behind_too_unless_a_published_rule_is_asked(
     variant: str, delay_weight: float, chosen: str
 ) -> None:
-    """100 s of computing where nobody waits, or 20 s of it behind 81 s: a second's gain for 80 s of work."""
+    """100 s of computing on an idle server, or 20 s of it behind 81 s: a second's gain for 80 s of work."""
     fleet = fleet_of(2)
     scorer = centric({0: 8}, variant=variant, delay_weight=delay_weight)
     picker = Picker(fleet, scorer)

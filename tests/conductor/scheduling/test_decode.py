@@ -150,7 +150,7 @@ def test_impossible_settings_are_refused() -> None:
             LeastTbt(Steps(), fleet_of(1), kv_tokens, decode_s)
 
 
-def test_sums_begin_anew_with_an_empty_batch() -> None:
+def test_sums_restart_with_an_empty_batch() -> None:
     """0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 is not 0."""
     picker, scorer = a_picker(1)
     for decision in [sent(picker, "s0", now_s) for now_s in (0.1, 0.2, 0.3)]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conductor.scheduling.worlds import Quadratic, Told, a_request, fleet_of
+from tests.conductor.scheduling.worlds import KnownHoldings, Quadratic, a_request, fleet_of
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.picker import Fleet
@@ -24,13 +24,13 @@ def made(name: str, decode: bool = True, **options: Any) -> Scheduler:
         prefill=fleet_of(3),
         decode=fleet_of(2) if decode else None,
         cost=LLAMA_70B_8xA800,
-        holdings=Told({0: 8, 1: 3}),
+        holdings=KnownHoldings({0: 8, 1: 3}),
         **options,
     )
 
 
 class Moody(Admission):
-    """Refuses what it is told to."""
+    """Refuses the given requests."""
 
     name = "moody"
 
@@ -66,7 +66,7 @@ def test_what_is_not_there_is_refused_with_the_nearest() -> None:
     with pytest.raises(InvalidInput, match=r"no option 'balancing_treshold'; did you mean 'balancing_threshold'\?"):
         made("kvcache-centric", balancing_treshold=2)
     with pytest.raises(InvalidInput, match="no scheduler 'x'"):
-        prefill_scorer("x", cost=LLAMA_70B_8xA800, holdings=Told())
+        prefill_scorer("x", cost=LLAMA_70B_8xA800, holdings=KnownHoldings())
 
 
 def test_words_are_taken_for_numbers() -> None:
@@ -76,7 +76,7 @@ def test_words_are_taken_for_numbers() -> None:
 
 
 def test_how_the_four_choose() -> None:
-    """s0 holds 8 of 10 blocks and is busy for long, s1 holds 3; nobody waits at s2, which holds nothing."""
+    """s0 holds 8 of 10 blocks and is busy for long, s1 holds 3; s2 is idle and holds nothing."""
     chosen = {}
     for name in NAMES:
         scheduler = made(name, media={})
@@ -94,7 +94,7 @@ def test_how_the_four_choose() -> None:
     assert placed.prefill.plan.source == "s0" and placed.prefill.plan.loaded_tokens == 80
 
 
-def test_the_decoding_server_is_told_when_to_expect_a_request() -> None:
+def test_the_decoding_server_knows_when_to_expect_a_request() -> None:
     scheduler = made("cache-aware", decode_s=1e6)
     placed = scheduler.place(a_request(3000), 5.0)
     assert isinstance(placed, Placement) and placed.prefill.estimated_ttft_s is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conductor.scheduling.worlds import BLOCK, Busy, Quadratic, Tiers, Told, a_request, centric, fleet_of
+from tests.conductor.scheduling.worlds import BLOCK, Busy, KnownHoldings, Quadratic, Tiers, a_request, centric, fleet_of
 
 from skymemory.conductor.cost_model import Medium, loaded_s
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric, KvCacheCentricSettings, best_split, finish_s
@@ -131,7 +131,9 @@ def test_the_server_that_is_chosen_is_the_best_of_all_splits_of_all(
     held = {slot: blocks for slot, (blocks, *_) in enumerate(rows)}
     ways = Busy({slot: row[2] for slot, row in enumerate(rows)}, {slot: row[3] for slot, row in enumerate(rows)})
     chosen = KvCacheCentricSettings(layers=layers, split_gain=0.0, delay_weight=0.0)
-    scorer = KvCacheCentric(Told(held), cost, 1.0, {"network": network}, Tiers(far), settings=chosen, links=ways)
+    scorer = KvCacheCentric(
+        KnownHoldings(held), cost, 1.0, {"network": network}, Tiers(far), settings=chosen, links=ways
+    )
     for slot, (_, wait_s, *_) in enumerate(rows):
         scorer._queues.add(slot, wait_s, 0.0)
     request = a_request(12, extra_tokens=3)

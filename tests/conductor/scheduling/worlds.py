@@ -30,7 +30,7 @@ class Quadratic:
 
 
 @dataclass
-class Told:
+class KnownHoldings:
     """Who holds how many blocks, by slot, whatever the prompt."""
 
     held: dict[int, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Tiers:
 
 @dataclass
 class Busy:
-    """LinkWaits whose business is told."""
+    """LinkWaits with given waits."""
 
     out_s: dict[int, float]
     in_s: dict[int, float]
@@ -98,4 +98,4 @@ def centric(
     media = {} if network is None else {"network": network}
     tiers = Tiers(list(far)) if far else None
     made = KvCacheCentricSettings(**settings)  # type: ignore[arg-type]
-    return KvCacheCentric(Told(held), cost or Quadratic(), 1.0, media, tiers, fleet, made)
+    return KvCacheCentric(KnownHoldings(held), cost or Quadratic(), 1.0, media, tiers, fleet, made)

@@ -198,8 +198,8 @@ def test_a_gain_under_the_threshold_leaves_it_to_load_and_says_so(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in PREFIX if name not in ("simhash", "chwbl")])
-def test_reasons_tell_the_figures(name: str) -> None:
+def test_reasons_state_the_figures(name: str) -> None:
     picker = Picker(a_fleet(3), named(name), seed=1)
     serve(picker, a_request((1, 10)))
-    told = " ".join(picker.pick(a_request((1, 10), (2, 1)), 1.0).reasons)
-    assert any(figure in told for figure in ("160", "0.9091", "nothing of the prompt's 176"))
+    text = " ".join(picker.pick(a_request((1, 10), (2, 1)), 1.0).reasons)
+    assert any(figure in text for figure in ("160", "0.9091", "nothing of the prompt's 176"))

@@ -111,7 +111,7 @@ def test_no_server_goes_over_the_bound_of_its_load(servers: int) -> None:
 
 
 def test_the_second_request_need_not_crowd_on_the_first_server() -> None:
-    """With the bound rounded down nobody of eight could take a second request: KubeAI's then goes where all do."""
+    """With the bound rounded down none of eight could take a second request: KubeAI's then goes where all do."""
     picker = Picker(a_fleet(8), BoundedRing(), seed=1)
     placed = []
     for _ in range(8):

@@ -21,7 +21,7 @@ from skymemory.conductor.strategies.weighted import Approximate, ApproximateSett
 
 
 def test_prompts_with_one_first_chunk_do_not_collapse_on_one_server() -> None:
-    """Production-stack's trie: whoever was first has the first chunk, and nobody else ever gets it."""
+    """Production-stack's trie: the first server has the first chunk, and no other ever gets it."""
     first_chunk_at: set[int] = set()
     original = Counter(first_chunk_at.add(0) or next(iter(first_chunk_at)) for _ in range(200))
     assert original == {0: 200}
@@ -124,7 +124,7 @@ def test_a_server_that_reports_nothing_is_an_average_one() -> None:
 
 
 def test_between_two_reports_what_was_sent_since_counts() -> None:
-    """A burst between two scrapes goes to whoever reported the shortest queue, where only reports count."""
+    """A burst between two scrapes goes to the server that reported the shortest queue, where only reports count."""
     fleet = a_fleet(4)
     picker = Picker(fleet, Approximate(NaivePrefixIndex(1000)), seed=1)
     for server in fleet:
@@ -147,7 +147,7 @@ def test_the_endpoint_pickers_faults() -> None:
     tail = a_request((1, 30))
     gap = np.concatenate([np.array([7], dtype=np.uint64), tail.prompt.blocks[1:]])
     assert index.match(gap, [0]) == [0]
-    # The size that the server tells of its cache is taken.
+    # The cache size that the server reports is taken.
     fleet.servers["s0"].reported = LoadReport(at_s=0.0, cache_blocks=5, block_tokens=32)
     serve(picker, a_request((3, 30)), among={"s0"})
     assert index.blocks_of(0) == 10
@@ -175,7 +175,7 @@ def test_a_server_that_had_less_than_believed_is_believed_less(at_the_end: bool)
     picker.routed(third, 1.0)
     picker.succeeded(third, 2.0, None if at_the_end else 0)
     picker.ended(third, 3.0, 0 if at_the_end else None)
-    assert picker.pick(a_request((1, 10), (2, 10)), 4.0, {"s0"}).matched_tokens == 160, "computed anew by the third"
+    assert picker.pick(a_request((1, 10), (2, 10)), 4.0, {"s0"}).matched_tokens == 160, "computed again by the third"
     assert picker.pick(a_request((1, 10), (4, 10)), 4.0, {"s0"}).matched_tokens == 320
     assert picker.pick(a_request((3, 10)), 4.0, {"s0"}).matched_tokens == 160, "nothing was said of that"
 

@@ -120,7 +120,7 @@ def test_a_slow_server_is_found_out_without_being_configured() -> None:
 
 
 def test_in_heavy_traffic_the_delay_of_others_is_weighed_against_ones_own() -> None:
-    """Waiting 0.88 s for a cache costs this request more than the 0.832 s of computing anew, but others less."""
+    """Waiting 0.88 s for a cache costs this request more than the 0.832 s of recomputing, but others less."""
     for weight, traffic, expected in ((0.0, 240, "s1"), (0.3, 240, "s0"), (0.3, 0, "s1")):
         picker = a_picker(2, delay_weight=weight)
         serve(picker, a_request((1, 50)), among={"s0"})
@@ -158,7 +158,7 @@ def test_no_server_gets_more_than_its_share_when_all_share_one_prefix(servers: i
     assert np.bincount(free, minlength=servers).max() == 100, "without a guard one server gets them all"
 
 
-def test_who_was_passed_by_is_told() -> None:
+def test_servers_passed_over_are_reported() -> None:
     picker = a_picker(8, guard_limit=2.2)
     reasons: list[str] = []
     for number in range(40):

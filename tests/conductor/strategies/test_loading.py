@@ -30,13 +30,13 @@ def tokens_of(text: int, blocks: int = BLOCKS) -> list[int]:
 
 
 def asked(text: int, more_blocks: int = 10) -> Request:
-    """A prompt that begins with the 40 blocks of ``text``; what follows is nobody's."""
+    """A prompt that begins with the 40 blocks of ``text``; what follows is unique."""
     tokens = np.array(tokens_of(text) + tokens_of(1000 + text, more_blocks), dtype="<u4")
     blocks = native.chain_hashes(tokens.tobytes(), 4 * BLOCK, seed("m", "", ""))
     return Request(Prompt(blocks, blocks, BLOCK, len(tokens)), streams=True)
 
 
-def tell(index: PreciseIndex, slot: int, text: int, medium: str, blocks: int = BLOCKS) -> None:
+def feed(index: PreciseIndex, slot: int, text: int, medium: str, blocks: int = BLOCKS) -> None:
     names = [1000 * text + at for at in range(blocks)]
     index.take(slot, BlocksStored(names, None, tokens_of(text, BLOCKS)[: blocks * BLOCK], BLOCK, medium))
 
@@ -58,15 +58,15 @@ def ttft_s(picker: Picker, server: str, text: int, now_s: float = 0.0) -> float:
 
 def test_of_equal_matches_the_nearest_medium_wins_and_each_costs_its_loading() -> None:
     picker, index = a_picker()
-    tell(index, 0, 1, "STORAGE")
-    tell(index, 1, 1, "cpu")
+    feed(index, 0, 1, "STORAGE")
+    feed(index, 1, 1, "cpu")
     assert picker.pick(asked(1), 0.0).server == "s1"
     # 640 of 800 tokens are held: 160 ms of computing, and a fifth or three quarters of the other 640.
     assert ttft_s(picker, "s1", 1) == pytest.approx(0.160 + 0.128)
     assert ttft_s(picker, "s0", 1) == pytest.approx(0.160 + 0.480)
-    tell(index, 2, 1, "GPU", 30)
+    feed(index, 2, 1, "GPU", 30)
     assert picker.pick(asked(1), 0.0).server == "s1", "ten blocks more to compute are worse than 40 to load"
-    tell(index, 0, 1, "GPU", 38)
+    feed(index, 0, 1, "GPU", 38)
     assert ttft_s(picker, "s0", 1) == pytest.approx(0.160 + 0.024) and picker.pick(asked(1), 0.0).server == "s0"
     decision = picker.pick(asked(1), 0.0)
     assert decision.matched_tokens == 640 and "of them saved 616" in decision.reasons
@@ -74,8 +74,8 @@ def test_of_equal_matches_the_nearest_medium_wins_and_each_costs_its_loading() -
 
 def test_seconds_of_loading_are_added_where_they_are_known() -> None:
     picker, index = a_picker(disk_load_s=0.001, remote_load_s=0.1)
-    tell(index, 0, 1, "disk")
-    tell(index, 1, 1, "remote")
+    feed(index, 0, 1, "disk")
+    feed(index, 1, 1, "remote")
     assert ttft_s(picker, "s0", 1) == pytest.approx(0.160 + 0.040)
     assert ttft_s(picker, "s1", 1) == pytest.approx(0.160 + 4.0), "such a link is worse than computing"
     assert ttft_s(picker, "s2", 1) == pytest.approx(0.800)
@@ -86,15 +86,15 @@ def test_seconds_of_loading_are_added_where_they_are_known() -> None:
 
 def test_a_medium_of_unknown_name_saves_nothing() -> None:
     picker, index = a_picker(cpu_load_s=1e-6)
-    tell(index, 0, 1, "tape")
+    feed(index, 0, 1, "tape")
     assert ttft_s(picker, "s0", 1) == pytest.approx(0.800)
-    tell(index, 0, 1, "cpu", 20)
+    feed(index, 0, 1, "cpu", 20)
     assert ttft_s(picker, "s0", 1) == pytest.approx(0.480 + 20e-6)
 
 
 def test_what_a_prompt_under_way_loads_is_loaded_once() -> None:
     picker, index = a_picker()
-    tell(index, 0, 1, "disk")
+    feed(index, 0, 1, "disk")
     sent = picker.pick(asked(1), 0.0, {"s0"})
     picker.routed(sent, 0.0)
     assert ttft_s(picker, "s0", 1) == pytest.approx(0.640 + 0.001), "all of it is there by then, but for a token"
@@ -116,7 +116,7 @@ def test_loading_does_not_teach_what_computing_takes(evicted: bool) -> None:
     dice = np.random.default_rng(5)
     for text in range(1, 40):
         loaded, more = int(dice.integers(0, BLOCKS)), int(dice.integers(4, 60))
-        tell(index, 0, text, "cpu", loaded)
+        feed(index, 0, text, "cpu", loaded)
         decision = picker.pick(asked(text, more), now_s)
         picker.routed(decision, now_s)
         had = 0 if evicted else loaded
@@ -131,7 +131,7 @@ def test_settings_of_media_reach_the_strategies_by_name() -> None:
     scorer = named("precise", cpu_weight="0.25", block_tokens=BLOCK)
     assert isinstance(scorer, Precise) and isinstance(scorer.index, PreciseIndex)
     scorer.index.follow(0, "m")
-    tell(scorer.index, 0, 1, "cpu")
+    feed(scorer.index, 0, 1, "cpu")
     assert scorer.index.weighted(asked(1).prompt.blocks, [0]) == pytest.approx([10.0])
     with pytest.raises(InvalidInput, match="disk_weight is -1"):
         named("precise", disk_weight=-1)

@@ -59,7 +59,7 @@ def decisions(seed: int, servers: int, prepare: Callable[[random.Random], LeastT
     picker, said = Picker(fleet, scorer, seed), list[Any]()
     speed = {server.name: 10 ** dice.uniform(-5, -3) for server in fleet}
     numbers, prompts, under_way = dict[int, int](), list[Prompt](), list[Decision]()
-    index, now_s, told = scorer.index, 0.0, (0.0, 0.0, 0.0)
+    index, now_s, sums = scorer.index, 0.0, (0.0, 0.0, 0.0)
     if isinstance(index, PreciseIndex):
         for server in fleet:
             index.follow(server.slot, "m")
@@ -94,8 +94,8 @@ def decisions(seed: int, servers: int, prepare: Callable[[random.Random], LeastT
             )
         elif what < 0.93:
             adapters, most = dice.choice([frozenset(), frozenset("a")]), dice.choice([None, 2])
-            told = told[0] + 1, told[1] + 1000, told[2] + 1000 * speed[server.name]
-            totals = PrefillTotals(told[0], told[1], told[1], told[2]) if dice.random() < 0.5 else None
+            sums = sums[0] + 1, sums[1] + 1000, sums[2] + 1000 * speed[server.name]
+            totals = PrefillTotals(sums[0], sums[1], sums[1], sums[2]) if dice.random() < 0.5 else None
             waiting, blocks = dice.randrange(4), dice.choice([None, 300])
             server.reported = LoadReport(now_s - dice.random(), waiting, 3, 0.5, blocks, 16, adapters, most, totals)
             if isinstance(index, PreciseIndex) and prompts and len(chain := dice.choice(prompts).blocks):
@@ -114,8 +114,8 @@ def decisions(seed: int, servers: int, prepare: Callable[[random.Random], LeastT
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), servers=st.sampled_from([1, 2, 4, 8, 70]))
 def test_the_twin_decides_the_same(seed: int, servers: int) -> None:
-    told = [decisions(seed, servers, lambda dice, parts=parts: a_scorer(dice, parts)) for parts in (native, backend)]
-    assert told[0] == told[1] and told[0]
+    sums = [decisions(seed, servers, lambda dice, parts=parts: a_scorer(dice, parts)) for parts in (native, backend)]
+    assert sums[0] == sums[1] and sums[0]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

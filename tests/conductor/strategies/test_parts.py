@@ -27,9 +27,9 @@ def test_depths_are_what_walking_block_by_block_finds() -> None:
         assert depths(sets, chain) == {slot: depth for slot, depth in reach.items() if depth}
 
 
-def test_speeds_are_learnt_from_what_engines_tell_and_from_whole_answers() -> None:
+def test_speeds_are_learnt_from_engines_reports_and_from_whole_answers() -> None:
     dice = np.random.default_rng(6)
-    told, whole = LearnedSpeeds(), LearnedSpeeds()
+    from_reports, whole = LearnedSpeeds(), LearnedSpeeds()
     server = next(iter(a_fleet(1)))
     count = tokens = computed = seconds = 0.0
     for number, n in enumerate(np.exp(dice.normal(8.0, 1.0, 200)).clip(100, 60_000).astype(int).tolist()):
@@ -37,13 +37,13 @@ def test_speeds_are_learnt_from_what_engines_tell_and_from_whole_answers() -> No
         work_s = 2e-4 * (n - held)
         count, tokens, computed, seconds = count + 1, tokens + n, computed + n - held, seconds + work_s
         server.reported = LoadReport(at_s=float(number), prefills=PrefillTotals(count, tokens, computed, seconds))
-        told.read_reports([server])
+        from_reports.read_reports([server])
         whole.observe_whole(0, n, held, output, work_s + 0.04 * output + dice.exponential(0.3))
-    for speeds in (told, whole):
+    for speeds in (from_reports, whole):
         assert speeds.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
     server.reported = LoadReport(at_s=999.0, prefills=PrefillTotals(1, 100, 100, 50.0))
-    told.read_reports([server])  # it was started anew
-    assert told.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
+    from_reports.read_reports([server])  # it was restarted
+    assert from_reports.prefills_s([0], 10_000, [4_000])[0] == pytest.approx(1.2, rel=0.2)
 
 
 def test_whole_answers_that_do_not_show_what_a_prefill_takes_teach_nothing() -> None:

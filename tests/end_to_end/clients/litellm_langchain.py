@@ -101,8 +101,8 @@ def langchain_chat() -> None:
     assert whole.content and whole.usage_metadata["input_tokens"] > 0
     chunks = list(model.stream([("system", "You answer shortly."), ("human", "What is git?")]))
     assert "".join(chunk.content for chunk in chunks) == whole.content
-    told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
-    assert told
+    usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert usages
     assert len(model.batch(["one", "two", "three"])) == 3
 
 

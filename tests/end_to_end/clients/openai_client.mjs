@@ -94,7 +94,7 @@ const checks = {
     );
   },
 
-  async over_quota_is_told_and_its_wait_honoured() {
+  async over_quota_is_reported_and_its_wait_honoured() {
     const hasty = new OpenAI({ baseURL: URL_, apiKey: SMALL_KEY, maxRetries: 0 });
     const ask = (of) => of.completions.create({ model: MODEL, prompt: "x", max_tokens: 1 });
     let refused = null;
@@ -106,8 +106,8 @@ const checks = {
         refused = error;
       }
     }
-    const told = Number(refused.headers.get("retry-after-ms"));
-    assert.ok(told > 0 && told <= 3000);
+    const wait = Number(refused.headers.get("retry-after-ms"));
+    assert.ok(wait > 0 && wait <= 3000);
     const patient = new OpenAI({ baseURL: URL_, apiKey: SMALL_KEY, maxRetries: 1 });
     assert.ok((await ask(patient)).choices);
   },

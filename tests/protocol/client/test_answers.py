@@ -110,7 +110,7 @@ def test_an_answer_to_another_ground_host_counts_for_nothing(what, op, body):
     assert not conversation.is_as_before
 
 
-def test_whoever_cannot_pass_a_packet_on_says_nothing_of_who_was_asked():
+def test_a_satellite_that_cannot_forward_says_nothing_of_the_destination():
     conversation, neighbour = Conversation("ask"), SatelliteId(2, 8)
     conversation.hear(Op.UNREACHABLE, status=Status.NO_ROUTE, speaker=neighbour)
     links = conversation.machine._peers

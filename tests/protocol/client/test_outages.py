@@ -69,7 +69,7 @@ def test_probes_come_at_growing_intervals():
     assert not breaker.is_open and breaker.next_probe_s == math.inf
 
 
-def test_probes_of_a_breaker_that_opens_again_begin_anew():
+def test_probes_of_a_breaker_that_opens_again_restart():
     breaker = CircuitBreaker(Counters())
     for opened_s in (0.0, 100.0):
         breaker.timed_out(opened_s)

@@ -1,4 +1,4 @@
-"""Satellites that did not answer: nobody waits for them twice, and all heals with nobody calling."""
+"""Satellites that did not answer: no read waits for them twice, and all heals without a call."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_with_a_plane_of_the_box_dead_only_the_first_read_waits(world, value_of,
     sky.settle(4.5)
     stored, info = sky.put("v", value)
     read, out = sky.get(info)
-    assert stored.ok and read.ok and out == value, "with nobody calling in between"
+    assert stored.ok and read.ok and out == value, "without a call in between"
     assert not sky.host.machine.probing
 
 
@@ -118,7 +118,7 @@ def test_a_satellite_that_only_lost_packets_is_trusted_again_within_half_a_secon
 
 
 @pytest.mark.parametrize("access", ["los", "gateway"])
-def test_the_breaker_closes_with_nobody_calling(world, value_of, access):
+def test_the_breaker_closes_without_a_call(world, value_of, access):
     sky = world(access)
     value = value_of(200_000)
     _, info = sky.put("v", value)

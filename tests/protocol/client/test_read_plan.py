@@ -67,8 +67,8 @@ def asked(read: ReadTransfer) -> list[int]:
 
 def absence(slot: int, nearby: list[Moves], **but: Any) -> Absence:
     """``slot`` says at once, settled and by our count, that it has nothing."""
-    told = Absence(SatelliteId(0, slot), nearby, lambda: nearby, True, nearby[0], asked_s=1.0, now_s=1.01)
-    return told._replace(**but)
+    lacking = Absence(SatelliteId(0, slot), nearby, lambda: nearby, True, nearby[0], asked_s=1.0, now_s=1.01)
+    return lacking._replace(**but)
 
 
 def test_a_chunk_that_moves_while_it_is_looked_for_is_looked_for_where_it_was_again() -> None:
@@ -82,7 +82,7 @@ def test_a_chunk_that_moves_while_it_is_looked_for_is_looked_for_where_it_was_ag
     assert ways == [4, 6, 5]
 
 
-def test_when_the_box_moves_on_the_search_begins_anew_but_not_for_ever() -> None:
+def test_when_the_box_moves_on_the_search_restarts_but_not_forever() -> None:
     """The box moves while all places are asked, again and again."""
     read, moves, found, why = moving_read(), 0, set[int](), ""
     waiting = asked(read)
@@ -135,7 +135,7 @@ def test_a_silent_satellite_leaves_a_loss_unproved() -> None:
     last = looking_everywhere()
     assert last.absent([0], absence(5, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
     assert last.absent([0], absence(4, EVERYWHERE, now_s=1.1, asked_s=1.02)) == ""
-    assert not last.redirect([0], SatelliteId(0, 2)), "nobody is left: it ends as silent"
+    assert not last.redirect([0], SatelliteId(0, 2)), "no satellite is left: it ends as silent"
 
 
 def test_a_read_that_takes_its_bursts_leaves_those_of_the_next_alone() -> None:
@@ -162,7 +162,7 @@ def test_has_says_the_same_of_a_range_and_of_a_list(chunks: int, servers: int, d
     st.integers(1, 3),
     st.randoms(use_true_random=False),
 )
-def test_a_read_never_waits_for_what_nobody_was_asked(
+def test_a_read_never_waits_for_what_was_not_requested(
     silent: list[int], servers: int, window: int, dice: random.Random
 ) -> None:
     """Satellites fall silent, have chunks or not, as it comes: with nothing under way it has ended, or all is here."""
@@ -191,7 +191,7 @@ def test_a_read_never_waits_for_what_nobody_was_asked(
                 under_way.append(burst)
             elif not read.redirect(burst.indices, burst.satellite, "unreachable", others):
                 return
-        assert under_way, "nobody is asked for what is missing"
+        assert under_way, "no satellite is asked for what is missing"
         burst = under_way.popleft()
         wanted = [index for index in burst.indices if not read.arrived[index]]
         if burst.satellite in suspects:

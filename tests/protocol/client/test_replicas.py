@@ -1,4 +1,4 @@
-"""Copies of every chunk: apart wherever the box goes, and read from whoever lives and answers first."""
+"""Copies of every chunk: apart wherever the box goes, and read from the live satellite that answers first."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def dead_and_live(sky: World, infos) -> tuple[set[str], set[str]]:
 
 
 def punch(sky: World, info, at: SatelliteId) -> None:
-    """The satellite loses what it has of the value, and tells nobody."""
+    """The satellite silently loses what it has of the value."""
     assert sky.sim.satellites[at].store.remove_key(info.key)
 
 
@@ -107,7 +107,7 @@ def test_gossip_along_the_plane_keeps_look_ups_true(world, value_of):
         sky.settle(0.3)
     sky.settle(1.0)
     dead, live = dead_and_live(sky, infos)
-    assert dead, "the other planes of the box are not told"
+    assert dead, "the other planes of the box are not notified"
     centre = sky.sky.centre
     for name in dead:
         holders = {holder for held in sky.holders(infos[name]).values() for holder in held}
@@ -133,7 +133,7 @@ def test_a_notice_that_comes_late_does_not_hurt_what_is_stored_again(world, valu
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_what_is_stored_again_before_its_notice_goes_out_is_not_told(world, value_of, again):
+def test_what_is_stored_again_before_its_notice_goes_out_is_not_announced(world, value_of, again):
     sky = world(eviction=GOSSIP)
     _, info = sky.put("v", value_of(5000), 1000)
     sky.settle(WRITING_S)
@@ -146,8 +146,12 @@ def test_what_is_stored_again_before_its_notice_goes_out_is_not_told(world, valu
         store.put(name, *chunk)
     sky.ask(Op.HAS, messages.pack_keys([info.key]), home)
     sky.settle(1.0)
-    told = info.key in dict(sky.host.machine.take_gone())
-    assert (told, sky.counted("notices_sent") > 0, any(sky.holders(info).values())) == (not again, not again, again)
+    announced = info.key in dict(sky.host.machine.take_gone())
+    assert (announced, sky.counted("notices_sent") > 0, any(sky.holders(info).values())) == (
+        not again,
+        not again,
+        again,
+    )
 
 
 @pytest.mark.parametrize("lost", [1, 2, 5])
@@ -179,7 +183,7 @@ def test_a_suspicion_from_before_a_move_says_nothing_after_it(world, value_of):
     assert info.key in sky.sim.satellites[here]._sweep._suspects
     sky.advance(1)
     sky.sim.settle(14.0)
-    assert store.shares.get(info.key), "it is suspected anew by the next sweep"
+    assert store.shares.get(info.key), "it is suspected again by the next sweep"
     sky.sim.settle(300.0)
     assert not any(sky.holders(info).values())
 
@@ -482,7 +486,7 @@ def test_no_more_than_its_share_of_the_memory_is_pinned(world, value_of):
 
 
 def lease(sky: World, name: str, info, ttl_s: float = 30.0) -> None:
-    """As a client does ahead of a read: nobody answers."""
+    """As a client does ahead of a read: no answer comes."""
     for satellite in dict.fromkeys(sky.sim.sky.servers_at(info.strategy, info.servers, info.set_moves, info.set_moves)):
         body = pack_retain(Retain.LEASE, sky.sim.now_s + ttl_s, [key_of(name)])
         sky.host.machine.cancel(sky.host.machine.ask(Op.RETAIN, body, satellite, sky.sim.now_s))
@@ -577,7 +581,7 @@ def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):
     sky.settle(3.0)
     sky.advance(1, 1)
     sky.settle(3.0)
-    _, infos["v1"] = sky.put("v1", value_of(20_001, 1), 1000)  # stored anew: kept
+    _, infos["v1"] = sky.put("v1", value_of(20_001, 1), 1000)  # stored again: kept
     sky.sim.settle(29.0)
     assert dead_and_live(sky, infos) == (set(), infos.keys())
     sky.sim.settle(31.0)
@@ -587,7 +591,7 @@ def test_what_expires_goes_at_its_time_wherever_it_is_then(world, value_of):
 
 
 def test_a_promise_ends_where_its_chunks_have_left(world, value_of):
-    """The satellite that made it has the key again later, by a value that was stored anew elsewhere: kept."""
+    """The satellite that made it has the key again later, by a value that was stored again elsewhere: kept."""
     sky = world()
     _, info = sky.put("v0", value_of(9_000), 1000, servers=1)
     assert everywhere(sky, Retain.EXPIRE, 30.0, "v0", info) == {Kept.DONE}
@@ -618,19 +622,19 @@ def test_a_promise_handed_over_is_repeated_until_it_is_answered(world, value_of)
     _, info = sky.put("v0", value_of(900), 1000, servers=1)
     assert everywhere(sky, Retain.EXPIRE, 30.0, "v0", info) == {Kept.DONE}
     here, there = SatelliteId(2, 9), SatelliteId(2, 8)
-    told, send = [], sky.sim._send
+    announced, send = [], sky.sim._send
 
     def losing(batch, sender, receiver):
         if (sender, receiver) == (here, there) and bytes(batch.headers)[9] == Op.RETAIN:
-            told.append(sky.now_s)
-            if len(told) < 4:
+            announced.append(sky.now_s)
+            if len(announced) < 4:
                 return
         send(batch, sender, receiver)
 
     sky.sim._send = losing
     sky.advance(1)
     sky.settle(5.0)
-    assert len(told) == 4 and told[3] - told[0] == pytest.approx(0.75, abs=0.01)
+    assert len(announced) == 4 and announced[3] - announced[0] == pytest.approx(0.75, abs=0.01)
     sky.sim.settle(31.0)
     assert sky.spread(info) == {}
 
@@ -660,7 +664,7 @@ def test_gone_is_taken_from_no_other_conversation(world):
 
 
 def test_a_notice_of_an_earlier_setting_does_not_cost_the_later_one(world, value_of):
-    """Leftovers are the oldest that a satellite has, so the first to be evicted and told of."""
+    """Leftovers are the oldest that a satellite has, so the first to be evicted and announced."""
     sky = world(memory_bytes=30 * 1072, eviction=GOSSIP)
     _, infos = fill(sky, 6, value_of)
     sky.advance(1, 1)

@@ -86,7 +86,7 @@ def test_copies_are_deleted_after_the_grace_in_order():
     assert handover.to_delete(9.0) == [(KEY, 0)] and handover.next_timer_s() is None
 
 
-def test_what_is_stored_anew_is_not_doomed_by_an_older_acknowledgement():
+def test_what_is_stored_again_is_not_doomed_by_an_older_acknowledgement():
     handover = Handover(4, 0.1, 1.0)
     handover.enqueue(THERE, names(3))
     (burst,) = handover.bursts_to_send(0.0)
@@ -115,7 +115,7 @@ def test_acknowledgements_of_nothing_change_nothing():
     assert handover.idle and handover.next_timer_s() is None
 
 
-def test_a_burst_whose_chunks_were_all_stored_anew_keeps_no_other_key_from_resting():
+def test_a_burst_whose_chunks_were_all_stored_again_keeps_no_other_key_from_resting():
     """It stays in flight, with no chunk left of it, until it is answered: a look at its first one raised IndexError."""
     handover = Handover(32, 0.1, 1.0)
     handover.enqueue(SatelliteId(0, 1), [(b"k" * 32, 0)])

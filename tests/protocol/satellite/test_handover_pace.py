@@ -1,4 +1,4 @@
-"""A handover's pace: never more than its rate, all sent in time where the rate allows, nobody starved."""
+"""A handover's pace: never more than its rate, all sent in time where the rate allows, no key starved."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_links_are_loaded_with_the_usual_pace_where_the_box_leaves_time(bursts, 
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 0.3), st.integers(0, 60)), min_size=2, max_size=30))
-def test_a_box_that_moves_on_early_starves_nobody(steps):
-    """Told the mean of the next two intervals, some of which are very short: what is left then goes with the next."""
+def test_a_box_that_moves_on_early_starves_no_key(steps):
+    """Given the mean of the next two intervals, some of which are very short: what is left then goes with the next."""
     pacer, now_s, left = Pacer(GAP_S, 0.9), 0.0, 0
     for (interval_s, bursts), (following_s, _) in zip(steps, [*steps[1:], (1.0, 0)], strict=True):
         left += bursts
@@ -136,4 +136,4 @@ def test_answers_that_come_late_are_given_more_time():
     (burst,) = handover.bursts_to_send(3.0)
     assert 0.2 < burst.deadline_s - 3.0 < 0.54
     handover.acknowledged(burst.request_id, burst.names, 90.0)
-    assert handover._burst_timeout_s() == pytest.approx(2.0), "but not for ever"
+    assert handover._burst_timeout_s() == pytest.approx(2.0), "but not forever"

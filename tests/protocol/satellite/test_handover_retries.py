@@ -32,7 +32,7 @@ def test_the_wait_doubles_up_to_a_limit_for_all_chunks_of_a_key_alike():
     assert waits == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0, 160.0]
 
 
-def test_another_key_and_another_move_begin_anew():
+def test_another_key_and_another_move_start_afresh():
     handover = Handover(4, 0.1, 1.0)
     for _ in range(2):
         handover.enqueue(THERE, [(KEY, 0)])
@@ -54,7 +54,7 @@ def test_what_is_overdue_when_the_box_has_moved_on_is_not_sent_where_it_was_to_g
     assert handover.bursts_to_send(0.05) == [] and not handover.idle, "its answer may still come"
     assert handover.bursts_to_send(0.2) == [] and handover.retransmitted == 0
     assert handover.next_timer_s() <= 0.2 and sorted(handover.strays_due(0.2)) == [(KEY, 0), (KEY, 1)]
-    assert handover.acknowledged(burst.request_id, [(KEY, 0)], 0.3) == 0, "whoever took it sends it on"
+    assert handover.acknowledged(burst.request_id, [(KEY, 0)], 0.3) == 0, "the satellite that took it sends it on"
 
 
 def test_the_next_to_be_evicted_leaves_first_and_so_is_the_first_again_where_it_arrives():

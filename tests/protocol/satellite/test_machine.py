@@ -98,7 +98,7 @@ def test_while_chunks_are_handed_over_sets_are_left_to_the_machine() -> None:
     assert requests is not None and not requests[2]
 
 
-def test_room_is_told_once_to_who_asks_for_much_at_a_time() -> None:
+def test_room_is_reported_once_for_a_request_of_many_chunks() -> None:
     """Two values of 516 bytes into a memory of 600."""
     alone = Alone(600)
     checks = [Check(key_of(name), bytes(12), 1, 0, 3, 100) for name in "vw"]
@@ -108,7 +108,7 @@ def test_room_is_told_once_to_who_asks_for_much_at_a_time() -> None:
 
 @pytest.mark.parametrize("held", [0, 1, 2])
 def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> None:
-    """Of twenty chunks on ten servers we hold two, and so should whomever we ask: first how many are there, after a
+    """Of twenty chunks on ten servers we hold two, and so should any that we ask: first how many are there, after a
     while for each that may be lost.
     """
     alone, payload = Alone(1 << 20, "periodic"), bytes(100)

@@ -198,15 +198,15 @@ def test_a_shield_goes_with_the_last_chunk():
         assert store.peek((KEYS[0], 0)) is None
 
 
-def test_what_is_told_of_a_key_is_its_latest_placement():
+def test_the_latest_placement_of_a_key_is_reported():
     """A value set again elsewhere leaves chunks behind where both places have a satellite; negative moves count too."""
     store, payload = room(10), b"x" * 100
     for index, moves in [(0, (-7, 2)), (13, (-3, -1)), (3, (-3, -1)), (10, (-7, 2))]:
         tag = PlacementTag(2, 10, index % 10, *moves)
         ref = ChunkRef(KEYS[0], index, 100, len(payload), zlib.crc32(payload), 5000, 1, tag).pack()
         assert store.put((KEYS[0], index), ref, payload).stored
-    told = store.presence(KEYS[0])
-    assert (told.index, told.held, told.tag.slot_moves, told.tag.plane_moves) == (3, 4, -3, -1)
+    answer = store.presence(KEYS[0])
+    assert (answer.index, answer.held, answer.tag.slot_moves, answer.tag.plane_moves) == (3, 4, -3, -1)
 
 
 @pytest.mark.parametrize("fits", [True, False])

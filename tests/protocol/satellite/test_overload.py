@@ -1,4 +1,4 @@
-"""A host that is late: its satellites take nobody for dead, put off what nobody waits for, and make up for it later."""
+"""A host that is late: its satellites take none for dead, defer background work, and make up for it later."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Links:
         self.lateness = Lateness()
         self.said: list[tuple[float, SatelliteId, LinksBody]] = []
         state = SatelliteState(SatelliteConfig(HERE, 1 << 20), SkyMap(TORUS, CENTRE), MoveClock(), 0.0, self.lateness)
-        state.outbox.send_links = self.tell
+        state.outbox.send_links = self.record
         self.links = state.links
         self.it = Neighbours(state)
 
-    def tell(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
+    def record(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
         self.said.append((now_s, neighbour, LinksBody.unpack(body)))
 
     def run(self, until_s: float) -> None:
@@ -60,11 +60,11 @@ class Links:
         self.it.receive([packet], source, now_s)
 
 
-# --- who is late takes nobody for dead ---
+# --- a late satellite takes no other for dead ---
 
 
 def test_a_silence_while_we_were_stopped_is_no_death():
-    """All deadlines have passed when we wake: nothing was heard, but nobody listened either."""
+    """All deadlines have passed when we wake: nothing was heard, but nothing was read either."""
     links = Links()
     links.it.used(EAST, 0.0)
     links.lateness.measured(15.0, 15.0)
@@ -76,7 +76,7 @@ def test_a_silence_while_we_were_stopped_is_no_death():
     assert links.links.is_up(HERE, EAST)
 
 
-def test_a_last_question_that_nobody_could_answer_in_time_is_asked_anew():
+def test_a_last_question_that_could_not_be_answered_in_time_is_asked_again():
     """Three questions were unanswered and the fourth had just been asked when we were stopped."""
     links = Links()
     links.it.used(EAST, 0.0)
@@ -160,22 +160,22 @@ def test_news_without_end_costs_a_steady_rate(seed):
 def test_the_first_news_is_passed_on_at_once():
     links = Links()
     links.hear(LinksBody(False, (0, 0), 0, [Declaration(SatelliteId(0, 0), 1, 1)]), EAST, 0.5)
-    told = [to for when_s, to, body in links.said if body.declarations and when_s == 0.5]
-    assert sorted(told) == sorted(set(TORUS.neighbours(HERE)) - {EAST})
+    reported = [to for when_s, to, body in links.said if body.declarations and when_s == 0.5]
+    assert sorted(reported) == sorted(set(TORUS.neighbours(HERE)) - {EAST})
 
 
 def test_what_we_are_said_to_have_declared_in_the_future_holds_back_no_news():
-    """A clock that was ahead before a restart, or a forgery: it is contradicted, and what happens next is told now."""
+    """A clock that was ahead before a restart, or a forgery: it is contradicted, and the next news goes out now."""
     links = Links()
     links.hear(LinksBody(False, (0, 0), 0, [Declaration(HERE, 1, 1_055_000)]), EAST, 1_000.0)
     links.said.clear()
     links.hear(LinksBody(False, (0, 0), 0, [Declaration(SatelliteId(0, 0), 1, 1_001_000)]), EAST, 1_001.0)
     links.it.used(EAST, 1_001.0)
     links.run(1_003.0)
-    told = [(body.declarations, to) for _, to, body in links.said if body.declarations]
+    reported = [(body.declarations, to) for _, to, body in links.said if body.declarations]
     others = set(TORUS.neighbours(HERE)) - {EAST}
-    assert {to for declared, to in told if declared[0].origin == SatelliteId(0, 0)} == others
-    assert {to for declared, to in told if declared[0].origin == HERE} == others, "and that EAST is silent"
+    assert {to for declared, to in reported if declared[0].origin == SatelliteId(0, 0)} == others
+    assert {to for declared, to in reported if declared[0].origin == HERE} == others, "and that EAST is silent"
 
 
 def test_all_ways_from_here_cost_one_search():
@@ -187,7 +187,7 @@ def test_all_ways_from_here_cost_one_search():
     assert state.trees_grown == 1 and state.satellites_searched == TORUS.size
 
 
-def test_a_link_that_is_lost_here_is_passed_by_before_routes_are_worked_out_anew():
+def test_a_link_that_is_lost_here_is_bypassed_before_routes_are_recomputed():
     state = LinkState(TORUS)
     for number in range(200):  # the throttle is at its longest
         state.learn(Declaration(SatelliteId(0, 0), number % 2 + 1, number + 1), number * 0.01)
@@ -226,7 +226,7 @@ def test_a_throttle_without_a_short_hold_lets_exactly_so_many_through_at_once():
 # --- handovers ---
 
 
-def test_a_window_closes_where_nobody_answers_and_opens_again():
+def test_a_window_closes_without_answers_and_opens_again():
     handover = Handover(32, 0.1, 1.0)
     for number in range(200):
         handover.enqueue(THERE, [(number.to_bytes(32, "big"), 0)])
@@ -327,8 +327,8 @@ def test_relief_that_comes_too_often_is_put_off_and_not_lost():
     assert now_s > 80 * 0.05 + LONG_HOLD_S, "it came too often"
 
 
-def test_a_chunk_that_was_stored_anew_waits_for_whoever_is_full_like_any_other():
-    """Nobody had answered for the chunk that it replaced: relief is for that one."""
+def test_a_chunk_that_was_stored_again_waits_for_a_full_satellite_like_any_other():
+    """No satellite had answered for the chunk that it replaced: relief is for that one."""
     handover, name = Handover(4, 0.1, 1.0), (KEY, 0)
     for full in (False, True):
         handover.keep(KEY, [0])
@@ -356,7 +356,7 @@ def late_machine(memory_bytes: int = 1 << 20) -> SatelliteMachine:
     return machine
 
 
-def test_a_late_satellite_answers_and_puts_off_what_nobody_waits_for():
+def test_a_late_satellite_answers_and_defers_background_work():
     machine = late_machine()
     neighbour = SatelliteId(2, 10)
     check = packet(Op.CHECK, b"\0\1\0\0" + bytes(56))

@@ -1,4 +1,4 @@
-"""Copies and eviction: a block lives while any copy of each share is whole; and lost copies are made anew."""
+"""Copies and eviction: a block lives while any copy of each share is whole; and lost copies are made again."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_what_was_evicted_for_want_of_room_is_not_pushed_back(world, value_of):
 @pytest.mark.brief("satellite-2")
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("what", ["satellite", "plane", "two of a plane"])
-def test_lost_copies_are_made_anew(world, value_of, replicas, what):
+def test_lost_copies_are_made_again(world, value_of, replicas, what):
     sky = world(eviction=policy(replicas=replicas, sweep_s=5.0))
     values = {name: value_of(40_000 + at, at) for at, name in enumerate("abcdef")}
     infos = {name: put(sky, name, value, replicas=replicas) for name, value in values.items()}

@@ -113,7 +113,7 @@ def test_what_is_still_to_leave_as_another_copy_is_kept_for_that():
     assert handover.to_delete(2.5) == [(key, 0)]
 
 
-def test_what_is_on_its_way_as_another_copy_is_planned_anew_when_the_box_moves(world, value_of):
+def test_what_is_on_its_way_as_another_copy_is_replanned_when_the_box_moves(world, value_of):
     handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
     there, key = SatelliteId(1, 1), b"k" * 32
     handover.enqueue(there, [(key, 0), (key, 1)])
@@ -121,7 +121,7 @@ def test_what_is_on_its_way_as_another_copy_is_planned_anew_when_the_box_moves(w
     handover.leave_as((key, 0), 2)
     store = next(iter(world().sim.satellites.values())).store
     assert handover.plan(store, lambda tag: there, there) == [(key, 0, 2)]
-    assert burst.names == [(key, 1)], "where it was to go may be nobody's place any more"
+    assert burst.names == [(key, 1)], "its destination may no longer be a place of the box"
 
 
 def test_as_copy_changes_the_number_of_the_copy_only():

@@ -121,7 +121,7 @@ def test_what_is_deleted_while_it_is_handed_over_stays_deleted(world, value_of, 
 
 
 def test_what_is_set_again_after_a_deletion_is_handed_over(world, value_of):
-    """The next satellite was told of the deletion, and not of the new value before it comes."""
+    """The next satellite knows of the deletion, and not of the new value before it comes."""
     sky = world()
     _, info = sky.put("v", value_of(900), 900, servers=1)
     here, there = only_holder(sky, info), sky.homes(info, (1, 0))[0][0]

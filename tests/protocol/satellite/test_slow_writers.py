@@ -65,8 +65,8 @@ def test_a_hole_in_what_has_been_written_is_found_all_the_same(world, value_of):
     assert held(sky, info) == 0
 
 
-def test_a_writer_that_stood_still_for_longer_than_satellites_wait_is_not_told_that_it_has_stored(world, value_of):
-    """Its process was stopped while the last answers came. Nobody can say then what became of the first chunks."""
+def test_a_writer_that_stalled_longer_than_satellites_wait_gets_no_confirmation(world, value_of):
+    """Its process was stopped while the last answers came. What became of the first chunks is unknown then."""
     for pause_s, stored in ((1.0, True), (5.0, False)):
         sky = world()
         machine = sky.host.machine

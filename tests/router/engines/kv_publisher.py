@@ -3,7 +3,7 @@
 Publishes as vLLM does (PUB with topic, number and batch; a ROUTER that replays), and loses, doubles and swaps what it
 publishes by seed. One line of JSON says its ports; each line it reads is an order, and each answered by a line:
 ``{"publish": N}``, ``{"clear": true}``, ``{"drop": true}`` (lose all that follows) or
-``{"held": true}``, which tells the blocks that it holds.
+``{"held": true}``, which reports the blocks that it holds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Engine:
         self.held: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
         self.host_blocks = host
         self.host: OrderedDict[bytes, None] = OrderedDict()
-        """Names of copies in the host's memory, told as vLLM's offloading connector tells them: without tokens."""
+        """Names of copies in the host's memory, reported as vLLM's offloading connector does: without tokens."""
 
     def serve(self) -> list[Any]:
         """One prompt: what the cache has of it is used, the rest computed and stored."""
@@ -89,7 +89,7 @@ class Engine:
         return events
 
     def offload(self, hashes: list[int | bytes]) -> list[Any]:
-        """Every block is copied as it is stored; the oldest copies go, and what is told to go was told to come."""
+        """Every block is copied as it is stored; the oldest copies go, and each removal follows its storing."""
         events: list[Any] = []
         for name in hashes:
             if self.host_blocks and isinstance(name, bytes) and name not in self.host:

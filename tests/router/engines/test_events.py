@@ -63,7 +63,7 @@ class Held:
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> None:
         if slot not in self.next:
-            raise InvalidInput("nobody follows it")
+            raise InvalidInput("no client follows it")
         assert batch.sequence == self.next[slot]
         self.next[slot] += not more
         held = self.held[slot]
@@ -451,7 +451,7 @@ def test_a_last_message_that_was_dropped_is_found_by_asking() -> None:
 
 
 def test_another_life_is_seen_by_its_numbers_alone() -> None:
-    """A proxy between may hide that a connection was made anew."""
+    """A proxy between may hide that a connection was made again."""
     held = Held()
     feed = Feed("a", SLOT, "small", held)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Numbers of one publisher: in order whatever way they come, with gaps, doubles and new lives told apart."""
+"""Numbers of one publisher: in order whatever way they come, with gaps, doubles and new lives distinguished."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_was_had_is_old_and_other_bytes_are_another_life() -> None:
     taken(order)
     assert order.offer(5, b"5") is Offer.OLD and order.offer(4, b"4") is Offer.OLD
     assert order.offer(4, b"another") is Offer.RESTARTED
-    # Longer ago than is remembered: no publisher sends that again, but one that began anew does.
+    # Longer ago than is remembered: no publisher sends that again, but a restarted one does.
     assert order.offer(0, b"0") is Offer.RESTARTED
     order.offer(9, b"9")
     assert order.offer(9, b"9") is Offer.OLD and order.offer(9, b"x") is Offer.RESTARTED

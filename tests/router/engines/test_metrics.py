@@ -25,7 +25,7 @@ def test_vllm() -> None:
     assert (report.adapters, report.max_adapters) == (frozenset({"sql", "chat", "de"}), 4)
 
 
-def test_what_prefills_took_is_read_where_all_of_it_is_told() -> None:
+def test_prefill_times_are_read_where_all_of_them_are_reported() -> None:
     assert read_metrics(VLLM, 0.0).report.prefills == PrefillTotals(12, 12_035, 9_035, 0.6)
     older = VLLM.replace(b"vllm:request_prefill_kv_computed", b"vllm:request_other")
     assert read_metrics(older, 0.0).report.prefills is None
@@ -40,7 +40,7 @@ def test_sglang_before_and_since_its_gauges_of_pages() -> None:
     assert (old.report.waiting, old.report.running, old.report.kv_usage) == (2826, 162, 0.28)
     assert (old.report.cache_blocks, old.report.block_tokens) == (11147, 64)
     assert (new.report.cache_blocks, new.report.block_tokens, new.report.max_adapters) == (2 * 11147, 64, 8)
-    # Two data-parallel ranks add up; the second tensor-parallel rank of the first tells the same thing again.
+    # Two data-parallel ranks add up; the second tensor-parallel rank of the first reports the same thing again.
     assert (new.report.waiting, new.report.running, new.report.kv_usage) == (5, 7, 0.5)
 
 

@@ -70,10 +70,10 @@ def in_blocks(events: list[Event]) -> Iterator[Any]:
 
 
 def read(payload: bytes) -> tuple[list[Any], int, int]:
-    """What `pieces` tells: its blocks, events that are unknown, and that are unusable."""
-    told = list(pieces(payload))
-    events = [each for each in told if each is not None and not isinstance(each, Tally)]
-    return list(in_blocks(events)), told.count(Tally.UNKNOWN), told.count(Tally.UNUSABLE)
+    """What `pieces` reports: its blocks, events that are unknown, and that are unusable."""
+    decoded = list(pieces(payload))
+    events = [each for each in decoded if each is not None and not isinstance(each, Tally)]
+    return list(in_blocks(events)), decoded.count(Tally.UNKNOWN), decoded.count(Tally.UNUSABLE)
 
 
 def a_batch(dice: random.Random) -> Any:
@@ -137,8 +137,8 @@ def test_damaged_batches_are_read_alike_or_refused(monkeypatch: pytest.MonkeyPat
             damaged[dice.randrange(len(damaged))] = dice.randrange(256)
         payload = bytes(damaged[: dice.randint(1, len(damaged)) if dice.random() < 0.2 else len(damaged)])
         with suppress(MalformedEvents):
-            told = decode(0, payload)
-            assert read(payload) == (list(in_blocks(list(told.batch.events))), told.unknown, told.unusable)
+            decoded = decode(0, payload)
+            assert read(payload) == (list(in_blocks(list(decoded.batch.events))), decoded.unknown, decoded.unusable)
             alike += 1
             continue
         try:

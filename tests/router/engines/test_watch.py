@@ -119,7 +119,7 @@ def test_a_look_ends_and_says_what_was_wrong(handler: Handler, why: str) -> None
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/metrics", "nonsense", "http://[::1/metrics", "ftp://127.0.0.1/"])
-def test_an_address_where_nobody_is_says_so(url: str) -> None:
+def test_an_address_without_a_listener_says_so(url: str) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             with pytest.raises(UnreadableMetrics):
@@ -219,9 +219,9 @@ def test_what_a_dialect_lacks_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 
     with caplog.at_level(logging.INFO, "skymemory.router"):
         asyncio.run(run())
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("lack vllm:num_requests_waiting" in message for message in told) == 1
-    assert sum("cannot be read" in message for message in told) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("lack vllm:num_requests_waiting" in message for message in messages) == 1
+    assert sum("cannot be read" in message for message in messages) == 1
 
 
 def test_who_left_is_asked_no_more_and_leaves_no_task() -> None:

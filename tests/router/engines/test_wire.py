@@ -62,7 +62,7 @@ LMCACHE = bytes.fromhex(
         ["GPU", None, [None, None], 0, "full_attention", None, "of a version to come", {"more": 1}],
     ],
 )
-def test_older_and_newer_engines_tell_the_same(row: list[Any]) -> None:
+def test_older_and_newer_engines_report_the_same(row: list[Any]) -> None:
     stored = ["BlockStored", [NAME, 9], PARENT, TOKENS, 2, None, *row]
     removed = ["BlockRemoved", [NAME], *row[:1]]
     decoded = decode(4, pack([1.5, [stored, removed, ["AllBlocksCleared"]], 0][: 3 if row else 2]))
@@ -96,7 +96,7 @@ def test_structs_written_as_maps_are_read() -> None:
     ]
 
 
-def test_media_behind_the_gpus_memory_are_told_by_name_or_in_chunks() -> None:
+def test_media_behind_the_gpus_memory_are_reported_by_name_or_in_chunks() -> None:
     decoded = decode(7, VLLM)
     assert decoded.unusable == decoded.unknown == 0
     assert decoded.batch.events == [
@@ -150,7 +150,7 @@ def test_events_of_a_new_kind_are_counted_and_the_others_read() -> None:
         ["BlockStored", [1], None, [1], 1, None, "GPU", None, [None, None]],
     ],
 )
-def test_blocks_whose_tokens_are_not_all_told_are_left_out(stored: list[Any]) -> None:
+def test_blocks_whose_tokens_are_not_all_reported_are_left_out(stored: list[Any]) -> None:
     decoded = decode(0, pack([1.0, [stored, ["BlockRemoved", [1]]]]))
     assert decoded.unusable == 1 and decoded.batch.events == [BlocksRemoved([1])]
 

@@ -48,11 +48,11 @@ class SmallReader:
 
     def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
         try:
-            told = json.loads(body)
+            decision = json.loads(body)
         except ValueError as error:
             raise ApiError(400, "the body is not JSON") from error
         return Request(
-            Prompt(NOTHING, NOTHING, 16.0, len(str(told.get("prompt", ""))) // 4), model=told.get("model", "")
+            Prompt(NOTHING, NOTHING, 16.0, len(str(decision.get("prompt", ""))) // 4), model=decision.get("model", "")
         )
 
 
@@ -103,8 +103,8 @@ def response_headers(
     end: bool = False,
 ) -> ProcessingRequest:
     metadata = Metadata(filter_metadata=structs(**{METADATA_NAMESPACE: {SERVED: served}})) if served else None
-    told = {"upstream.address": attribute, "response.code_details": details}
-    attributes = structs(**{ATTRIBUTES_NAMESPACE: {name: value for name, value in told.items() if value}})
+    decision = {"upstream.address": attribute, "response.code_details": details}
+    attributes = structs(**{ATTRIBUTES_NAMESPACE: {name: value for name, value in decision.items() if value}})
     headers = {":status": str(status), "content-type": kind}
     return ProcessingRequest(
         response_headers=HttpHeaders(headers=header_map(headers), end_of_stream=end),

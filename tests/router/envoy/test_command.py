@@ -32,10 +32,10 @@ def test_its_settings_are_followed_and_what_it_knows_is_kept(tmp_path: Path) -> 
         write('"http://127.0.0.1:8002"')
         process.says("2 endpoints: 1 came, 0 left")
         write('"http://127.0.0.1:8002"]\nstrategie = "x"\nnothing = [')
-        process.tell(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         process.says("settings not reloaded.*: .*did you mean 'strategy'")
     finally:
-        process.tell(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         ended = process.ends()
     assert ended == 0 and state.stat().st_size > 0
     process.says("prefix index saved to .*state: [0-9]+ bytes")

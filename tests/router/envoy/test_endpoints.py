@@ -38,10 +38,12 @@ def test_a_line_of_the_file_may_say_what_a_backend_says(tmp_path: Path) -> None:
     path.write_text("10.0.0.1:80 events=tcp://10.0.0.1:5557 models=a,b drain=true\n10.0.0.2:80\n")
     first, second = asyncio.run(FileSource(path, print).endpoints()) or ()
     assert (first.events, first.models, first.drain, second.events) == ("tcp://10.0.0.1:5557", ("a", "b"), True, "")
-    told = completed(second, PickerSettings(events_port=5000, replay_port=5001, model="m"))
-    assert (told.events, told.replay, told.models) == ("tcp://10.0.0.2:5000", "tcp://10.0.0.2:5001", ("m",))
-    told = completed(first, PickerSettings(events_port=5000, replay_port=5001, model="m"))
-    assert (told.events, told.replay, told.models) == ("tcp://10.0.0.1:5557", "", ("a", "b")), "its own word stands"
+    reported = completed(second, PickerSettings(events_port=5000, replay_port=5001, model="m"))
+    assert (reported.events, reported.replay, reported.models) == ("tcp://10.0.0.2:5000", "tcp://10.0.0.2:5001", ("m",))
+    reported = completed(first, PickerSettings(events_port=5000, replay_port=5001, model="m"))
+    assert (reported.events, reported.replay, reported.models) == ("tcp://10.0.0.1:5557", "", ("a", "b")), (
+        "its own word stands"
+    )
     for line, said in (("port=1", "KEY=VALUE"), ("url=http://x", "KEY=VALUE"), ("drain=perhaps", "true or false")):
         path.write_text(f"10.0.0.1:80 {line}\n")
         with pytest.raises(InvalidInput, match=f"line 1: .*{said}"):

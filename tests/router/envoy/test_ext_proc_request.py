@@ -45,13 +45,13 @@ def test_headers_are_held_until_the_body_has_come_whole() -> None:
 
 
 def test_the_endpoint_is_sent_in_the_header_and_in_the_metadata_and_is_the_same() -> None:
-    for fallbacks, told in ((0, 1), (1, 2), (7, 3)):
+    for fallbacks, addresses in ((0, 1), (1, 2), (7, 3)):
         exchange = Exchange(a_service(fallbacks=fallbacks))
         exchange.receive(request_headers(), 0.0)
         first, *_ = exchange.receive(request_body(a_completion()), 0.0)
         endpoints = header_destination(first)
         assert endpoints == metadata_destination(first)
-        assert endpoints is not None and len(set(endpoints.split(","))) == told
+        assert endpoints is not None and len(set(endpoints.split(","))) == addresses
         assert all(endpoint in {f"10.0.0.{n}:8000" for n in range(3)} for endpoint in endpoints.split(","))
 
 
@@ -157,11 +157,11 @@ def test_a_subset_that_allows_none_is_503(subset: object) -> None:
 
 def test_without_a_subset_all_of_the_pool_are_picked_from() -> None:
     service = a_service()
-    told = set()
+    addresses = set()
     for _ in range(3):
         (answer,) = Exchange(service).receive(request_headers(GET, end=True), 0.0)
-        told.add(header_destination(answer))
-    assert told == {f"10.0.0.{n}:8000" for n in range(3)}
+        addresses.add(header_destination(answer))
+    assert addresses == {f"10.0.0.{n}:8000" for n in range(3)}
 
 
 def test_no_endpoint_is_503_with_a_time_to_come_back() -> None:
@@ -175,12 +175,12 @@ def test_no_endpoint_is_503_with_a_time_to_come_back() -> None:
 
 def test_too_many_at_every_server_is_429_and_room_at_one_is_used() -> None:
     service = a_service(servers=2, most_requests=2, retry_after_s=7)
-    told = [Exchange(service).receive(request_headers(GET, end=True), 0.0)[0] for _ in range(5)]
-    assert [answer.WhichOneof("response") for answer in told] == ["request_headers"] * 4 + ["immediate_response"]
-    assert told[4].immediate_response.status.code == 429
-    headers = {h.header.key: h.header.raw_value for h in told[4].immediate_response.headers.set_headers}
+    addresses = [Exchange(service).receive(request_headers(GET, end=True), 0.0)[0] for _ in range(5)]
+    assert [answer.WhichOneof("response") for answer in addresses] == ["request_headers"] * 4 + ["immediate_response"]
+    assert addresses[4].immediate_response.status.code == 429
+    headers = {h.header.key: h.header.raw_value for h in addresses[4].immediate_response.headers.set_headers}
     assert headers["retry-after"] == b"7"
-    # Of two servers the one with room is taken, whoever's turn it is.
+    # Of two servers the one with room is taken, even out of turn.
     for name in ("10.0.0.1:8000", "10.0.0.1:8000", "10.0.0.0:8000", "10.0.0.0:8000"):
         service.picker.fleet.servers[name].in_flight = 1
         (answer,) = Exchange(service).receive(request_headers(GET, end=True), 0.0)

@@ -35,20 +35,20 @@ SSE = "text/event-stream; charset=utf-8"
 
 
 class Remembering(RoundRobin):
-    """What a strategy is told, in order."""
+    """What a strategy learns, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[Any, ...]] = []
+        self.learned: list[tuple[Any, ...]] = []
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        self.told.append(("succeeded", server.name, now_s, cached_tokens))
+        self.learned.append(("succeeded", server.name, now_s, cached_tokens))
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        self.told.append(("corrected", server.name, now_s, cached_tokens))
+        self.learned.append(("corrected", server.name, now_s, cached_tokens))
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
-        self.told.append(("failed", server.name, now_s))
+        self.learned.append(("failed", server.name, now_s))
 
 
 def sent(service: PickerService, now_s: float = 0.0) -> tuple[Exchange, str]:
@@ -88,17 +88,17 @@ def test_a_streamed_answer_succeeds_with_its_first_byte_and_ends_with_its_last()
     service = a_service(scorer=scorer)
     exchange, server = sent(service)
     exchange.receive(response_headers(kind=SSE), 1.0)
-    assert scorer.told == []
+    assert scorer.learned == []
     exchange.receive(response_body(b"data: {}\n\n", end=False), 2.0)
-    assert scorer.told == [("succeeded", server, 2.0, None)] and in_flight(service) == {server: 1}
+    assert scorer.learned == [("succeeded", server, 2.0, None)] and in_flight(service) == {server: 1}
     exchange.receive(response_body(f"data: {json.dumps({'usage': USAGE})}\n\ndata: [DONE]\n\n".encode()), 3.0)
-    assert in_flight(service) == {} and scorer.told[1:] == [("corrected", server, 3.0, 128)]
+    assert in_flight(service) == {} and scorer.learned[1:] == [("corrected", server, 3.0, 128)]
     exchange.closed(4.0)
-    assert in_flight(service) == {} and len(scorer.told) == 2
+    assert in_flight(service) == {} and len(scorer.learned) == 2
     assert service.counters.get("cached_tokens_total") == 64 and service.counters.get("told_prompt_tokens_total") == 100
 
 
-def test_an_answer_in_one_piece_tells_what_was_cached_when_it_succeeds() -> None:
+def test_an_answer_in_one_piece_reports_what_was_cached_when_it_succeeds() -> None:
     scorer = Remembering()
     service = a_service(scorer=scorer)
     exchange, server = sent(service)
@@ -106,7 +106,7 @@ def test_an_answer_in_one_piece_tells_what_was_cached_when_it_succeeds() -> None
     text = json.dumps({"choices": [], "usage": USAGE}).encode()
     exchange.receive(response_body(text[:20], end=False), 2.0)
     exchange.receive(response_body(text[20:]), 3.0)
-    assert scorer.told == [("succeeded", server, 3.0, 128)] and in_flight(service) == {}
+    assert scorer.learned == [("succeeded", server, 3.0, 128)] and in_flight(service) == {}
     assert service.picker.fleet.servers[server].read_per_token == 2.0, "it counts 100 tokens where we do 200"
 
 
@@ -118,7 +118,7 @@ def test_an_error_teaches_nothing() -> None:
         exchange.receive(response_headers(status, served=server), 1.0)
         exchange.receive(response_body(b"{}"), 1.0)
         exchange.closed(1.0)
-        assert scorer.told == [("failed", server, 1.0)] and in_flight(service) == {}
+        assert scorer.learned == [("failed", server, 1.0)] and in_flight(service) == {}
 
 
 @pytest.mark.parametrize("how", ["served", "attribute"])
@@ -130,7 +130,7 @@ def test_the_endpoint_that_served_gets_the_request_in_its_account(how: str) -> N
     exchange.receive(response_headers(kind=SSE, **{how: other}), 1.0)
     assert in_flight(service) == {other: 1}
     exchange.receive(response_body(b"data: {}\n\n"), 2.0)
-    assert scorer.told == [("failed", chosen, 1.0), ("succeeded", other, 2.0, None)] and in_flight(service) == {}
+    assert scorer.learned == [("failed", chosen, 1.0), ("succeeded", other, 2.0, None)] and in_flight(service) == {}
     assert service.counters.get("fallbacks_total", other) == 1
 
     exchange, chosen = sent(service)
@@ -155,13 +155,13 @@ def test_a_server_that_never_takes_its_requests_is_left_alone_for_a_while() -> N
     assert dead in later
 
 
-@pytest.mark.parametrize("told", [{}, {"attribute": True, "details": "upstream_reset_before_response_started{}"}])
-def test_envoys_own_503_counts_against_the_server_it_tried(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("learned", [{}, {"attribute": True, "details": "upstream_reset_before_response_started{}"}])
+def test_envoys_own_503_counts_against_the_server_it_tried(learned: dict[str, Any]) -> None:
     service = a_service(servers=2)
     for number in range(8):
         exchange, server = sent(service, float(number) / 10)
         # Envoy names the last that it tried although that did not answer.
-        more = {**told, "attribute": server} if told else {}
+        more = {**learned, "attribute": server} if learned else {}
         exchange.receive(response_headers(503, **more), float(number) / 10)
         exchange.closed(1.0)
     # One is ejected; the last that is left is not.
@@ -188,11 +188,11 @@ def test_a_client_that_goes_away_closes_the_account(begun: bool) -> None:
         exchange.receive(response_body(b"data: {}\n\n", end=False), 1.0)
     exchange.closed(2.0)
     assert in_flight(service) == {} and service.streams == 0
-    assert scorer.told == ([("succeeded", server, 1.0, None)] if begun else [("failed", server, 2.0)])
+    assert scorer.learned == ([("succeeded", server, 1.0, None)] if begun else [("failed", server, 2.0)])
     assert service.counters.get("requests_abandoned_total") == int(not begun)
 
 
-def test_a_decision_is_told_only_where_that_is_allowed() -> None:
+def test_a_decision_is_disclosed_only_where_that_is_allowed() -> None:
     for allowed in (False, True):
         exchange, server = sent(a_service(tell_decisions=allowed))
         (answer,) = exchange.receive(response_headers(), 1.0)

@@ -81,7 +81,7 @@ def test_health_distinguishes_liveness_from_readiness_and_knows_the_service() ->
             for ask in (channel, apart):
                 assert {await health_of(ask, name) for name in ("", "liveness", "readiness", SERVICE)} == {"SERVING"}
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await health_of(channel, "nobody")
+                await health_of(channel, "absent")
             assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
 
     with_server(test, health_listen="127.0.0.1:0")
@@ -153,7 +153,7 @@ def test_a_stop_turns_new_streams_away_and_waits_for_old_ones() -> None:
     with_server(test)
 
 
-def test_long_prompts_are_read_beside_and_nobody_waits_for_them() -> None:
+def test_long_prompts_are_read_beside_without_delaying_others() -> None:
     class Slow(SmallReader):
         def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
             if len(body) >= 1000:

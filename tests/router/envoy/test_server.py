@@ -1,4 +1,4 @@
-"""The picker as it runs: endpoints that come and go, what they tell of themselves, and its page of metrics."""
+"""The picker as it runs: endpoints that come and go, what they report of themselves, and its page of metrics."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def page(picker: EndpointPicker) -> str:
         return await answer.text()
 
 
-def test_endpoints_tell_their_load_and_come_and_go() -> None:
+def test_endpoints_report_their_load_and_come_and_go() -> None:
     service, said = a_service(servers=0), list[str]()
     pool = Pool()
     picker = EndpointPicker(service, pool, some_settings(metrics_listen="127.0.0.1:0"), said.append)

@@ -111,7 +111,7 @@ def test_time_in_the_queue_ends_with_429_and_when_to_come_again() -> None:
     with_server(test, service)
 
 
-def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_holds_nobody_else_up() -> None:
+def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_delays_no_other() -> None:
     service = a_service(2, most_requests=1)
     service.queue.configure(QueueSettings(most_requests=1))
 
@@ -134,27 +134,27 @@ def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_holds_nobody_els
     with_server(test, service)
 
 
-def test_a_rule_of_admission_is_asked_and_told() -> None:
-    told: list[str] = []
+def test_a_rule_of_admission_is_asked_and_notified() -> None:
+    notified: list[str] = []
 
     class OneInTwo(Admission):
         name = "one in two"
 
         def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
-            told.append("asked")
-            return Refusal("it is the second", 7.2, kind="ttft") if told.count("asked") == 2 else None
+            notified.append("asked")
+            return Refusal("it is the second", 7.2, kind="ttft") if notified.count("asked") == 2 else None
 
         def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
             return None
 
         def accepted(self, case: Placement, now_s: float) -> None:
-            told.append("accepted")
+            notified.append("accepted")
 
         def refused(self, case: Placement, refusal: Refusal, now_s: float) -> None:
-            told.append("refused")
+            notified.append("refused")
 
         def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
-            told.append(f"ended {met}")
+            notified.append(f"ended {met}")
 
     service = a_service(1)
     service.scheduler = Scheduler(service.picker, admission=OneInTwo())
@@ -166,10 +166,10 @@ def test_a_rule_of_admission_is_asked_and_told() -> None:
             refused = (await answered(await asked(channel))).immediate_response
             assert refused.status.code == 429 and b"it is the second" in refused.body
             await end(first)
-            await until(lambda: "ended None" in told)
+            await until(lambda: "ended None" in notified)
 
     with_server(test, service)
-    assert told == ["asked", "accepted", "asked", "refused", "ended None"]
+    assert notified == ["asked", "accepted", "asked", "refused", "ended None"]
 
 
 def test_settings_give_the_picker_a_rule_and_a_queue() -> None:

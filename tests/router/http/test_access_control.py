@@ -67,7 +67,7 @@ def test_who_has_no_key_need_not_send_his_body(run: Run, keys: Path) -> None:
         assert raw.recv(1000).startswith(b"HTTP/1.1 401")
 
 
-def test_quotas_are_told_and_kept(run: Run, keys: Path) -> None:
+def test_quotas_are_reported_and_enforced(run: Run, keys: Path) -> None:
     running = run(engines=1, door={"api_keys": str(keys)})
     answers = [running.complete(bearer(IRON)) for _ in range(3)]
     assert [answer.status for answer in answers] == [200, 200, 429]
@@ -132,7 +132,7 @@ def test_keys_and_quotas_are_taken_up_without_a_restart(run: Run, keys: Path) ->
     assert running.complete(bearer(late)).status == 200
 
 
-def test_browsers_are_told_who_may_ask(run: Run, keys: Path) -> None:
+def test_browsers_learn_which_origins_are_allowed(run: Run, keys: Path) -> None:
     running = run(engines=1, door={"api_keys": str(keys)}, cors={"origins": ["https://app.example"]})
     asks = {
         "Origin": "https://app.example",

@@ -19,7 +19,7 @@ from skymemory.router.prompts.reader import Clients
 from skymemory.router.settings import read_settings, settings_from
 
 Run = Callable[..., Running]
-PROMPT = "tell me of the sea and of the ships that go there " * 40
+PROMPT = "hear me of the sea and of the ships that go there " * 40
 SLOW = {"first_byte_s": 0.15}
 
 
@@ -74,7 +74,7 @@ def test_what_would_come_too_late_is_refused_with_a_reason_and_a_time(run: Run) 
     assert running.complete(mock=SLOW, prompt=PROMPT, stream=True).status == 200, "afterwards all is as before"
 
 
-def test_nobody_is_refused_unless_it_is_asked_for(run: Run) -> None:
+def test_no_request_is_refused_unless_configured(run: Run) -> None:
     running = run(engines=1, strategy="least-ttft")
     assert [answer.status for answer in flood(running, 12)] == [200] * 12
     assert figure(running, "skymemory_router_refusals_total") == 0
@@ -83,7 +83,7 @@ def test_nobody_is_refused_unless_it_is_asked_for(run: Run) -> None:
 
 def test_what_has_no_prompt_is_let_in(run: Run) -> None:
     running = run(engines=1, strategy="least-ttft", admission={"rule": "early", "ttft": "1ms"})
-    assert running.complete(mock=SLOW, prompt=PROMPT).status == 200, "speeds are learnt from somebody"
+    assert running.complete(mock=SLOW, prompt=PROMPT).status == 200, "speeds are learnt from some server"
     assert running.complete(mock=SLOW, prompt=PROMPT).status == 429
     assert running.ask("POST", "/v1/embeddings", {"input": "x", "model": "small"}).status == 200
 

@@ -61,8 +61,8 @@ def test_servers_that_are_well_and_one_that_is_not_there(checked: Checked, url: 
 
 def test_the_same_for_programs(checked: Checked, url: str) -> None:
     code, said = checked({"url": url, "name": "a"}, words=("--json",))
-    told: dict[str, Any] = json.loads(said)
-    assert code == 0 and told["with_problems"] == 0 and told["servers"][0]["models"] == ["small"]
+    printed: dict[str, Any] = json.loads(said)
+    assert code == 0 and printed["with_problems"] == 0 and printed["servers"][0]["models"] == ["small"]
 
 
 def test_blocks_of_another_size(checked: Checked, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_events(checked: Checked, url: str) -> None:
         assert code == 1 and "no replay: tcp://127.0.0.1:1 did not answer" in said
 
 
-def test_events_that_nobody_publishes_or_that_are_not_said(
+def test_events_that_are_not_published_or_not_announced(
     checked: Checked, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, said = checked({"url": url, "events": "tcp://127.0.0.1:1"}, precise=True)

@@ -49,7 +49,7 @@ def test_it_serves_drains_on_sigterm_and_ends_with_0(two_engines: list[int]) -> 
         assert whole.read().endswith(b"[DONE]\n\n")
         running = opened(port, {**STREAM, "mock": {"events": 6, "gap_s": 0.1}})
         first = running.read1()
-        process.tell(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         until(lambda: not _accepts(port))
         assert (first + running.read()).endswith(b"data: [DONE]\n\n")
         assert process.ends() == 0
@@ -61,7 +61,7 @@ def test_what_does_not_end_in_time_is_cut_off(two_engines: list[int]) -> None:
     with router(*urls(two_engines), "--drain", "300ms") as (process, port):
         running = opened(port, {**STREAM, "mock": {"events": 100, "gap_s": 0.2}})
         running.read1()
-        process.tell(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             running.read()
         assert process.ends() == 1
@@ -72,7 +72,7 @@ def test_an_engine_killed_in_the_middle_of_a_stream(two_engines: list[int]) -> N
     with engine("doomed") as (doomed, doomed_port), router(*urls([doomed_port])) as (_, port):
         running = opened(port, {**STREAM, "mock": {"events": 100, "gap_s": 0.1}})
         first = running.read1()
-        doomed.tell(signal.SIGKILL)
+        doomed.send_signal(signal.SIGKILL)
         with pytest.raises(http.client.IncompleteRead) as broken:
             while True:
                 piece = running.read1()
@@ -91,7 +91,7 @@ def test_a_changed_file_and_sighup_are_taken_up(two_engines: list[int], tmp_path
         file.write_text(backend.format(two_engines[1], "second"))
         until(lambda: opened(port, STREAM).headers["X-Engine"] == "e1")  # by itself, within a second
         file.write_text("backends = 3")
-        process.tell(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         process.says("settings not reloaded.*: .*backends")
         assert opened(port, STREAM).headers["X-Engine"] == "e1"
 
@@ -99,11 +99,11 @@ def test_a_changed_file_and_sighup_are_taken_up(two_engines: list[int], tmp_path
 def test_a_router_that_was_killed_starts_again_and_ctrl_c_ends_it_without_a_word(two_engines: list[int]) -> None:
     with router(*urls(two_engines)) as (process, port):
         assert opened(port, STREAM).status == 200
-        process.tell(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         process.ends()
     with router(*urls(two_engines), "--listen", f"127.0.0.1:{port}") as (process, again):
         assert again == port and opened(port, STREAM).status == 200
-        process.tell(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         assert process.ends() == 0
         assert not any("Traceback" in line or "rror" in line for line in process.said)
 

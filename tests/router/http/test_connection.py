@@ -384,13 +384,13 @@ def test_a_request_that_was_sent_when_draining_begins_is_answered(run: Run, kept
     else:
         raw.close()
 
-    async def sent_and_told_to_stop() -> tuple[socket.socket, bool]:
+    async def sent_and_stopped() -> tuple[socket.socket, bool]:
         """Without a turn of the event loop between."""
         asking = raw if kept else socket.create_connection(("127.0.0.1", running.port), PATIENCE_S)
         asking.sendall(POST + LENGTH + b"\r\n" + BODY)
         return asking, await server.drain(10.0)
 
-    asking, ended = running.loop.run(sent_and_told_to_stop())
+    asking, ended = running.loop.run(sent_and_stopped())
     came = all_of(asking)
     assert came.startswith(b"HTTP/1.1 200") and b"Connection: close" in came and ended
     asking.close()

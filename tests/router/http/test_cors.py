@@ -1,4 +1,4 @@
-"""Pages of browsers: who may ask is told as the Fetch standard wants it, and nobody else is told anything."""
+"""Pages of browsers: allowed origins are answered as the Fetch standard wants it, and no other origin gets a header."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ASKS = {"access-control-request-method": "POST", "access-control-request-headers
 
 
 def test_off_by_default() -> None:
-    told = cors("OPTIONS", {"origin": APP, **ASKS}, CorsSettings())
-    assert told.headers == () and not told.preflight
+    reported = cors("OPTIONS", {"origin": APP, **ASKS}, CorsSettings())
+    assert reported.headers == () and not reported.preflight
 
 
-def test_a_page_that_may_ask_is_told_so_and_another_is_not() -> None:
+def test_an_allowed_page_is_answered_so_and_another_is_not() -> None:
     settings = CorsSettings(origins=(APP, "http://localhost:3000"))
-    told = cors("POST", {"origin": APP}, settings)
-    headers = dict(told.headers)
-    assert not told.preflight and headers["Access-Control-Allow-Origin"] == APP and headers["Vary"] == "Origin"
+    reported = cors("POST", {"origin": APP}, settings)
+    headers = dict(reported.headers)
+    assert not reported.preflight and headers["Access-Control-Allow-Origin"] == APP and headers["Vary"] == "Origin"
     assert "x-ratelimit-remaining-tokens" in headers["Access-Control-Expose-Headers"].split(", ")
     assert "Access-Control-Allow-Credentials" not in headers
     for origin in (EVIL, "null", "https://app.example.evil", "http://app.example", "https://app.example:8443", ""):
@@ -32,8 +32,8 @@ def test_a_page_that_may_ask_is_told_so_and_another_is_not() -> None:
 
 def test_a_preflight_is_answered_whole() -> None:
     settings = CorsSettings(origins=(APP,), max_age_s=60.0)
-    told = cors("OPTIONS", {"origin": APP, **ASKS}, settings)
-    assert told.preflight and dict(told.headers) == {
+    reported = cors("OPTIONS", {"origin": APP, **ASKS}, settings)
+    assert reported.preflight and dict(reported.headers) == {
         "Access-Control-Allow-Origin": APP,
         "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
         "Access-Control-Allow-Headers": "authorization, Content-Type",
@@ -49,28 +49,28 @@ def test_a_preflight_is_answered_whole() -> None:
 
 def test_headers_that_are_none_are_not_said_again() -> None:
     asks = {**ASKS, "access-control-request-headers": "x-a, b c, x\r\nset-cookie: z, , x-d;e, x-f"}
-    told = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
-    assert told["Access-Control-Allow-Headers"] == "x-a, x-f"
+    reported = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
+    assert reported["Access-Control-Allow-Headers"] == "x-a, x-f"
     asks["access-control-request-headers"] = ",".join(f"x-{number}" for number in range(10_000))
-    told = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
-    assert told["Access-Control-Allow-Headers"].count(",") == 63
+    reported = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
+    assert reported["Access-Control-Allow-Headers"].count(",") == 63
     del asks["access-control-request-headers"]
-    told = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
-    assert "Access-Control-Allow-Headers" not in told
+    reported = dict(cors("OPTIONS", {"origin": APP, **asks}, CorsSettings(origins=(APP,))).headers)
+    assert "Access-Control-Allow-Headers" not in reported
     named = CorsSettings(origins=(APP,), headers=("authorization",))
     assert ("Access-Control-Allow-Headers", "authorization") in cors("OPTIONS", {"origin": APP, **ASKS}, named).headers
 
 
 def test_any_origin_is_a_star_without_credentials() -> None:
     settings = CorsSettings(origins=("*",))
-    told = dict(cors("POST", {"origin": EVIL}, settings).headers)
-    assert told["Access-Control-Allow-Origin"] == "*" and "Access-Control-Allow-Credentials" not in told
-    assert "Vary" not in told, "all are told the same"
+    reported = dict(cors("POST", {"origin": EVIL}, settings).headers)
+    assert reported["Access-Control-Allow-Origin"] == "*" and "Access-Control-Allow-Credentials" not in reported
+    assert "Vary" not in reported, "all get the same answer"
     assert cors("POST", {}, settings).headers == ()
     with pytest.raises(InvalidInput, match="name the origins"):
         CorsSettings(origins=("*",), credentials=True)
-    told = dict(cors("POST", {"origin": APP}, CorsSettings(origins=(APP,), credentials=True)).headers)
-    assert (told["Access-Control-Allow-Origin"], told["Access-Control-Allow-Credentials"]) == (APP, "true")
+    reported = dict(cors("POST", {"origin": APP}, CorsSettings(origins=(APP,), credentials=True)).headers)
+    assert (reported["Access-Control-Allow-Origin"], reported["Access-Control-Allow-Credentials"]) == (APP, "true")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_any_origin_is_a_star_without_credentials() -> None:
         "https://[::1",
     ],
 )
-def test_what_is_no_origin_is_told_when_settings_are_read(origin: str) -> None:
+def test_an_invalid_origin_is_reported_when_settings_are_read(origin: str) -> None:
     with pytest.raises(InvalidInput, match="lower case"):
         filled(CorsSettings, {"origins": [origin]}, "cors")
 

@@ -1,4 +1,4 @@
-"""A proxy that goes by engines' events: requests go where the cache is that an engine told of."""
+"""A proxy that goes by engines' events: requests go where an engine reported the cache."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_requests_go_where_events_say_that_their_prompt_is(
         mine, others = ({block[8:] for block in held[which]} for which in (number, 1 - number))
         chain = max(mine - others, key=len)
         tokens = [digit for digit in chain for _ in range(BLOCK_TOKENS)]
-        told = running.complete({"x-skymemory-decision": "1"}, prompt=[*tokens, 1, 2])
-        decision = json.loads(told.headers["x-skymemory-decision"])
+        decided = running.complete({"x-skymemory-decision": "1"}, prompt=[*tokens, 1, 2])
+        decision = json.loads(decided.headers["x-skymemory-decision"])
         assert (decision["server"], decision["matched_tokens"]) == (name, len(tokens))
         assert running.metric("server_events_whole", server=name) == 1
         assert running.metric("server_events_blocks", server=name) == len(held[number])

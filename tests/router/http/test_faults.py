@@ -106,8 +106,8 @@ def test_who_came_back_is_not_believed_to_hold_what_it_held(run: Run) -> None:
     prompt = "abcdefgh" * 512
 
     def matched() -> int:
-        told = running.complete({"x-skymemory-decision": "1"}, prompt=prompt)
-        return int(json.loads(told.headers["x-skymemory-decision"])["matched_tokens"])
+        call = running.complete({"x-skymemory-decision": "1"}, prompt=prompt)
+        return int(json.loads(call.headers["x-skymemory-decision"])["matched_tokens"])
 
     assert matched() == 0 and matched() == 1024
     for engine in running.engines:
@@ -165,7 +165,7 @@ def test_a_client_that_reads_nothing_is_cut_off(run: Run) -> None:
     assert running.complete().status == 200
 
 
-def test_clients_that_send_slowly_are_told_or_cut_off(run: Run) -> None:
+def test_clients_that_send_slowly_are_warned_or_cut_off(run: Run) -> None:
     running = run(engines=1, timeouts={"client": "300ms", "keep_alive": "500ms"})
     with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -196,7 +196,7 @@ def test_servers_that_have_enough_waiting_get_no_more(run: Run) -> None:
     assert [len(engine.seen) for engine in running.engines] == [2, 2]
 
 
-def test_a_slow_page_of_metrics_delays_nobody(run: Run) -> None:
+def test_a_slow_page_of_metrics_delays_no_request(run: Run) -> None:
     running = run(engines=2, strategy="approximate")
     running.engines[0].metrics_delay_s = 30.0
     began_s = time.monotonic()
@@ -235,7 +235,7 @@ def test_an_end_that_only_closing_marks_stays_such_an_end(run: Run) -> None:
     assert came.endswith(b"data: [DONE]\n\n") and b"chunked" not in came.lower() and b"Connection: close" in came
 
 
-def test_a_few_bytes_that_hold_gigabytes_hold_nobody_up(run: Callable[..., Running]) -> None:
+def test_a_few_bytes_that_hold_gigabytes_delay_no_request(run: Callable[..., Running]) -> None:
     running = run(engines=1)
     bomb = gzip.compress(bytes(200 << 20), 9)
     assert len(bomb) < 1 << 18
@@ -257,7 +257,7 @@ def test_a_few_bytes_that_hold_gigabytes_hold_nobody_up(run: Callable[..., Runni
             assert running.ask("GET", "/health").status == 200
             waits_s.append(time.monotonic() - began_s)
         assert {each.result() for each in throwing} == {b"HTTP/1.1 413"}
-    assert max(waits_s) < max(1.0, unpacking_s), "nobody waits until all of it is unpacked, twice"
+    assert max(waits_s) < max(1.0, unpacking_s), "no request waits until all of it is unpacked, twice"
 
 
 def twice(running: Running, body: dict[str, Any]) -> bytes:
@@ -294,11 +294,11 @@ def test_an_error_of_ours_after_the_answer_began_sends_no_second_one(
 
 
 @pytest.mark.parametrize(
-    ("told", "body"),
+    ("call", "body"),
     [("succeeded", {}), ("ended", {}), ("ended", {"stream": True, "mock": {"events": 3, "gap_s": 0.05}})],
 )
 def test_an_error_in_the_account_spoils_no_answer(
-    run: Callable[..., Running], told: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Running], call: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = run(engines=1)
     assert running.server is not None
@@ -306,7 +306,7 @@ def test_an_error_in_the_account_spoils_no_answer(
     def fails(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(running.server.picker, told, fails)
+    monkeypatch.setattr(running.server.picker, call, fails)
     came = twice(running, body)
     assert came.count(b"HTTP/1.1 200 ") == 2
     assert came.count(b"[DONE]") == (2 if body else 0) and came.count(b'"usage"') == 2

@@ -108,10 +108,10 @@ def test_bodies_arrive_whole_however_they_were_sent(run: Run) -> None:
     )
 
 
-def test_decisions_are_told_to_who_asks(plain: Running) -> None:
-    told = plain.complete({"x-skymemory-decision": "1"})
-    decision = json.loads(told.headers["x-skymemory-decision"])
-    assert decision["server"] == told.headers["X-Engine"] and decision["strategy"] == "least-load"
+def test_decisions_are_disclosed_on_request(plain: Running) -> None:
+    disclosed = plain.complete({"x-skymemory-decision": "1"})
+    decision = json.loads(disclosed.headers["x-skymemory-decision"])
+    assert decision["server"] == disclosed.headers["X-Engine"] and decision["strategy"] == "least-load"
     assert decision["prompt_tokens"] == 40 and len(decision["fallbacks"]) == 2 and decision["reasons"]
     assert "x-skymemory-decision" not in plain.complete().headers
 
@@ -316,12 +316,12 @@ def test_an_engine_that_counts_other_tokens_than_we_do_is_understood(run: Run) -
         answer = running.ask(
             "POST", "/v1/completions", {"model": "small", "prompt": prompt}, {"x-skymemory-decision": "1"}
         )
-        told = json.loads(answer.headers["x-skymemory-decision"])
-        assert (told["prompt_tokens"], told["matched_tokens"]) == (1000, 0)
+        disclosed = json.loads(answer.headers["x-skymemory-decision"])
+        assert (disclosed["prompt_tokens"], disclosed["matched_tokens"]) == (1000, 0)
         totals = PrefillTotals(number + 1, 3000 * (number + 1), 3000 * (number + 1), 0.6 * (number + 1))
         engine.prefills = totals
-        until(lambda told=totals: server.reported is not None and server.reported.prefills == told)
-    assert told["estimated_compute_s"] == pytest.approx(0.6, rel=0.02)
+        until(lambda disclosed=totals: server.reported is not None and server.reported.prefills == disclosed)
+    assert disclosed["estimated_compute_s"] == pytest.approx(0.6, rel=0.02)
 
 
 @pytest.mark.parametrize("body_bytes", [5, 300_000])
@@ -330,14 +330,14 @@ def test_what_was_cached_of_a_whole_answer_is_known_when_it_is_learnt_from(
 ) -> None:
     running = run(engines=1, strategy="least-ttft")
     assert running.server is not None
-    scorer, told = running.server.picker.scorer, list[object]()
+    scorer, disclosed = running.server.picker.scorer, list[object]()
     succeeded = scorer.succeeded
 
     def listening(request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        told.append(cached_tokens)
+        disclosed.append(cached_tokens)
         succeeded(request, server, now_s, cached_tokens)
 
     monkeypatch.setattr(scorer, "succeeded", listening)
     running.complete(mock={"body_bytes": body_bytes})
-    until(lambda: bool(told))
-    assert told == [10], "8 of the engine's 32 tokens, of the 40 that we count"
+    until(lambda: bool(disclosed))
+    assert disclosed == [10], "8 of the engine's 32 tokens, of the 40 that we count"

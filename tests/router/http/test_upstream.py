@@ -139,7 +139,7 @@ def test_who_does_not_want_the_rest_is_gone_at_once() -> None:
         assert asked.body == b"ok" and not asked.over.done()
         asked.call.close()
         await gone.wait()
-        assert not asked.over.done(), "nothing is told any more"
+        assert not asked.over.done(), "nothing is reported any more"
 
     against(serve, ask)
 
@@ -174,7 +174,7 @@ def test_what_is_no_answer_is_an_error(said: bytes) -> None:
     against(serve, ask)
 
 
-def test_nobody_there_and_nobody_who_takes_it() -> None:
+def test_no_listener_and_no_server_that_accepts() -> None:
     async def ask(pool: Pool, connections: list[int]) -> None:
         with pytest.raises(UpstreamError) as raised:
             await whole(Pool("http://127.0.0.1:1", 2.0))

@@ -1,4 +1,4 @@
-"""Requests that wait at the router until a server has room: all are served, the urgent first, none for ever."""
+"""Requests that wait at the router until a server has room: all are served, the urgent first, none waits forever."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_urgent_go_first_and_tenants_in_turn(run: Run) -> None:
     assert prompts(running) == ["first", "urgent", "chat", "a1", "b1", "a2"]
 
 
-def test_what_was_promised_too_soon_is_refused_and_told_when_to_come_again(run: Run) -> None:
+def test_what_was_promised_too_soon_is_refused_with_a_retry_time(run: Run) -> None:
     running, first = occupied(run, 2.0)
     began_s = time.monotonic()
     late = running.complete({"x-slo-ttft-ms": "200", "x-skymemory-decision": "1"}, prompt="late")
@@ -134,7 +134,7 @@ def test_who_hangs_up_leaves_the_queue(run: Run) -> None:
     until(lambda: running.metric("requests_total", server="", outcome="client-gone") == 1)
 
 
-def test_where_no_server_is_up_nobody_waits_and_who_waits_is_served_when_one_returns(run: Run) -> None:
+def test_where_no_server_is_up_no_request_queues_and_queued_ones_are_served_when_one_returns(run: Run) -> None:
     running, first = occupied(run, health={"every": 0.1, "failures": 1, "successes": 1})
     waits = Asking(running, "waits")
     until(lambda: waiting(running) == 1)

@@ -145,7 +145,7 @@ def test_images_count_by_what_they_show() -> None:
         ({}, {}, "10.0.0.9"),
     ],
 )
-def test_what_tells_clients_apart(headers: dict[str, str], body: dict[str, Any], session: str) -> None:
+def test_what_distinguishes_clients(headers: dict[str, str], body: dict[str, Any], session: str) -> None:
     assert read(headers=headers, prompt="x", **body).session == session
 
 

@@ -145,7 +145,7 @@ def test_only_what_is_new_is_tokenized_and_only_for_whom_it_is_new() -> None:
     assert "".join(seen) == pieces.cut(text)[-1] + " and then a second turn"
     seen.clear()
     assert pieces.tokens(text) and not seen
-    pieces.tokens(text, salt="somebody else")
+    pieces.tokens(text, salt="another user")
     assert "".join(seen) == text
     with pytest.raises(TooMuchNewText):
         pieces.tokens(text + " and quite another end", most_new=10)
@@ -156,7 +156,7 @@ def test_what_is_kept_is_bounded_and_goes_by_use() -> None:
     pieces, seen = counted(most_bytes=20_000)
     often = "this one is asked for again and again"
     for number in range(300):
-        pieces.tokens(f"{number} is a text that nobody asks for twice, ever since number {number} came by")
+        pieces.tokens(f"{number} is a text that no client asks for twice, ever since number {number} came by")
         seen.clear()
         pieces.tokens(often)
         assert not seen or number == 0

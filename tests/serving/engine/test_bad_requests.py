@@ -1,4 +1,4 @@
-"""What cannot be served is told in OpenAI's form, and costs nothing."""
+"""What cannot be served is reported in OpenAI's form, and costs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events: what they tell adds up to what the cache holds, on the wire as vLLM has it."""
+"""KV events: they add up to what the cache holds, on the wire as vLLM has it."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Listener:
 
 
 @pytest.fixture
-def told() -> Iterator[tuple[Door, Listener]]:
+def listening() -> Iterator[tuple[Door, Listener]]:
     settings = EngineSettings(cache_bytes=10 * (BLOCK_BYTES + 128), kv_events=ANYWHERE, kv_replay=ANYWHERE)
     with open_door(settings) as door, zmq.Context() as context:
         assert door.engine.publisher is not None
-        (told,) = door.ask("/kv_event_sources").body
-        assert (told["endpoint"], told["data_parallel_rank"]) == (door.engine.publisher.at, 0)
-        assert told["replay_endpoint"] == door.engine.publisher.replay_at and told["topic"].startswith("kv@")
+        (listening,) = door.ask("/kv_event_sources").body
+        assert (listening["endpoint"], listening["data_parallel_rank"]) == (door.engine.publisher.at, 0)
+        assert listening["replay_endpoint"] == door.engine.publisher.replay_at and listening["topic"].startswith("kv@")
         socket = context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
         socket.subscribe(b"kv@")
@@ -85,8 +85,8 @@ def told() -> Iterator[tuple[Door, Listener]]:
         socket.close()
 
 
-def test_events_add_up_to_what_the_cache_holds(told: tuple[Door, Listener]) -> None:
-    door, listener = told
+def test_events_add_up_to_what_the_cache_holds(listening: tuple[Door, Listener]) -> None:
+    door, listener = listening
     first, second = some_ids(6 * BLOCK + 1, seed=1), some_ids(7 * BLOCK + 1, seed=2)
     door.cached(first)
     listener.listen()
@@ -139,6 +139,6 @@ def _asked_from(context: Any, publisher: KVPublisher, number: int) -> Any:
     return asker
 
 
-def test_an_endpoint_that_cannot_be_had_is_told() -> None:
+def test_an_unavailable_endpoint_is_reported() -> None:
     with pytest.raises(InvalidInput, match="nowhere"):
         KVPublisher("nowhere", ANYWHERE, "kv@x@y")

@@ -164,7 +164,7 @@ def test_metrics_are_vllms_and_move(door: Door) -> None:
     assert door.metric("vllm:cache_config_info", block_size="16", num_gpu_blocks=blocks) == 1
 
 
-def test_metrics_tell_what_prefills_take_as_routers_learn_it(door: Door) -> None:
+def test_metrics_report_what_prefills_take_as_routers_learn_it(door: Door) -> None:
     ids = some_ids(100, seed=10)
     before = _prefills(door)
     began_s = time.perf_counter()

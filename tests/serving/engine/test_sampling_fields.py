@@ -46,25 +46,25 @@ def test_repetition_penalty_and_bias_are_as_transformers_has_them(door: Door, re
 
 def test_frequency_and_presence_penalties_end_a_loop(door: Door) -> None:
     def kinds(**more: Any) -> int:
-        told = door.complete("Debian is", 20, ignore_eos=True, logprobs=0, **more)
-        return len(set(told["choices"][0]["logprobs"]["tokens"]))
+        answer = door.complete("Debian is", 20, ignore_eos=True, logprobs=0, **more)
+        return len(set(answer["choices"][0]["logprobs"]["tokens"]))
 
     looping = kinds()
     assert looping < kinds(presence_penalty=2.0) and looping < kinds(frequency_penalty=2.0)
 
 
 def test_a_stop_token_ends_the_answer_and_is_shown_only_where_asked_for(door: Door) -> None:
-    told = door.complete(START, 20, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    answer = door.complete(START, 20, logprobs=0)["choices"][0]["logprobs"]["tokens"]
     tokenizer = door.engine.thread._tokenizer
-    at = next(at for at in range(8, 20) if told[at] not in told[:at] and told[at].strip())
-    ids = [number for number in range(8192) if tokenizer.decode([number]) == told[at]]
+    at = next(at for at in range(8, 20) if answer[at] not in answer[:at] and answer[at].strip())
+    ids = [number for number in range(8192) if tokenizer.decode([number]) == answer[at]]
     stopped = door.complete(START, 20, stop_token_ids=ids)
     whole = text(door, START, 20)
     assert stopped["choices"][0]["finish_reason"] == "stop" and stopped["usage"]["completion_tokens"] == at + 1
     shown = stopped["choices"][0]["text"]
-    assert whole.startswith(shown) and not shown.endswith(told[at])
+    assert whole.startswith(shown) and not shown.endswith(answer[at])
     kept = text(door, START, 20, stop_token_ids=ids, include_stop_str_in_output=True)
-    assert kept.startswith(shown) and kept.endswith(told[at].strip())
+    assert kept.startswith(shown) and kept.endswith(answer[at].strip())
     later = door.complete(START, 20, stop_token_ids=ids, min_tokens=at + 1)
     assert later["usage"]["completion_tokens"] > at + 1
 
@@ -87,9 +87,9 @@ def test_min_tokens_bars_the_end_of_text(door: Door) -> None:
 
 
 def test_only_allowed_tokens_are_said(door: Door) -> None:
-    told = door.complete("The file", 20, allowed_token_ids=[700, 701], logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    answer = door.complete("The file", 20, allowed_token_ids=[700, 701], logprobs=0)["choices"][0]["logprobs"]["tokens"]
     tokenizer = door.engine.thread._tokenizer
-    assert set(told) <= {tokenizer.decode([700]), tokenizer.decode([701])}
+    assert set(answer) <= {tokenizer.decode([700]), tokenizer.decode([701])}
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -115,8 +115,8 @@ def test_several_choices_of_one_prompt(door: Door, chat: bool) -> None:
 
 def test_logprobs_of_a_completion_are_the_models(door: Door, ready: Any) -> None:
     ids = some_ids(30, seed=4)
-    told = door.complete(ids, 6, logprobs=3, temperature=0)["choices"][0]
-    logprobs = told["logprobs"]
+    answer = door.complete(ids, 6, logprobs=3, temperature=0)["choices"][0]
+    logprobs = answer["logprobs"]
     assert len(logprobs["tokens"]) == 6 and logprobs["text_offset"][0] == 0
     with torch.inference_mode():
         expected = ready.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)

@@ -33,7 +33,7 @@ def a_trace(folder: Path, requests: int = 4, apart_ms: int = 20) -> Path:
     return file
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+def reported(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     code = main(["replay", *words, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -44,7 +44,7 @@ def test_the_report_agrees_with_the_engines_own_counts(
 ) -> None:
     url, out = f"http://127.0.0.1:{door.port}/v1", tmp_path / "out.jsonl"
     words = (str(a_trace(tmp_path, 6)), "--url", url, "--metrics", f"http://127.0.0.1:{door.port}", "--out", str(out))
-    code, report = told(capsys, *words, "--scale-lengths", "0.1", "--max-tokens", "3", "--concurrency", "1", *how)
+    code, report = reported(capsys, *words, "--scale-lengths", "0.1", "--max-tokens", "3", "--concurrency", "1", *how)
     assert code == 0 and report["completed"] == report["asked"] == 6 and not report["faults"]
     counted = report["engines"]
     assert counted["requests"] == 6
@@ -86,7 +86,7 @@ def test_each_fault_of_a_server_is_a_clear_line(
 ) -> None:
     with odd_server(how) as server:
         words = ("--url", server.url, "--scale-lengths", "0.05", "--max-tokens", "2", "--patience", "0.4s")
-        code, report = told(capsys, str(a_trace(tmp_path, 2)), *words)
+        code, report = reported(capsys, str(a_trace(tmp_path, 2)), *words)
     assert code == 1 and report["completed"] == 0
     assert report["refused" if how == "refuses" else "failed"] == 2
     (fault,) = report["faults"]
@@ -122,24 +122,24 @@ def test_requests_are_sent_when_due_whatever_became_of_those_before(
     """Four of them 100 ms apart at twice the rate, to a server that never answers: all are out before one ends."""
     with odd_server("hangs") as server:
         words = ("--url", server.url, "--scale-lengths", "0.05", "--patience", "0.8s", "--rate", "2")
-        code, report = told(capsys, str(a_trace(tmp_path, 4, 100)), *words)
+        code, report = reported(capsys, str(a_trace(tmp_path, 4, 100)), *words)
     assert code == 1 and report["failed"] == 4
     assert report["seconds"] < 2.0 and report["late_s"]["p50"] < 0.1
 
 
-def test_no_more_are_under_way_than_may_be_and_those_held_up_are_told(
+def test_no_more_are_under_way_than_allowed_and_those_held_up_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three at once, one allowed, each given up after 0.3 s: the last waits for two."""
     with odd_server("hangs") as server:
         words = ("--url", server.url, "--scale-lengths", "0.05", "--patience", "0.3s", "--concurrency", "1")
-        _, report = told(capsys, str(a_trace(tmp_path, 3, 1)), *words)
+        _, report = reported(capsys, str(a_trace(tmp_path, 3, 1)), *words)
     assert report["failed"] == 3 and report["held_up"] == 2
     assert 0.55 < report["held_up_s"] < report["seconds"]
     assert report["late_s"]["most"] < 0.3, "what the cap held up is not the client's own lateness"
 
 
-def test_a_key_is_sent_and_never_told(
+def test_a_key_is_sent_and_never_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert complaint in said and said.count("\n") == 1
 
 
-def test_nobody_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_listener_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -183,7 +183,7 @@ def test_nobody_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "cannot be reached" in said and said.count("\n") == 1
 
 
-def test_ctrl_c_tells_what_was_done_and_leaves_nothing_running(tmp_path: Path) -> None:
+def test_ctrl_c_reports_what_was_done_and_leaves_nothing_running(tmp_path: Path) -> None:
     with odd_server("hangs") as server:
         command = [sys.executable, "-m", "skymemory", "replay", str(a_trace(tmp_path, 4, 700)), "--url", server.url]
         process = subprocess.Popen(

@@ -38,7 +38,7 @@ REFUSED = replace(
     error="refused 429: too much to do",
     retry_after_s=2.0,
 )
-FAILED = replace(REFUSED, status=Status.FAILED, http_status=200, retry_after_s=None, error="stream cut short: in vain")
+FAILED = replace(REFUSED, status=Status.FAILED, http_status=200, retry_after_s=None, error="stream cut short: wasted")
 
 
 def test_times_of_one_request() -> None:
@@ -60,7 +60,7 @@ def test_who_counts_where() -> None:
     assert report.length_errors.mean == pytest.approx(0.1)
     assert report.faults == (
         ("refused 429", 1, "refused 429: too much to do"),
-        ("stream cut short", 1, "stream cut short: in vain"),
+        ("stream cut short", 1, "stream cut short: wasted"),
     )
 
 
@@ -98,7 +98,7 @@ def test_an_interrupted_replay_went_on_until_it_was_interrupted() -> None:
     assert report_of([GOOD], 5, Slo(1.0), seconds=4.0).goodput_per_s == pytest.approx(0.25)
 
 
-def test_what_the_cap_held_up_is_told_and_is_not_the_clients_lateness() -> None:
+def test_what_the_cap_held_up_is_reported_and_is_not_the_clients_lateness() -> None:
     held = replace(GOOD, sent_s=3.0, held_up_s=2.0, first_s=3.1)
     report = report_of([held], 1, Slo())
     assert report.client_kept_up and report.held_up == 1
@@ -106,7 +106,7 @@ def test_what_the_cap_held_up_is_told_and_is_not_the_clients_lateness() -> None:
     assert "1 requests were held up by --concurrency, the longest 2 s" in words and "TTFT from due" in words
 
 
-def test_what_was_not_told_is_unknown_and_not_zero() -> None:
+def test_what_was_not_reported_is_unknown_and_not_zero() -> None:
     silent = replace(GOOD, prompt_tokens=None, cached_tokens=None, output_tokens=None)
     report = report_of([silent], 1, Slo())
     words = "\n".join(lines_of(report))
@@ -114,15 +114,15 @@ def test_what_was_not_told_is_unknown_and_not_zero() -> None:
     assert "unknown of prompts" in words and report.output_tokens == 3
 
 
-def test_a_replay_of_which_nothing_came_can_be_told() -> None:
+def test_a_replay_without_answers_can_be_reported() -> None:
     for outcomes in ([], [FAILED]):
         report = report_of(outcomes, 1, Slo(1.0, 1.0))
         assert lines_of(report)
-        told = json.loads(json.dumps(as_json(report), allow_nan=False))
-        assert told["completed"] == 0 and told["ttft_s"]["mean"] is None
+        as_dict = json.loads(json.dumps(as_json(report), allow_nan=False))
+        assert as_dict["completed"] == 0 and as_dict["ttft_s"]["mean"] is None
 
 
 def test_a_line_of_json_for_each() -> None:
-    told = json.loads(json.dumps(GOOD.as_json(), allow_nan=False))
-    assert told["ttft_s"] == 0.5 and told["gaps_s"] == [0.1, 0.3] and told["status"] == "completed"
+    as_dict = json.loads(json.dumps(GOOD.as_json(), allow_nan=False))
+    assert as_dict["ttft_s"] == 0.5 and as_dict["gaps_s"] == [0.1, 0.3] and as_dict["status"] == "completed"
     assert json.loads(json.dumps(REFUSED.as_json(), allow_nan=False))["ttft_s"] is None

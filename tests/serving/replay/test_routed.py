@@ -16,15 +16,15 @@ PATIENCE_S = 90.0
 @pytest.mark.slow
 def test_both_engines_counted_together_what_the_answers_said() -> None:
     """Tokens, hits and requests to the unit; and caches are used, which is what the router is for."""
-    told = asyncio.run(_replayed())
-    assert told["completed"] == told["asked"] == 24 and not told["faults"]
-    assert told["engines"] == {
+    reported = asyncio.run(_replayed())
+    assert reported["completed"] == reported["asked"] == 24 and not reported["faults"]
+    assert reported["engines"] == {
         "requests": 24,
-        "prompt_tokens": told["prompt_tokens"],
-        "cached_tokens": told["cached_tokens"],
-        "output_tokens": told["output_tokens"],
+        "prompt_tokens": reported["prompt_tokens"],
+        "cached_tokens": reported["cached_tokens"],
+        "output_tokens": reported["output_tokens"],
     }
-    assert 0 < told["hit_ratio"] <= told["reusable"] + 0.02
+    assert 0 < reported["hit_ratio"] <= reported["reusable"] + 0.02
 
 
 async def _replayed() -> dict[str, object]:

@@ -44,7 +44,7 @@ def test_an_event_that_is_cut_short_is_not_given() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xfe\n", b"<html>\n"])
-def test_what_is_no_event_is_told(raw: bytes) -> None:
+def test_what_is_no_event_is_reported(raw: bytes) -> None:
     with pytest.raises(MalformedStream):
         EventReader().feed(raw)
 
@@ -120,7 +120,7 @@ def test_an_end_without_done_is_an_end_if_the_answer_had_one() -> None:
         (b"<html>oh no</html>\n\n", "not server-sent events: a line that is not a field"),
     ],
 )
-def test_every_fault_is_told_by_its_kind(raw: bytes, words: str) -> None:
+def test_every_fault_is_reported_by_its_kind(raw: bytes, words: str) -> None:
     heard = AnswerReader()
     with pytest.raises(BadAnswer, match=words.replace("[", r"\[")):
         heard.feed(raw, 1.0)

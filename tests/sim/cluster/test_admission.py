@@ -56,14 +56,16 @@ def test_a_flood_of_one_tenant_does_not_cost_another_its_answers() -> None:
     requests = generate(CONVERSATIONS, 240, 6)
     setup = replace(SETUP, slo=Slo(10.0, 0.1), prefill=1)
     dice = random.Random(7)
-    told = [replace(asked(one, setup, dice), tenant="small" if dice.random() < 0.1 else "flood") for one in requests]
+    mixed = [replace(asked(one, setup, dice), tenant="small" if dice.random() < 0.1 else "flood") for one in requests]
     kept: dict[str, Counter[str]] = {}
     busy_s: dict[str, float] = {}
     for rule in ("baseline", "baseline+fair"):
-        run = run_cluster(requests, setup, "kvcache-centric", rule, asked=told)
-        kept[rule] = Counter(said.tenant for said, one in zip(told, run.outcomes, strict=True) if keeps(one, setup.slo))
+        run = run_cluster(requests, setup, "kvcache-centric", rule, asked=mixed)
+        kept[rule] = Counter(
+            said.tenant for said, one in zip(mixed, run.outcomes, strict=True) if keeps(one, setup.slo)
+        )
         busy_s[rule] = sum(run.prefill_busy_s)
-    small = sum(said.tenant == "small" for said in told)
+    small = sum(said.tenant == "small" for said in mixed)
     assert kept["baseline"]["small"] < 0.9 * small
     assert kept["baseline+fair"]["small"] > kept["baseline"]["small"] + 0.5 * (small - kept["baseline"]["small"])
     assert busy_s["baseline+fair"] > 0.9 * busy_s["baseline"], "no server stands still for it"

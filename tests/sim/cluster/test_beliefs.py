@@ -1,4 +1,4 @@
-"""What a scheduler believes is one thing, what is true another; and what it is told of requests."""
+"""What a scheduler believes is one thing, what is true another; and what it learns of requests."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ SETUP = ClusterSetup(prefill=2, decode=1)
 
 def estimated_s(setup: ClusterSetup) -> float:
     """The scheduler's estimate of a lone request's time to its first token."""
-    told: list[float | None] = []
+    disclosed: list[float | None] = []
 
     def factory(world: World) -> Scheduler:
         scheduler = scheduler_named("kvcache-centric", world)
         begin = scheduler.begin
 
         def noting(placement: Placement, now_s: float) -> None:
-            told.append(placement.prefill.estimated_ttft_s)
+            disclosed.append(placement.prefill.estimated_ttft_s)
             begin(placement, now_s)
 
         scheduler.begin = noting  # type: ignore[method-assign]
         return scheduler
 
     run_cluster([LONE], setup, factory)
-    (estimate,) = told
+    (estimate,) = disclosed
     assert estimate is not None
     return estimate
 
@@ -93,7 +93,7 @@ def test_errors_are_put_on_every_scheduler_that_estimates() -> None:
         assert exact != erring, name
 
 
-def test_the_length_of_an_answer_is_told_as_the_setup_says() -> None:
+def test_the_length_of_an_answer_is_disclosed_as_the_setup_says() -> None:
     request = TraceRequest(0.0, 1_000, 400, (1, 2))
     assert asked(request, SETUP, random.Random(1)).output_tokens is None
     telling = replace(SETUP, tells_output=True)
@@ -125,13 +125,13 @@ def test_priorities_come_with_what_is_asked() -> None:
         run_cluster(requests, ClusterSetup(jitter_s=1.0), asked=urgent)
 
 
-def test_a_name_that_is_not_known_is_told_with_those_that_are() -> None:
+def test_an_unknown_name_is_reported_with_those_known() -> None:
     with pytest.raises(InvalidInput, match="kvcache-centric"):
         run_cluster([LONE], SETUP, "best")
     assert len(set(NAMES)) == len(NAMES)
 
 
-def test_spans_and_loads_tell_of_a_run() -> None:
+def test_spans_and_loads_describe_a_run() -> None:
     run = run_cluster([LONE], replace(SETUP, spans=True, sample_s=0.5), "kvcache-centric")
     spans = {span.what: span for span in run.spans}
     assert set(spans) == {"prefill", "transfer", "decode"}

@@ -54,7 +54,7 @@ def test_parts_of_the_time_follow_the_rate() -> None:
 
 def test_options_reach_scheduler_and_rule() -> None:
     with pytest.raises(InvalidInput, match="variant"):
-        run_cell(ClusterCell(POISSON, SMALL, "kvcache-centric", (("variant", "nobody's"),)))
+        run_cell(ClusterCell(POISSON, SMALL, "kvcache-centric", (("variant", "unknown"),)))
     with pytest.raises(InvalidInput, match="no option"):
         run_cell(ClusterCell(POISSON, SMALL, admission="early", admission_options=(("mercy", 1),)))
     strict = replace(SMALL, slo=Slo(1e-3, 0.1))

@@ -1,4 +1,4 @@
-"""Whatever happens, every request ends once, every token is somewhere, and nobody stays on the scheduler's books."""
+"""Whatever happens, every request ends once, every token is somewhere, no request stays on the scheduler's books."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sim.cluster.toy import told
+from tests.sim.cluster.toy import scripted
 
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Scorer, Server
@@ -116,7 +116,7 @@ def check(requests: list[TraceRequest], setup: ClusterSetup, name: str, seed: in
 
     run = run_cluster(requests, setup, factory, rule)
     (world, _), *_ = made
-    assert rule.open == 0, "whoever was let in has ended"
+    assert rule.open == 0, "every admitted request has ended"
     assert not any(ledger.sent or ledger.answering for ledger in ledgers)
     for server in (*world.prefill, *(world.decode or ())):
         assert (server.in_flight, server.prefilling, server.prefill_tokens) == (0, 0, 0.0)
@@ -248,19 +248,19 @@ def test_a_machine_that_dies_while_its_kv_goes_away_takes_the_request_with_it() 
     setup = ClusterSetup(prefill=2, decode=1, pool=slow, failures=failures, spans=True)
     request = TraceRequest(0.0, 1_024, 2, (1, 2))
     for name in ("prefill-0", "prefill-1"):
-        run = run_cluster([request], setup, told(lambda request, name=name: (name, None)))
+        run = run_cluster([request], setup, scripted(lambda request, name=name: (name, None)))
         (one,) = run.outcomes
         assert one.status == "completed"
         if name == "prefill-1":
             assert (one.prefill, one.end_s) == (1, pytest.approx(20.0, abs=1.0))
         else:
-            assert one.prefill == 1, "told to the dead one, it goes to the other"
+            assert one.prefill == 1, "sent to the dead one, it goes to the other"
             assert one.ttft_s == pytest.approx(8.0, abs=0.5), "its first token is that of the second try"
             assert one.end_s == pytest.approx(40.0, abs=1.0), "its KV goes behind the dead one's, that was asked for"
             assert [span.what for span in run.spans] == ["prefill", "transfer", "prefill", "transfer", "decode"]
 
 
-def test_nobody_is_there_to_serve() -> None:
+def test_no_server_is_there_to_serve() -> None:
     setup = ClusterSetup(prefill=1, decode=1, failures=(Failure("prefill-0", 0.0, 5.0),))
     first, second = run_cluster([TraceRequest(1.0, 100, 2, (1,)), TraceRequest(6.0, 100, 2, (1,))], setup).outcomes
     assert (first.status, second.status) == ("failed", "completed")

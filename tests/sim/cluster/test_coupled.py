@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.sim.cluster.toy import TOY, told
+from tests.sim.cluster.toy import TOY, scripted
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.sim.cluster.setup import ClusterSetup
@@ -14,7 +14,7 @@ from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
 ALONE = ClusterSetup(prefill=0, decode=0, coupled=1, cost=TOY, kv_tokens=1_000_000, coupled_cache_tokens=51_200)
-HERE = told(lambda request: ("coupled-0", None))
+HERE = scripted(lambda request: ("coupled-0", None))
 
 
 def step_by_step(requests: list[TraceRequest], setup: ClusterSetup) -> dict[int, tuple[float, float, float]]:

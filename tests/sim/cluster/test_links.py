@@ -19,7 +19,7 @@ def test_two_transfers_on_one_link_go_one_after_the_other() -> None:
     assert link.carried_bytes == 90
 
 
-def test_a_slow_link_holds_up_nobody_on_the_fast_one_behind_it() -> None:
+def test_a_slow_link_delays_no_transfer_on_the_fast_one_behind_it() -> None:
     slow, fast = Link("sky", 1.0), Link("node", 10.0)
     assert transfer_s([slow, fast], 20, 0.0) == 20.0
     assert fast.free_s == 2.0

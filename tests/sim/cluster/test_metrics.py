@@ -119,7 +119,7 @@ def test_nothing_measured_is_null_in_json() -> None:
     lost = ClusterRun((OUTCOMES[5],), (), (), ())
     found = measured(lost, SLO)
     assert isinstance(found, ClusterMetrics)
-    told = found.as_json()
-    assert told["ttft_s"] == {"mean": None, "p50": None, "p90": None, "p99": None}
-    assert told["goodput_per_s"] is None
-    assert told["attainment"] == 0.0
+    as_dict = found.as_json()
+    assert as_dict["ttft_s"] == {"mean": None, "p50": None, "p90": None, "p99": None}
+    assert as_dict["goodput_per_s"] is None
+    assert as_dict["attainment"] == 0.0

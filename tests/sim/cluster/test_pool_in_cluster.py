@@ -28,22 +28,22 @@ def test_a_prompt_on_the_ssd_waits_for_it() -> None:
     assert last.ttft_s == pytest.approx(30 + computed_s / COST.shape.layers, abs=0.1)  # three blocks of ten seconds
 
 
-def test_a_sky_that_nobody_asks_changes_nothing_but_gets_copies() -> None:
+def test_an_unused_sky_changes_nothing_but_gets_copies() -> None:
     requests = [request(0, 1, 2), request(5, 1, 2, 3)]
     alone = run_cluster(requests, ClusterSetup(prefill=2, decode=1))
     below = run_cluster(requests, ClusterSetup(prefill=2, decode=1, pool=PoolSettings(sky=SkySetup(servers=9))))
     assert alone.outcomes == below.outcomes
 
 
-def test_every_byte_of_a_run_is_carried_once_and_every_loaded_token_told() -> None:
+def test_every_byte_of_a_run_is_carried_once_and_every_loaded_token_reported() -> None:
     sky = SkySetup(servers=9, packing=0.5)
     setup = ClusterSetup(prefill=3, decode=2, pool=PoolSettings(150 * BLOCK, sky=sky))
     requests = generate(CONVERSATIONS, 100.0, seed=5)
     run = run_cluster(requests, setup, "kvcache-centric")
     assert {one.status for one in run.outcomes} == {"completed"}
-    told = {name: sum(one.loaded_tokens.get(name, 0) for one in run.outcomes) for name in ("node", "sky")}
-    assert min(told.values()) > 5_000
-    for name, tokens in told.items():  # of a prompt that is there whole, the last token is computed all the same
+    reported = {name: sum(one.loaded_tokens.get(name, 0) for one in run.outcomes) for name in ("node", "sky")}
+    assert min(reported.values()) > 5_000
+    for name, tokens in reported.items():  # of a prompt that is there whole, the last token is computed all the same
         assert 0 <= run.pool[f"{name}_tokens"] - tokens <= len(requests)
     per_token = COST.kv_bytes(1)
     sky_bytes = run.pool["sky_tokens"] * per_token * sky.packing

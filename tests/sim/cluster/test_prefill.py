@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sim.cluster.toy import POOL, TOY, told
+from tests.sim.cluster.toy import POOL, TOY, scripted
 
 from skymemory.conductor.cost_model import Medium, loaded_s, pipelined_s
 from skymemory.conductor.request import Plan, Prompt, Request
@@ -166,7 +166,7 @@ def test_a_whole_request_by_hand() -> None:
     # Prefilled in 1 s; its KV, 0.1 s over the network, goes while it is computed: the last of ten layers is left.
     # Steps of two tokens more: 1 + 0.2·1001 ms, then 1 + 0.2·1002.
     (one,) = run_cluster(
-        [TraceRequest(2.0, 1000, 3, (1, 2))], SETUP, told(lambda request: ("prefill-0", None))
+        [TraceRequest(2.0, 1000, 3, (1, 2))], SETUP, scripted(lambda request: ("prefill-0", None))
     ).outcomes
     assert one.ttft_s == pytest.approx(1.0)
     joined_s = 3.0 + 0.1 / 10
@@ -179,6 +179,6 @@ def test_a_whole_request_by_hand() -> None:
 def test_kv_that_goes_after_the_prefill_comes_later_by_all_of_it() -> None:
     setup = replace(SETUP, layer_wise=False)
     (one,) = run_cluster(
-        [TraceRequest(0.0, 1000, 2, (1, 2))], setup, told(lambda request: ("prefill-0", None))
+        [TraceRequest(0.0, 1000, 2, (1, 2))], setup, scripted(lambda request: ("prefill-0", None))
     ).outcomes
     assert one.end_s == pytest.approx(1.0 + 0.1 + 0.2012, abs=2e-4)

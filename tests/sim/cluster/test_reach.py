@@ -23,7 +23,7 @@ begun_s = time.process_time()
 run = run_cluster(requests, None, "kvcache-centric")
 took_s = time.process_time() - begun_s
 assert sum(run.gap_tokens) == sum(one.output_tokens - 1 for one in run.outcomes)
-# getrusage would tell the peak of the test's own process, which this one began as a copy of.
+# getrusage would report the peak of the test's own process, which this one began as a copy of.
 status = Path("/proc/self/status").read_text("ascii")
 print(len(requests), took_s, status.split("VmHWM:")[1].split()[0])
 """

@@ -61,7 +61,7 @@ def test_a_box_that_is_no_orbit_and_one_on_board() -> None:
     assert (aboard.moves(3000.0), aboard.round_trip_s((0, 0), 0.0)) == ((0, 0), pytest.approx(2 * 6.571e-3, rel=1e-3))
 
 
-def test_nothing_is_read_or_written_while_nobody_is_in_reach() -> None:
+def test_nothing_is_read_or_written_while_no_satellite_is_in_reach() -> None:
     tier = SkyTier(SkySetup(bytes_per_s=BLOCK, servers=9), BLOCK)
     tier.write((1, 2), Link("out", WIDE), 0.0)
     tier.geometry.round_trip_s = lambda set_moves, now_s: math.inf  # type: ignore[method-assign]

@@ -26,10 +26,10 @@ POOL = PoolSettings(dram=QUICK, network=Medium("network", 2e6), dram_bytes=200 *
 Where = Callable[[Request], tuple[str, Plan | None]]
 
 
-class Told(Scorer):
+class Scripted(Scorer):
     """Sends every request where a table says, with the plan that it says."""
 
-    name = "told"
+    name = "scripted"
 
     def __init__(self, where: Where) -> None:
         self._where = where
@@ -41,11 +41,11 @@ class Told(Scorer):
         return Ranking(scores, matched_tokens=[0] * len(servers), plans=plans)
 
 
-def told(prefill: Where, decode: Where = lambda request: ("decode-0", None)) -> SchedulerFactory:
-    """A scheduler that does as it is told."""
+def scripted(prefill: Where, decode: Where = lambda request: ("decode-0", None)) -> SchedulerFactory:
+    """A scheduler that follows a script."""
 
     def make(world: World) -> Scheduler:
-        decoders = None if world.decode is None else Picker(world.decode, Told(decode))
-        return Scheduler(Picker(world.prefill, Told(prefill)), decoders, world.admission)
+        decoders = None if world.decode is None else Picker(world.decode, Scripted(decode))
+        return Scheduler(Picker(world.prefill, Scripted(prefill)), decoders, world.admission)
 
     return make

@@ -100,7 +100,7 @@ def test_what_is_not_there_is_asked_for_once_in_a_while_however_the_prompt_grows
     assert probes(finder) > asked
 
 
-def test_a_prompt_nobody_has_stored_costs_two_round_trips() -> None:
+def test_a_prompt_not_stored_costs_two_round_trips() -> None:
     finder = store_over(simulated(one_way_s=0.01), 2, lost())
     begun_s = finder._driver.now_s()
     assert finder.prefix([number.to_bytes(32, "big") for number in range(1, 300)]) == 0
@@ -168,13 +168,13 @@ def test_an_index_lost_while_the_box_moves_is_rebuilt_at_any_moment(strategy: st
     assert after[0] - before[0] >= 2
 
 
-def test_a_value_that_another_has_set_anew_elsewhere_is_found_again_at_once() -> None:
+def test_a_value_that_another_has_set_again_elsewhere_is_found_again_at_once() -> None:
     """The finder's idea of it has holes; what is there now is looked for, not taken to be gone for half a minute."""
     sky = simulated()
     filled(sky)
     finder = store_over(sky, 2, lost())
     assert finder.prefix(KEYS) == 20
     later = store_over(sky, 3, lost(), servers=4)
-    assert later.delete([KEYS[19]]) == [True] and later.put_many([(KEYS[19], b"anew" * 5000)]) == [True]
+    assert later.delete([KEYS[19]]) == [True] and later.put_many([(KEYS[19], b"afresh" * 5000)]) == [True]
     assert finder.get_many([KEYS[19]]) == [None]
-    assert finder.get_many([KEYS[19]]) == [b"anew" * 5000]
+    assert finder.get_many([KEYS[19]]) == [b"afresh" * 5000]

@@ -1,4 +1,4 @@
-"""A put that fails costs nobody what was there: neither the same bytes, nor another writer's."""
+"""A put that fails destroys nothing that was there: neither the same bytes, nor another writer's."""
 
 from __future__ import annotations
 

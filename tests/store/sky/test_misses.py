@@ -149,7 +149,7 @@ def test_what_only_a_silent_satellite_can_know_is_not_said_to_be_absent(indexed:
     assert read(reader) == (None, "absent")
 
 
-def test_what_another_client_has_set_anew_is_read_though_it_was_looked_at_before() -> None:
+def test_what_another_client_has_set_again_is_read_though_it_was_looked_at_before() -> None:
     sky = simulated()
     one, other = store_over(sky, 1), store_over(sky, 2)
     assert other.put_many([(KEY, VALUE)]) == [True]
@@ -248,7 +248,7 @@ def lose_a_chunk(sky: SimulatedConstellation) -> None:
 
 @pytest.mark.parametrize("value", [VALUE, VALUE[::-1]], ids=["the same bytes", "other bytes"])
 def test_what_is_stored_while_its_loss_is_proved_is_not_evicted(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader has proved the value lost, and somebody else computes it and stores it before it has said so."""
+    """A reader has proved the value lost, and another client computes it and stores it before it has said so."""
     sky = simulated()
     reader, writer = store_over(sky, 1, SharedIndex()), store_over(sky, 2, SharedIndex())
     assert reader.put_many([(KEY, VALUE)]) == [True]
@@ -279,7 +279,7 @@ def test_what_a_writer_may_still_have_been_at_when_a_reader_looked_stays(written
 
 
 def test_satellites_that_forget_keys_only_are_left_what_remains() -> None:
-    """Those of an earlier release: what they delete by key may be of somebody who has stored it meanwhile."""
+    """Those of an earlier release: what they delete by key may belong to a client that has stored it meanwhile."""
     sky = simulated()
     for machine in sky.satellites.values():
         machine._handlers[Op.FORGET] = lambda packet, now_s, machine=machine: machine._outbox.reply(
@@ -295,7 +295,7 @@ def test_satellites_that_forget_keys_only_are_left_what_remains() -> None:
 
 
 class Tampering(FaultInjector):
-    """The first ``most`` chunks that pass are another payload under a sound checksum: whoever looks once is misled."""
+    """The first ``most`` chunks that pass are another payload under a sound checksum: one look is misleading."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class Sky:
         self.sim.settle(time_s)
 
     def around(self, time_s: float, servers: int = 10) -> set[SatelliteId]:
-        """The satellites of a value placed around whoever is overhead at ``time_s``."""
+        """The satellites of a value placed around the satellite overhead at ``time_s``."""
         moves = self.clock.moves(time_s)
         return set(self.map.servers_at(STRATEGY_CODES["hop"], servers, moves, moves))
 
@@ -315,7 +315,7 @@ def test_through_loss_and_reordering() -> None:
 
 @pytest.mark.slow
 def test_what_is_asked_for_daily_is_overhead_when_it_comes() -> None:
-    """The scheduler over the machines: learned on two days, brought on the third, though nobody asked for it."""
+    """The scheduler over the machines: learned on two days, prefetched on the third without a request."""
     sky = Sky()
     store = sky.store()
     store.prefix(KEYS)

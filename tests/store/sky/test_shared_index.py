@@ -36,7 +36,7 @@ def add(index: SharedIndex, number: int) -> None:
     index.add([key(number)], [INFO], 0, None)
 
 
-def test_a_journal_that_was_removed_is_begun_anew_by_whoever_has_it_open(tmp_path: Path) -> None:
+def test_a_removed_journal_is_restarted_by_a_process_that_has_it_open(tmp_path: Path) -> None:
     path = tmp_path / "run" / "index"
     old = SharedIndex(path)
     add(old, 1)
@@ -56,7 +56,7 @@ def test_a_journal_that_cannot_be_opened_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
 
-    def as_nobody() -> str:
+    def as_unprivileged() -> str:
         os.seteuid(65534) if os.geteuid() == 0 else tmp_path.chmod(0o500)
         with pytest.raises(InvalidInput) as caught:
             SharedIndex(tmp_path / "index")
@@ -66,7 +66,7 @@ def test_a_journal_that_cannot_be_opened_is_said_to_be(tmp_path: Path) -> None:
     for path, why in wrong.items():
         with pytest.raises(InvalidInput, match=f"index {path}.*{why}.*index=no"):
             SharedIndex(path)
-    assert "Permission denied" in (said := in_child(as_nobody)) and str(tmp_path / "index") in said, said
+    assert "Permission denied" in (said := in_child(as_unprivileged)) and str(tmp_path / "index") in said, said
 
 
 def test_threads_that_share_an_index_lose_nothing(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_threads_that_share_an_index_lose_nothing(tmp_path: Path) -> None:
 
 def test_while_one_process_writes_no_other_does(tmp_path: Path) -> None:
     """An index of its own stands for another process: the lock is that of the open file. What the one writes while the
-    other is between its look at the journal and its record would else be skipped by the other for ever.
+    other is between its look at the journal and its record would else be skipped by the other forever.
     """
     index, other = SharedIndex(tmp_path / "index"), SharedIndex(tmp_path / "index")
     add(index, 1)
@@ -132,14 +132,14 @@ def test_a_journal_knows_whether_it_began_with_its_constellation(tmp_path: Path)
     for path in (founded, late):
         add(SharedIndex(path), 1)
     assert standing(founded) == (True, 1) and standing(late) == (False, 1)
-    assert SharedIndex(late, born=True).journal_state.complete is False, "somebody has written there before"
+    assert SharedIndex(late, born=True).journal_state.complete is False, "another process has written there before"
     assert inspect_journal(tmp_path / "none") is None and not (tmp_path / "none").exists()
     founded.unlink()
     assert standing(founded) == (False, 0)
 
 
 @pytest.mark.parametrize("damage", ["a bit in the middle", "torn", "garbage behind", "all garbage", "emptied"])
-def test_what_was_damaged_is_incomplete_for_everybody_from_then_on(tmp_path: Path, damage: str) -> None:
+def test_what_was_damaged_is_incomplete_for_every_client_from_then_on(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "index"
     create_journal(path)
     old = SharedIndex(path)
@@ -165,7 +165,7 @@ def test_what_was_damaged_is_incomplete_for_everybody_from_then_on(tmp_path: Pat
         assert len(old) == kept + 1 and not old.complete
 
 
-def test_a_journal_shortened_between_two_records_is_noticed_by_whoever_had_read_further(tmp_path: Path) -> None:
+def test_a_journal_shortened_between_two_records_is_noticed_by_a_reader_that_was_further(tmp_path: Path) -> None:
     path = tmp_path / "index"
     create_journal(path)
     old = SharedIndex(path)
@@ -199,7 +199,7 @@ def test_with_no_room_left_the_journal_is_incomplete(tmp_path: Path, monkeypatch
     assert standing(path) == (False, 2) and len(other) == 2
 
 
-def test_a_full_disk_on_the_ground_keeps_nobody_from_what_is_in_the_sky(
+def test_a_full_disk_on_the_ground_keeps_no_client_from_what_is_in_the_sky(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sky, path = simulated(), tmp_path / "index"

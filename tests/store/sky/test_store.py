@@ -241,7 +241,7 @@ def test_an_interrupted_read_lets_go_of_its_buffer(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("with_index", [True, False])
-def test_a_deletion_that_nobody_heard_is_none_and_can_be_asked_for_again(with_index: bool) -> None:
+def test_a_deletion_that_no_satellite_heard_is_none_and_can_be_requested_again(with_index: bool) -> None:
     sky = simulated()
     store = store_over(sky, 1, SharedIndex() if with_index else None)
     assert all(store.put_many(ITEMS[:3]))
@@ -254,7 +254,7 @@ def test_a_deletion_that_nobody_heard_is_none_and_can_be_asked_for_again(with_in
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_deletion_is_confirmed_as_soon_as_nobody_can_read_the_value(replicas: int) -> None:
+def test_a_deletion_is_confirmed_as_soon_as_the_value_is_unreadable(replicas: int) -> None:
     """One satellite of its ten is dead: the shares of the other nine are gone by their own word, with all copies."""
     sky = simulated()
     store = store_over(sky, 1, SharedIndex(), replicas=replicas, chunk_bytes=500)
@@ -324,8 +324,8 @@ def test_an_entry_of_an_earlier_release_that_means_another_size_is_corrected_onc
 
 
 @pytest.mark.parametrize("steps", [(1, 0), (0, 1)])
-def test_of_two_words_of_a_value_the_later_setting_is_believed_whoever_speaks_last(steps: tuple[int, int]) -> None:
-    """One satellite missed what was stored anew, a copy of which is elsewhere, and says what it had before."""
+def test_of_two_reports_of_a_value_the_later_setting_is_believed_in_any_order(steps: tuple[int, int]) -> None:
+    """One satellite missed what was stored again, a copy of which is elsewhere, and says what it had before."""
     sky = simulated()
     assert store_over(sky, 1, replicas=2).put_many([(KEYS[0], bytes(20 * 6144))]) == [True]
     rotate(sky, *steps)

@@ -1,4 +1,4 @@
-"""A key stored again with another value: nobody who looks for it finds the earlier one, nor harms the later."""
+"""A key stored again with another value: no reader finds the earlier one, nor harms the later."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from skymemory.router.envoy.grpc.http2 import Http2
 
 
 class Peer:
-    """A client by hand, and a server that takes down what it is told and deals with it at once."""
+    """A client by hand, and a server that records what it receives and deals with it at once."""
 
     def __init__(self, most_streams: int = 10, settings: bytes = b"", deals: bool = True) -> None:
-        self.told: list[tuple[str, int, object]] = []
+        self.received: list[tuple[str, int, object]] = []
         self.refusals: list[str] = []
         self.deals = deals
         self.now_s = 0.0
@@ -29,18 +29,18 @@ class Peer:
         assert self.heard() == [(h.SETTINGS, h.ACK, 0, b"")]
 
     def opened(self, stream: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.told.append(("opened", stream, dict(headers).get(b":path")))
+        self.received.append(("opened", stream, dict(headers).get(b":path")))
 
     def came(self, stream: int, data: bytes) -> None:
-        self.told.append(("came", stream, data))
+        self.received.append(("came", stream, data))
         if self.deals:
             self.http2.consumed(stream, len(data))
 
     def ended(self, stream: int) -> None:
-        self.told.append(("ended", stream, None))
+        self.received.append(("ended", stream, None))
 
     def aborted(self, stream: int) -> None:
-        self.told.append(("broke off", stream, None))
+        self.received.append(("broke off", stream, None))
 
     def refused(self, reason: str) -> None:
         self.refusals.append(reason)
@@ -59,11 +59,11 @@ class Peer:
 
 def test_a_call_comes_and_its_answer_goes_in_order() -> None:
     peer = Peer()
-    told = dict(h.SETTING.iter_unpack(peer.first[0][3]))
-    assert told[h.SET_MAX_STREAMS] == 10 and told[h.SET_INITIAL_WINDOW] == h.WINDOW_BYTES
+    received = dict(h.SETTING.iter_unpack(peer.first[0][3]))
+    assert received[h.SET_MAX_STREAMS] == 10 and received[h.SET_INITIAL_WINDOW] == h.WINDOW_BYTES
     peer.open()
     peer.say(frame(h.DATA, h.PADDED, 1, b"\x02askpp") + frame(h.DATA, h.END_STREAM, 1))
-    assert peer.told == [("opened", 1, b"/service/Call"), ("came", 1, b"ask"), ("ended", 1, None)]
+    assert peer.received == [("opened", 1, b"/service/Call"), ("came", 1, b"ask"), ("ended", 1, None)]
     peer.http2.headers(1, h.literals([(b":status", b"200")]))
     peer.http2.data(1, b"answer")
     peer.http2.finish(1, h.literals([(b"grpc-status", b"0")]))
@@ -83,7 +83,7 @@ def test_an_answer_before_the_request_has_ended_asks_for_no_more_of_it() -> None
     kinds = [(kind, payload) for kind, _, _, payload in peer.heard()]
     assert kinds == [(h.HEADERS, b""), (h.RST_STREAM, word(h.NO_ERROR))]
     peer.say(frame(h.DATA, h.END_STREAM, 1, b"on its way") + frame(h.RST_STREAM, 0, 1, word(h.CANCEL)))
-    assert peer.http2.fault is None and [what for what, *_ in peer.told] == ["opened"]
+    assert peer.http2.fault is None and [what for what, *_ in peer.received] == ["opened"]
 
 
 def test_data_waits_for_the_window_of_its_stream_and_of_the_connection() -> None:
@@ -129,7 +129,7 @@ def test_a_sender_gets_its_window_back_for_what_was_dealt_with_and_no_sooner() -
     assert peer.http2.fault is None and peer.heard() == []
     peer.say(frame(h.DATA, 0, 1, b"one byte more"))
     assert peer.heard() == [(h.RST_STREAM, 0, 1, word(h.FLOW_CONTROL_ERROR))]
-    assert peer.told[-1] == ("broke off", 1, None)
+    assert peer.received[-1] == ("broke off", 1, None)
 
 
 def test_who_does_not_take_its_answer_may_not_send_on() -> None:
@@ -157,7 +157,7 @@ def test_streams_beyond_the_most_are_refused_and_their_headers_count() -> None:
     assert peer.heard() == [(h.RST_STREAM, 0, 5, word(h.REFUSED_STREAM))]
     peer.say(frame(h.RST_STREAM, 0, 1, word(h.CANCEL)))
     peer.open(7)  # its headers are references to those of the streams before
-    assert peer.told[-2:] == [("broke off", 1, None), ("opened", 7, b"/service/Call")]
+    assert peer.received[-2:] == [("broke off", 1, None), ("opened", 7, b"/service/Call")]
     peer.http2.leave()
     peer.open(9)
     assert peer.heard() == [
@@ -165,7 +165,7 @@ def test_streams_beyond_the_most_are_refused_and_their_headers_count() -> None:
         (h.RST_STREAM, 0, 9, word(h.REFUSED_STREAM)),
     ]
     peer.say(frame(h.DATA, h.END_STREAM, 9) + frame(h.DATA, h.END_STREAM, 7))
-    assert peer.told[-1] == ("ended", 7, None) and peer.http2.fault is None
+    assert peer.received[-1] == ("ended", 7, None) and peer.http2.fault is None
 
 
 def test_headers_may_come_in_several_frames_and_trailers_end_a_stream() -> None:
@@ -173,10 +173,10 @@ def test_headers_may_come_in_several_frames_and_trailers_end_a_stream() -> None:
     block = peer.encoder.encode(REQUEST)
     priority = bytes(5)
     peer.say(frame(h.HEADERS, h.HAS_PRIORITY, 1, priority + block[:3]) + frame(h.CONTINUATION, 0, 1, block[3:5]))
-    assert not peer.told
+    assert not peer.received
     peer.say(frame(h.CONTINUATION, h.END_HEADERS, 1, block[5:]))
     peer.say(frame(h.HEADERS, h.END_HEADERS | h.END_STREAM, 1, peer.encoder.encode([("a", "b")])))
-    assert peer.told == [("opened", 1, b"/service/Call"), ("ended", 1, None)]
+    assert peer.received == [("opened", 1, b"/service/Call"), ("ended", 1, None)]
 
 
 def test_pings_are_answered_and_what_is_unknown_is_read_over() -> None:
@@ -200,7 +200,7 @@ FAULTS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "too much padding": (h.PROTOCOL_ERROR, lambda: frame(h.DATA, h.PADDED, 1, b"\x09x")),
     "no padding": (h.FRAME_SIZE_ERROR, lambda: frame(h.DATA, h.PADDED, 1, b"")),
     "headers broken off": (h.PROTOCOL_ERROR, lambda: frame(h.HEADERS, 0, 3, b"") + frame(h.PING, 0, 0, bytes(8))),
-    "headers out of nowhere": (h.PROTOCOL_ERROR, lambda: frame(h.CONTINUATION, h.END_HEADERS, 1, b"")),
+    "CONTINUATION without HEADERS": (h.PROTOCOL_ERROR, lambda: frame(h.CONTINUATION, h.END_HEADERS, 1, b"")),
     "headers of nothing": (
         h.ENHANCE_YOUR_CALM,
         lambda: frame(h.HEADERS, 0, 3) + frame(h.CONTINUATION, 0, 3) * (h.MAX_CONTINUATIONS + 1),
@@ -242,9 +242,9 @@ def test_a_peer_that_breaks_a_rule_gets_goaway_and_is_not_read_any_more(name: st
     peer.say(said())
     kind, _, _, payload = peer.heard()[-1]
     assert kind == h.GOAWAY and payload[4:8] == word(code), payload
-    told = len(peer.told)
+    received = len(peer.received)
     peer.open(5)
-    assert len(peer.told) == told and peer.heard() == []
+    assert len(peer.received) == received and peer.heard() == []
 
 
 def test_who_speaks_something_else_is_not_listened_to() -> None:
@@ -281,5 +281,5 @@ def test_whatever_comes_in_whatever_pieces_ends_in_an_answer_or_a_fault(said: li
     whole.say(data)
     for start in range(0, len(data), cut):
         parts.say(data[start : start + cut])
-    assert whole.told == parts.told
+    assert whole.received == parts.received
     assert whole.heard() == parts.heard() and repr(whole.http2.fault) == repr(parts.http2.fault)

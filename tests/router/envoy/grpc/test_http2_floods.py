@@ -131,10 +131,10 @@ def test_all_clients_of_an_envoy_may_hang_up_at_once() -> None:
     assert peer.http2.fault is None
 
 
-def test_headers_that_mean_the_same_are_read_once_and_others_anew() -> None:
+def test_headers_that_mean_the_same_are_read_once_and_others_again() -> None:
     peer = Peer()
-    told: list[bytes] = []
-    peer.opened = lambda stream, headers: told.append(dict(headers)[b":path"])  # type: ignore[method-assign]
+    received: list[bytes] = []
+    peer.opened = lambda stream, headers: received.append(dict(headers)[b":path"])  # type: ignore[method-assign]
     one, other = REQUEST, [(name, "/other" if name == ":path" else value) for name, value in REQUEST]
     wanted = []
     for number, said in enumerate([one, one, other, one, one, other, other, one]):
@@ -148,7 +148,7 @@ def test_headers_that_mean_the_same_are_read_once_and_others_anew() -> None:
         stream += 2
         peer.say(headers(stream, b"\x83\x86\xbe") + reset(stream))
         wanted += [value, value]
-    assert told == wanted and peer.http2.fault is None
+    assert received == wanted and peer.http2.fault is None
 
 
 def test_one_byte_of_window_at_a_time_costs_one_frame() -> None:

@@ -96,25 +96,25 @@ class Client:
         self._continues = 0
 
     def _block(self) -> bytes:
-        told = [*REQUEST[:3], (":authority", "x"), *REQUEST[3:]]
+        fields = [*REQUEST[:3], (":authority", "x"), *REQUEST[3:]]
         dice = self._dice
         if dice.random() < 0.08:
             change = dice.randrange(7)
             if change == 0:
-                del told[dice.randrange(3)]
+                del fields[dice.randrange(3)]
             elif change == 1:
-                told.append((":path", "/"))
+                fields.append((":path", "/"))
             elif change == 2:
-                told.append(dice.choice((("Upper", "x"), ("connection", "x"), ("te", "gzip"))))
+                fields.append(dice.choice((("Upper", "x"), ("connection", "x"), ("te", "gzip"))))
             elif change == 3:
-                told.insert(0, (":other", "x"))
+                fields.insert(0, (":other", "x"))
             elif change == 4:
-                told.append(("content-length", dice.choice(("0", "3", "8"))))
+                fields.append(("content-length", dice.choice(("0", "3", "8"))))
             elif change == 5:
-                told[1] = (":path", "")
+                fields[1] = (":path", "")
             else:
-                told.append(("te", "trailers"))
-        return self._encoder.encode(told)
+                fields.append(("te", "trailers"))
+        return self._encoder.encode(fields)
 
     def one(self) -> tuple[str, bytes]:
         dice = self._dice

@@ -74,8 +74,8 @@ PUT = Encoder()
 
 
 def block(*more: tuple[str, str], without: str = "", first: tuple[tuple[str, str], ...] = ()) -> bytes:
-    told = [each for each in REQUEST if each[0] != without]
-    return h.literals((a.encode(), b.encode()) for a, b in (*first, *told, *more))
+    fields = [each for each in REQUEST if each[0] != without]
+    return h.literals((a.encode(), b.encode()) for a, b in (*first, *fields, *more))
 
 
 def get(stream: int = 1, flags: int = END, said: bytes | None = None) -> bytes:

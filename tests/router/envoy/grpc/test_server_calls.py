@@ -92,12 +92,12 @@ def test_messages_of_any_size_come_back_whole_and_in_order() -> None:
             call = a_call(channel)
             sizes = [0, 1, 5, 16_379, 16_384, 70_000, 5_000_000, 3]
 
-            async def tell() -> None:
+            async def write_all() -> None:
                 for size in sizes:
                     await call.write(b"x" * size)
                 await call.done_writing()
 
-            telling = asyncio.create_task(tell())
+            telling = asyncio.create_task(write_all())
             assert [len(await call.read()) for _ in sizes] == sizes
             await telling
             assert await call.read() is grpc.aio.EOF and await call.code() == grpc.StatusCode.OK
@@ -143,16 +143,16 @@ def test_what_comes_while_a_call_holds_waits_and_stays_in_order() -> None:
             pieces = [bytes([number]) * 100_000 for number in range(30)]
             await call.write(b"hold")
 
-            async def tell() -> None:
+            async def write_all() -> None:
                 for piece in pieces:
                     await call.write(piece)
                 await call.done_writing()
 
-            telling = asyncio.create_task(tell())
+            telling = asyncio.create_task(write_all())
             await asyncio.sleep(0.2)
             (echo,) = Echo.made
             kept = len(echo.answers._buffer)
-            assert WINDOW_BYTES // 2 < kept <= WINDOW_BYTES, "the sender is not told to go on"
+            assert WINDOW_BYTES // 2 < kept <= WINDOW_BYTES, "the sender is not allowed to go on"
             echo.answers.go_on()
             assert [await call.read() for _ in pieces] == pieces
             await telling

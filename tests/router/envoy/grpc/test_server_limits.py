@@ -18,7 +18,7 @@ BEGIN = h.PREFACE + frame(h.SETTINGS, 0, 0)
 
 
 class Notes(Call):
-    """Takes down what it hears, and may be told what to do then."""
+    """Records what it receives, and may be given an action for it."""
 
     def __init__(self, world: World, answers: Answers) -> None:
         self.world, self.answers = world, answers
@@ -142,7 +142,7 @@ def test_what_comes_at_once_is_dealt_with_bit_by_bit_and_others_have_their_turns
         world.say(greedy, opened() + data(1, message(b"x")) * 200)
         assert world.heard < WORK_AT_ONCE and not its.reads, "a slice, and no more is read"
         world.say(modest, opened() + data(1, message(b"y")))
-        assert [each.heard for each in world.calls][1] == [b"y"], "at once, whoever waits"
+        assert [each.heard for each in world.calls][1] == [b"y"], "at once, even with a request waiting"
         before = world.heard
         await turns()
         assert 0 < world.heard - before <= WORK_AT_ONCE
