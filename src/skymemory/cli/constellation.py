@@ -40,15 +40,16 @@ def add_parser(subparsers: Subparsers) -> None:
 
     up = verbs.add_parser("up", help="start all satellites as processes of this computer")
     _add_plan_options(up)
-    up.add_argument("--hosts", type=int, metavar="N", help="host processes (default: 5)")
-    up.add_argument(
+    add = up.add_argument
+    add("--hosts", type=int, metavar="N", help="host processes (default: 5)")
+    add(
         "--base-port",
         type=argument(_base_port),
         default=26_000,
         metavar="PORT",
         help="first UDP port, one per satellite from here; auto: find free ones (default: 26000)",
     )
-    up.add_argument("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the constellation")
+    add("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the constellation")
     add_run_dir(up)
 
     status = verbs.add_parser("status", help="show which hosts run, which satellites answer and what they hold")
@@ -67,25 +68,25 @@ def add_parser(subparsers: Subparsers) -> None:
     rotate = verbs.add_parser(
         "rotate", help="move the overhead satellite by hand; chunks migrate as they would with time"
     )
-    rotate.add_argument("--slots", type=int, default=1, metavar="N", help="slot moves (default: 1)")
-    rotate.add_argument("--planes", type=int, default=0, metavar="N", help="plane moves (default: 0)")
-    rotate.add_argument(
-        "--plan", type=Path, metavar="FILE", help="rotate the constellation of this plan, not of the run directory's"
-    )
+    add = rotate.add_argument
+    add("--slots", type=int, default=1, metavar="N", help="slot moves (default: 1)")
+    add("--planes", type=int, default=0, metavar="N", help="plane moves (default: 0)")
+    add("--plan", type=Path, metavar="FILE", help="rotate the constellation of this plan, not of the run directory's")
     add_run_dir(rotate)
     add_json(rotate)
 
     plan = verbs.add_parser("plan", help="write a plan for several computers, of which each runs its part")
     _add_plan_options(plan)
-    plan.add_argument("--out", type=Path, required=True, metavar="FILE")
-    plan.add_argument(
+    add = plan.add_argument
+    add("--out", type=Path, required=True, metavar="FILE")
+    add(
         "--host",
         action="append",
         required=True,
         metavar="IP:PORT",
         help="address and first UDP port of a computer; repeat for each, in the order of the planes",
     )
-    plan.add_argument("--insecure", action="store_true", help="accept commands from other computers without keys")
+    add("--insecure", action="store_true", help="accept commands from other computers without keys")
 
     attach = verbs.add_parser("attach", help="use a constellation that runs on other computers, by its plan")
     attach.add_argument("plan", type=Path, metavar="FILE")
@@ -104,62 +105,62 @@ def _add_satellite(subparsers: Subparsers) -> None:
         "one such process per host on this computer; for several computers write one plan with "
         "`skymemory constellation plan`, copy it to each, and run this there.",
     )
-    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="the plan that all hosts share")
-    parser.add_argument("--host", required=True, metavar="HOST", help="name or number (from 0) of a host of the plan")
-    parser.add_argument("--listen", metavar="IP", help="address to bind (default: the plan's; behind NAT: 0.0.0.0)")
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen on a non-loopback address although the plan has no MACs"
-    )
+    add = parser.add_argument
+    add("--plan", type=Path, required=True, metavar="FILE", help="the plan that all hosts share")
+    add("--host", required=True, metavar="HOST", help="name or number (from 0) of a host of the plan")
+    add("--listen", metavar="IP", help="address to bind (default: the plan's; behind NAT: 0.0.0.0)")
+    add("--insecure", action="store_true", help="listen on a non-loopback address although the plan has no MACs")
     add_run_dir(parser)
-    parser.add_argument("--supervisor-fd", type=int, help=argparse.SUPPRESS)
+    add("--supervisor-fd", type=int, help=argparse.SUPPRESS)
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Geometry, memory, authentication and faults; options left out have the preset's defaults."""
-    parser.add_argument("--preset", default="testbed-19x5", help="geometry of the constellation (default: %(default)s)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--preset", default="testbed-19x5", help="geometry of the constellation (default: %(default)s)")
+    add(
         "--delay",
         type=argument(parse_delay),
         default=1.0,
         metavar="real|off|xK",
         help="hold each packet as long as light takes over the link, not at all, or K times as long (default: real)",
     )
-    parser.add_argument(
+    add(
         "--memory-per-satellite",
         type=size,
         default=64 * 2**20,
         metavar="SIZE",
         help="memory of a satellite (default: 64MiB)",
     )
-    parser.add_argument("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
-    parser.add_argument("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
-    parser.add_argument("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
+    add("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
+    add("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
+    add("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
     _add_ground_options(parser)
-    parser.add_argument("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
-    parser.add_argument(
+    add("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
+    add(
         "--time-scale",
         type=float,
         default=0.0,
         metavar="X",
         help="speed of the satellites' clock: 0 stands still (default), 1 is real time, 60 is an hour per minute",
     )
-    memory = parser.add_argument_group(
+    add = parser.add_argument_group(
         "memory", "what a satellite evicts when its memory is full; see docs/guide/eviction.md"
-    )
-    memory.add_argument(
+    ).add_argument
+    add(
         "--eviction",
         default="lazy",
         metavar="POLICIES",
         help="how the rest of a block that lost a chunk is dropped: lazy, gossip or gossip-plane, periodic, migration, "
         "several with commas, or none (default: %(default)s)",
     )
-    memory.add_argument(
+    add(
         "--replacement",
         default=DEFAULT_REPLACEMENT,
         choices=REPLACEMENTS,
         help="which block goes first: by recency (lru), frequency (lfuda), or both (lrfu; default)",
     )
-    memory.add_argument(
+    add(
         "--sweep",
         type=duration,
         metavar="TIME",
@@ -186,27 +187,27 @@ def _add_ground_options(parser: argparse.ArgumentParser) -> None:
         help="how the host reaches satellites: directly (los, default), all through the nearest in sight (gateway), "
         "those in sight directly and the rest through it (hybrid), or as a satellite itself (onboard)",
     )
-    ground = parser.add_argument_group("ground", "where the host is; only for presets with real orbits")
-    ground.add_argument(
+    add = parser.add_argument_group("ground", "where the host is; only for presets with real orbits").add_argument
+    add(
         "--host-at",
         type=argument(_place),
         metavar="LAT,LON",
         help="degrees north and east (default: 40,-75); with a minus sign: --host-at=-33.9,18.4",
     )
-    ground.add_argument(
+    add(
         "--host-path",
         type=Path,
         metavar="FILE",
         help="track of a moving host: lines of `seconds latitude longitude`, seconds of the satellites' clock from now",
     )
-    ground.add_argument(
+    add(
         "--mask",
         type=float,
         default=25.0,
         metavar="DEG",
         help="lowest elevation at which a satellite is in sight (default: 25)",
     )
-    ground.add_argument(
+    add(
         "--gateway",
         choices=("nearest", "climbing"),
         help="which satellite in sight: the nearest (default), or the nearest that flies the same way as the box",

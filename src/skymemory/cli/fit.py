@@ -105,12 +105,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="send prompts as token ids or as words (default: ids)",
     )
     add("--ids", metavar="A-B", default="300-1000", help="range of token ids to draw from (default: 300-1000)")
-    add(
-        "--flops",
-        type=float,
-        metavar="N",
-        help="peak FLOPS of the machine (default: what was reached)",
-    )
+    add("--flops", type=float, metavar="N", help="peak FLOPS of the machine (default: what was reached)")
     add("--memory", type=size, metavar="SIZE", help="peak memory bandwidth in bytes per second (with --flops)")
     add(
         "--network",

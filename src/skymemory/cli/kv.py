@@ -47,9 +47,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("kv", help="store files in the constellation by name, and read them back")
     verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|pin|delete|list", required=True)
     put = verbs.add_parser("put", help="store a file under its name, or under --key")
-    put.add_argument("file", type=Path, metavar="FILE")
-    put.add_argument("--key", help="the name to store it under (default: the file's name)")
-    put.add_argument(
+    add = put.add_argument
+    add("file", type=Path, metavar="FILE")
+    add("--key", help="the name to store it under (default: the file's name)")
+    add(
         "--ttl", type=argument(_lifetime), metavar="TIME", help="lifetime of the value, such as 30m (default: no limit)"
     )
     pin = verbs.add_parser("pin", help="keep a value from being evicted for a time")
@@ -274,11 +275,10 @@ def _add_prefetch(subparsers: Subparsers) -> None:
         description="Show which recurring prompts a habits file (of PrefetchScheduler) expects, and when. A prompt is "
         "identified by the hashes of its first and last block.",
     )
-    parser.add_argument("habits", type=Path, metavar="FILE", help="the habits file")
-    parser.add_argument(
-        "--within", type=duration, default=86_400.0, metavar="TIME", help="how far to look ahead (default: 24h)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("habits", type=Path, metavar="FILE", help="the habits file")
+    add("--within", type=duration, default=86_400.0, metavar="TIME", help="how far to look ahead (default: 24h)")
+    add(
         "--now",
         action="store_true",
         help="copy the expected blocks to the satellites that will be overhead then (strategy hop only)",

@@ -25,25 +25,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "columns are the satellites of a plane, which fly east; the one overhead is in parentheses. "
         "Numbers are 1-based as in the paper.",
     )
-    parser.add_argument("--preset", metavar="NAME", help="constellation (default: testbed-19x5)")
-    parser.add_argument(
-        "--strategy",
-        metavar="NAME",
-        help="rotation, hop, rotation_hop, cost or baseline (default: the preset's)",
-    )
-    parser.add_argument("--servers", type=int, metavar="S", help="number of servers (default: the preset's)")
-    parser.add_argument(
-        "--rotations",
-        type=int,
-        default=0,
-        metavar="R",
-        help="slot moves since the value was stored (default: 0)",
-    )
-    parser.add_argument(
-        "--planes", type=int, default=0, metavar="P", help="plane moves since the value was stored (default: 0)"
-    )
-    parser.add_argument("--figure", type=int, metavar="N", help="show a figure of the paper: 4, 5, 6, 7 or 8")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file")
+    add = parser.add_argument
+    add("--preset", metavar="NAME", help="constellation (default: testbed-19x5)")
+    add("--strategy", metavar="NAME", help="rotation, hop, rotation_hop, cost or baseline (default: the preset's)")
+    add("--servers", type=int, metavar="S", help="number of servers (default: the preset's)")
+    add("--rotations", type=int, default=0, metavar="R", help="slot moves since the value was stored (default: 0)")
+    add("--planes", type=int, default=0, metavar="P", help="plane moves since the value was stored (default: 0)")
+    add("--figure", type=int, metavar="N", help="show a figure of the paper: 4, 5, 6, 7 or 8")
+    add("--out", type=Path, metavar="FILE", help="draw it to a .png, .svg or .pdf file")
     add_json(parser)
 
 

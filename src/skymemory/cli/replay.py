@@ -51,71 +51,53 @@ def add_parser(subparsers: Subparsers) -> None:
         "trace", nargs="?", type=Path, help="JSON lines with timestamp, input_length, output_length, hash_ids"
     )
     parser.add_argument("--url", required=True, help="the endpoint, as http://127.0.0.1:8000")
-    what = parser.add_argument_group("requests")
-    what.add_argument("--workload", metavar="NAME", help="generate requests, without a trace: conversations or tenants")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and generator (default: 0)")
-    what.add_argument("--requests", type=int, metavar="N", help="only the first N")
-    what.add_argument(
-        "--seconds", type=duration, metavar="TIME", help="only requests due within this time of the replay"
-    )
-    what.add_argument(
-        "--scale-lengths", type=float, default=1.0, metavar="X", help="prompts and answers X times as long"
-    )
-    what.add_argument("--max-tokens", type=int, metavar="N", help="limit of an answer")
-    what.add_argument(
+    add = parser.add_argument_group("requests").add_argument
+    add("--workload", metavar="NAME", help="generate requests, without a trace: conversations or tenants")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts and generator (default: 0)")
+    add("--requests", type=int, metavar="N", help="only the first N")
+    add("--seconds", type=duration, metavar="TIME", help="only requests due within this time of the replay")
+    add("--scale-lengths", type=float, default=1.0, metavar="X", help="prompts and answers X times as long")
+    add("--max-tokens", type=int, metavar="N", help="limit of an answer")
+    add(
         "--prompt-unit",
         choices=UNITS,
         default="tokens",
         help="what a token of the trace becomes: a token by the server's count, a character, or a token id, where "
         "the server accepts lists of ids (default: tokens)",
     )
-    what.add_argument(
-        "--ids", metavar="A-B", default="300-1000", help="range of token ids to draw from (default: 300-1000)"
-    )
-    when = parser.add_argument_group("arrivals")
-    when.add_argument("--rate", type=float, default=1.0, metavar="X", help="send requests X times as fast (default: 1)")
-    when.add_argument(
+    add("--ids", metavar="A-B", default="300-1000", help="range of token ids to draw from (default: 300-1000)")
+    add = parser.add_argument_group("arrivals").add_argument
+    add("--rate", type=float, default=1.0, metavar="X", help="send requests X times as fast (default: 1)")
+    add(
         "--jitter",
         type=duration,
         default=0.0,
         metavar="TIME",
         help="move each arrival by up to this much of the trace's time",
     )
-    when.add_argument(
-        "--concurrency", type=int, metavar="N", help="limit of requests in flight; others wait and count as late"
-    )
-    how = parser.add_argument_group("endpoint")
-    how.add_argument(
-        "--api", choices=("completions", "chat"), default="completions", help="which API (default: completions)"
-    )
-    how.add_argument("--model", metavar="NAME", help="model name (default: the one that the endpoint serves)")
-    how.add_argument(
-        "--context", type=int, metavar="N", help="leave out requests that are longer (default: the endpoint's context)"
-    )
-    how.add_argument(
+    add("--concurrency", type=int, metavar="N", help="limit of requests in flight; others wait and count as late")
+    add = parser.add_argument_group("endpoint").add_argument
+    add("--api", choices=("completions", "chat"), default="completions", help="which API (default: completions)")
+    add("--model", metavar="NAME", help="model name (default: the one that the endpoint serves)")
+    add("--context", type=int, metavar="N", help="leave out requests that are longer (default: the endpoint's context)")
+    add(
         "--api-key-env",
         default="OPENAI_API_KEY",
         metavar="NAME",
         help="environment variable with the API key (default: OPENAI_API_KEY)",
     )
-    how.add_argument(
-        "--patience", type=duration, default=300.0, metavar="TIME", help="timeout of a whole answer (default: 300s)"
-    )
-    report = parser.add_argument_group("report")
-    report.add_argument(
-        "--ttft-slo", type=duration, metavar="TIME", help="objective for the time from due to the first token"
-    )
-    report.add_argument(
-        "--tbt-slo", type=duration, metavar="TIME", help="objective for a request's mean time between tokens"
-    )
-    report.add_argument(
+    add("--patience", type=duration, default=300.0, metavar="TIME", help="timeout of a whole answer (default: 300s)")
+    add = parser.add_argument_group("report").add_argument
+    add("--ttft-slo", type=duration, metavar="TIME", help="objective for the time from due to the first token")
+    add("--tbt-slo", type=duration, metavar="TIME", help="objective for a request's mean time between tokens")
+    add(
         "--metrics",
         action="append",
         default=[],
         metavar="URL",
         help="an engine whose own counters are shown beside; may be repeated",
     )
-    report.add_argument("--out", type=Path, metavar="FILE", help="write one JSON line per request")
+    add("--out", type=Path, metavar="FILE", help="write one JSON line per request")
     add_json(parser)
 
 

@@ -35,13 +35,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for CSV, and PNG if the extra 'figures' is installed"
     )
-    ours = parser.add_argument_group("mooncake")
-    ours.add_argument("--trace", type=Path, metavar="FILE", help="a released trace (default: a seeded generator)")
-    ours.add_argument("--seed", type=int, default=0, help="seed of the generator, jitter and ties (default: 0)")
-    ours.add_argument("--quick", action="store_true", help="ten minutes of requests, fewer settings")
-    ours.add_argument("--markdown", action="store_true", help="print Markdown sections instead of tables")
-    ours.add_argument("--jobs", type=int, metavar="N", help="parallel processes (default: one per core)")
-    ours.add_argument("--way", choices=("processes", "sequence", "ray"), default="processes", help=argparse.SUPPRESS)
+    add = parser.add_argument_group("mooncake").add_argument
+    add("--trace", type=Path, metavar="FILE", help="a released trace (default: a seeded generator)")
+    add("--seed", type=int, default=0, help="seed of the generator, jitter and ties (default: 0)")
+    add("--quick", action="store_true", help="ten minutes of requests, fewer settings")
+    add("--markdown", action="store_true", help="print Markdown sections instead of tables")
+    add("--jobs", type=int, metavar="N", help="parallel processes (default: one per core)")
+    add("--way", choices=("processes", "sequence", "ray"), default="processes", help=argparse.SUPPRESS)
     _add_figures(subparsers)
 
 
@@ -121,11 +121,7 @@ def _add_figures(subparsers: Subparsers) -> None:
     )
     parser.add_argument("numbers", nargs="*", type=int, metavar="N", help="figures to draw (default: all)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("figures"),
-        metavar="DIR",
-        help="folder to write to (default: %(default)s)",
+        "--out", type=Path, default=Path("figures"), metavar="DIR", help="folder to write to (default: %(default)s)"
     )
 
 

@@ -34,73 +34,58 @@ def add_parser(subparsers: Subparsers) -> None:
         "the shortest estimated time to the first token, given its cache and its queue. Runs until Ctrl-C.",
         epilog="All settings: docs/reference/router.md",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--backend",
         action="append",
         default=[],
         metavar="URL",
         help="an engine, such as http://host:port; may be repeated",
     )
-    parser.add_argument(
-        "--settings", type=Path, metavar="FILE", help="settings in TOML; reloaded on change and on SIGHUP"
-    )
-    parser.add_argument(
-        "--listen", metavar="HOST:PORT", help="address to listen on (default: 127.0.0.1:8080; port 0: any free)"
-    )
-    parser.add_argument("--strategy", metavar="NAME", help="routing strategy (default: least-ttft)")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the strategy; may be repeated"
-    )
-    parser.add_argument(
+    add("--settings", type=Path, metavar="FILE", help="settings in TOML; reloaded on change and on SIGHUP")
+    add("--listen", metavar="HOST:PORT", help="address to listen on (default: 127.0.0.1:8080; port 0: any free)")
+    add("--strategy", metavar="NAME", help="routing strategy (default: least-ttft)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the strategy; may be repeated")
+    add(
         "--cost",
         metavar="FILE|NAME",
         help="cost model from `skymemory fit`, or a preset (default: learnt while running)",
     )
-    parser.add_argument(
+    add(
         "--tokenizer",
         metavar="PATH",
         help="the model's tokenizer.json or its folder; blocks are then counted in tokens",
     )
-    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens per block, as the engines have it")
-    parser.add_argument(
-        "--max-body", type=size, metavar="SIZE", help="largest request body; 413 above (default: 16MiB)"
-    )
-    parser.add_argument("--max-in-flight", type=int, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--drain", type=duration, metavar="TIME", help="time for requests to finish on SIGTERM (default: 30s)"
-    )
-    parser.add_argument("--admission", metavar="RULE", help="admission rule under overload (default: all; try goodput)")
-    parser.add_argument(
-        "--ttft", type=duration, metavar="TIME", help="objective for the time to the first token, for --admission"
-    )
-    parser.add_argument("--tbt", type=duration, metavar="TIME", help=argparse.SUPPRESS)
-    parser.add_argument("--fair", action="store_true", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--admission-option", action="append", default=[], metavar="NAME=VALUE", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--queue", type=int, metavar="N", help="requests that may queue while every server is full (see --max-waiting)"
-    )
-    parser.add_argument(
+    add("--block-tokens", type=int, metavar="N", help="tokens per block, as the engines have it")
+    add("--max-body", type=size, metavar="SIZE", help="largest request body; 413 above (default: 16MiB)")
+    add("--max-in-flight", type=int, metavar="N", help=argparse.SUPPRESS)
+    add("--drain", type=duration, metavar="TIME", help="time for requests to finish on SIGTERM (default: 30s)")
+    add("--admission", metavar="RULE", help="admission rule under overload (default: all; try goodput)")
+    add("--ttft", type=duration, metavar="TIME", help="objective for the time to the first token, for --admission")
+    add("--tbt", type=duration, metavar="TIME", help=argparse.SUPPRESS)
+    add("--fair", action="store_true", default=None, help=argparse.SUPPRESS)
+    add("--admission-option", action="append", default=[], metavar="NAME=VALUE", help=argparse.SUPPRESS)
+    add("--queue", type=int, metavar="N", help="requests that may queue while every server is full (see --max-waiting)")
+    add(
         "--max-waiting",
         type=int,
         metavar="N",
         help="requests without their first byte at which a server counts as full",
     )
-    parser.add_argument(
-        "--api-keys", metavar="FILE", help="API keys and quotas of tenants (`skymemory keys api` adds a key)"
-    )
-    parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain (PEM): serve HTTPS")
-    parser.add_argument("--tls-key", metavar="FILE", help="key of the certificate (PEM)")
-    parser.add_argument(
+    add("--api-keys", metavar="FILE", help="API keys and quotas of tenants (`skymemory keys api` adds a key)")
+    add("--tls-cert", metavar="FILE", help="certificate chain (PEM): serve HTTPS")
+    add("--tls-key", metavar="FILE", help="key of the certificate (PEM)")
+    add(
         "--cors-origin",
         action="append",
         default=[],
         metavar="URL",
         help='origin whose pages may send requests, or "*"; may be repeated',
     )
-    parser.add_argument("--state", metavar="FILE", help="file that keeps the prefix index and estimates over a restart")
-    parser.add_argument("--log-requests", action="store_true", default=None, help="log one line per request to stderr")
-    parser.add_argument("--check", action="store_true", help="check the servers, print their problems and exit")
-    parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
+    add("--state", metavar="FILE", help="file that keeps the prefix index and estimates over a restart")
+    add("--log-requests", action="store_true", default=None, help="log one line per request to stderr")
+    add("--check", action="store_true", help="check the servers, print their problems and exit")
+    add("--json", action="store_true", help="print the result of --check as one JSON object")
     _add_picker(subparsers)
 
 
@@ -160,11 +145,7 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
             "fair": args.fair,
             "options": dict(_option(each) for each in args.admission_option) or None,
         },
-        "limits": {
-            "max_body": args.max_body,
-            "max_in_flight": args.max_in_flight,
-            "max_waiting": args.max_waiting,
-        },
+        "limits": {"max_body": args.max_body, "max_in_flight": args.max_in_flight, "max_waiting": args.max_waiting},
         "queue": {"max_requests": args.queue},
         "door": {"api_keys": args.api_keys, "tls_cert": args.tls_cert, "tls_key": args.tls_key},
         "cors": {"origins": args.cors_origin or None},
@@ -220,80 +201,55 @@ def _add_picker(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="settings in TOML, as for `route`; reloaded on change and on SIGHUP",
     )
-    servers = parser.add_argument_group("model servers (one of the three ways)")
-    servers.add_argument("--endpoint", action="append", metavar="IP:PORT", help="a model server; may be repeated")
-    servers.add_argument("--endpoints", metavar="FILE", help="file with one IP:PORT per line; reloaded on change")
-    servers.add_argument(
-        "--discover", metavar="NAME:PORT", help="all addresses of a DNS name, such as a headless Service of Kubernetes"
-    )
-    servers.add_argument(
-        "--refresh", type=duration, metavar="TIME", help="interval of --endpoints and --discover (default: 5s)"
-    )
-    servers.add_argument(
-        "--metrics-path", metavar="PATH", help="path of their metrics (default: /metrics; empty: not scraped)"
-    )
-    picking = parser.add_argument_group("picking")
-    picking.add_argument("--strategy", metavar="NAME", help="routing strategy (default: the router's)")
-    picking.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the strategy; may be repeated"
-    )
-    picking.add_argument(
-        "--fallbacks",
-        type=int,
-        metavar="N",
-        help="number of fallback endpoints per answer, best first (default: 0)",
-    )
-    picking.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer; blocks are then counted in tokens")
-    picking.add_argument(
-        "--block-tokens", type=int, metavar="N", help="tokens per block, with --tokenizer (default: 16)"
-    )
-    picking.add_argument("--seed", type=int, metavar="N", help="seed of tie breaks (default: 0)")
-    picking.add_argument(
+    add = parser.add_argument_group("model servers (one of the three ways)").add_argument
+    add("--endpoint", action="append", metavar="IP:PORT", help="a model server; may be repeated")
+    add("--endpoints", metavar="FILE", help="file with one IP:PORT per line; reloaded on change")
+    add("--discover", metavar="NAME:PORT", help="all addresses of a DNS name, such as a headless Service of Kubernetes")
+    add("--refresh", type=duration, metavar="TIME", help="interval of --endpoints and --discover (default: 5s)")
+    add("--metrics-path", metavar="PATH", help="path of their metrics (default: /metrics; empty: not scraped)")
+    add = parser.add_argument_group("picking").add_argument
+    add("--strategy", metavar="NAME", help="routing strategy (default: the router's)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="option of the strategy; may be repeated")
+    add("--fallbacks", type=int, metavar="N", help="number of fallback endpoints per answer, best first (default: 0)")
+    add("--tokenizer", metavar="PATH", help="the model's tokenizer; blocks are then counted in tokens")
+    add("--block-tokens", type=int, metavar="N", help="tokens per block, with --tokenizer (default: 16)")
+    add("--seed", type=int, metavar="N", help="seed of tie breaks (default: 0)")
+    add(
         "--kv-events", type=int, metavar="PORT", help="port of every endpoint's KV events (ZMQ), for --strategy precise"
     )
-    picking.add_argument("--kv-replay", type=int, metavar="PORT", help="port where lost KV events are requested again")
-    picking.add_argument(
-        "--model", metavar="NAME", help="the model that the endpoints serve, as requests name it (with --kv-events)"
-    )
-    limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--max-requests", type=int, metavar="N", help="requests per server; 429 where all are full (default: no limit)"
-    )
-    limits.add_argument("--max-streams", type=int, metavar="N", help="streams in total; 429 above (default: 10000)")
-    limits.add_argument("--max-body", type=size, metavar="SIZE", help="largest body; 413 above (default: 16MiB)")
-    limits.add_argument(
+    add("--kv-replay", type=int, metavar="PORT", help="port where lost KV events are requested again")
+    add("--model", metavar="NAME", help="the model that the endpoints serve, as requests name it (with --kv-events)")
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-requests", type=int, metavar="N", help="requests per server; 429 where all are full (default: no limit)")
+    add("--max-streams", type=int, metavar="N", help="streams in total; 429 above (default: 10000)")
+    add("--max-body", type=size, metavar="SIZE", help="largest body; 413 above (default: 16MiB)")
+    add(
         "--tell-decisions",
         action="store_true",
         default=None,
         help="explain the choice to clients that send x-skymemory-decision",
     )
-    known = parser.add_argument_group("state")
-    known.add_argument("--state", metavar="FILE", help="file that keeps the prefix index and estimates over a restart")
-    known.add_argument(
-        "--replicas",
-        metavar="URL",
-        help="share state with other pickers through Redis or Valkey: redis://HOST:PORT/DB",
+    add = parser.add_argument_group("state").add_argument
+    add("--state", metavar="FILE", help="file that keeps the prefix index and estimates over a restart")
+    add(
+        "--replicas", metavar="URL", help="share state with other pickers through Redis or Valkey: redis://HOST:PORT/DB"
     )
-    known.add_argument("--replica-keys", metavar="FILE", help="key file that all pickers share (`skymemory keys new`)")
-    doors = parser.add_argument_group("addresses")
-    doors.add_argument("--listen", metavar="IP:PORT", help="gRPC address (default: 127.0.0.1:9002; port 0: any free)")
-    doors.add_argument(
-        "--health-listen", metavar="IP:PORT", help="a second gRPC health address without TLS, for probes"
-    )
-    doors.add_argument("--metrics-listen", metavar="IP:PORT", help="HTTP address of /metrics for Prometheus")
-    doors.add_argument(
-        "--grace", type=duration, metavar="TIME", help="time for requests to finish on SIGTERM (default: 30s)"
-    )
-    tls = parser.add_argument_group("TLS")
-    tls.add_argument(
+    add("--replica-keys", metavar="FILE", help="key file that all pickers share (`skymemory keys new`)")
+    add = parser.add_argument_group("addresses").add_argument
+    add("--listen", metavar="IP:PORT", help="gRPC address (default: 127.0.0.1:9002; port 0: any free)")
+    add("--health-listen", metavar="IP:PORT", help="a second gRPC health address without TLS, for probes")
+    add("--metrics-listen", metavar="IP:PORT", help="HTTP address of /metrics for Prometheus")
+    add("--grace", type=duration, metavar="TIME", help="time for requests to finish on SIGTERM (default: 30s)")
+    add = parser.add_argument_group("TLS").add_argument
+    add(
         "--self-signed",
         action="store_true",
         default=None,
         help="use a certificate made at the start, which gateways accept",
     )
-    tls.add_argument("--tls-cert", metavar="FILE", help="certificate chain (PEM)")
-    tls.add_argument("--tls-key", metavar="FILE", help="key of the certificate (PEM)")
-    tls.add_argument("--tls-client-ca", metavar="FILE", help="accept only clients signed by this authority (PEM)")
+    add("--tls-cert", metavar="FILE", help="certificate chain (PEM)")
+    add("--tls-key", metavar="FILE", help="key of the certificate (PEM)")
+    add("--tls-client-ca", metavar="FILE", help="accept only clients signed by this authority (PEM)")
     envoy = parser.add_argument_group("Envoy, to try it")
     envoy.add_argument(
         "--envoy-config", type=Path, metavar="FILE", help="write an Envoy configuration that uses this picker"

@@ -100,12 +100,7 @@ def load_with_cake(
 
 @lru_cache(maxsize=4096)
 def cake_run(
-    gpu: PrefillModel,
-    share: float,
-    tokens: int,
-    mbit_per_s: int,
-    codec: str = "raw",
-    chunk_tokens: int | None = None,
+    gpu: PrefillModel, share: float, tokens: int, mbit_per_s: int, codec: str = "raw", chunk_tokens: int | None = None
 ) -> CakeRun:
     """All variants in one setting. A chunk is a step's budget, as in the paper's appendix B."""
     model, budget = with_share(gpu, share), share_tokens(share)
@@ -240,10 +235,7 @@ def figure_5() -> Reproduction:
         for tokens in _LENGTHS:
             rows.append(_row("b", "A100", tokens, 10_000, grain, of(tokens)))
         short, long = of(_LENGTHS[0]), of(_32K)
-        falls[grain] = (
-            short.computed_share - long.computed_share,
-            long.saved_of_compute - short.saved_of_compute,
-        )
+        falls[grain] = (short.computed_share - long.computed_share, long.saved_of_compute - short.saved_of_compute)
     at = {gpu.name: [runs[gpu.name, mbit] for mbit in PAPER_MBIT] for gpu in GPUS}
     headlines = []
     for name, low, high, most in (("A100", 76.9, 93.5, 31.5), ("H100", 80.2, 94.6, 26.7)):
@@ -287,18 +279,7 @@ _HEADER = (
 
 
 def _row(panel: str, gpu: str, tokens: int, mbit: int, grain: object, run: CakeRun) -> tuple[object, ...]:
-    return (
-        panel,
-        gpu,
-        tokens,
-        mbit,
-        grain,
-        run.compute_s,
-        run.load_s,
-        run.cake_s,
-        run.hindsight_s,
-        run.computed_share,
-    )
+    return (panel, gpu, tokens, mbit, grain, run.compute_s, run.load_s, run.cake_s, run.hindsight_s, run.computed_share)
 
 
 def _parts(tokens: int) -> dict[tuple[float, int, str], CakeRun]:
@@ -433,11 +414,7 @@ def reproduce(numbers: Sequence[int]) -> list[Reproduction]:
 
 # Drawings. They read a figure's rows by the names of its header.
 
-_KINDS = (
-    ("compute_s", "compute alone", "#d1495b"),
-    ("load_s", "I/O alone", "#2e6f95"),
-    ("cake_s", "Cake", "#1f8a4c"),
-)
+_KINDS = (("compute_s", "compute alone", "#d1495b"), ("load_s", "I/O alone", "#2e6f95"), ("cake_s", "Cake", "#1f8a4c"))
 _GRAINS = {"512": ("#1f8a4c", "o"), "128": ("#2e6f95", "s"), "none": ("#93a1ad", "")}
 Record = dict[str, Any]
 

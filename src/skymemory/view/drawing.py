@@ -74,11 +74,7 @@ def save(figure: Figure, path: Path) -> Path:
     """Writes the figure in the format of its suffix, without dates, so that files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata: dict[str, None] = {
-        "png": {"Software": None},
-        "svg": {"Date": None},
-        "pdf": {"CreationDate": None},
-    }[kind]
+    metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     figure.savefig(path, format=kind, dpi=PNG_DPI, facecolor=PAPER, metadata=metadata)
     return path
 

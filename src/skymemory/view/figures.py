@@ -13,13 +13,7 @@ from skymemory.constellation.orbit import neighbour_chord_m
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Placement
-from skymemory.sim.latency import (
-    PAPER_CENTRE,
-    PAPER_STRATEGIES,
-    PAPER_TORUS,
-    Parameter,
-    figure_16,
-)
+from skymemory.sim.latency import PAPER_CENTRE, PAPER_STRATEGIES, PAPER_TORUS, Parameter, figure_16
 from skymemory.units import SPEED_OF_LIGHT_M_S
 from skymemory.view.drawing import FAINT, INK, SERIES, draw_map, new_figure, save, save_csv
 from skymemory.view.layout_map import PAPER_MAPS, LayoutMap, layout_map, paper_map, title
