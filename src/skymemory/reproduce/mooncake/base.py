@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_4xA100, LLAMA_70B_8xA100, LLAMA_70B_8xA800
+from skymemory.sim.cluster.outcome import ClusterMetrics
 from skymemory.sim.sweeps import Way
 from skymemory.sim.workload import Source
 
@@ -81,6 +82,28 @@ class Experiment:
             ],
             "rows": [dict(zip(self.header, map(plain, row), strict=True)) for row in self.rows],
         }
+
+
+# Columns whose names are not those of a ``ClusterMetrics`` field.
+_COLUMNS: Mapping[str, Callable[[ClusterMetrics], float]] = {
+    "rejected": lambda one: one.refused + one.refused_after_prefill,
+    "mean_ttft_s": lambda one: one.ttft_s.mean,
+    "p50_ttft_s": lambda one: one.ttft_s.p50,
+    "p90_ttft_s": lambda one: one.ttft_s.p90,
+    "p99_ttft_s": lambda one: one.ttft_s.p99,
+    "p90_tbt_s": lambda one: one.tbt_request_s.p90,
+    "mean_tbt_ms": lambda one: one.tbt_request_s.mean * 1e3,
+    "p90_tbt_ms": lambda one: one.tbt_request_s.p90 * 1e3,
+    "p90_longest_tbt_s": lambda one: one.tbt_max_s.p90,
+    "token_hits": lambda one: one.hits.tokens,
+}
+
+
+def columns(one: ClusterMetrics | None, header: Sequence[str]) -> tuple[object, ...]:
+    """The run's metrics of these columns; None in each where there was no run."""
+    if one is None:
+        return (None,) * len(header)
+    return tuple(_COLUMNS[name](one) if name in _COLUMNS else getattr(one, name) for name in header)
 
 
 def plain(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.request import Slo
-from skymemory.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Value
+from skymemory.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Value, columns
 from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
@@ -47,7 +47,7 @@ def situations(seed: int) -> tuple[Situation, ...]:
 def rejections(setting: Setting) -> Experiment:
     """Rejections by rule, with goodput and wasted prefills."""
     found = _runs(setting)
-    rows = [(situation.name, rule, *_row(answer)) for situation, rule, answer in found]
+    rows = [(situation.name, rule, *columns(answer.metrics, _HEADER)) for situation, rule, answer in found]
     ours = {(situation.name, rule): answer.metrics for situation, rule, answer in found}
     values: list[Value] = []
     for situation in situations(setting.seed):
@@ -99,20 +99,7 @@ def load_swings(setting: Setting) -> Experiment:
     for situation, rule, answer in found:
         one = answer.swings
         assert one is not None
-        rows.append(
-            (
-                situation.name,
-                rule,
-                one.prefill_mean,
-                one.prefill_amplitude,
-                one.decode_mean,
-                one.decode_amplitude,
-                one.correlation,
-                one.period_s,
-                one.phase_degrees,
-                one.coherence,
-            )
-        )
+        rows.append((situation.name, rule, *(getattr(one, name) for name in _SWING_HEADER)))
         series[f"{situation.name}, {rule}"] = answer.curves
         if situation.name == "decode short, vllm" and rule in ("early", "predicted, long", "goodput"):
             says = {"early": "anti-phase: near -1", "predicted, long": "calmer"}.get(rule)
@@ -129,18 +116,7 @@ def load_swings(setting: Setting) -> Experiment:
             "load: worst predicted TTFT over its SLO, worst TBT over its SLO; amplitude, period, phase, coherence as"
             " docs/reference/cluster-metrics.md defines them",
         ),
-        header=(
-            "situation",
-            "rule",
-            "prefill_mean",
-            "prefill_amplitude",
-            "decode_mean",
-            "decode_amplitude",
-            "correlation",
-            "period_s",
-            "phase_degrees",
-            "coherence",
-        ),
+        header=("situation", "rule", *_SWING_HEADER),
         rows=tuple(rows),
         values=tuple(values),
         series=series,
@@ -158,6 +134,16 @@ _HEADER = (
     "late_prefill_s",
     "p90_ttft_s",
     "p90_tbt_s",
+)
+_SWING_HEADER = (
+    "prefill_mean",
+    "prefill_amplitude",
+    "decode_mean",
+    "decode_amplitude",
+    "correlation",
+    "period_s",
+    "phase_degrees",
+    "coherence",
 )
 _STATED_WHY = "prefill and decode are at their SLOs together: most are refused by the first token's time, by any rule"
 _SHORT_WHY = "the split is ours; compare the order and the shares"
@@ -183,22 +169,6 @@ def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell
     name, _, long = rule.partition(", ")
     options = (("decode_s", INFINITE_S),) if long else ()
     return ClusterCell(source, setup, scheduler_options=options, admission=name, curves=True)
-
-
-def _row(answer: CellAnswer) -> tuple[object, ...]:
-    one = answer.metrics
-    return (
-        one.refused + one.refused_after_prefill,
-        one.refused,
-        one.refused_after_prefill,
-        one.completed,
-        one.met,
-        one.goodput_per_s,
-        one.wasted_prefill_s,
-        one.late_prefill_s,
-        one.ttft_s.p90,
-        one.tbt_request_s.p90,
-    )
 
 
 def _saved(ours: float, theirs: float) -> float:
