@@ -11,9 +11,9 @@ import random
 import statistics
 
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.metrics import percentile
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
-from skymemory.stats import percentile
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
 

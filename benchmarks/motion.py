@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from _bench import constellation, print_table, write_json
+from skymemory.metrics import percentile
 from skymemory.placement import locate
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import CHUNK_REF_BYTES
-from skymemory.stats import percentile
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, open_constellation, sky_of
 from skymemory.testbed.control import ping_all

@@ -30,10 +30,10 @@ from skymemory.cache.prefetching import PrefetchScheduler
 from skymemory.constellation.presets import Preset, preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
+from skymemory.metrics import percentile
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import SegmentBatch
-from skymemory.stats import percentile
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.transport.simulated import Node, SimulatedConstellation

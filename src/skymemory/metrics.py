@@ -1,12 +1,17 @@
-"""Counters with a name, a unit and a question they answer; nothing here does I/O.
+"""Figures: counters with a name and a unit (``hit_tokens_total``, ``packets_malformed``), means and percentiles.
 
-A name says what is counted and in which unit (``hit_tokens_total``, ``packets_malformed``).
+Nothing here does I/O. Every reported percentile is computed here, by one definition.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
 from threading import Lock
+
+import numpy as np
 
 
 class Counters:
@@ -44,3 +49,32 @@ class SharedCounters(Counters):
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
         with self._lock:
             super().add(name, amount, label)
+
+
+def percentile(values: Collection[float], percent: float) -> float:
+    """Interpolated between the two nearest values (numpy's default, R's type 7); nan of none."""
+    return float(np.percentile(list(values), percent)) if values else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of ``count`` values; all nan where there are none."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+    def as_json(self) -> dict[str, float | None]:
+        return {name: round(value, 6) if math.isfinite(value) else None for name, value in asdict(self).items()}
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Of the values that are numbers."""
+    found = [value for value in values if not math.isnan(value)]
+    if not found:
+        return Spread(0, *[math.nan] * 5)
+    p50, p90, p99 = (float(each) for each in np.percentile(found, [50, 90, 99]))
+    return Spread(len(found), math.fsum(found) / len(found), p50, p90, p99, max(found))

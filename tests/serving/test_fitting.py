@@ -21,7 +21,7 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.settings import read_cost
 from skymemory.serving.fitting import Measurement, cut, decode_cells, prefill_cells, step_s
 from skymemory.serving.replay.client import Client
-from skymemory.serving.replay.outcome import Outcome, Status
+from skymemory.serving.replay.report import Outcome, Status
 
 SHAPE = ModelShape("small", layers=6, width=256, kv_heads=2, head_dim=64, value_bytes=4, attention_flops=300.0)
 TRUTH = CostModel(

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from skymemory.cli.main import Subparsers
     from skymemory.serving.replay.client import Client
-    from skymemory.serving.replay.outcome import Outcome
     from skymemory.serving.replay.play import OpenLoop
     from skymemory.serving.replay.prompts import LoadPlan, MakePrompt, PlannedRequest, TokensPerWord
-    from skymemory.serving.replay.report import EngineCounts, Report
+    from skymemory.serving.replay.report import EngineCounts, Outcome, Report
     from skymemory.sim.trace import TraceRequest
 
 
@@ -439,8 +438,8 @@ class Progress:
             self._stream.flush()
 
     def line(self) -> str:
-        from skymemory.serving.replay.outcome import Status
-        from skymemory.stats import spread
+        from skymemory.metrics import spread
+        from skymemory.serving.replay.report import Status
 
         latest = self._outcomes[-_LATEST:]
         ttft = spread(one.ttft_s for one in latest if one.status is Status.COMPLETED)

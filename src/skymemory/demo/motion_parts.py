@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.metrics import percentile
 from skymemory.placement.locate import Moves
-from skymemory.stats import percentile
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.control import Housekeeping, ping_all
 from skymemory.testbed.plan import ConstellationPlan

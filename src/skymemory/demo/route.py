@@ -25,13 +25,12 @@ from skymemory.demo.processes import service
 from skymemory.demo.screen import Screen
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
 from skymemory.kv.block import hash_blocks
+from skymemory.metrics import percentile
 from skymemory.serving.replay.client import Client, Target
-from skymemory.serving.replay.outcome import Outcome, Status
 from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
-from skymemory.serving.replay.report import samples_of
+from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
-from skymemory.stats import percentile
 
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32

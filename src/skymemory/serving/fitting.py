@@ -18,8 +18,8 @@ from typing import TypeVar
 from skymemory.conductor.cost_fit import DecodePoint, PrefillPoint
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.serving.replay.client import Client, Clock
-from skymemory.serving.replay.outcome import Outcome, Status
 from skymemory.serving.replay.prompts import Prompt
+from skymemory.serving.replay.report import Outcome, Status
 
 STEPS = 24
 """Tokens of each answer in a batch, at least."""

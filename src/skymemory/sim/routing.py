@@ -33,10 +33,10 @@ from skymemory.conductor.strategies.estimates import PrefillCost
 from skymemory.conductor.strategies.least_ttft import LeastTtft, LeastTtftSettings
 from skymemory.conductor.strategies.named import named
 from skymemory.errors import InvalidInput
+from skymemory.metrics import percentile
 from skymemory.sim.clock import Clock, Event
 from skymemory.sim.cluster.pool import PrefixCache
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
-from skymemory.stats import percentile
 
 _SEED = seed(model="", adapter="", salt="")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
-from skymemory.stats import percentile
+from skymemory.metrics import percentile
 
 Item = TypeVar("Item")
 

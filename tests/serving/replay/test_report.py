@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from skymemory.serving.replay.outcome import Outcome, Status
-from skymemory.serving.replay.report import Slo, as_json, lines_of, report_of
+from skymemory.serving.replay.report import Outcome, Slo, Status, as_json, lines_of, report_of
 
 GOOD = Outcome(
     number=0,

@@ -12,9 +12,10 @@ from functools import partial
 
 from aiohttp import web
 
+from skymemory.router.api_error import ApiError
 from skymemory.serving.engine.generation import Generation, Step, TokenLogprob
 from skymemory.serving.engine.metrics import EngineMetrics
-from skymemory.serving.engine.requests import ApiError, RequestReader
+from skymemory.serving.engine.requests import RequestReader
 from skymemory.serving.engine.thread import EngineThread, Job, QueueFull
 
 MOST_BODY_BYTES = 8 << 20
@@ -111,12 +112,7 @@ class OpenAIServer:
         try:
             self._engine.submit(*jobs)
         except QueueFull as error:
-            raise ApiError(
-                "the request queue is full: try again later",
-                status=429,
-                code="rate_limit_exceeded",
-                retry_after_s=1,
-            ) from error
+            raise ApiError(429, "the request queue is full: try again later", retry_after_s=1) from error
         try:
             # The status is sent after the prefill: until then an error is a response with its own status.
             first = _checked(await steps.get())
@@ -152,7 +148,7 @@ class OpenAIServer:
             begins = choice not in newest
             newest[choice] = step
             if step.error is not None:
-                await response.write(event(_failure(step.error).as_json()))
+                await response.write(b"data: " + _failure(step.error).body() + b"\n\n")
                 break
             if step.logprob is not None:
                 unsent[choice].append(step.logprob)
@@ -185,7 +181,7 @@ def _checked(numbered: tuple[int, Step]) -> tuple[int, Step]:
 
 
 def _failure(words: str) -> ApiError:
-    return ApiError(words, status=503 if "stopping" in words else 500, code="engine_failed")
+    return ApiError(503 if "stopping" in words else 500, words, code="engine_failed")
 
 
 @web.middleware
@@ -196,18 +192,20 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except ApiError as error:
         refusal = error
     except web.HTTPRequestEntityTooLarge:
-        refusal = ApiError(f"the body is larger than {MOST_BODY_BYTES} bytes", status=413)
+        refusal = ApiError(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        code = "method_not_supported" if error.status == 405 else None
-        refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status, code=code)
+        refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
     except ConnectionResetError:
         raise  # the client has disconnected
     except Exception as error:
         _LOG.exception("%s %s", request.method, request.path)
-        refusal = ApiError(f"{type(error).__name__}: {error}", status=500)
-    return web.json_response(refusal.as_json(), status=refusal.status, headers=refusal.headers)
+        refusal = ApiError(500, f"{type(error).__name__}: {error}")
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    if refusal.retry_after_s is not None:
+        headers["Retry-After"] = str(refusal.retry_after_s)
+    return web.Response(body=refusal.body(), status=refusal.status, headers=headers)
 
 
 # --- response objects of OpenAI's API ---

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from msgspec import Meta
 from transformers import PreTrainedTokenizerBase
 
-from skymemory.errors import SkyMemoryError
-from skymemory.router.api_error import kind_of
+from skymemory.router.api_error import ApiError
 from skymemory.serving.engine.generation import Generation, Sampling
 
 COMPLETION_TOKENS = 16
@@ -146,9 +145,9 @@ class RequestReader:
             body = msgspec.convert(fields, ChatBody) if chat else msgspec.convert(fields, CompletionBody)
         except msgspec.ValidationError as error:
             words, _, where = str(error).partition(" - at `$.")
-            raise ApiError(f"the body is not as expected: {words}", param=where.rstrip("`") or None) from error
+            raise ApiError(400, f"the body is not as expected: {words}", where.rstrip("`") or None) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(f"the body is not JSON: {error}") from error
+            raise ApiError(400, f"the body is not JSON: {error}") from error
         if body.model is not None and body.model != self.model:
             raise self.unknown_model(body.model)
         choices = body.n or 1
@@ -156,7 +155,7 @@ class RequestReader:
             value = fields.get(name)
             if value is None or value in harmless or (name == "best_of" and value == choices):
                 continue
-            raise ApiError(f"{name!r} is not supported by this engine; leave it out", param=name)
+            raise ApiError(400, f"{name!r} is not supported by this engine; leave it out", name)
         if isinstance(body, ChatBody):
             ids, asked = self._chat_ids(body), body.max_completion_tokens or body.max_tokens
         else:
@@ -164,10 +163,10 @@ class RequestReader:
         max_tokens = self._room(len(ids), asked, "messages" if chat else "prompt")
         if (body.min_tokens or 0) > max_tokens:
             words = f"'min_tokens' is {body.min_tokens}, and the answer has at most {max_tokens}"
-            raise ApiError(words, param="min_tokens")
+            raise ApiError(400, words, "min_tokens")
         options = body.stream_options
         if options is not None and not body.stream:
-            raise ApiError("'stream_options' is for streams: set 'stream', or leave it out", param="stream_options")
+            raise ApiError(400, "'stream_options' is for streams: set 'stream', or leave it out", "stream_options")
         return Generation(
             ids=ids,
             max_tokens=max_tokens,
@@ -190,8 +189,8 @@ class RequestReader:
 
     def unknown_model(self, named: str) -> ApiError:
         return ApiError(
+            404,
             f"the model {named!r} does not exist; this engine serves {self.model!r}",
-            status=404,
             param="model",
             code="model_not_found",
         )
@@ -202,7 +201,7 @@ class RequestReader:
             allowed = frozenset(self._known("allowed_token_ids", body.allowed_token_ids))
             if not allowed:
                 raise ApiError(
-                    "'allowed_token_ids' allows nothing: name a token, or leave it out", param="allowed_token_ids"
+                    400, "'allowed_token_ids' allows nothing: name a token, or leave it out", "allowed_token_ids"
                 )
         return Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -221,13 +220,13 @@ class RequestReader:
         try:
             tokens = self._known("logit_bias", [int(token) for token in by_token])
         except ValueError as error:
-            raise ApiError("'logit_bias' names tokens by their ids, in quotes", param="logit_bias") from error
+            raise ApiError(400, "'logit_bias' names tokens by their ids, in quotes", "logit_bias") from error
         biases = (max(-_MOST_BIAS, min(_MOST_BIAS, bias)) for bias in by_token.values())
         return dict(zip(tokens, biases, strict=True))
 
     def _known(self, name: str, tokens: Collection[int]) -> Collection[int]:
         if not all(0 <= token < self._vocabulary for token in tokens):
-            raise ApiError(f"{name!r} has token ids outside 0 to {self._vocabulary - 1}", param=name)
+            raise ApiError(400, f"{name!r} has token ids outside 0 to {self._vocabulary - 1}", name)
         return tokens
 
     def _completion_ids(self, body: CompletionBody) -> npt.NDArray[np.int64]:
@@ -237,11 +236,11 @@ class RequestReader:
         if isinstance(prompt, str):
             return self._tokens(prompt, special=body.add_special_tokens is not False)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise ApiError("'prompt' must be a text or a list of token ids; one prompt a request", param="prompt")
+            raise ApiError(400, "'prompt' must be a text or a list of token ids; one prompt a request", "prompt")
         if not prompt:
-            raise ApiError("'prompt' is empty: at least one token is needed", param="prompt")
+            raise ApiError(400, "'prompt' is empty: at least one token is needed", "prompt")
         if not all(0 <= token < self._vocabulary for token in prompt):
-            raise ApiError(f"'prompt' has token ids outside 0 to {self._vocabulary - 1}", param="prompt")
+            raise ApiError(400, f"'prompt' has token ids outside 0 to {self._vocabulary - 1}", "prompt")
         return np.asarray(prompt, dtype=np.int64)
 
     def _chat_ids(self, body: ChatBody) -> npt.NDArray[np.int64]:
@@ -254,9 +253,9 @@ class RequestReader:
             try:
                 ids = self._tokenizer(text, add_special_tokens=special)["input_ids"]
             except (UnicodeError, TypeError) as error:  # half of a surrogate pair
-                raise ApiError(f"the prompt is not text that can be encoded: {error}", param="prompt") from error
+                raise ApiError(400, f"the prompt is not text that can be encoded: {error}", "prompt") from error
         if not ids:
-            raise ApiError("the prompt is empty: at least one token is needed", param="prompt")
+            raise ApiError(400, "the prompt is empty: at least one token is needed", "prompt")
         return np.asarray(ids, dtype=np.int64)
 
     def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
@@ -266,6 +265,7 @@ class RequestReader:
             more = f" and the {asked} asked for in the answer" if asked else ", with no room for an answer"
             # The first words are OpenAI's and vLLM's: litellm and others recognise the error by them.
             raise ApiError(
+                400,
                 f"This model's maximum context length is {self.context_tokens} tokens; "
                 f"the prompt has {prompt_tokens}{more}: shorten the prompt or ask for less",
                 param=param,
@@ -277,9 +277,9 @@ class RequestReader:
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MOST_STOPS:
-        raise ApiError(f"'stop' has {len(stops)} texts: at most {MOST_STOPS}", param="stop")
+        raise ApiError(400, f"'stop' has {len(stops)} texts: at most {MOST_STOPS}", "stop")
     if "" in stops:
-        raise ApiError("'stop' has an empty text, which every answer contains", param="stop")
+        raise ApiError(400, "'stop' has an empty text, which every answer contains", "stop")
     return stops
 
 
@@ -287,7 +287,7 @@ def _logprobs(body: CompletionBody | ChatBody) -> int | None:
     if isinstance(body, CompletionBody):
         return body.logprobs
     if body.top_logprobs and not body.logprobs:
-        raise ApiError("'top_logprobs' goes with 'logprobs': set that, too", param="top_logprobs")
+        raise ApiError(400, "'top_logprobs' goes with 'logprobs': set that, too", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
@@ -299,13 +299,13 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
     """
     parsed = [_message(at, message) for at, message in enumerate(messages)]
     if not parsed:
-        raise ApiError("'messages' is empty: at least one is needed", param="messages")
+        raise ApiError(400, "'messages' is empty: at least one is needed", "messages")
     if not getattr(tokenizer, "chat_template", None):
         return plain_chat(parsed), True
     try:
         text = tokenizer.apply_chat_template(parsed, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program and may raise anything
-        raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from error
+        raise ApiError(400, f"the model's chat template refuses the messages: {error}", "messages") from error
     return str(text), False
 
 
@@ -319,38 +319,8 @@ def _message(at: int, message: dict[str, Any]) -> dict[str, str]:
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
-            raise ApiError(f"messages[{at}] has parts that are not text, and this model reads text", param="messages")
+            raise ApiError(400, f"messages[{at}] has parts that are not text, and this model reads text", "messages")
         content = "\n".join(str(part) for part in parts)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise ApiError(f"messages[{at}] must have 'role' and 'content', both texts", param="messages")
+        raise ApiError(400, f"messages[{at}] must have 'role' and 'content', both texts", "messages")
     return {"role": role, "content": content}
-
-
-class ApiError(SkyMemoryError):
-    """An error response: ``status`` and the fields of OpenAI's error object.
-
-    ``code`` is a word or null, never the status. ``retry_after_s``: set where a retry may succeed.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind_of(status)
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-    def as_json(self) -> dict[str, object]:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.serving.replay.outcome import REFUSALS, Outcome, Status
 from skymemory.serving.replay.prompts import PlannedRequest, Prompt
+from skymemory.serving.replay.report import REFUSALS, Outcome, Status
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.serving.replay.client import FEATURES, Client, Clock
-from skymemory.serving.replay.outcome import Outcome, Status
 from skymemory.serving.replay.prompts import PROBE_WORDS, PlannedRequest, Prompt, TokensPerWord, measured, probes
+from skymemory.serving.replay.report import Outcome, Status
 
 AHEAD = 64
 """Bodies built in advance, as building one takes some milliseconds."""

@@ -14,12 +14,12 @@ from skymemory.conductor.admission.named import admission
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput
+from skymemory.metrics import percentile
 from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, LoadSample, TbtRule, measured
 from skymemory.sim.cluster.schedulers import World, scheduler_named
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.workload import OpenSource, RequestSource
-from skymemory.stats import percentile
 
 Rule = Literal["p90", "p90 of the longest", "attainment"]
 """Capacity criteria. ``p90``: the 90th percentiles of TTFT and of mean TBT meet the objectives. ``p90 of the longest``:

@@ -13,8 +13,8 @@ import numpy as np
 
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
+from skymemory.metrics import percentile
 from skymemory.sim.trace import BLOCK_TOKENS
-from skymemory.stats import percentile
 
 Status = Literal["completed", "refused", "refused_after_prefill", "failed"]
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from skymemory.stats import percentile, spread
+from skymemory.metrics import percentile, spread
 
 
 def test_percentiles_are_interpolated() -> None:
