@@ -33,6 +33,7 @@ from _bench import print_table, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.end_to_end.envoy import running_envoy, running_picker
 
+from skymemory.metrics import percentile
 from skymemory.router.envoy.config import Entrance, bootstrap
 
 SERVERS = 4

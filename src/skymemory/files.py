@@ -9,10 +9,12 @@ import errno
 import os
 import stat
 import tempfile
+import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from skymemory.errors import InvalidInput, os_reason
 from skymemory.units import format_size
 
 _PIECE_BYTES = 2**20
@@ -112,3 +114,17 @@ def read_bounded(path: Path, most_bytes: int = MAX_SETTINGS_BYTES, *, pipes: boo
     if too_large:
         raise OSError(errno.EFBIG, f"it is larger than {format_size(most_bytes)}, the most it may have", str(path))
     return bytes(data)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file that ``read_bounded`` reads.
+
+    Raises:
+        InvalidInput: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(read_bounded(path).decode("utf-8"))
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {os_reason(error)}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} is not TOML: {error}") from error

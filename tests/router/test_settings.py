@@ -105,7 +105,7 @@ def test_what_is_wrong_is_named(table: dict[str, object], says: str) -> None:
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="cannot be read"):
+    with pytest.raises(InvalidInput, match="cannot read"):
         read_settings(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("listen = ")
     with pytest.raises(InvalidInput, match="is not TOML"):

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from skymemory.config import (
     yes_or_no,
 )
 from skymemory.errors import InvalidInput, os_reason
-from skymemory.files import read_bounded
+from skymemory.files import read_bounded, read_toml
 from skymemory.router.queue import QueueSettings
 
 ANY_ORIGIN = "*"
@@ -374,7 +373,7 @@ def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> 
     Raises:
         InvalidInput: an unreadable file, an unknown key, or an invalid value.
     """
-    table: dict[str, Any] = {} if file is None else _toml(file)
+    table: dict[str, Any] = {} if file is None else read_toml(file)
     where = "the flags" if file is None else str(file)
     try:
         return settings_from(_over(table, flags or {}))
@@ -411,15 +410,6 @@ def _table(value: object, name: str) -> Mapping[str, Any]:
 def _backend(value: object) -> Mapping[str, Any]:
     """A table, or just its address."""
     return {"url": value} if isinstance(value, str) else _table(value, "backends")
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_bounded(file).decode("utf-8"))
-    except OSError as error:
-        raise InvalidInput(f"{str(file)!r} cannot be read: {os_reason(error)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{str(file)!r} is not TOML: {error}") from error
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

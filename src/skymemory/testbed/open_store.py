@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.eviction import DEFAULT_POLICY
-from skymemory.files import read_bounded
+from skymemory.files import read_toml
 from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Store
 from skymemory.store.disk import DiskStore
@@ -319,12 +318,7 @@ def read_file(path: Path) -> HierarchyPlan:
     Raises:
         InvalidInput: an unreadable file, or an invalid setting, which the message names.
     """
-    try:
-        content = tomllib.loads(read_bounded(path).decode("utf-8"))
-    except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} is not TOML: {error}") from error
+    content = read_toml(path)
     tiers = content.pop("tier", None)
     try:
         return _plan(content, tiers)

@@ -118,7 +118,7 @@ def test_a_router_that_was_killed_starts_again_and_ctrl_c_ends_it_without_a_word
         (["--backend", "http://127.0.0.1:1", "--tokenizer", "nowhere"], "no tokenizer at"),
         (["--backend", "http://127.0.0.1:1", "--option", "x"], "expected NAME=VALUE"),
         (["--backend", "http://127.0.0.1:1", "--option", "nonsense=3"], "nonsense"),
-        (["--settings", "nowhere.toml"], "cannot be read"),
+        (["--settings", "nowhere.toml"], "cannot read"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
