@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.native.conftest import IMPLEMENTATIONS
 
-from skymemory.conductor.strategies.least_ttft import GuardSettings
+from skymemory.conductor.strategies.least_ttft import LeastTtftSettings
 from skymemory.errors import InvalidInput
 from skymemory.native import ShareGuard
 
@@ -32,13 +32,13 @@ def run(guard: ShareGuard, times_s: list[float], servers: int, wanted: list[int]
     return placed
 
 
-def worst(times_s: list[float], placed: list[int], servers: int, settings: GuardSettings) -> float:
+def worst(times_s: list[float], placed: list[int], servers: int, settings: LeastTtftSettings) -> float:
     """The greatest share, in means, over all runs of consecutive requests that a window could hold: brute force."""
     slots = np.array(placed)
     most = 0.0
-    enough = max(settings.requests, settings.mean * servers)
+    enough = max(settings.guard_requests, settings.guard_mean * servers)
     for start in range(len(slots)):
-        end = int(np.searchsorted(times_s, times_s[start] + settings.window_s, side="left"))
+        end = int(np.searchsorted(times_s, times_s[start] + settings.guard_window_s, side="left"))
         counts = np.cumsum(slots[start:end, np.newaxis] == np.arange(servers), axis=0)
         lengths = np.arange(1, end - start + 1)
         long_enough = lengths >= enough
@@ -51,7 +51,7 @@ def worst(times_s: list[float], placed: list[int], servers: int, settings: Guard
 @pytest.mark.parametrize("servers", [3, 4, 8, 16, 64])
 @pytest.mark.parametrize("traffic", ["all want one", "a few", "one burst, then another server"])
 def test_in_no_window_is_the_share_larger(impl: ModuleType, servers: int, traffic: str) -> None:
-    settings = GuardSettings(limit=2.2)
+    settings = LeastTtftSettings(guard_limit=2.2)
     dice = np.random.default_rng((servers, len(traffic)))
     times_s: list[float] = []
     now_s = 0.0
@@ -114,7 +114,7 @@ def test_a_forgotten_server_begins_with_a_clean_slate(impl: ModuleType) -> None:
 
 def test_what_makes_no_guard_is_refused() -> None:
     with pytest.raises(InvalidInput, match="expected ≥ 1"):
-        GuardSettings(limit=0.5)
+        LeastTtftSettings(guard_limit=0.5)
 
 
 @pytest.mark.parametrize("limit", [1.0, 2.2])

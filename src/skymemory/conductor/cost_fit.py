@@ -63,6 +63,7 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
     if len(lengths) < 3 or any(point.seconds <= 0 or not 0 <= point.cached < point.tokens for point in points):
         raise InvalidInput("expected prefills of at least three lengths, each longer than its cached part")
     tokens, cached, seconds = (np.array(column, dtype=np.float64) for column in _columns(points))
+    # Where nothing was cached the last column would be zero, and its factor arbitrary.
     parts = [np.ones(len(points)), tokens - cached, tokens**2 - cached**2, cached]
     if not cached.any():
         parts.pop()
@@ -101,6 +102,7 @@ def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
     best: CostModel | None = None
     best_error = np.inf
     known = cost.machine.memory_bytes_per_s if cost.mfu < 1 else None
+    # A step is a maximum, so it is not linear in the bandwidth: search that on a grid, and fit the rest for each value.
     for speed in _MEMORY_BYTES_PER_S:
         if known is not None and speed > known:
             break
@@ -184,6 +186,7 @@ def _not_negative(columns: Column, aim: Column, weights: Column, needed: Sequenc
     best, best_error = np.zeros(count), np.inf
     others = [at for at in range(count) if at not in needed]
     norms = np.maximum(np.abs(columns).max(axis=0), 1e-300)
+    # With at most four parts all subsets are quicker than an active-set method, and have no special cases.
     for size in range(len(others) + 1):
         for chosen in combinations(others, size):
             used = [*needed, *chosen]

@@ -155,6 +155,7 @@ class CostModel:
         """Operations of a prefill of ``tokens``, the first ``cached`` of them cached; at least one is computed."""
         cached = max(0, min(cached, tokens - 1))
         shape = self.shape
+        # Token i attends to i tokens: over the computed ones that sums to half of n² − p², and ``a`` has the half.
         pairs = (tokens * tokens - cached * cached) * shape.width
         weights = (tokens - cached) * shape.width * shape.width
         return shape.layers * (shape.attention_flops * pairs + shape.weight_flops * weights)
@@ -174,6 +175,7 @@ class CostModel:
         shape = self.shape
         memory = self.machine.memory_bytes_per_s * self.memory_share
         flops = self.machine.flops_per_s * self.mfu
+        # A step's two lines over the context tokens T: reading weights and KV, and one token's operations per request.
         weights = batch * shape.layers * shape.weight_flops * shape.width * shape.width
         return (
             self.decode_fixed_s + batch * self.decode_request_s,

@@ -353,6 +353,7 @@ class Picker:
         tied = ranking.best()
         at = tied[0] if len(tied) == 1 else tied[self._next_random() % len(tied)]
         score, matched_tokens, ttft_s, tbt_s, plan, compute_s, figures = ranking.entry(at)
+        # Copied: fallbacks and reasons are worked out later, when the counts have changed.
         in_flight = [server.in_flight for server in servers]
         state = (ranking.packed, ranking.reasons, servers, in_flight, at, available, adapter_reason, figures, len(tied))
         return Decision(
@@ -369,6 +370,8 @@ class Picker:
             plan,
             compute_s,
         )
+
+    # Counts are of requests that we sent. Each call is a no-op for a server that left: its counts went with it.
 
     def routed(self, decision: Decision, now_s: float) -> None:
         server = self.fleet.servers.get(decision.server)
@@ -418,6 +421,8 @@ class Picker:
         if server is not None:
             if server.prefilling > 1:
                 server.prefilling -= 1
+                # Requests that were sent before a server was removed, and added again under its name, end here too: the
+                # new server's backlog must not turn negative by them.
                 left = server.prefill_tokens - (decision.request.prompt.tokens - decision.matched_tokens)
                 server.prefill_tokens = left if left > 0.0 else 0.0
             else:

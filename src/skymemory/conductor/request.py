@@ -140,6 +140,7 @@ class Decision:
         plan: Plan | None = None,
         estimated_compute_s: float | None = None,
     ) -> None:
+        # A class by hand instead of a dataclass: every request makes one, and two of its parts are worked out late.
         self.request = request
         self.server = server
         self.strategy = strategy
@@ -231,6 +232,7 @@ def seed(model: str, adapter: str, salt: str) -> int:
     The first eight bytes, little-endian, of the SHA-256 of a tag and each word as UTF-8 after its length (four bytes).
     Lone surrogates, which JSON may contain, are encoded as they are.
     """
+    # Lengths before the words, so that ("ab", "c") and ("a", "bc") differ.
     message = bytearray(_TAG)
     for word in (model, adapter, salt):
         raw = word.encode("utf-8", "surrogatepass")

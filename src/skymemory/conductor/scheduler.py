@@ -182,6 +182,7 @@ class Scheduler:
         Raises:
             NoServer: no server takes requests.
         """
+        # The rule sees the servers that the request would go to: its estimates are theirs.
         placement = self._picked(request, now_s, among)
         refusal = self.admission.on_arrival(placement, now_s)
         if refusal is not None:
@@ -218,6 +219,7 @@ class Scheduler:
         if self.decode is None or placement.decode is None:
             return None
         self.prefill.ended(placement.prefill, now_s)
+        # Decided again with the decode load of now: it was a forecast when the request arrived.
         refusal = self.admission.before_decode(self._current(placement, now_s), now_s)
         if refusal is not None:
             self.decode.failed(placement.decode, now_s)
@@ -261,6 +263,7 @@ class Scheduler:
     def _current(self, placement: Placement, now_s: float) -> Placement:
         """The placement with a current estimate of its decode server."""
         assert self.decode is not None and placement.decode is not None
+        # The KV streams to the chosen server already, so that one only is estimated again.
         chosen = placement.decode.server
         server = self.decode.fleet.servers.get(chosen)
         if server is None or not server.takes_requests:

@@ -92,10 +92,12 @@ def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
     d_slot, d_plane = _offsets(setting.strategy, setting.servers)
     d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
     d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)
+    # On board, a packet follows the grid; from the ground, light takes the straight line (equations 3 and 4).
     if setting.strategy == "hop":
         distance_m = d_m * d_slot + d_n * d_plane
     else:
         distance_m = np.sqrt((d_m * d_slot) ** 2 + (d_n * d_plane) ** 2 + setting.altitude_m**2)
+    # Chunks go round the servers in the layout's order, so the first ``remainder`` of them have one more.
     each, remainder = divmod(setting.chunks, setting.servers)
     held = each + (np.arange(setting.servers) < remainder)
     latencies: NDArray[np.float64] = distance_m / PAPER_LIGHT_M_S + setting.processing_s * held

@@ -128,6 +128,8 @@ def simulate_load(
         index, sending = sending, None
         (loader.load_failed if index in failing else loader.chunk_loaded)(index, now_s)
 
+    # One turn: the loader says what to fetch, to cancel and to compute now; the link carries one chunk at a time in the
+    # order of the requests; then the clock goes to the next event, a chunk's end on either side.
     while not loader.done:
         now_s = clock.now_s
         began_s = timer() if timer else 0.0
@@ -141,6 +143,7 @@ def simulate_load(
                 on_link.remove(index)
         if sending is None and on_link:
             sending = on_link.pop(0)
+            # A request that was queued while another was on the link has its latency behind it.
             first_byte_s = max(now_s, asked_s[sending] + trace.latency_s)
             link_free_s = trace.finish_s(first_byte_s, chunks[sending].size_bytes)
             clock.at(link_free_s, transferred)
@@ -183,6 +186,7 @@ def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: Link
             full_s += step_s(at, budget_tokens)
             at += budget_tokens
         computed_s.append(full_s + (step_s(at, end - at) if end > at else 0.0))
+    # From the end: with each chunk more to load, the tail grows and the computed head shrinks.
     best_s, tail_bytes = computed_s[-1], 0
     for k in reversed(range(len(chunks))):
         tail_bytes += chunks[k].size_bytes
@@ -240,6 +244,8 @@ def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> P
     Section 5.2 of the paper: 31.5 % and 76.9 % on the A100, 26.7 % and 80.2 % on the H100.
     Raises InvalidInput for shares that no such model fits.
     """
+    # T = (1 − saved_of_load) · all / rate; in it the link carried T · rate tokens, so the rest, x, was computed: T(x) =
+    # T. And T(all) = T / (1 − saved_of_compute). With T(n) = token_s·n + pair_s·n² both coefficients follow.
     tokens, tokens_per_s = 32_768, 10e9 / 8 / PAPER_TOKEN_BYTES
     cake_s = (1 - saved_of_load) * tokens / tokens_per_s
     computed = tokens - cake_s * tokens_per_s
@@ -258,6 +264,7 @@ def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
     Section 5.3 of the paper: 8.22 times and 14.34 s on the A100.
     """
     tokens = 14_336
+    # T = steps · batch_s + pair_s · tokens²; ``added_s`` is the difference in steps alone, the ratio gives the rest.
     few, many = (math.ceil(tokens / share_tokens(share)) for share in (0.9, 0.1))
     batch_s = added_s / (many - few)
     pair_s = (added_s / (ratio - 1) - few * batch_s) / tokens**2
@@ -321,6 +328,7 @@ class LinkBudget:
     def bytes_per_s(self, slant_m: float) -> float:
         """Shannon bound at this distance: clear sky, free space loss, the whole channel for one user."""
         path_db = 20 * math.log10(4 * math.pi * slant_m * self.frequency_hz / SPEED_OF_LIGHT_M_S)
+        # −60: density is per MHz, and noise per Hz. The channel's width cancels out of signal to noise.
         snr_db = self.eirp_dbw_per_mhz - 60 + self.g_over_t_db - path_db - _BOLTZMANN_DB
         return self.channels * self.channel_hz * math.log2(1 + 10 ** (snr_db / 10)) / 8
 

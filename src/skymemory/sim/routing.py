@@ -140,6 +140,7 @@ class _Simulation:
         self._outcomes: dict[int, Outcome] = {}
 
     def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[Outcome]:
+        # Arrivals need no events: the clock runs up to each, then the request is placed with the report of that time.
         before_s = -math.inf
         for at, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             if request.at_s < before_s:
@@ -190,6 +191,7 @@ class _Simulation:
 
     def _serve(self, engine: _Engine, now_s: float) -> None:
         """Starts the prefill of the next request."""
+        # Looked up now, not at arrival: those before it in the queue have changed the cache by then.
         job = engine.serving = engine.queue.popleft()
         tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
         hit_tokens = min(hit * BLOCK_TOKENS, tokens - 1)
@@ -375,11 +377,13 @@ class ErringLeastTtft(LeastTtft):
 
     def factors(self, request: Request, slots: int, now_s: float) -> list[float]:
         """Error factors of ``request`` at the first ``slots`` slots."""
+        # Keyed by the request and the time, so that a retry errs differently, but rank and booking alike.
         blocks = request.prompt.blocks
         last = blocks.item(-1) if len(blocks) else request.prompt.tokens
         at = np.array([now_s], dtype=np.float64).view(np.uint64)
         key = mix(mix(np.array([last ^ self._seed], dtype=np.uint64)) ^ at)
         drawn = mix(key + np.arange(1, 2 * slots + 1, dtype=np.uint64) * np.uint64(_ODD))
+        # Box and Muller: two uniform numbers, never 0 or 1, give a normal one.
         share = (drawn.astype(np.float64) + 1.0) / (2.0**64 + 2.0)
         normal = np.sqrt(-2.0 * np.log(share[::2])) * np.cos(2.0 * np.pi * share[1::2])
         factors: list[float] = np.maximum(LEAST_FACTOR, 1.0 + self._error * normal).tolist()
@@ -418,6 +422,7 @@ def strategy_for(
     Raises:
         InvalidInput: unknown strategy.
     """
+    # These two are fed by events at their authors', so they are here.
     if name in ("precise", "block-cost"):
         index = PreciseIndex(BLOCK_TOKENS)
         return named(name, index=index, **options), EngineEvents(index)

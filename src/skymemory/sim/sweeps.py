@@ -50,6 +50,7 @@ def sweep(
             answers.append(run(cell))
             progress(number + 1, len(cells))
         return answers
+    # Spawned, not forked: a fork would copy threads' locks (BLAS, sockets) in whatever state they are.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(run, cell) for cell in cells]
         try:

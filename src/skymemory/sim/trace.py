@@ -131,6 +131,7 @@ def _parsed(line: str) -> TraceRequest:
 
 
 def _session(ids: tuple[int, ...], owners: dict[int, int], fresh: int) -> int:
+    # The first block is shared by all (a system prompt), so a session needs a second one.
     seen = next((at for at, one in enumerate(ids) if one not in owners), len(ids))
     session = owners[ids[seen - 1]] if seen > 1 else fresh
     for one in ids[seen:]:

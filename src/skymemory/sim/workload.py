@@ -111,6 +111,7 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
     systems = [workload.system.draw(dice) for _ in range(workload.tenants.count)]
     texts = [workload.document.draw(dice) for _ in range(workload.documents.count)]
     requests: list[TraceRequest] = []
+    # Long enough that the conversations which began before second 0 have reached their usual mix of turns.
     before_s = 6.0 * workload.pause.median
     begins_s, session = -before_s, 0
     while (begins_s := begins_s + dice.expovariate(workload.conversations_per_s)) < duration_s:
@@ -226,6 +227,7 @@ class BlockNames:
     def of(self, stem: tuple[tuple[str, int, int], ...], own: tuple[str, int, int]) -> tuple[int, ...]:
         """Ids of a prompt of these parts (kind, which, tokens); ``own`` is unique to it."""
         ids = []
+        # A block is named by the parts that it ends in or lies behind: two prompts share it if all of these are equal.
         begin, shared = 0, 0
         for end_of in range(1, len(stem) + 1):
             shared += stem[end_of - 1][2]
@@ -273,6 +275,7 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
     """
     if not 0 < rate_per_s < math.inf or count < 1:
         raise InvalidInput(f"{count} requests at {rate_per_s:g}/s; expected at least 1, at a rate above 0")
+    # Two generators: another rate, or another workload, keeps the same sequence of arrivals.
     dice, clock = random.Random(seed), random.Random(seed + 1)
     names = BlockNames()
     weights = workload.prefixes.weights()
@@ -431,6 +434,7 @@ def render_text(request: TraceRequest, characters_per_block: int) -> str:
 
 def _block_text(number: int, characters: int) -> str:
     """Words drawn by the block's id, ending with a space."""
+    # Seeded by the id alone: equal blocks have equal text in every process.
     dice = random.Random(number)
     text = ""
     while len(text) < characters:

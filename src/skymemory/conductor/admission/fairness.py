@@ -63,6 +63,7 @@ class Fair(RuleAround):
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         load = self._load(placement)
+        # First what the operator wants (priorities), then what is fair, then what is most: the rule inside.
         refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(
             placement, load
         )
@@ -102,7 +103,7 @@ class Fair(RuleAround):
         since_s = now_s - self.settings.share_window_s
         above = {level for level, at_s in self._levels.items() if level > priority and at_s >= since_s}
         if priority < 0:
-            above.add(0)
+            above.add(0)  # batch work yields even while no other request is there
         if not above:
             return None
         limit = max(self.settings.least_load, 1.0 - self.settings.priority_step * len(above))
@@ -176,6 +177,7 @@ class Shares:
 
         The share is infinite if no other tenant has requests, and if none was refused.
         """
+        # Alone, or with no request refused, a tenant may use all: servers never idle for fairness.
         account = self._accounts.get(tenant)
         used = 0.0 if account is None else account.used
         others = len(self._accounts) > (account is not None)
@@ -207,6 +209,8 @@ class Shares:
     def _max_min_level(self) -> float:
         """The share per weight at which the usage is used up; tenants with a smaller demand get their demand."""
         left = self._used
+        # Water filling: tenants in the order of their demand per weight; each that wants less than an even split of
+        # what is left gets its demand, and the first that wants more sets the level for itself and all behind it.
         if sum(account.asked for account in self._accounts.values()) <= left * (1 + 1e-9):
             return math.inf  # nothing was refused
         weights = 0.0

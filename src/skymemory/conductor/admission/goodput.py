@@ -73,9 +73,11 @@ class Goodput(Admission):
         """Placements in progress whose first token was late: decoding is not to blame for their missed objective."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        # In the order of the module's rules: a request that would be late anyway is not judged by its cost.
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
         tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
+        # A queue longer than a decode: what decodes now has left when this prefill ends, so ask for the load of then.
         if tbt_s is not None and placement.forecast is not None and (ttft_s or 0.0) > placement.forecast.decode_s:
             tbt_s = placement.forecast.tbt_s(now_s + (ttft_s or 0.0), now_s, placement.request)
         return (
@@ -124,6 +126,7 @@ class Goodput(Admission):
         compute_s, ttft_s = placement.prefill.estimated_compute_s, placement.prefill.estimated_ttft_s
         if compute_s is None or ttft_s is None:
             return None
+        # Costs are of all servers together: the sample is of the whole cluster's requests.
         servers = 1 + len(placement.prefill.fallbacks)
         room_s = self.settings.queue_share * self.slo.ttft_s - max(0.0, ttft_s - compute_s)
         if room_s > 0:  # a server must not idle for want of cheaper requests
@@ -138,6 +141,7 @@ class Goodput(Admission):
         """Refuses contexts larger than those that fit into the decode servers' batches."""
         if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(placement):
             return None
+        # Little's law: batches of ``most`` tokens, each for ``stay_s``, take in ``most / stay_s`` tokens a second.
         most, stay_s = self._batches.max_tokens(self._limit_s(placement)) * self.settings.fill, self._batches.stay_s
         if math.isinf(most) or stay_s <= 0:
             return None
@@ -170,6 +174,7 @@ class Price:
         self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
+        # Sorted a few times per window, not per request: the price moves slowly, and up to 4,096 costs are sorted.
         while self._asked[0][0] < now_s - self._window_s:
             self._asked.popleft()
         self._sorted = sorted(cost for _, cost in self._asked)
@@ -183,6 +188,8 @@ class Price:
         """
         if not self._sums:
             return math.inf
+        # The sample's requests came in ``span_s``, in which the servers had ``per_s * span_s`` of capacity. Cheapest
+        # first, those within it fit; the last of them has the price.
         span_s = min(self._window_s, now_s - self._asked[0][0])
         fit = bisect_right(self._sums, per_s * span_s + room)
         return math.inf if fit == len(self._sums) else self._sorted[fit - 1] if fit else 0.0
@@ -207,6 +214,7 @@ class LearntTtft:
 
     def came(self, estimated_s: float, took_s: float) -> None:
         if estimated_s >= _SHORT * self._promised_s:
+            # Bounded: one prefill that hung must not multiply the estimates of all behind it.
             factor = min(_MOST_BIAS, max(1 / _MOST_BIAS, took_s / estimated_s))
             self.bias += _STEP * (factor - self.bias)
 
@@ -228,6 +236,7 @@ class LearntHeadroom:
 
     def ended(self, load: float, met: bool) -> None:
         """``load``: the estimated time between tokens of its batch, relative to the objective."""
+        # At the balance the steps cancel: a share ``broken`` of misses times ``step`` down is what the met ones add.
         if load < self.near * self.share:
             return
         if met:
@@ -265,6 +274,8 @@ class Batches:
         self._inside += 1
         self.tokens += tokens
         self._seen += 1
+        # Exponentially weighted means, variance and covariance (Finch, "Incremental calculation of weighted mean
+        # and variance", 2009, section 9); plain ones while there are few.
         weight = max(_FORGETTING, 1 / self._seen)
         off, off_s = self.tokens - self._mean_tokens, tbt_s - self._mean_tbt_s
         self._mean_tokens += weight * off

@@ -98,6 +98,7 @@ class ApproximatePrefixIndex:
         chain = self._chain(blocks)
         if not 0 <= cached_blocks < len(chain):
             return 0
+        # The first missing block is enough: the table drops what follows it, in this chain and in others.
         return self._table.drop(slot, int(chain[cached_blocks]))
 
     def forget(self, slot: int) -> None:
@@ -113,7 +114,7 @@ class ApproximatePrefixIndex:
             InvalidInput: an invalid capacity.
         """
         try:
-            if self._table.capacity(slot) != blocks:
+            if self._table.capacity(slot) != blocks:  # asked with every report, changed at a restart
                 self._table.set_capacity(slot, blocks)
         except ValueError as error:
             raise InvalidInput(str(error)) from None

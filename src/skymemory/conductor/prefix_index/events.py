@@ -131,6 +131,20 @@ class _Run:
     """Whether it ends within one of our blocks; that one and what follows have no hash of ours."""
 
 
+# Names of a block, and how one leads to another:
+#
+#   engine's hash --folded--> its 64 bits, the *name* --media[medium]--> our hash, which prompts are matched by
+#
+# Our hash is chained(our hash of the parent, tokens, extra keys), so a block whose parent has no hash of ours has none
+# either: it waits as an orphan, by its parent's name (``_children``), and ``_settle`` resolves a whole subtree at once.
+#
+# Blocks of another size (``_Run``) stand for several of ours. The parts get made-up names (``_names``); the last part
+# has the engine's own where both end together, so that the next block finds its parent under the name that it gives.
+#
+# Invariants: a name keeps the hash of ours that it got first; it leaves a medium with the removal of its last copy; an
+# orphan's name is in no medium.
+
+
 @dataclass(slots=True)
 class EngineBlocks:
     """The blocks of one engine. ``model`` seeds our hashes, with adapter and salt."""
@@ -212,6 +226,7 @@ class EngineBlocks:
         names = [folded(engine_hash) for engine_hash in event.hashes]
         keys = None if event.extra_keys is None else [_own_keys(event, at) for at in range(len(names))]
         if event.parent is not None:
+            # Behind a known parent adapter and salt are in its hash; only the first block of a prompt brings them.
             parent = folded(event.parent)
             before = self._ours(parent)
         else:
@@ -229,6 +244,7 @@ class EngineBlocks:
         for at, name in enumerate(names):
             piece = tokens[at * size : (at + 1) * size]
             parts = _names(name, self._runs.setdefault((medium, name), run))
+            # Its tokens first: a chunk's parent, as LMCache reports it, is not to be trusted.
             if found := self._found(piece, len(parts)):
                 for part, before in zip(parts, found, strict=True):
                     self._count_copy(medium, part)
@@ -291,6 +307,7 @@ class EngineBlocks:
 
     def _settle(self, medium: str, name: int, ours: int) -> Iterator[Change]:
         """Adds a block with a known hash, then the orphans that waited for it, and so on."""
+        # A stack instead of recursion: chains of orphans are as long as prompts.
         ready = [(medium, name, ours)]
         while ready:
             medium, name, ours = ready.pop()
@@ -312,7 +329,7 @@ class EngineBlocks:
             run = self._runs.get((medium, whole))
             names = [whole] if run is None else _names(whole, run)
             for name in names:
-                self._give_up(medium, name)
+                self._give_up(medium, name)  # removed before its parent was reported: it must not come back
                 if self._another_copy(medium, name):
                     continue
                 ours = held.pop(name, None)

@@ -109,6 +109,16 @@ class PreciseIndex:
             InvalidInput: an unknown slot, or events that cannot be used (blocks of another size): the slot is empty
                 from then on, and ``trouble`` says why.
         """
+        # States of a slot, by the number of the batch that comes (``expected`` is the next):
+        #
+        #   number < expected     known already: a replay overlaps with live batches
+        #   number = expected     applied, then all waiting batches that follow without a gap
+        #   number > expected     a gap: the slot is stale, the batch waits, the caller asks for a replay of ``missing``
+        #   live, not rising      the engine restarted and counts from 0: the slot begins empty, and not stale
+        #
+        # Invariant: while a slot is not stale its blocks are what the engine reported before ``expected``. It stays
+        # stale while batches wait, or while a live one from ``expected`` on was seen: beyond ``MAX_WAITING`` they are
+        # not kept.
         engine = self._engine(slot)
         if not replayed:
             if batch.sequence <= engine.last_live:
@@ -122,6 +132,7 @@ class PreciseIndex:
             if not engine.stale:
                 self.counters.add("event_gaps")
                 engine.stale = True
+            # After a clear nothing of before matters, lost or not: the gap is closed without a replay.
             if any(isinstance(event, AllCleared) for event in batch.events):
                 self._clear(slot)
                 engine.expected = batch.sequence
@@ -154,6 +165,7 @@ class PreciseIndex:
         if isinstance(event, AllCleared):
             self._clear(slot)
             return
+        # Groups other than the first are of layers with sliding windows or state: they hold no whole prefixes.
         if event.group != 0:
             self.counters.add("events_of_other_groups")
             return
@@ -217,6 +229,7 @@ class PreciseIndex:
     def _walk(
         self, blocks: Blocks, slots: Sequence[int], order: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
+        # A stale slot may hold blocks that are gone by now, and a wrong hit costs a whole prefill: it matches nothing.
         chain = np.ascontiguousarray(blocks, dtype=np.uint64).data
         fresh = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
         found = self._table.match(chain, fresh, order)
@@ -268,6 +281,7 @@ class PreciseIndex:
 
     def _add(self, slot: int, changes: Iterable[Change]) -> None:
         for medium, block in changes:
+            # Media are added at their first block: most fleets have one, and each costs a look-up per block and server.
             if medium not in self._media:
                 self._media = [each for each in MEDIA if each == medium or each in self._media]
                 weights = [(_NUMBERS[each], self._weights[each]) for each in self._media]

@@ -80,6 +80,7 @@ def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots:
     Raises:
         InvalidInput: another kind of blocks, or invalid rows. The index is empty then.
     """
+    # Hashes of blocks of other sizes would match nothing, but fill the table up to each server's capacity.
     if snapshot.kind != kind:
         raise InvalidInput(f"a snapshot of blocks of kind {snapshot.kind!r}; this router's are {kind!r}")
     restored = 0
@@ -91,6 +92,7 @@ def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots:
                 index.load(slot, held.dump)
                 restored += index.blocks_of(slot)
     except ValueError as error:
+        # All or nothing: half a snapshot would look like servers with cold caches.
         for slot in slots.values():
             index.forget(slot)
         raise InvalidInput(f"an invalid snapshot: {error}") from None
@@ -228,6 +230,7 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
 
     def since(self, number: int) -> list[Delta] | None:
         """Deltas from ``number`` on; None if some of them are not in the log."""
+        # None: the log is bounded, so a publisher that was cut off for long has lost some; it counts them and goes on.
         if not self.log_start <= number <= self.log_end:
             return None
         return list(islice(self._log, number - self.log_start, None))

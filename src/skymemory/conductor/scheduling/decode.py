@@ -100,6 +100,8 @@ class LeastTbt(Scorer):
         return self._learnt_s if self._ended else float("inf")
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        # Two questions, one method. A request that arrives: the batch with all that were promised, and itself. A
+        # request that this server was promised to (``own``), before it joins: the batch as it is, and itself.
         tokens = request.prompt.tokens
         scores: list[float] = []
         tbts: list[float] = []
@@ -135,6 +137,8 @@ class LeastTbt(Scorer):
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
         """As ``scheduler.DecodeForecast``; with ``at_s`` = ``now_s`` of the requests in batches now."""
+        # A request counts from when it joined, or is expected to, for one usual decode. Its context has grown by a
+        # token per step since then; steps in turn depend on contexts, so one step of that fixed point is taken.
         usual_s, sums = self.decode_s, 0.0
         servers = [server for server in self._fleet if server.healthy]
         for server in servers:
@@ -168,6 +172,7 @@ class LeastTbt(Scorer):
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         one = self._take(request, server, True)
         if one is not None:
+            # The plain mean of the first fifty, then exponentially weighted: lengths of answers drift with the traffic.
             self._ended += 1
             share = max(_LEARNING_RATE, 1 / self._ended)
             self._learnt_s += (now_s - one.joins_s - self._learnt_s) * share

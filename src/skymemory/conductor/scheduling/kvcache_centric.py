@@ -140,6 +140,7 @@ class KvCacheCentric(PrefillScheduler):
         return [-_priced(wait_s, ttft_s - wait_s, rate) for wait_s, ttft_s in waits]
 
     def fetch(self, estimates: Estimates) -> None:
+        # A source that holds no more than the poorest server helps none of them.
         least = min(estimates.blocks)
         sources = self._sources(estimates, least)
         if not sources:
@@ -175,6 +176,7 @@ class KvCacheCentric(PrefillScheduler):
                 servers = [*servers, *others]
                 depths = [*depths, *self.index.match(blocks, [server.slot for server in others])]
             token_s = self._kv_token_bytes / network.bytes_per_s
+            # What is under way to a server is not there to be loaded from it: ``known``, not ``blocks``.
             waits_s = self._link_waits.waits_out_s([server.slot for server in servers], now_s)
             for server, count, wait_s in deepest(servers, depths, waits_s, least):
                 found.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
@@ -188,6 +190,7 @@ class KvCacheCentric(PrefillScheduler):
     def _by_ratio(self, estimates: Estimates, sources: list[Source]) -> None:
         """The published rule: load from the longest, then nearest, prefix if the ratio reaches the threshold."""
         prompt, threshold = estimates.request.prompt, self.settings.balancing_threshold
+        # Algorithm 1 compares lengths: how long the load takes is not asked before the choice. ``cheaper`` mends that.
         best = sources[0]
         end = tokens_of(prompt, best.blocks)
         for at, held in enumerate(estimates.held):
@@ -205,6 +208,12 @@ class KvCacheCentric(PrefillScheduler):
         """Each server computes or loads, whichever is sooner; then splits are tried where they may win."""
         prompt, ttfts, waits = estimates.request.prompt, estimates.ttfts_s, estimates.waits_s
         layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
+        # 1. Every source for every server: compute all, or load all that the source has more. The sooner one is kept.
+        # 2. A split can only win where the load is visible. Its floor, wait + rest, is what stays if front and load
+        #    cost nothing; pairs whose floor is not below the best are dropped before any bisection.
+        # 3. ``_split`` bisects the remaining ones in the order of their floors.
+        #
+        # With S sources and N servers that is S·N closed forms, and some ten evaluations each for a few pairs.
         in_waits_s = self._link_waits.waits_in_s(estimates.slots, estimates.now_s)
         candidates: list[_SplitCandidate] = []
         for source in sources:
@@ -242,6 +251,7 @@ class KvCacheCentric(PrefillScheduler):
         def price(at: int, ttft_s: float) -> float:
             return _priced(waits[at], ttft_s - waits[at], rate) if rate else ttft_s
 
+        # In the currency of ``scores``: with a price on delay the soonest server need not be the best.
         best = min(ttfts) if not rate else min(price(at, ttft_s) for at, ttft_s in enumerate(ttfts))
         closer = []
         for chance in candidates:
@@ -263,6 +273,7 @@ class KvCacheCentric(PrefillScheduler):
         token_s = (estimates.alone_s[at] - self._seconds(estimates.slots[at], prompt)(first)) / (
             first - estimates.held[at]
         )
+        # Moving the border by one token adds ``token_s`` to the front and takes ``source.token_s`` off the load.
         over_s = chance.load_s + chance.rest_s / self._layers - chance.floor_s
         if over_s <= 0.0 or token_s <= 0.0:
             return chance.floor_s

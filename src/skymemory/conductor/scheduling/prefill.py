@@ -50,6 +50,7 @@ class Source(NamedTuple):
 
 def undominated(sources: Sequence[Source]) -> list[Source]:
     """The sources that no other dominates; of equal ones the first."""
+    # Sorted by blocks: all that are kept so far hold at least as much, so the other three figures decide.
     kept: list[Source] = []
     for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
         if not any(
@@ -255,6 +256,7 @@ class PrefillScheduler(Indexed, ABC):
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
+        # Booked is what was decided, not what a second estimate would say: caches and links may have changed since.
         slot, last = server.slot, self._last
         if last is None or last.request is not request or slot not in last.slots:
             last = self._estimate(request, (server,), now_s)
@@ -263,6 +265,7 @@ class PrefillScheduler(Indexed, ABC):
         super().routed(request, server, now_s)
         work_s = last.ttfts_s[at] - last.waits_s[at]
         drain_s = 0.0
+        # A pipeline's first machine is free before its last one is done: the next prefill begins ``drain_s`` earlier.
         if self._pipeline is not None:
             drain_s = min(work_s, self._pipeline.drain_s(request.prompt.tokens, plan.cached_tokens))
         prefill = self._queues.add(slot, work_s - drain_s, now_s, drain_s)

@@ -173,7 +173,7 @@ class NameHashes:
     def of(self, name: str) -> int:
         known = self._of.get(name)
         if known is None:
-            if len(self._of) >= 4096:
+            if len(self._of) >= 4096:  # names of pods change with every restart
                 self._of.clear()
             known = self._of[name] = hash_words(name.encode())
         return known
@@ -231,6 +231,10 @@ class Indexed(Scorer):
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         self.note(request, server, self.held_blocks(request.prompt, (server,))[0])
 
+    # A prompt's blocks at its server, from send to answer: under way (``note``), then learnt by the index (``arrived``,
+    # ``learn``), and dropped from it where the engine reports that it had less than believed (``corrected``). That
+    # report is about the time before this prompt was computed, so the prompt itself is learnt again afterwards.
+
     def note(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
         """The request is sent to a server that holds ``believed`` of its blocks."""
         blocks = request.prompt.blocks
@@ -252,7 +256,7 @@ class Indexed(Scorer):
         prompt = request.prompt
         if not len(prompt.blocks):
             return
-        if sent is not None and sent.believed:
+        if sent is not None and sent.believed:  # Without a belief there is nothing to correct.
             if cached_tokens is None:
                 self._answering[id(request), server.slot] = sent.believed, prompt.blocks.item(-1)
                 if len(self._answering) > ANSWERING:
@@ -284,6 +288,7 @@ class Indexed(Scorer):
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
         """Drops blocks that the server lacked of ``believed``; whether any were dropped."""
         held = int(cached_tokens / prompt.block_tokens)
+        # One block more than reported is allowed: engines compute the last one of a fully cached prompt again.
         return held + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, held) > 0
 
     def _fit_capacity(self, prompt: Prompt, server: Server, report: LoadReport) -> None:

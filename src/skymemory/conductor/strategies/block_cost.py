@@ -45,6 +45,7 @@ class BlockCost(Indexed):
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         settings, prompt = self.settings, request.prompt
+        # Dynamo adds work (prefill) and memory (blocks kept while decoding) in one unit: blocks, not seconds.
         held = self.matched_blocks(prompt, servers)
         per_block = prompt.block_tokens
         chain = prompt.blocks
@@ -93,6 +94,7 @@ class BlockCost(Indexed):
         kept = self._kept.get(slot)
         if not kept:
             return float(len(chain))
+        # A server keeps whole chains from their beginnings, so what it keeps of this one is a head of it: bisect.
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) >> 1

@@ -54,6 +54,7 @@ class Speeds(ABC):
             self._totals[server.slot] = now
             if before is None or (ended := now.requests - before.requests) <= 0:
                 continue  # its first report, or it restarted
+            # Totals count the engine's tokens; curves are over ours, in which prompts are asked for.
             ratio = server.read_per_token / ended
             tokens, computed = (now.tokens - before.tokens) * ratio, (now.computed - before.computed) * ratio
             self.observe(server.slot, round(tokens), round(tokens - computed), (now.seconds - before.seconds) / ended)
@@ -87,6 +88,7 @@ class GivenSpeeds(Speeds):
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         if not tokens:
             return [0.0] * len(slots)
+        # A cost model may be slow, and many servers hold the same number of tokens: none.
         seconds: dict[int, float] = {}
         for held in cached:
             if held not in seconds:
@@ -101,11 +103,12 @@ class GivenSpeeds(Speeds):
             return
         ratios = self._ratios.setdefault(slot, deque(maxlen=self.KEPT))
         ratios.append(seconds / expected_s)
+        # A median: one prefill beside a hung request or a cold start must not count as the server's speed.
         if len(ratios) >= self.ENOUGH:
             new = slot not in self._own
             self._own[slot] = min(self.MOST, max(1.0 / self.MOST, median(ratios)))
             self._count += 1
-            if new or self._count % self.EVERY == 0:
+            if new or self._count % self.EVERY == 0:  # comparing takes a sort of all servers
                 self._compare()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
@@ -160,6 +163,7 @@ class LearnedSpeeds(Speeds):
         return self._lines.get(slot, self._common)
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
+        # Until a streamed answer has shown a prefill alone, the fit of whole answers is the best guess.
         lines, common = self._lines, self._common
         if not lines and self._of_whole is not None:
             common = self._of_whole
@@ -170,6 +174,7 @@ class LearnedSpeeds(Speeds):
         return seconds
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
+        # At least one token is computed even of a fully cached prompt: its logits are needed.
         held = cached if cached < tokens else tokens - 1
         point = (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, seconds)
         seen = self._seen.get(slot)
@@ -178,7 +183,7 @@ class LearnedSpeeds(Speeds):
         seen.append(point)
         self._together.append(point)
         self._count += 1
-        # Refit at every observation while they are few, then at every eighth.
+        # Refit at every observation while they are few, then at every eighth: one point more changes little.
         if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 8 == 0):
             self._lines[slot] = line = native.fit_prefills(seen, self.line(slot)[2])
             self._show(slot, line)
@@ -189,7 +194,7 @@ class LearnedSpeeds(Speeds):
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         if self._lines:
-            return
+            return  # first bytes are the better teachers
         held = cached if cached < tokens else tokens - 1
         self._whole.append(
             (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, float(output_tokens), seconds)

@@ -69,6 +69,7 @@ class HashTrie(Scorer):
         if not any(worth):
             reason = self._gain.why_not(max(tokens), prompt.tokens)
             return Ranking([-load for load in loads], tokens, reasons=(reason,), weights=weights)
+        # Servers with a match score 1 and more, the others at most 0: a match comes first, then the least load.
         most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(blocks) if good and load + 1.0 <= most else -load
@@ -94,6 +95,7 @@ class HashTrie(Scorer):
         held = self._held.take(request, server)
         if held is None:
             return
+        # Only the blocks that the send had added; those that it found may be held by virtue of other prompts.
         for block in request.prompt.blocks[held:].tolist():
             left = self._sets.get(block, 0) & ~(1 << server.slot)
             if left:

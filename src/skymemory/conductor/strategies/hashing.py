@@ -64,6 +64,7 @@ def signature_of(pieces: NDArray[np.uint64]) -> int:
     Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated
     signatures.
     """
+    # One row of 64 bits per piece; the sum of a column says in how many pieces that bit is set.
     bits = np.unpackbits(pieces.view(np.uint8).reshape(len(pieces), 8), axis=1)
     counts = np.add.reduce(bits, axis=0, dtype=np.uint32)
     return int.from_bytes(np.packbits(2 * counts > len(pieces)).tobytes(), "little")
@@ -82,6 +83,7 @@ def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
 
 def similarity(bits: float) -> float:
     """Cosine of the angle between two prompts, as sets of pieces, whose signatures differ in ``bits``."""
+    # Of random hyperplanes a share angle/π separates two vectors (Charikar, 2002), so the angle is π · bits / 64.
     return max(0.0, cos(pi * bits / BITS))
 
 
@@ -112,6 +114,7 @@ class NearestSignature(Scorer):
         expected = similarity(best) * prompt.tokens
         if not self._gain.worth(expected, prompt.tokens):
             return Ranking(by_load, reasons=(self._gain.why_not(expected, prompt.tokens),), weights=weights)
+        # Near servers score above 32, the others at most 0: all near ones come first, then the least load.
         most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else load_score
@@ -130,6 +133,7 @@ class NearestSignature(Scorer):
         signature = np.uint64(signature_of(pieces))
         ring, count = self._kept[server.slot], self._count[server.slot]
         if not count:
+            # The whole ring: unused entries would be zeros, which are a signature too, and near to some prompts.
             ring[:] = signature
         elif not (ring == signature).any():
             ring[count % len(ring)] = signature
@@ -206,6 +210,7 @@ class BoundedRing(Scorer):
         for place, at in enumerate(order):
             load = loads[at]
             scores[at] = float(len(order) - place) if load + 1.0 <= most else -1.0 - load
+        # Some server is always within the bound, since it is above the mean: the walk ends at one of them.
         passed = next(place for place, at in enumerate(order) if scores[at] > 0.0)
         reason = f"by the hash of its first {len(head)} characters"
         if passed:
@@ -237,6 +242,7 @@ class BoundedRing(Scorer):
     def _build(self, names: frozenset[str]) -> None:
         """Builds the ring of all servers seen so far; those not ranked are skipped in a walk."""
         ordered = sorted(names)
+        # Points of a server follow from its name alone, so that all routers build the same ring.
         nodes = np.arange(self.settings.virtual_nodes, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         points = np.concatenate([mix(nodes + np.uint64(hash_words(name.encode()))) for name in ordered])
         owners = np.repeat(np.arange(len(ordered)), self.settings.virtual_nodes)

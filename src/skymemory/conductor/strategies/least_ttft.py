@@ -5,7 +5,7 @@ no weights between them are needed. A hot prefix is computed on another server o
 so it replicates by itself. Beyond that:
 
 - the delay that a request causes to later ones is added (``DelayPrice``);
-- no server gets more than its share of requests (``GuardSettings``);
+- no server gets more than its share of recent requests, whatever its cache saves (``guard_…``);
 - prefill times come from a cost model or are learnt from first bytes (``Speeds``);
 - blocks that events report behind the GPU's memory cost their loading (``Loads``).
 """
@@ -34,30 +34,6 @@ _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of c
 
 
 @dataclass(frozen=True, slots=True)
-class GuardSettings:
-    """Limits a server's share of recent requests, whatever its cache saves."""
-
-    limit: float = 4.0
-    """Requests of a server relative to the mean; infinite: no limit."""
-    window_s: float = 60.0
-    requests: int = 80
-    """Fewer requests in the window are not limited."""
-    mean: float = 5.0
-    """Nor are fewer per server. Above 16 servers this exceeds ``requests``: with 80 requests to 64 servers each could
-    get two, and conversations would change servers."""
-
-    def __post_init__(self) -> None:
-        if not (self.limit >= 1 and self.window_s > 0 and self.requests >= 1 and self.mean >= 0):
-            raise InvalidInput(
-                f"guard with limit {self.limit}, window_s {self.window_s}, requests {self.requests}, mean {self.mean};"
-                " expected ≥ 1, > 0, ≥ 1, ≥ 0"
-            )
-
-    def made(self) -> native.ShareGuard:
-        return native.ShareGuard(self.limit, self.window_s, self.requests, self.mean)
-
-
-@dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
     delay_weight: float = 1.5
     """Weight of the delay of later requests (``DelayPrice``); 0: only its own time counts."""
@@ -66,9 +42,13 @@ class LeastTtftSettings:
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
     guard_limit: float = 4.0
+    """Requests of a server relative to the mean; infinite: no limit."""
     guard_window_s: float = 60.0
     guard_requests: int = 80
+    """Fewer requests in the window are not limited."""
     guard_mean: float = 5.0
+    """Nor are fewer per server. Above 16 servers this exceeds ``guard_requests``: with 80 requests to 64 servers each
+    could get two, and conversations would change servers."""
     blocks_per_server: int = 31_250
     """Assumed capacity of a server that does not report its cache's size."""
     events: bool = False
@@ -88,13 +68,16 @@ class LeastTtftSettings:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; expected seconds, such as 1e-4, or 0")
         if self.delay_weight < 0 or self.overdue < 0:
             raise InvalidInput("delay_weight and overdue: expected 0 or more")
-        self.guard()
+        if not (
+            self.guard_limit >= 1 and self.guard_window_s > 0 and self.guard_requests >= 1 and self.guard_mean >= 0
+        ):
+            raise InvalidInput(
+                f"guard with limit {self.guard_limit}, window_s {self.guard_window_s}, requests {self.guard_requests},"
+                f" mean {self.guard_mean}; expected ≥ 1, > 0, ≥ 1, ≥ 0"
+            )
 
     def load_s(self) -> dict[str, float]:
         return {CPU: self.cpu_load_s, DISK: self.disk_load_s, REMOTE: self.remote_load_s}
-
-    def guard(self) -> GuardSettings:
-        return GuardSettings(self.guard_limit, self.guard_window_s, self.guard_requests, self.guard_mean)
 
 
 class _Estimated(NamedTuple):
@@ -168,6 +151,19 @@ _Last = tuple[Request, Sequence[Server], bytes, int, int]
 """
 
 
+# The life of a request, and what each call keeps:
+#
+#   rank       held blocks and those under way -> cached tokens -> compute seconds by the server's curve
+#              + wait of the server's queue + price of delaying later requests -> score; nothing is booked
+#   routed     the prompt is under way, its compute seconds join the queue, price and guard count it
+#   succeeded  first byte: it leaves the queue, and the time that it took there teaches the curve
+#   ended      answers that are not streamed: first and last byte are one, so the whole answer teaches (roughly)
+#   failed     it leaves queue and prompts under way; nothing is learnt
+#
+# ``rank`` exists twice: ``TtftRanker`` does it in one native call, ``_rank_by_parts`` does the same where estimates are
+# overridden, given by a cost model, or include loading. tests/conductor/strategies/test_one_call.py holds them equal.
+
+
 class LeastTtft(Indexed):
     """See the module. ``cost``: of a prefill on every server; None: learnt per server."""
 
@@ -181,7 +177,9 @@ class LeastTtft(Indexed):
         self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
         self._loads = Loads(index, settings.load_s()) if isinstance(index, PreciseIndex) else None
         self._gain = GainThreshold(settings.min_match_tokens, settings.min_match_ratio)
-        self._guard = settings.guard().made()
+        self._guard = native.ShareGuard(
+            settings.guard_limit, settings.guard_window_s, settings.guard_requests, settings.guard_mean
+        )
         self._price = DelayPrice(settings.delay_weight)
         self._queues = native.PrefillQueues(settings.overdue)
         self._ranker = native.TtftRanker(
@@ -276,6 +274,8 @@ class LeastTtft(Indexed):
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         slot, prompt, load = server.slot, request.prompt, NOTHING
+        # The ranking has just computed all of this. It is looked up again only where something changed in between, or
+        # another server than a ranked one took the request.
         found = self._found(request, server)
         if found is not None:
             held, matched, work_s = found
@@ -298,13 +298,14 @@ class LeastTtft(Indexed):
         last, table, speeds = self._last, self._table, self.speeds
         if last is None or table is None or type(speeds) is not LearnedSpeeds:
             return None
-        self._last = None  # Keeps the prompt alive otherwise.
+        self._last = None  # It would keep the prompt alive.
         asked, servers, figures, unworthy, changes = last
         if asked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
         _, work_s, matched, held = FIGURES.unpack_from(figures, FIGURES.size * servers.index(server))
         if unworthy or not matched:
             return held, 0, work_s
+        # A ranking asks whether the best match of all servers is worth following, booking whether this server's is.
         return (held, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
 
     def _changes(self, table: native.PrefixTable, speeds: LearnedSpeeds) -> int:
@@ -321,9 +322,11 @@ class LeastTtft(Indexed):
         self, request: Request, server: Server, now_s: float, cached_tokens: int | None, sent: _Estimated
     ) -> None:
         """Learns the server's speed from the first byte."""
+        # None where its begin or end did not show: it, or one before it in the queue, was not streamed.
         seconds = self._queues.remove(server.slot, sent.prefill, now_s)
         saved, load = sent.cached_tokens, sent.load
         if cached_tokens is not None:
+            # The engine's own count: of a prefix evicted in part only that part was loaded, too.
             load = load.part(cached_tokens / saved if saved else 0.0)
             saved = cached_tokens
         if load is not NOTHING:
@@ -355,6 +358,7 @@ class LeastTtft(Indexed):
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:
         """Penalises servers above their share, from the best down, until one within its share leads."""
+        # The penalty keeps their order: if all are above their share the ranking stays as it was.
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -412,6 +416,7 @@ class Loads:
         empty.
         """
         loads = self._costs(blocks, slots)
+        # Blocks under way will have been loaded or computed by the time this prompt's turn comes: they cost nothing.
         for at, depth in enumerate(under_way):
             if depth and loads[at] is not NOTHING:
                 (there,) = self._costs(blocks[:depth], slots[at : at + 1])

@@ -55,6 +55,7 @@ class Radix(Indexed):
         loads = loads_of(servers, now_s)
         matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
         weights = (("requests there", loads),)
+        # Both, as published: a gap of 64 means little among thousands of requests, a ratio little among a few.
         most, least = max(loads), min(loads)
         settings, tokens = self.settings, request.prompt.tokens
         if most - least > settings.balance_absolute and most > settings.balance_relative * least:
@@ -62,6 +63,7 @@ class Radix(Indexed):
         elif not self._gain.worth(best := max(matched), tokens):
             reason = self._gain.why_not(best, tokens)
         else:
+            # Loads move a score by less than one token: they decide among equal matches only.
             scores = [held + 1.0 / (1.0 + load) for held, load in zip(matched, loads, strict=True)]
             reason = f"longest match {best} of {tokens} tokens"
             return Ranking(scores, matched, reasons=(reason,), weights=weights)

@@ -89,10 +89,12 @@ class SessionAffinity(Scorer):
                 weights=(("requests there", loads),),
             )
         names = np.array([self._names.of(server.name) for server in servers], dtype=np.uint64)
+        # Rendezvous hashing (Thaler and Ravishankar, 1998): each session has its own order of all servers.
         drawn = mix(names ^ np.uint64(hash_words(request.session.encode())))
         places = np.empty(len(servers), dtype=np.int64)
         places[np.argsort(drawn, kind="stable")] = np.arange(len(servers))
         most = load_bound(loads, self.settings.load_factor)
+        # Overloaded servers go behind all others, the emptiest of them first.
         scores = [
             float(place) if load + 1.0 <= most else -1.0 - load
             for place, load in zip(places.tolist(), loads, strict=True)

@@ -71,6 +71,8 @@ class Approximate(Indexed):
             reasons = (self._gain.why_not(max(shares) * tokens, tokens),)
             shares = [0.0] * len(servers)
         queues, room = self._loads(servers, now_s)
+        # As in the endpoint picker: queues count relative to each other, KV use and prefix absolutely. So one request
+        # more is the whole weight where all other queues are equal.
         shortest, longest = min(queues), max(queues)
         per_waiting = settings.queue_weight / (longest - shortest) if longest > shortest else 0.0
         scores = [
@@ -108,10 +110,13 @@ class Approximate(Indexed):
                 queues.append(float(server.prefilling))
                 free.append(None)
             else:
+                # Without what was sent since the report, all requests until the next would go to one server. Of those
+                # only the ones without a first byte can still be waiting.
                 at_s, sent = self._since.get(server.slot, (report.at_s, 0))
                 queues.append(float(report.waiting + (min(sent, server.prefilling) if at_s == report.at_s else 0)))
                 free.append(1.0 - report.kv_usage)
         known = [share for share in free if share is not None]
+        # A server without a report counts as average: as empty it would get everything, as full nothing.
         usual = sum(known) / len(known) if known else 1.0
         return queues, [usual if share is None else share for share in free]
 
@@ -161,6 +166,7 @@ class Precise(Approximate):
         """By id of the request and slot, in order of expiry."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
+        # All prompts count for equally long, so they expire in the order in which they were sent.
         while self._until and next(iter(self._until.values()))[0] <= now_s:
             _, (_, _, ticket) = self._until.popitem(last=False)
             self._speculative.drop(ticket)
@@ -186,6 +192,7 @@ class Precise(Approximate):
     def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
         slots = [server.slot for server in servers]
         blocks, weighted = self._events.match_weighted(prompt.blocks, slots)
+        # Sent prompts count as if in the GPU's memory: that is where the engine is putting them.
         if sent := self._speculative.depths(prompt.blocks, slots):
             weighted = [max(float(one), other) for one, other in zip(sent, weighted, strict=True)]
             blocks = list(map(max, blocks, sent))

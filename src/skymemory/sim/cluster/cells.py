@@ -92,9 +92,11 @@ def run_of(cell: ClusterCell) -> ClusterRun:
 def run_cell(cell: ClusterCell) -> CellAnswer:
     """Runs the cell and measures it."""
     run = run_of(cell)
+    # Requests before ``from_part`` run, too: they fill caches and queues, but are not measured.
     from_s = _moment(cell, cell.from_part) if cell.from_part else -math.inf
     metrics = measured(run, cell.slo, from_s, tbt_rule=cell.tbt_rule)
     arrivals_s = [one.at_s for one in run.outcomes]
+    # Loads after the last arrival are the run's end, with nothing to admit or to place.
     inside = [one for one in run.loads if max(from_s, arrivals_s[0]) <= one.t_s <= arrivals_s[-1]]
     return CellAnswer(
         metrics,
@@ -159,7 +161,7 @@ def capacity(search: CapacityCell) -> Capacity:
     if _holds(top, search):
         return Capacity(high, True, top)
     for _ in range(search.halvings):
-        middle = math.sqrt(low * high)
+        middle = math.sqrt(low * high)  # in ratios: the error is a factor, equal for small and large clusters
         found = _at(search, middle)
         if _holds(found, search):
             low, best = middle, found
@@ -256,6 +258,7 @@ def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, 
     size = int(WINDOW_S / GRID_S)
     if len(one) < size:
         return None, None, None
+    # Welch's method: spectra of half overlapping windows are averaged, which keeps what is in phase in all of them.
     taper = np.hanning(size)
     cross = np.zeros(size // 2 + 1, dtype=complex)
     powers = np.zeros((2, size // 2 + 1))
@@ -264,6 +267,7 @@ def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, 
         cross += spectra[0] * np.conj(spectra[1])
         powers += np.abs(spectra) ** 2
     frequencies = np.fft.rfftfreq(size, GRID_S)
+    # Slower ones are drift, which two periods in a window cannot show; faster ones the batches of a trace's arrivals.
     wanted = np.flatnonzero((frequencies >= 1 / LONGEST_S) & (frequencies <= 1 / SHORTEST_S))
     at = wanted[np.argmax(np.abs(cross[wanted]))]
     if not np.abs(cross[at]):

@@ -68,6 +68,7 @@ class CoupledInstance:
         self.waiting_work_s += job.work_s
         if self._idle:
             self._next(now_s)
+        # A prefill does not wait for the plan's end, but for the step in progress: a step is not interrupted.
         elif self._planned and self._fits(self.waiting[0][2]):
             steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
             if steps < self._planned:
@@ -102,6 +103,7 @@ class CoupledInstance:
 
     def _fits(self, job: Job) -> bool:
         """Whether it fits with the batch and the prefills in progress."""
+        # Reserved with the whole answer, as is the batch: a request that fits is never preempted.
         kept = sum(one.prompt_tokens + one.output_tokens for one, _ in self._underway)
         wanted = self.batch.reserved + kept + job.prompt_tokens + job.output_tokens
         return wanted <= self._kv_tokens and len(self.batch) + len(self._underway) < self._most_batch
@@ -145,6 +147,9 @@ class CoupledInstance:
 
     def _mixed(self, now_s: float) -> None:
         """One step of decoding and prefill chunks."""
+        # Decoding requests take one token of the budget each, prompts share the rest in order of arrival
+        # (Sarathi-Serve, OSDI'24; vLLM's chunked prefill). The step reads weights once for both, which is the point of
+        # mixing, and takes the longer of all reading and all computing.
         size = len(self.batch)
         left = self._mixed_tokens - size
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._cost.decode_parts(size)
@@ -167,7 +172,7 @@ class CoupledInstance:
             work_s = self._cost.prefill_flops(end, position) / speed
             flops_s += work_s
             chunks_s += work_s
-            read_s += read_per_s * position
+            read_s += read_per_s * position  # a later chunk reads the KV of those before it
             job.spent_s += work_s
             left -= end - position
             self._underway[at] = (job, end)
@@ -248,6 +253,7 @@ class DecodeInstance:
         heapq.heappush(self.waiting, (-stream.priority, self._came, stream))
         if not self._planned:
             self._plan(now_s)
+        # Not the first in the queue: those before it do not fit either, so the plan stays.
         elif self.waiting[0][2] is stream and self._fits(stream):
             steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
             if steps < self._planned:

@@ -94,6 +94,16 @@ class Stream:
         return self.prompt_tokens + self.output_tokens
 
 
+# How a batch's times follow without simulating each step:
+#
+#   contexts  grow by one token per request and step, so ``Steps`` sums any number of steps in closed form
+#   ends      are known when a request joins: after ``output_tokens - 1`` steps; a heap has the next one
+#   gaps      of all but the fresh ones are equal in a step: since the last step's end, with whatever other work came
+#             between; a fresh request's first gap is from its first token, which the prefill gave
+#   longest   gap of a request: the maximum since it joined, from a stack of decreasing peaks (as in a sliding-window
+#             maximum), so that a step costs O(1) amortised however large the batch is
+
+
 class Batch:
     """A decode batch: every step gives each request one token.
 
@@ -131,6 +141,7 @@ class Batch:
 
     def join(self, stream: Stream) -> None:
         """Adds a request for the next steps, at least one."""
+        # ``came`` orders by the step of joining, then by the order within it.
         stream.joined, stream.came = self._runs, self._done * 1_000_000 + len(self._fresh)
         self._fresh.append(stream)
         heapq.heappush(self._leave, (self._done + stream.output_tokens - 1, stream.number, stream))
@@ -260,6 +271,7 @@ class Steps:
             guess: float = _fewest(first, slope, 0, seconds)
         else:
             guess = cut + _fewest(then, then_slope, cut, seconds - begun)
+        # The closed form may err by a step in floating point; these loops run at most once or twice.
         steps = int(max(1, min(guess, most)))
         while steps > 1 and self.run_s(batch, kv_tokens, steps - 1) >= seconds:
             steps -= 1
@@ -317,6 +329,7 @@ class Gaps:
 
     def add_steps(self, steps: Steps, batch: int, kv_tokens: float, begin: int, end: int) -> None:
         """Adds the gaps of steps ``begin`` to ``end - 1`` of a batch."""
+        # Halves until a piece falls into one class: gaps grow slowly, so hundreds of steps take a few calls.
         if end <= begin:
             return
         first = _class_of(steps.step_s(batch, kv_tokens + begin * batch))

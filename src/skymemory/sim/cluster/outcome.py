@@ -137,6 +137,7 @@ class Quantiles:
         total = sum(counts)
         if not total:
             return cls(math.nan, math.nan, math.nan, math.nan)
+        # Of gaps there are millions, so they come as classes 1 % wide: a percentile is a class, within 1 %.
         order = np.argsort(values)
         sizes, up_to = np.asarray(values)[order], np.cumsum(np.asarray(counts)[order])
         p50, p90, p99 = (float(sizes[np.searchsorted(up_to, part * total)]) for part in (0.5, 0.9, 0.99))

@@ -155,6 +155,7 @@ class PrefixCache:
     def use(self, chain: Sequence[int]) -> list[int]:
         """Accesses ``chain`` and makes its first ``capacity`` blocks resident. Returns the evicted blocks."""
         here = self._blocks
+        # From the last to the first, so that the root is the youngest and goes last.
         for block in reversed(chain[: self.capacity]):
             here[block] = None
             here.move_to_end(block)
@@ -250,6 +251,8 @@ class ClusterPool:
         the node's own SSD is read. ``node`` caches what it loads, so hot prefixes replicate.
         """
         self._now_s = now_s
+        # What is on its SSD is read by the node itself, whatever the plan says; what is still being loaded for another
+        # request is waited for; the plan's own load comes behind both, over the links.
         here, block = self._nodes[node], self.block_tokens
         own = here.leading(ids)
         in_memory = here.in_memory(ids) if self.settings.ssd_bytes else own
@@ -267,6 +270,8 @@ class ClusterPool:
             done_s = max(held_s, come_s)
         if not loaded:
             begin = own
+        # With a gap before it (Cake's front, not yet computed) the loaded part is no prefix: it is cached when the
+        # prompt is ``stored``, and only what was there before counts as used now.
         here.use(ids[: own + loaded] if begin == own else ids[:own])
         if loaded and begin == own:
             here.comes(ids[own : own + loaded], done_s)
@@ -371,6 +376,8 @@ class PolicyMemory:
         return len(chain)
 
     def use(self, chain: Sequence[int]) -> list[int]:
+        # As the tiers of production do a write: the policy learns the chain, reserves, evicts what is in the way, and
+        # puts.
         inventory, keys = self._inventory, [block.to_bytes(8) for block in chain]
         inventory.order.learn(keys)
         held = self.leading(chain)
@@ -472,6 +479,7 @@ class NodeMemory:
         """End of the last load among these blocks; ``now_s`` if none is loading."""
         if not self.coming:
             return now_s
+        # All loads are complete: the dictionary need not be searched until the next one starts.
         if self._last_comes_s <= now_s:
             self.coming.clear()
             return now_s

@@ -77,6 +77,7 @@ class PrefillInstance:
 
     def fail(self, now_s: float) -> list[Job]:
         """The instance fails. Returns its requests."""
+        # What was done until now was machine time all the same; only the rest of each prefill is taken back.
         for job, end_s in self.serving.items():
             undone_s = min(job.spent_s, max(0.0, end_s - now_s))
             job.spent_s -= undone_s
@@ -107,6 +108,7 @@ class PrefillInstance:
         free_s, done_s, work_s = self._timed(service, job.prompt_tokens, now_s)
         job.spent_s += work_s * self._pipeline.machines
         self.busy_s += work_s
+        # The events below may come after a failure: they carry the life in which they were scheduled.
         self._free, life = False, self._lives
         self.serving[job] = done_s
         self._begun(job, now_s, done_s)
@@ -118,6 +120,7 @@ class PrefillInstance:
         """Determines held, loaded and computed parts; at least the last token is computed."""
         tokens, per_block = job.prompt_tokens, self._pool.block_tokens
         loading = job.loading or self._pool.load(self.number, job.ids, None, now_s)
+        # | held | front: computed while the rest loads | loaded | after: computed |      (``request.Plan``)
         held, loaded = loading.held_tokens, loading.loaded_tokens
         begin = loading.split_tokens if loaded else held
         rest_s = max(0.0, loading.done_s - now_s)
@@ -143,7 +146,6 @@ class PrefillInstance:
         fixed_s = self._cost.fixed_s + self._cost.cached_token_s * (tokens - service.computed_tokens(tokens))
         rest_s = max(0.0, service.rest_s - front_s)
         held_up_s = loaded_s(rest_s, after_s, self._cost.shape.layers) - after_s
-        pipeline.hold(now_s)
         free_s, done_s = pipeline.pass_through([*front, *after], now_s + held_up_s + fixed_s)
         return free_s, done_s, front_s + after_s + fixed_s
 
@@ -200,16 +202,13 @@ class Pipeline:
         """Passes chunks from ``begin_s`` on. Returns when the first machine is free again, and when all is done."""
         free_s = self._free_s
         done_s = begin_s
+        # A chunk starts at a machine when it has left the one before, and the chunk before it has left this one.
         for chunk_s in chunks_s:
             done_s = begin_s
             for machine, before_s in enumerate(free_s):
                 done_s = (before_s if before_s > done_s else done_s) + chunk_s
                 free_s[machine] = done_s
         return (max(begin_s, free_s[0]) if chunks_s else begin_s), done_s
-
-    def hold(self, until_s: float) -> None:
-        """Blocks the first machine until then."""
-        self._free_s[0] = max(self._free_s[0], until_s)
 
     def clear(self) -> None:
         """Forgets all work after a failure."""

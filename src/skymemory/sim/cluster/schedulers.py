@@ -65,6 +65,7 @@ class Estimates:
         """Seconds of a prefill on idle machines."""
         machines = self._pipeline.machines
         seconds = self.cost.prefill_s(tokens, cached)
+        # The cost model's time is of one machine that does all; passing through the pipeline replaces that part of it.
         if machines > 1:
             chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
             seconds += pipelined_s(chunks_s, machines) - sum(chunks_s) * machines
@@ -93,6 +94,7 @@ class ErringSpeeds(GivenSpeeds):
         return [one * self.factor(slot, tokens) for slot, one in zip(slots, seconds, strict=True)]
 
     def factor(self, slot: int, tokens: int) -> float:
+        # Hashed, not drawn: all estimates of one prompt at one server must err alike, in whatever order they are made.
         mixed = (tokens * 0x9E3779B97F4A7C15 + (slot + 1) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
         return self._errors[(mixed ^ mixed >> 31) * 0x94D049BB133111EB >> 40 & _DRAWS - 1]
 
@@ -138,6 +140,7 @@ def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
 
 def _of_the_conductor(name: str, world: World, options: Mapping[str, Any]) -> Scheduler:
     setup, pool = world.setup, world.pool
+    # The scheduler believes the machine's network, not the pool's, where its model of the machine is another.
     media = dict(pool.media())
     if setup.believed is not None and setup.pool.network is None:
         media["network"] = network_of(world.cost)

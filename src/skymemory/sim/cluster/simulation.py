@@ -77,6 +77,20 @@ def run_cluster(
     return Simulation(setup, factory, rule, pool).run(arriving, asked)
 
 
+# A request's states in ``Simulation``, and the event that moves it on (``Job.over`` is the end of each way):
+#
+#   _arrive   place: refused, no server -> over; else _send: booked, loads begin, it queues at its prefill instance
+#   _begun    its prefill starts; its KV streams to the decode instance from here on
+#   _prefilled (or _coupled_prefilled)  first token; refused before decoding -> over; one token only -> over
+#   _there    all KV has arrived: it queues at the decode instance
+#   _joined   in the batch                _answered  last token -> over
+#   _die      its instance failed: booked out, and placed again or over
+#
+# Events that a failure made obsolete stay in the clock; each checks whether its attempt, life or plan is still the
+# current one. Invariants, asserted at the end: every request ends once, and of every prompt that was prefilled all
+# tokens are held, loaded or computed.
+
+
 class Simulation:
     """One run."""
 
@@ -134,6 +148,7 @@ class Simulation:
         if not self._machines.could_take(job):
             self._accounts.not_served(job, "failed", now_s)
             return
+        # The pool is asked by the schedulers, whose contracts have no time in ``match``: so it is set before.
         self._pool.at(now_s)
         try:
             placed = self._scheduler.place(asked, now_s)
@@ -168,6 +183,7 @@ class Simulation:
         """Its prefill starts: its KV streams to the decode instance as it is computed, or after."""
         if job.output_tokens == 1:
             return
+        # In the pool decode instances have the numbers behind the prefill instances'.
         target = len(self._machines.prefills) + job.decode
         layers = self._setup.cost.shape.layers if self._setup.layer_wise else 1
         job.there_s = self._pool.stream(job.prefill, target, job.prompt_tokens, now_s, done_s - now_s, layers)
@@ -239,6 +255,8 @@ class Simulation:
         if name in machines.prefill_names:
             self._pool.lost(server.slot, now_s)
             jobs += [job for job in self._accounts.open.values() if job.leaving and job.prefill == server.slot]
+        # Booked out before the scorer forgets the server, and placed again after: else they would teach it about a
+        # cache that is empty, or be placed by one that is gone.
         for job in jobs:
             self._book_out(job, now_s)
         picker = self._scheduler.decode if name in machines.decode_names else self._scheduler.prefill
@@ -287,6 +305,7 @@ class Machines:
         self.coupled: list[CoupledInstance] = []
         self.down: set[str] = set()
         """Names of failed instances."""
+        # One for all machines: they are equal, and its coefficients are looked up for each step.
         steps = Steps(setup.cost)
         for number in range(len(self.prefill_names)):
             if setup.coupled:

@@ -75,6 +75,8 @@ class SkyTier:
         self._block_bytes = block_bytes * setup.packing
         self.geometry = SkyGeometry(setup)
         per_satellite = setup.memory_bytes_per_satellite
+        # Leaving columns hand everything over within one slot's move; what a link cannot carry in that time cannot
+        # stay.
         if self.geometry.placement.migrates:
             per_satellite = min(per_satellite, setup.isl_bytes_per_s * self.geometry.slot_period_s)
         capacity = int(per_satellite * setup.servers // self._block_bytes)
@@ -151,6 +153,8 @@ class SkyTier:
         if latency_s == math.inf:
             self._skipped += len(ids) - held
             return
+        # Writes are never waited for, so nothing else would bound the queue: from ``picky_queued_s`` on new blocks must
+        # have been offered before, and it never grows beyond ``most_queued_s`` by more than one block.
         queue_s = self.up.queue_s(now_s)
         room_s, picky = self._setup.most_queued_s - queue_s, queue_s > self._setup.picky_queued_s
         most = 1 + int(room_s * self._setup.bytes_per_s // self._block_bytes) if room_s >= 0 else 0
@@ -178,6 +182,8 @@ class SkyTier:
         before, self._moves = self._moves, moves
         placement, sent = self.geometry.placement, Counter[object]()
         each_bytes = self._block_bytes / self._setup.servers
+        # By the moves at their write, not by block: blocks written between the same two moves lie on the same
+        # satellites.
         for set_moves, blocks in self._set_at.items():
             if blocks:
                 for handover in server_moves(placement, set_moves, before, moves):
@@ -251,6 +257,8 @@ class SkyGeometry:
 
     def round_trip_s(self, set_moves: Moves, now_s: float) -> float:
         """Round trip to the farthest server of values written at ``set_moves``; infinite while out of reach."""
+        # Link lengths change by a few kilometres per second: computed once per ``geometry_s``, and again after each
+        # move.
         step = self.moves(now_s), math.floor(now_s / self._step_s)
         if step != self._step:
             self._look(step, now_s)
