@@ -23,7 +23,7 @@ from skymemory import native
 from skymemory.index.lookup import PrefixSearch
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
-from skymemory.kv.chunk import ValueShape, chunk_checksums, value_checksum
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 
 BLOCK_TOKENS = 128
 INFO = BlockInfo(480, 2_949_184, 0x1234ABCD, 1_700_000_000.0, 4, 1, "rotation_hop", 10, bytes(32))
@@ -100,11 +100,12 @@ def measure_hashing(results: dict[str, object], rng: np.random.Generator, repeat
         timed(lambda: hash_blocks(context, listed, BLOCK_TOKENS), repeats), 1e3
     )
     value = rng.bytes(2_949_184)
-    shape = ValueShape(len(value))
-    checksums = chunk_checksums(value)
-    results["checksums of 480 chunks, 2.9 MB [ms]"] = scale(timed(lambda: chunk_checksums(value), repeats), 1e3)
+    checksums = native.crc32_chunks(value, DEFAULT_CHUNK_BYTES)
+    results["checksums of 480 chunks, 2.9 MB [ms]"] = scale(
+        timed(lambda: native.crc32_chunks(value, DEFAULT_CHUNK_BYTES), repeats), 1e3
+    )
     results["value checksum from 481 chunks' [us]"] = scale(
-        timed(lambda: value_checksum(checksums, shape), repeats), 1e6
+        timed(lambda: native.crc32_join(checksums.data, DEFAULT_CHUNK_BYTES, len(value)), repeats), 1e6
     )
 
 

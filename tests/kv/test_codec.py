@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.kv.block import KVLayout
-from skymemory.kv.chunk import Buffer
+from skymemory.kv.block import Buffer, KVLayout
 from skymemory.kv.codec.base import RAW, Codec, CodecReport, measure
 
 LAYOUT = KVLayout(2, 2, 4, 8, "float32")

@@ -20,7 +20,7 @@ from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_
 
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo

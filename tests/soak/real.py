@@ -19,7 +19,7 @@ from tests.soak.terms import Outcome, bytes_of
 from tests.soak.trouble import Trouble
 
 from skymemory.constellation.presets import preset_named
-from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.satellite import memory
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, open_constellation

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.radix import ROW_BYTES, BlockInfo, Group, InfoTable, RadixIndex, check_chain
-from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
-from skymemory.kv.chunk import Buffer
+from skymemory.kv.block import HASH_BYTES, MAX_DEPTH, Buffer
 
 JOURNAL_VERSION = 1
 _SIZED_VERSION = 2

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from skymemory.errors import InvalidInput
-from skymemory.kv.chunk import Buffer
 
+Buffer = bytes | bytearray | memoryview
 BlockHash = bytes
 """32 bytes, SHA-256. Because hashes are chained, one hash names its whole prefix."""
 HASH_BYTES = 32

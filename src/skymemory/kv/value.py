@@ -20,9 +20,12 @@ from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
-from skymemory.kv.block import KVLayout
-from skymemory.kv.chunk import Buffer
+from skymemory.kv.block import Buffer, KVLayout
 
+DEFAULT_CHUNK_BYTES = 6144
+"""A stored value is cut into chunks of this size (the last may be shorter): chunk ``index`` goes to server
+``index % servers``, and one chunk missing means the value is missing (paper §3.2). See ``protocol.client.transfer``.
+"""
 HEADER_BYTES = 64
 HEADER_VERSION = 1
 MAX_NAME_BYTES = 4096

@@ -21,7 +21,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
-from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
 from skymemory.protocol.client.gateway import ACCESS_MODES as ACCESS_MODES

@@ -6,7 +6,7 @@ import pytest
 from tests.cache.test_manager import BLOCK, LAYOUT, TOKENS, Engine, context, save
 
 from skymemory.cache.blocks import BlockCache
-from skymemory.cache.cake.cake import BlockChunks
+from skymemory.cache.cake.cake import StoredChunks
 from skymemory.cache.cake.scheduler import PromptChunk
 from skymemory.cache.patience import Latencies
 from skymemory.store.memory import MemoryStore
@@ -20,7 +20,7 @@ def test_a_chunk_of_which_a_block_is_lacking_does_not_come_and_keeps_no_lease(la
     hashes = cache.hashes(TOKENS)
     chunks = [PromptChunk(0, 2 * BLOCK, 1, True), PromptChunk(2 * BLOCK, 2 * BLOCK, 1, True)]
     engine = Engine(TOKENS)
-    source = BlockChunks(cache, hashes, chunks, engine, Latencies())
+    source = StoredChunks([cache], [hashes], [engine], chunks, Latencies())
     store.delete(hashes[2 + lacking : 3 + lacking])
     released = []
     release = cache.release

@@ -21,7 +21,7 @@ from skymemory.cache.patience import Latencies, patience_s, patience_while_compu
 from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
-from skymemory.store.base import KeyReport, LoadTicket, Presence
+from skymemory.store.base import LoadTicket, Presence
 
 Sides = Literal["both", "compute", "load"]
 """Which of the two pointers move: both, or one (for comparison). What cannot be loaded is always computed."""
@@ -137,12 +137,8 @@ class Cake:
                 block_tokens=block_tokens,
                 stored_blocks=[size_bytes if one else None for one in stored[:reach]],
             )
-        source = ChunksOfParts(
-            [
-                BlockChunks(part.blocks, chain, chunks, sink, self._fetch_latencies)
-                for part, chain, sink in zip(self.parts.parts, hashes, sinks, strict=True)
-            ]
-        )
+        parts = [part.blocks for part in self.parts.parts]
+        source = StoredChunks(parts, hashes, sinks, chunks, self._fetch_latencies)
         if chunks:
             if on_chunks is not None:
                 on_chunks(len(chunks))
@@ -235,7 +231,7 @@ class CakeLoad:
     cake: Cake
     session: LoadingSession | None
     chunks: tuple[PromptChunk, ...]
-    source: ChunksOfParts
+    source: StoredChunks
     prompt_tokens: int
     limit_tokens: int
     blocks: int
@@ -285,7 +281,8 @@ class CakeLoad:
 
 # --- the source of a session's chunks: blocks of the store, fetched, verified and decoded into the engine's memory ---
 #
-# Every fetch is a lease and a load of its own, so that a chunk that is computed instead is never leased.
+# Every fetch is a lease and a load of its own, so that a chunk that is computed instead is never leased. A chunk's
+# blocks are stored part by part (``Parts``), and it counts as loaded only if all its parts are.
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,48 +290,58 @@ class ChunkOrigin:
     """Where the blocks of a placed chunk came from."""
 
     tiers: tuple[str, ...]
-    """The tier of each block."""
+    """The tier of each block, in the first part."""
     size_bytes: int
+    """Of all parts."""
     retransmitted: int
 
 
-class BlockChunks:
-    """``chunks`` of the prompt with these block hashes, loaded from the store of ``blocks`` into ``sink``."""
+class StoredChunks:
+    """``chunks`` of a prompt in the store: ``hashes`` for each part, whose blocks go into its sink."""
 
     def __init__(
         self,
-        blocks: BlockCache,
-        hashes: Sequence[BlockHash],
+        parts: Sequence[BlockCache],
+        hashes: Sequence[Sequence[BlockHash]],
+        sinks: Sequence[BlockSink],
         chunks: Sequence[PromptChunk],
-        sink: BlockSink,
         latencies: Latencies,
     ) -> None:
-        self._blocks = blocks
-        self._latencies = latencies
-        self._hashes = hashes
+        self._parts = list(zip(parts, hashes, strict=True))
+        self._sinks: Sequence[BlockSink] | None = sinks
         self._chunks = chunks
-        self._sink: BlockSink | None = sink
+        self._latencies = latencies
         self._lock = Lock()
         self._late: set[int] = set()
         self.origins: dict[int, ChunkOrigin] = {}
         """Origins of the placed chunks, by index."""
         self._failed: Counter[str] = Counter()
 
-    def fetch(self, index: int) -> FetchedBlocks | None:
+    def fetch(self, index: int) -> FetchedChunk | None:
         """A chunk's blocks, leased and loaded; None if one of them did not come."""
-        first, hashes = self._blocks_of(index)
-        store, clock = self._blocks.store, self._blocks.clock
-        ticket, began_s = None, clock()
+        chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
+        first = chunk.first_token // tokens
+        fetched: list[FetchedBlocks] = []
+        for blocks, chain in self._parts:
+            part = self._fetch_blocks(index, blocks, chain[first : first + chunk.tokens // tokens])
+            if part is None:
+                _release(fetched)
+                return None
+            fetched.append(part)
+        return FetchedChunk(self, index, first, fetched)
+
+    def _fetch_blocks(self, index: int, blocks: BlockCache, hashes: Sequence[BlockHash]) -> FetchedBlocks | None:
+        ticket, began_s = None, blocks.clock()
         try:
-            ticket = store.prepare_load(hashes)
-            values = store.complete_load(ticket)
+            ticket = blocks.store.prepare_load(hashes)
+            values = blocks.store.complete_load(ticket)
             report = ticket.report
         except BaseException as error:
             if ticket is not None:
-                self._blocks.release(ticket)
+                blocks.release(ticket)
             if not isinstance(error, TIER_FAILURES):
                 raise
-            self._blocks.tier_failed()
+            blocks.tier_failed()
             self._fail(index, "unreachable", len(hashes))
             return None
         reports = report.keys if report is not None and len(report.keys) == len(hashes) else ()
@@ -343,29 +350,41 @@ class BlockChunks:
             for at in range(len(hashes)):
                 if at >= len(values) or values[at] is None:
                     self._fail(index, (reports[at].reason if reports else "") or "unreachable")
-            self._blocks.delete_sealed(hashes, reports)
-            self._blocks.release(ticket)
+            blocks.delete_sealed(hashes, reports)
+            blocks.release(ticket)
             return None
+        self._latencies.took(blocks.clock() - began_s, sum(value.nbytes for value in loaded))
         retransmitted = report.retransmitted if report is not None else 0
-        self._latencies.took(clock() - began_s, sum(value.nbytes for value in loaded))
-        return FetchedBlocks(self, index, first, hashes, loaded, ticket, reports, retransmitted)
+        tiers = tuple(one.tier or blocks.store.name for one in reports) or (blocks.store.name,) * len(hashes)
+        return FetchedBlocks(blocks, hashes, loaded, ticket, tiers, retransmitted)
 
-    def _blocks_of(self, index: int) -> tuple[int, Sequence[BlockHash]]:
-        chunk, tokens = self._chunks[index], self._blocks.layout.block_tokens
-        first = chunk.first_token // tokens
-        return first, self._hashes[first : first + chunk.tokens // tokens]
+    def place(self, fetched: FetchedChunk) -> bool:
+        """Verify, decode and place a fetched chunk; False at its first invalid block."""
+        if (sinks := self._sinks) is None:
+            return False
+        for part, sink in zip(fetched.parts, sinks, strict=True):
+            for index, (block_hash, value) in enumerate(zip(part.hashes, part.values, strict=True), fetched.first):
+                if failure := part.blocks.place(sink, index, block_hash, value):
+                    self._fail(fetched.index, failure)
+                    part.wrong = block_hash, failure
+                    return False
+        size_bytes = sum(value.nbytes for part in fetched.parts for value in part.values)
+        retransmitted = sum(part.retransmitted for part in fetched.parts)
+        with self._lock:
+            self.origins[fetched.index] = ChunkOrigin(fetched.parts[0].tiers, size_bytes, retransmitted)
+        return True
 
     def give_up(self, index: int) -> None:
         """The fetch of this chunk timed out; its late failures are not counted again."""
-        _, hashes = self._blocks_of(index)
-        self._blocks.tier_failed()
-        self._fail(index, "deadline", len(hashes))
+        blocks = self._parts[0][0]
+        blocks.tier_failed()
+        self._fail(index, "deadline", self._chunks[index].tokens // blocks.layout.block_tokens)
         with self._lock:
             self._late.add(index)
 
     def close(self) -> None:
         """Place nothing from now on; a fetch that hangs must not keep the engine's memory alive."""
-        self._sink = None
+        self._sinks = None
 
     def failures(self) -> dict[str, int]:
         """Number of blocks that did not come or were invalid, by reason."""
@@ -377,104 +396,42 @@ class BlockChunks:
             if index not in self._late:
                 self._failed[reason] += blocks
 
-    def place(self, fetched: FetchedBlocks) -> bool:
-        """Verify, decode and place a fetched chunk; False at its first invalid block."""
-        if (sink := self._sink) is None:
-            return False
-        for offset, (block_hash, value) in enumerate(zip(fetched.hashes, fetched.values, strict=True)):
-            if failure := self._blocks.place(sink, fetched.first + offset, block_hash, value):
-                self._fail(fetched.index, failure)
-                fetched.wrong = block_hash, failure
-                return False
-        name, reports = self._blocks.store.name, fetched.reports
-        tiers = tuple(one.tier or name for one in reports) if reports else (name,) * len(fetched.hashes)
-        size_bytes = sum(value.nbytes for value in fetched.values)
-        with self._lock:
-            self.origins[fetched.index] = ChunkOrigin(tiers, size_bytes, fetched.retransmitted)
-        return True
-
-    def release(self, fetched: FetchedBlocks) -> None:
-        """Release its lease, and delete an invalid block: not in ``place``, where other threads wait."""
-        self._blocks.release(fetched.ticket)
-        if fetched.wrong is not None:
-            self._blocks.delete_invalid(*fetched.wrong)
-
 
 @dataclass(slots=True)
 class FetchedBlocks:
-    """One chunk's stored values, leased from the store."""
+    """A part's blocks of one chunk, leased from the store."""
 
-    source: BlockChunks
-    index: int
-    first: int
-    """Number of its first block in the prompt."""
+    blocks: BlockCache
     hashes: Sequence[BlockHash]
     values: list[memoryview]
     ticket: LoadTicket
-    reports: Sequence[KeyReport]
+    tiers: tuple[str, ...]
     retransmitted: int
     wrong: tuple[BlockHash, str] | None = None
     """The invalid block, and why."""
+
+
+@dataclass(slots=True)
+class FetchedChunk:
+    """One chunk's stored values."""
+
+    source: StoredChunks
+    index: int
+    first: int
+    """Number of its first block in the prompt."""
+    parts: list[FetchedBlocks]
 
     def place(self) -> bool:
         return self.source.place(self)
 
     def release(self) -> None:
-        self.values = []
-        self.source.release(self)
+        _release(self.parts)
 
 
-class ChunksOfParts:
-    """Chunks whose blocks are stored in several parts; a chunk counts as loaded only if all its parts are."""
-
-    def __init__(self, sources: Sequence[BlockChunks]) -> None:
-        """The first part determines a chunk's origin."""
-        self._sources = sources
-
-    @property
-    def origins(self) -> dict[int, ChunkOrigin]:
-        """As in ``BlockChunks``, with the bytes of all parts."""
-        first, *others = (source.origins for source in self._sources)
-        return {
-            index: replace(
-                origin,
-                size_bytes=sum((one[index].size_bytes for one in others), origin.size_bytes),
-                retransmitted=sum((one[index].retransmitted for one in others), origin.retransmitted),
-            )
-            for index, origin in first.items()
-            if all(index in one for one in others)
-        }
-
-    def fetch(self, index: int) -> FetchedParts | None:
-        fetched: list[FetchedBlocks] = []
-        for source in self._sources:
-            part = source.fetch(index)
-            if part is None:
-                FetchedParts(fetched).release()
-                return None
-            fetched.append(part)
-        return FetchedParts(fetched)
-
-    def give_up(self, index: int) -> None:
-        self._sources[0].give_up(index)
-
-    def close(self) -> None:
-        for source in self._sources:
-            source.close()
-
-    def failures(self) -> dict[str, int]:
-        return dict(sum((Counter(source.failures()) for source in self._sources), Counter()))
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedParts:
-    """One chunk, part by part."""
-
-    parts: Sequence[FetchedBlocks]
-
-    def place(self) -> bool:
-        return all(part.place() for part in self.parts)
-
-    def release(self) -> None:
-        for part in self.parts:
-            part.release()
+def _release(parts: Sequence[FetchedBlocks]) -> None:
+    """Release the leases, and delete invalid blocks: not when they are placed, where other threads wait."""
+    for part in parts:
+        part.values = []
+        part.blocks.release(part.ticket)
+        if part.wrong is not None:
+            part.blocks.delete_invalid(*part.wrong)

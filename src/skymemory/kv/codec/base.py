@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.kv.block import KVLayout, to_float32
-from skymemory.kv.chunk import Buffer
+from skymemory.kv.block import Buffer, KVLayout, to_float32
 
 
 class Codec(Protocol):

@@ -32,8 +32,7 @@ import numpy.typing as npt
 
 from skymemory import native
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
-from skymemory.kv.block import KVLayout, to_float32
-from skymemory.kv.chunk import Buffer
+from skymemory.kv.block import Buffer, KVLayout, to_float32
 from skymemory.kv.codec.entropy import (
     MAX_PULL,
     PULL_LIMIT,

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from skymemory.constellation.torus import SatelliteId
 from skymemory.index.radix import BlockInfo
 from skymemory.kv.block import Place
-from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, STRATEGY_NAMES, SkyMap
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
-from skymemory.kv.chunk import DEFAULT_CHUNK_BYTES
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
