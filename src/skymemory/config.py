@@ -21,6 +21,7 @@ Schema = TypeVar("Schema")
 
 def suggestion(word: str, known: Collection[str]) -> str:
     """The end of an error about an unknown ``word``: the nearest known word, or all of them."""
+    # 0.5 (difflib's default is 0.6): half of the letters may differ, as known words are few and unlike each other.
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}" if known else "there are none"
 
@@ -38,6 +39,7 @@ def converted(what: str, value: object, default: object) -> object:
         switch = _SWITCHES.get(value.lower()) if isinstance(value, str) else value
         if isinstance(switch, bool):
             return switch
+    # Here and below booleans are refused as numbers by name, since in Python each is an ``int``.
     elif wanted is not str and isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             number = float(value)

@@ -47,11 +47,11 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
         if replace:
             os.replace(scratch, path)
         else:
-            os.link(scratch, path)
+            os.link(scratch, path)  # unlike a rename it fails where the name is taken
     finally:
         with suppress(OSError):
             os.unlink(scratch)
-    if durable:
+    if durable:  # the name, too: a rename is on the disk only once its folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)

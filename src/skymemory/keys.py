@@ -63,6 +63,7 @@ class KeyRing:
         """Whether a key of this number, which is not in the ring, is a later one, by the order in which ``with_key``
         numbers them: half way round from the last. An earlier one was retired.
         """
+        # Serial number arithmetic, as in RFC 1982: numbers go round, and half of them count as later.
         return 0 < (key_id - self.keys[-1].key_id) % MAX_KEY_ID <= MAX_KEY_ID // 2
 
     def active(self, now_s: float) -> SecretKey:

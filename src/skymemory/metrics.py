@@ -32,6 +32,7 @@ class Counters:
 
     def total(self, name: str) -> int:
         """Sum over all labels of ``name``."""
+        # A copy: another thread may add a name meanwhile.
         return sum(value for (key, _), value in list(self._values.items()) if key == name)
 
     def as_dict(self) -> dict[str, int]:
@@ -47,6 +48,7 @@ class SharedCounters(Counters):
         self._lock = Lock()
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        # ``+=`` reads, adds and writes: without the lock two threads may write the same sum.
         with self._lock:
             super().add(name, amount, label)
 

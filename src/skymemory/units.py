@@ -27,6 +27,7 @@ _SIZE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+# Unlike in sizes, "m" alone means minutes.
 _DURATION_UNITS = {
     "us": 1e-6,
     "µs": 1e-6,
@@ -48,7 +49,7 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, examp
         known = ", ".join(unit for unit in units if unit)
         raise InvalidInput(f"{text!r} is not a {what}: expected a number and one of {known}, such as {example}")
     value = float(match[1]) * units[match[2].lower()]
-    if value > _MOST:
+    if value > _MOST:  # what C and files hold in 64 bits
         raise InvalidInput(f"{text!r} is not a {what}: expected at most 2^63, such as {example}")
     return value
 

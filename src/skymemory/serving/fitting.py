@@ -66,6 +66,7 @@ def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[Prefil
     while lengths[-1] * 2 < most:
         lengths.append(lengths[-1] * 2)
     lengths.append(most)
+    # Costs are fitted over a logarithmic range, so its middle is the geometric mean.
     between = [round((one * other) ** 0.5) for one, other in pairwise(lengths)]
     kinds = [*((length, False) for length in lengths), *((length, True) for length in between)]
     return [PrefillCell(length, share, held_out) for length, held_out in sorted(kinds) for share in shares]
@@ -169,6 +170,7 @@ class Measurement:
                 self._on_progress("answers", (turn + at / len(order)) / repeats)
                 prompt = self._make(cell.context, self._dice)
                 first = await self._alone(prompt, 1)  # cached from then on: all requests begin to decode almost at once
+                # Requests of a large batch begin over several steps: with more steps they still overlap for long.
                 steps = STEPS + 2 * cell.batch
                 before_s = 0.0 if self._spent is None else (await self._spent())[1]
                 asked = [self._client.probe(prompt, steps, self._clock) for _ in range(cell.batch)]
@@ -199,6 +201,7 @@ def step_s(outcomes: Sequence[Outcome]) -> float:
     Chunks that arrive together count as one step each, a chunk of several tokens as one step per token.
     """
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
+    # Counted is only the time in which all were decoding: before and after it the batch was smaller.
     begin_s, end_s = max(one[0] for one in times), min(one[-1] for one in times)
     spent_s, gaps = 0.0, 0
     for one in times:

@@ -65,6 +65,7 @@ class PrefixCaches:
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         self.block_tokens = block_tokens
+        # By the size of a stored value, header and all layers, not by that of the tensors.
         self.capacity_blocks = budget_bytes // self._manager("").parts.value_bytes
         self.evicted_blocks = 0
 
@@ -86,6 +87,7 @@ class PrefixCaches:
         if ids is None or not self.capacity_blocks or len(ids) < self._block_tokens:
             return
         hashes = prompt.manager.blocks.hashes(ids)
+        # Subscribers of events must learn exactly what is in the store, and a put may store less than was missing.
         missing = prompt.manager.blocks.missing(hashes)
         prompt.manager.add_blocks_ids(ids, prompt.cache)
         present = self._store.lookup(hashes)
@@ -150,6 +152,7 @@ class PrefixCaches:
         size = self._block_tokens
         for first, last in _runs(came):
             extra: list[tuple[str, ...] | None] | None = None
+            # As in vLLM a salt counts in the first block's hash only; the chain carries it on.
             if salt and first == 0:
                 extra = [(salt,), *[None] * (last - first)]
             self._events.append(

@@ -17,6 +17,7 @@ from skymemory.errors import InvalidInput
 REPLAY_BATCHES = 10_000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.05
+"""How long a request for missed batches may wait while no batch is published."""
 _LINGER_MS = 200
 
 
@@ -79,11 +80,12 @@ class KVPublisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def _answer(self, frames: list[bytes]) -> None:
+        # The frames of a REQ socket: the client's identity, an empty delimiter, the first number wanted.
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         client, _, first = frames
         for at, payload in self._kept:
-            if at >= first:
+            if at >= first:  # big-endian: bytes are ordered as their numbers
                 self._replay.send_multipart((client, b"", at, payload))
         self._replay.send_multipart((client, b"", _END_OF_REPLAY, b""))
 

@@ -163,6 +163,7 @@ class Sampler:
         early = self._sampled < self._min_tokens
         if not (early or self._penalties or self._biased is not None or self._allowed is not None):
             return logits
+        # A copy: log-probabilities are taken from the same logits afterwards.
         adjusted = logits.float().cpu().clone()
         if self._allowed is not None:
             only = torch.full_like(adjusted, -math.inf)
@@ -180,6 +181,7 @@ class Sampler:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
             self._seen[self._prompt] = True
         sampling = self._sampling
+        # Repetition as in CTRL (Keskar et al., 2019), frequency and presence as in OpenAI's API.
         if sampling.repetition_penalty != 1.0:
             factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
             logits = torch.where(self._seen, logits * factor, logits)
@@ -188,8 +190,10 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor) -> int:
         sampling = self._sampling
+        # On the CPU, so that a seed gives the same tokens on every device.
         scaled = logits.float().cpu() / sampling.temperature
         if sampling.min_p > 0:
+            # p >= min_p * p_max, in logarithms: no softmax is needed yet.
             scaled = scaled.masked_fill(scaled < scaled.max() + math.log(sampling.min_p), -math.inf)
         if 0 < sampling.top_k < len(scaled):
             scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -math.inf)
@@ -237,6 +241,7 @@ class TextStream:
         self._may_stop = may_stop
         self._ids.append(token)
         before, now = self._decode(self._read), self._decode(len(self._ids))
+        # A byte-level token may end within a UTF-8 character: its text is a replacement character until the rest comes.
         if len(now) <= len(before) or now.endswith(_REPLACEMENT):
             return ""
         self._window, self._read = self._read, len(self._ids)

@@ -168,6 +168,7 @@ class OpenAIServer:
 
 def _enqueue(loop: asyncio.AbstractEventLoop, steps: _Steps, choice: int, step: Step) -> None:
     """Called in the engine's thread; the event loop may have ended."""
+    # Not awaited: a slow client must not hold up the engine's thread, and an answer is bounded by its max_tokens.
     try:
         loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
     except RuntimeError:

@@ -57,7 +57,7 @@ class Engine:
     """All parts of one engine in this process, except its socket."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.threads)  # by default each of several engines would take all cores
         ready = ready_model(settings.model, dtype=settings.dtype)
         self.name = settings.served_name or Path(settings.model).resolve().name
         context_tokens = _context(ready, settings.context_tokens)
@@ -156,6 +156,7 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
+            # A restarted engine gets its port at once, though connections of the last one linger in TIME_WAIT.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
         except OSError:
@@ -201,7 +202,7 @@ def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]
     try:
         for at in range(count):
             listeners.append(bound(settings.host, settings.port + at if settings.port else 0))
-        sys.stdout.flush()
+        sys.stdout.flush()  # else each child would print what is buffered, too
         line, held = os.pipe()
         children = {_forked(settings, at, listeners, line, held, say) for at in range(count)}
     finally:
@@ -237,7 +238,7 @@ def _forked(
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(code)  # not sys.exit: what the parent registered to run at exit is not ours
 
 
 def _end_with(line: int) -> None:

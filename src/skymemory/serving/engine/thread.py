@@ -101,6 +101,7 @@ class EngineThread:
     def submit(self, *jobs: Job) -> None:
         """Queue all of them. Raises QueueFull, and takes none, if the queue is full."""
         with self._change:
+            # Choices of one request are taken together: the queue may exceed its bound by those of the last one.
             if len(self._waiting) >= self._max_waiting:
                 raise QueueFull
             self._waiting.extend(jobs)
@@ -129,6 +130,8 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
+        # A turn: what frees memory, one chunk of one prompt, then a token for everyone. So a long prompt delays the
+        # tokens of others by one chunk at a time (chunked prefill: Sarathi-Serve, OSDI 2024).
         while self._wait():
             while self._clearings:
                 self._clearings.pop(0).set_result(self._caches.clear())
@@ -136,6 +139,7 @@ class EngineThread:
             self._prefill()
             for one in list(self._running):
                 self._guarded(one, self._decode)
+        # Closed: every handler is waiting for a last step.
         for job in [*(one.job for one in self._busy()), *self._waiting]:
             self._end(job, Step("", 0, 0, error="the engine is stopping"), "abort")
         self._prefilling, self._running = None, []
@@ -173,6 +177,7 @@ class EngineThread:
             self._guarded(self._prefilling, self._prefill_more)
 
     def _begin(self, job: Job) -> None:
+        # Thread time is what ``skymemory fit`` measures, as other load does not change it; wall time is what users see.
         began_s, since_s = time.thread_time(), time.perf_counter()
         try:
             prompt = self._caches.open(job.generation.salt, job.generation.ids)
@@ -288,6 +293,7 @@ class Sequence:
     @property
     def tokens(self) -> int:
         """Tokens in its cache."""
+        # The newest token enters the cache only with the next forward pass.
         return self._prefilled + max(0, self.generated - 1)
 
     def prefill(self, at_most: int) -> Step | None:
@@ -326,6 +332,7 @@ class Sequence:
 
     def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
         """Log-probabilities of the last token, and of the ``likeliest`` most likely ones."""
+        # By the model's own distribution, before penalties and temperature, as vLLM reports them by default.
         logprobs = logits.float().cpu().log_softmax(-1)
         best = logprobs.topk(min(likeliest, len(logprobs)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

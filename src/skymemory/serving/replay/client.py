@@ -152,7 +152,7 @@ class Client:
             data=body,
             headers={"Content-Type": "application/json", "Accept": "text/event-stream"},
             timeout=aiohttp.ClientTimeout(total=self.target.patience_s),
-            allow_redirects=False,
+            allow_redirects=False,  # two requests would be measured as one
         ) as answer:
             found["http_status"] = answer.status
             if answer.status in REFUSALS:
@@ -166,7 +166,7 @@ class Client:
                 if reader.done:
                     break
             reader.close()
-            found["end_s"] = clock()
+            found["end_s"] = clock()  # before the rest of the stream is read, which is no part of the answer
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with asyncio.timeout(_AFTER_DONE_S):
                     await answer.content.read()

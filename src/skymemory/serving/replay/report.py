@@ -211,6 +211,7 @@ class Report:
     @property
     def already_cached(self) -> bool:
         """Whether caches held more than these prompts share: the server was sent them before."""
+        # Some slack: an engine's blocks are not the trace's, so that its hits end elsewhere.
         return (self.hit_ratio or 0.0) > self.reusable + 0.05
 
     @property
