@@ -1,6 +1,6 @@
 """What it costs to read blocks from the page cache into memory that begins between two cache lines.
 
-Eight blocks of 2.95 MB, read and summed by the disk store (`store.disk`), into memory that begins so many bytes behind
+Eight blocks of 2.95 MB, read and summed by the disk store (`store.disk`), in memory that begins that many bytes after
 a cache line; processor time of the reading thread, so that other work on the machine counts for little. `malloc` gives
 memory of this size 16 bytes behind a page; `store.base.BufferPool` begins at a line.
 """

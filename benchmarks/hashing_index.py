@@ -76,7 +76,7 @@ def chains(rng: np.random.Generator, blocks: int, shape: str) -> list[tuple[int,
 
 
 def walk_naive(hashes: list[bytes], present: dict[bytes, int]) -> int:
-    """What a plain dictionary costs: one look-up per block."""
+    """What a plain dictionary costs: one lookup per block."""
     for at, block_hash in enumerate(hashes):
         if block_hash not in present:
             return at
@@ -153,7 +153,7 @@ def measure_queries(
     assert all(index.longest_prefix(h) == cut for h, cut in zip(part, cuts, strict=True))
     plain = dict.fromkeys(index, 0)
     again = [copies(hashes) for hashes in picked]
-    results["(a plain dictionary, one look-up per block) [us]"] = scale(
+    results["(a plain dictionary, one lookup per block) [us]"] = scale(
         timed_over([lambda hashes=hashes: walk_naive(hashes, plain) for hashes in again]),
         1e6,  # type: ignore[misc]
     )

@@ -4,7 +4,7 @@ Memory over disk, Redis and the constellation (95 satellites in five processes, 
 model. Each prompt is held by one of the three alone, which is then stopped (SIGSTOP for Redis and for all hosts of the
 constellation; the disk, which no signal stops, by calls that do not come back). *Known*: the tier has supplied eight
 prompts before; *first*: it was never asked, and the model has computed nothing. Per prompt all waiting for the tiers is
-counted (look-up, fetch; for a put look-up and store), the answers of the healthy ones included.
+counted (lookup, fetch; for a put lookup and store), the answers of the healthy ones included.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def blocks(count: int) -> list[bytes]:
 
 
 def reads(store: Store, count: int) -> Run:
-    """A load of so many blocks, never read."""
+    """A load of this many blocks, never read."""
     keys = [key(number) for number in range(count)]
 
     def read() -> None:

@@ -30,7 +30,11 @@ INSTEAD = {
     r"of no avail|in vain": "without effect, unnecessarily",
     r"to be had": "available",
     r"what (?:is|was) asked for": "the request, the requested keys",
-    r"so many (?=bytes|tokens|blocks|seconds)": "a number of, this many: name the parameter",
+    r"so many (?:bytes|tokens|blocks|seconds|letters|milliseconds|planes|slots)": "a number of, this many",
+    r"look-ups?": "lookup",
+    r"(?:is|are) no (?:valid|plain|whole|pair|endpoint|origin|path|number|name of)": "is not a, are not a",
+    r"(?:has|had|have) it that|lest": "says that; so that … does not",
+    r"thus far|as yet|ere": "so far, not yet, before",
     r"gainsay|forthwith|asunder|betimes|withal": "plain English",
 }
 KEPT = ("--tell-decisions", "tell_decisions", "tells_output", "told_prompt_tokens")

@@ -27,7 +27,7 @@ class Counters:
         return self._values.get((name, label), 0)
 
     def forget(self, name: str, label: str) -> None:
-        """What the label stands for is gone: its count goes too, lest labels gather."""
+        """Drop the counts of a label whose object is gone, so that labels do not accumulate."""
         self._values.pop((name, label), None)
 
     def total(self, name: str) -> int:

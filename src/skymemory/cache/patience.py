@@ -49,7 +49,7 @@ def patience_while_computing_s(computing_s: float, latencies: Latencies, size_by
 
 @contextmanager
 def recompute_cost(seconds: float | None) -> Iterator[None]:
-    """Within this, what a store is asked for could be computed instead in ``seconds`` (None: unknown)."""
+    """While entered: computing the requested blocks instead would take ``seconds`` (None: unknown)."""
     token = _RECOMPUTE_COST_S.set(seconds)
     try:
         yield
@@ -73,7 +73,7 @@ class ComputeRate:
         self._assumed_token_s: float | None = None
 
     def assume(self, token_s: float) -> None:
-        """Seconds per token to go by until a pass has been measured."""
+        """Assume these seconds per token until a pass has been measured."""
         self._assumed_token_s = token_s
 
     def took(self, tokens: int, seconds: float) -> None:

@@ -52,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add = parser.add_argument
     add("--engine", choices=("small",), help="start this engine here and measure it")
-    add("--url", help="measure this endpoint, as http://127.0.0.1:8000")
+    add("--url", help="measure this endpoint, such as http://127.0.0.1:8000")
     add("--shape", type=Path, metavar="FILE", help="the model's config.json (default with --engine: its own)")
     add("--out", type=Path, metavar="FILE", help="file for the cost model")
     add(

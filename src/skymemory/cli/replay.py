@@ -49,7 +49,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "trace", nargs="?", type=Path, help="JSON lines with timestamp, input_length, output_length, hash_ids"
     )
-    parser.add_argument("--url", required=True, help="the endpoint, as http://127.0.0.1:8000")
+    parser.add_argument("--url", required=True, help="the endpoint, such as http://127.0.0.1:8000")
     add = parser.add_argument_group("requests").add_argument
     add("--workload", metavar="NAME", help="generate requests, without a trace: conversations or tenants")
     add("--seed", type=int, default=0, metavar="N", help="seed of prompts and generator (default: 0)")

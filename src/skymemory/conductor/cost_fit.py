@@ -245,7 +245,7 @@ def _filled(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     place = f"{where}: " if where else ""
     for name, value in values.items():
         if name not in known:
-            raise InvalidInput(f"{place}unknown key {name!r}; expected some of {', '.join(known)}")
+            raise InvalidInput(f"{place}unknown key {name!r}; expected one or more of {', '.join(known)}")
         wanted = {"str": str, "int": int, "float": (int, float)}.get(str(known[name].type))
         if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):  # type: ignore[arg-type]
             raise InvalidInput(f"{place}{name} is {value!r}; expected {known[name].type}")

@@ -60,7 +60,7 @@ class RateRow:
         return self.both.seconds / min(self.compute.seconds, self.load.seconds)
 
 
-class Kitchen:
+class CakeRuns:
     """A model, a prompt stored in memory, and a link of any rate before it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -79,7 +79,7 @@ class Kitchen:
         self.share: float = args.share
         self._steps: Pace | None = None
 
-    def cook(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> Prompt:
+    def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> Prompt:
         """Bring the first ``tokens`` of the prompt, and a few more, to their first new token."""
         time.sleep(self.link.backlog_s)
         self.link.bytes_per_s = bytes_per_s
@@ -101,22 +101,22 @@ class Kitchen:
         return Prompt(seconds, computed, loaded, met, first)
 
     def learn(self, bytes_per_s: float) -> None:
-        """What a process that serves prompts would know by now: the pace of both sides, from a short prompt."""
+        """Measure the pace of both sides with a short prompt, as a serving process has done by then."""
         if self._steps is None:
             self._steps = self.kvc.cake.cake.pace = Pace()
-            self.cook(PROBE_TOKENS, "compute", bytes_per_s)
+            self.run(PROBE_TOKENS, "compute", bytes_per_s)
         self.kvc.cake.cake.pace = copy.copy(self._steps)
-        self.cook(PROBE_TOKENS, "load", bytes_per_s)
+        self.run(PROBE_TOKENS, "load", bytes_per_s)
 
 
 def run_cake(args: argparse.Namespace) -> int:
-    """All of it; exit code 1 if the three ways did not say the same, or one did what it should not."""
+    """Run the demo; exit code 1 if the three ways gave different tokens, or one did not work as it should."""
     transformers_logging.set_verbosity_error()
     began_s = time.monotonic()
     bars = Bars(sys.stderr if args.json else sys.stdout, began_s, colour=not args.no_color)
     try:
-        kitchen = Kitchen(args)
-        rows, tokens = _rows(args, kitchen, bars, began_s)
+        runs = CakeRuns(args)
+        rows, tokens = _rows(args, runs, bars, began_s)
     finally:
         bars.close()
     same = len({one.first_token for row in rows for one in (row.compute, row.load, row.both)}) == 1
@@ -132,16 +132,16 @@ def run_cake(args: argparse.Namespace) -> int:
     return 0 if sound else 1
 
 
-def _rows(args: argparse.Namespace, kitchen: Kitchen, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
-    kitchen.kvc.add_blocks_ids(kitchen.ids[:, :PROBE_TOKENS])
+def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
+    runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
     for _ in range(2):
-        probe_s = kitchen.cook(PROBE_TOKENS, "compute", _UNLIMITED).seconds
+        probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
     aim_s, ends_s = (0.8, began_s + 15) if args.quick else (2.0, began_s + 45)
     tokens = args.tokens or PROBE_TOKENS * min(12, max(1, round(aim_s / probe_s)))
     tokens = tokens // STEP_TOKENS * STEP_TOKENS
-    size_bytes = kitchen.kvc.add_blocks_ids(kitchen.ids[:, :tokens]).blocks * (128 + kitchen.kvc.layout.block_bytes)
-    kitchen.kvc.warm(tokens)
-    compute_s = kitchen.cook(tokens, "compute", _UNLIMITED).seconds
+    size_bytes = runs.kvc.add_blocks_ids(runs.ids[:, :tokens]).blocks * (128 + runs.kvc.layout.block_bytes)
+    runs.kvc.warm(tokens)
+    compute_s = runs.run(tokens, "compute", _UNLIMITED).seconds
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
     rows: list[RateRow] = []
@@ -150,14 +150,14 @@ def _rows(args: argparse.Namespace, kitchen: Kitchen, bars: Bars, began_s: float
         if time.monotonic() + at_most_s > ends_s and rows:
             bars.say(f"no time left for the link at {ratio:g} of that rate")
             continue
-        kitchen.learn(even * ratio)
+        runs.learn(even * ratio)
         done = {}
         for word, loading in SIDES:
             if word == "compute" and rows and args.quick:
                 done[word] = rows[0].compute  # the link has no part in it
                 continue
             bars.way(word)
-            done[word] = kitchen.cook(tokens, loading, even * ratio, bars if not rows else None)
+            done[word] = runs.run(tokens, loading, even * ratio, bars if not rows else None)
             if not rows:
                 bars.ended(done[word].seconds, done[word].met_at_token)
         rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))

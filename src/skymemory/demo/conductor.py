@@ -79,7 +79,7 @@ def run_conductor(args: argparse.Namespace) -> int:
 
 
 def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, played_s: float) -> None:
-    """All runs at the same moment, a moment after the other, until the last request has come."""
+    """Play all runs back side by side, moment by moment, until the last request has arrived."""
     players = [Playback(run, PREFILL, DECODE, setup.slo) for run in runs]
     last_s = max(one.at_s for one in runs[0].outcomes)
     speed = last_s / played_s
@@ -203,7 +203,7 @@ def _bars(counts: Sequence[int], step: int) -> str:
 
 @dataclass(slots=True)
 class Moment:
-    """Counts up to now, and what is where now."""
+    """Counts so far, and where requests are now."""
 
     waiting: list[int]
     """Requests in line, by prefilling instance."""
@@ -287,7 +287,7 @@ _ARRIVES, _BEGINS, _FIRST_TOKEN, _ENDS = range(4)
 
 
 def _steps(one: RequestOutcome) -> Iterator[tuple[float, int]]:
-    """When what happens to a request."""
+    """The times of a request's events."""
     yield one.at_s, _ARRIVES
     if one.prefill is not None:
         yield one.at_s + one.queue_s, _BEGINS

@@ -144,7 +144,7 @@ async def metrics(client: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 class Stage:
-    """What a run of one strategy needs of what stands around it."""
+    """The surroundings of one strategy's run."""
 
     def __init__(
         self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str], total: int
@@ -223,7 +223,7 @@ async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], see
 
 
 def run_route(args: argparse.Namespace) -> int:
-    """All of it; exit code 0 if every request of every strategy was answered, once and whole."""
+    """Run the demo; exit code 0 if every request got one complete answer under every strategy."""
     began_s = time.monotonic()
     screen = Screen(sys.stderr if args.json else sys.stdout, WIDTH, began_s)
     try:

@@ -53,7 +53,7 @@ def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPl
 
 
 def _check_input(args: argparse.Namespace, document: str) -> None:
-    """What can be said before anything is started."""
+    """Check the options before anything is started."""
     if args.tokens is not None and args.tokens <= BLOCK_TOKENS:
         raise InvalidInput(f"--tokens {args.tokens}: at least {BLOCK_TOKENS + 1}, a block and a token to compute")
     if args.model is not None:
@@ -67,7 +67,7 @@ def _check_input(args: argparse.Namespace, document: str) -> None:
 
 
 def run_demo(args: argparse.Namespace, document: str) -> int:
-    """All of it; exit code 0 if the identity check held and every codec got its tokens from the sky."""
+    """Run the demo; exit code 0 if the identity check held and every codec got its tokens from the sky."""
     _check_input(args, document)
     began_s = time.perf_counter()
 

@@ -110,8 +110,8 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> Finding:
         return Finding(
             "tokenizer",
             True,
-            f"it puts {bos!r} in front of every text: of a chat pass the messages or the ids of "
-            "apply_chat_template, not the template's text, which has one already",
+            f"it puts {bos!r} in front of every text: for a chat pass the messages or the ids of "
+            "apply_chat_template, not the template's text, which already begins with it",
         )
     return Finding("tokenizer", True, f"{type(tokenizer).__name__}: the same text becomes the same ids")
 

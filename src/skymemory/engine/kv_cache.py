@@ -173,7 +173,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         kind = key_states.dtype
         if start and kind != self.keys.dtype and not torch.is_autocast_enabled(key_states.device.type):
             raise CacheMisuse(
-                f"a model in {kind} goes on from a cache in {self.keys.dtype}: it was converted since. Get another "
+                f"a model in {kind} continues a cache in {self.keys.dtype}: it was converted since. Get another "
                 "cache and pass it all tokens, past_key_values=kvc.get_cache(tokens)"
             )
         if (

@@ -122,7 +122,7 @@ def codec_of(name: str) -> Codec:
 
 
 def of_layers(codec: Codec, layers: Sequence[int], of: int) -> Codec:
-    """The codec for blocks that have only these of ``of`` layers: one that rounds by layer goes by the true ones."""
+    """The codec for blocks with only these of a model's ``of`` layers: rounding by layer needs their true numbers."""
     if isinstance(codec, CacheGen) and len(layers) < of:
         return CacheGen(codec.level.name, layers, of)
     return codec

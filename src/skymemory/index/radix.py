@@ -318,13 +318,13 @@ class Forest:
         if at is not None and self.depths[at] != start - 1:
             raise InvalidInput(f"the parent is at depth {self.depths[at]}, not at {start - 1}")
         if parent is not None and any(run.start != start for run in self._hanging.get(parent, ())):
-            raise InvalidInput(f"what follows block {parent.hex()} is known not to be at depth {start}")
+            raise InvalidInput(f"the block after {parent.hex()} is at another depth than {start}")
         previous = parent
         for depth, key in enumerate(hashes, start):
             at = self.rows.get(key)
             if at is None:
                 if any(run.start != depth + 1 for run in self._hanging.get(key, ())):
-                    raise InvalidInput(f"what follows block {key.hex()} is known not to be at depth {depth + 1}")
+                    raise InvalidInput(f"the block after {key.hex()} is at another depth than {depth + 1}")
             elif self.depths[at] != depth or self._parent_of(at) != previous:
                 raise InvalidInput(f"block {key.hex()} is known at depth {self.depths[at]} of another chain")
             previous = key

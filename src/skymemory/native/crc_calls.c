@@ -72,7 +72,7 @@ PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args)
     return result;
 }
 
-/* Multiplication by one fixed polynomial as 8 tables of 16: eight look-ups for each chunk. */
+/* Multiplication by one fixed polynomial as 8 tables of 16: eight lookups for each chunk. */
 PyObject *sky_py_crc32_join(PyObject *self, PyObject *args)
 {
     Py_buffer crcs;

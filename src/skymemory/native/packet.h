@@ -92,7 +92,7 @@ int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssi
 
 /* runs.c: the fields of a request's first packet with chunks that all of them share. */
 enum { RUN_START_BYTES = COMMAND_BYTES + SKY_BYTES + REF_BYTES };
-/* Whether a run of sound SETs or MIGRATEs continues what ``first`` (so many bytes) began after chunk number *after (0
+/* Whether a run of sound SETs or MIGRATEs continues what ``first`` (RUN_START_BYTES) began after chunk number *after (0
  * where nothing is taken yet); *after moves on if so. Each has a MAC of ``mac`` bytes (0: none), which is not checked. */
 int sky_continues_run(const uint8_t *data, size_t size, size_t segment, const uint8_t *first, size_t mac,
                       uint32_t *after);

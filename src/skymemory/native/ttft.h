@@ -12,7 +12,7 @@ size_t sky_under_way_open(const UnderWay *self);
 /* Raises ``depths[slot]``, where slot < slots, to the blocks of the chain that are under way there. */
 void sky_under_way_walk(const UnderWay *self, const char *hashes, size_t count, uint32_t *depths, size_t slots);
 
-/* queues.c. What is asked of a server: read once, before anything is decided by it, since to read may run any code. */
+/* queues.c. The query to one server: read once, before any decision, since reading may run arbitrary code. */
 typedef struct {
     size_t slot;
     int reports;

@@ -189,7 +189,7 @@ class Backends:
             self._return(known)
 
     def review(self, now_s: float) -> None:
-        """Without health checks: return servers whose rest is over. One more failure ejects them."""
+        """Without health checks: bring back servers ejected long enough ago. One more failure ejects them again."""
         if not self._resting:
             return
         for known in [known for known in self._resting if (known.back_at_s or 0.0) <= now_s]:

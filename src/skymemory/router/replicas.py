@@ -30,7 +30,7 @@ MAX_PAUSE_S = 5.0
 ENTRIES = 20_000
 TTL_S = 3600.0
 _ENTRY_BYTES = 64 << 10
-"""Deltas are batched to about so many bytes per entry of the stream."""
+"""Deltas are batched to about this many bytes per entry of the stream."""
 _READ_ENTRIES = 64
 _BATCH = 16
 """Deltas applied per turn of the event loop: with long prompts about a millisecond."""

@@ -132,7 +132,7 @@ class PickerSettings:
 class Backend:
     """A server behind the router."""
 
-    url: str = setting("url", address, "", "its address, as http://host:port")
+    url: str = setting("url", address, "", "its address, such as http://host:port")
     name: str = setting("name", text, "", "in metrics and decisions; default: host:port")
     models: tuple[str, ...] = setting("models", texts, (), "models it serves; default: its /v1/models")
     adapters: tuple[str, ...] = setting("adapters", texts, (), "LoRA adapters it can serve")

@@ -287,11 +287,11 @@ class Inventory:
         return ticket
 
     def take_load(self, ticket: LoadTicket) -> None:
-        """It is being completed; InvalidInput unless it is open. Its lease lasts until ``end_lease``."""
+        """Take the load for completion; InvalidInput unless it is open. Its lease lasts until ``end_lease``."""
         self._loads.take(ticket)
 
     def close_load(self, ticket: LoadTicket) -> None:
-        """It is abandoned, or done."""
+        """End a load that is abandoned or complete."""
         self._loads.discard(ticket)
         self.end_lease(ticket)
 
@@ -315,7 +315,7 @@ class Inventory:
         return ticket, given
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """It is being completed; InvalidInput unless it is open. Returns per item whether it still has room."""
+        """Take the store for completion; InvalidInput unless it is open. Returns per item whether it still has room."""
         self._stores.take(ticket)
         if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
             return list(ticket.state)

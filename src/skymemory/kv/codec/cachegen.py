@@ -200,7 +200,7 @@ class CacheGen:
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """``layers``: which of a model's ``of`` layers a block has, where it has not all: steps go by the model's.
+        """``layers``: those of a model's ``of`` layers that a block has, if not all: steps depend on their numbers.
         Reading needs none of it.
         """
         self.level: Level = level_of(level)

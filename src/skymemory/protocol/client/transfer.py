@@ -179,7 +179,7 @@ class _Search:
     """Whether these are stand-ins of a silent satellite."""
 
     def renew(self, moves: Moves) -> bool:
-        """Start again where the box has moved since, if that has not been done too often."""
+        """Start again if the box has moved since, a bounded number of times."""
         if self.at == moves or self.renewals == _MAX_RENEWALS:
             return False
         self.renewals += 1

@@ -72,9 +72,9 @@ def parse_policies(text: str) -> tuple[str, ...]:
         return ()
     for name in names:
         if name not in EVICTION_POLICIES:
-            raise InvalidInput(f"eviction {name!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
+            raise InvalidInput(f"eviction {name!r}: expected one or more of {', '.join(EVICTION_POLICIES)}, or none")
     if not names:
-        raise InvalidInput(f"eviction {text!r}: expected some of {', '.join(EVICTION_POLICIES)}, or none")
+        raise InvalidInput(f"eviction {text!r}: expected one or more of {', '.join(EVICTION_POLICIES)}, or none")
     if "gossip" in names and "gossip-plane" in names:
         raise InvalidInput("eviction: gossip notifies the whole box, gossip-plane one plane of it; choose one of them")
     return names

@@ -691,7 +691,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float, reached: Callable[[], None]) -> None:
-        """Call ``reached`` in so many seconds; replaces the former callback."""
+        """Call ``reached`` in this many seconds; replaces the former callback."""
         due_s = self._loop.time() + seconds
         self._due_s, self._reached = due_s, reached
         timer = self._timer

@@ -116,7 +116,7 @@ class ProxyServer:
             what for what, has in (("TLS", settings.door.tls_cert), ("API keys", settings.door.api_keys)) if not has
         ]
         if missing and not host.startswith(_LOOPBACK):
-            log.warning("other computers can connect, and the router has no %s of its own", " and no ".join(missing))
+            log.warning("other computers can connect, and the router is set up with no %s", " and no ".join(missing))
         self._health.follow()
         self.events.start()
 

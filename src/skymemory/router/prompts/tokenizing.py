@@ -38,7 +38,7 @@ except ImportError as error:
     raise MissingExtra("a router with a tokenizer needs the extra `router`: pip install 'skymemory[router]'") from error
 
 PIECE_LETTERS = 512
-"""A piece ends at the first possible cut after so many letters."""
+"""A piece ends at the first possible cut after this many letters."""
 MAX_CACHE_BYTES = 64 << 20
 """Of cached pieces and their tokens; beyond, the least recently used is evicted."""
 MAX_PIECE_LETTERS = 65_536

@@ -34,7 +34,7 @@ _HEAD = struct.Struct(">BL")
 HEAD_BYTES = _HEAD.size
 """Before each message: a flag for compression, and the length."""
 KEEPALIVE_S = 30.0
-"""A peer silent for so long gets a PING; one that does not answer it within as long is disconnected."""
+"""A peer silent for this long gets a PING; one that does not answer it within as long again is disconnected."""
 PREFACE_S = 10.0
 """For a new connection's HTTP/2 preface."""
 READ_BYTES = 64 << 10
