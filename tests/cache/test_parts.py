@@ -38,7 +38,7 @@ class Engine:
 
 
 class Losing(MemoryStore):
-    """Memory that loses ``lost`` between a look-up and the load, and hands out ``spoiled`` with a wrong byte."""
+    """Memory that loses ``lost`` between a lookup and the load, and hands out ``spoiled`` with a wrong byte."""
 
     lost: frozenset[bytes] = frozenset()
     spoiled: frozenset[bytes] = frozenset()

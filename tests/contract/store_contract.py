@@ -57,7 +57,7 @@ class Tier:
     leases: bool = True
     """Loads and stores that are open hold off eviction."""
     flood_bytes: int | None = None
-    """So many bytes of small values displace all that was there, where the store has no exact budget."""
+    """This many bytes of small values displace all that was there, where the store has no exact budget."""
     knows_absence: bool = True
     """It knows without a request that a key is absent."""
     sizes: tuple[int, ...] = (0, 1, 100, 6144, 6145, 40_000)
@@ -65,7 +65,7 @@ class Tier:
     supplied_by: tuple[str, ...] = ()
     """What a hit may be attributed to; empty: the store itself."""
     later: Callable[[float], object] | None = None
-    """Lets so many seconds pass by the store's clock. None: it cannot be made to."""
+    """Lets this many seconds pass by the store's clock. None: it cannot be made to."""
     outage: Callable[[], AbstractContextManager[object]] | None = None
     """Within it the store gets no answers, and all is well again after it. None: its values are here."""
     another: Callable[[], Store] | None = None

@@ -62,7 +62,7 @@ def add(folder: Path, place: str) -> list[int]:
 
 
 def main(folder: Path) -> None:
-    """Of three look-ups: tokens from the cache, seconds, and whether the answer is the plain one, a line of input."""
+    """Of three lookups: tokens from the cache, seconds, and whether the answer is the plain one, a line of input."""
     torch.set_num_threads(1)
     one = speaker(folder)
     plain = json.loads(input())

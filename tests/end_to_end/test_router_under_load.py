@@ -73,7 +73,7 @@ async def _changed_and_stopped(door: Door, other_engine: str) -> Load:
     await until(lambda: load.statuses[401] > 0)
     key = late
 
-    # Another certificate, its two files not at once: between them they are no pair.
+    # Another certificate, its two files not at once: between them they are not a pair.
     chain, secret = door.certificate
     new_chain, new_secret = door.folder / "new.pem", door.folder / "new.key"
     door.authority.issue(new_chain, new_secret)

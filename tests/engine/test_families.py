@@ -25,7 +25,7 @@ USES: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True},
     "beams": {"num_beams": 3},
     "several answers": {"do_sample": True, "num_return_sequences": 2},
-    "prompt look-up": {"prompt_lookup_num_tokens": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "in chunks": {"prefill_chunk_size": 32},
 }
 
@@ -95,7 +95,7 @@ def test_same_tokens_by_every_use(family: Any, prompt: Any) -> None:
     with KVCManager(family, block_tokens=BLOCK) as kvc:
         kvc.add_blocks_ids(prompt)
         for name, options in USES.items():
-            if name == "prompt look-up" and (kvc.states_kept or not ANNOUNCED):
+            if name == "prompt lookup" and (kvc.states_kept or not ANNOUNCED):
                 continue  # transformers refuses it: states cannot be cropped, and old releases want an end token
             without = answer(family, prompt, **options)
             cache = kvc.get_cache_ids(prompt)

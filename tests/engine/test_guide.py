@@ -66,7 +66,7 @@ def run_twice(code: str, names: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("line", ["padding_side", "[prompt] * 4", "Where?", "num_beams", "prompt_lookup_num_tokens"])
 def test_a_line_for_each_use(line: str, model: Any, tokenizer: Any, document: str, caplog: Any) -> None:
     if line == "prompt_lookup_num_tokens" and not ANNOUNCED:
-        pytest.skip("prompt look-up of this transformers fails without an end token")
+        pytest.skip("prompt lookup of this transformers fails without an end token")
     caplog.set_level(logging.WARNING, "skymemory")
     with manager(model, tokenizer) as kvc:
         names = {"model": model, "tokenizer": tokenizer, "prompt": document[:1500], "kvc": kvc}

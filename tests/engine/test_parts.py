@@ -72,7 +72,7 @@ def values_of(store: MemoryStore) -> dict[bytes, int]:
 
 
 def most_bytes(kvc: KVCManager, blocks: int) -> int:
-    """What a hit of so many blocks may load."""
+    """What a hit of this many blocks may load."""
     windows = [kind.window for kind in kvc._identity.kinds if kind.attention]
     layer_bytes, total = kvc.layout.block_bytes // kvc.layout.layers, 0
     for window in set(windows):
@@ -193,7 +193,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "several answers": {"do_sample": True, "num_return_sequences": 2},
     "in chunks": {"prefill_chunk_size": 32},
     "in small chunks": {"prefill_chunk_size": 7},
-    **({"prompt look-up": {"prompt_lookup_num_tokens": 3}} if ANNOUNCED else {}),
+    **({"prompt lookup": {"prompt_lookup_num_tokens": 3}} if ANNOUNCED else {}),
 }
 
 
@@ -203,7 +203,7 @@ def test_every_way_of_decoding_with_holes(name: str, way: str) -> None:
     model, ids = model_of(name, 20), prompt_of(99)
     with manager(model, 8) as kvc:
         kvc.add_blocks_ids(ids)
-        for prompt in (ids, ids.repeat(2, 1)) if way != "prompt look-up" else (ids,):
+        for prompt in (ids, ids.repeat(2, 1)) if way != "prompt lookup" else (ids,):
             cache = kvc.get_cache_ids(ids)
             assert cache.result.cached_tokens == 96
             assert torch.equal(answer(model, prompt, cache, **WAYS[way]), answer(model, prompt, **WAYS[way]))
@@ -274,7 +274,7 @@ def test_both_ends_at_once(name: str, loading: Any) -> None:
 
 
 class Losing(MemoryStore):
-    """Memory that loses ``lost`` between a look-up and the load."""
+    """Memory that loses ``lost`` between a lookup and the load."""
 
     lost: tuple[bytes, ...] = ()
 

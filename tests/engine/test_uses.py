@@ -86,7 +86,7 @@ def test_generate_computes_only_what_is_behind_the_loaded_tokens(uneven: Any, id
 
 
 CALLED = pytest.mark.skipif(not FIVE, reason="this transformers runs chunks past hooks: all of the prompt is computed")
-END = pytest.mark.skipif(not ANNOUNCED, reason="prompt look-up of this transformers fails without an end token")
+END = pytest.mark.skipif(not ANNOUNCED, reason="prompt lookup of this transformers fails without an end token")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ CONTEXTS = (b"", b"one", b"two")
 
 @dataclass
 class NaiveIndex:
-    """One look-up per block."""
+    """One lookup per block."""
 
     infos: dict[bytes, BlockInfo] = field(default_factory=dict)
 

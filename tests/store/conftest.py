@@ -65,7 +65,7 @@ def udp_store(index: SharedIndex | None = None, authority: Authority | None = No
 
 
 def put_forward(client: UdpClient, seconds: float) -> None:
-    """So many seconds pass for this client."""
+    """This many seconds pass for this client."""
     before = client._clock._running
     client._clock._running = lambda: before() + seconds
 

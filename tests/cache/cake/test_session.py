@@ -212,7 +212,7 @@ def test_workers_that_take_no_more_leave_it_to_compute() -> None:
 
 
 def known(seconds_per_chunk: float) -> Pace:
-    """A link whose rate is known: 1,000 bytes in so many seconds."""
+    """A link whose rate is known: 1,000 bytes in this many seconds."""
     pace = Pace()
     for _ in range(8):
         pace.load_took(1000, seconds_per_chunk)

@@ -99,7 +99,7 @@ PROMPTS = st.lists(st.tuples(st.floats(1.0, 1.9), st.floats(0.0, 2.0)), min_size
 def test_a_slow_tier_is_used_once_it_is_known_however_little_computing_takes(
     least_s: float, computing_s: float, drawn: list[tuple[float, float]]
 ) -> None:
-    """Each kind of call (look-up, load) is given up once at most; what is twice its usual never."""
+    """Each kind of call (lookup, load) is given up once at most; what is twice its usual never."""
     with far_tier() as (world, tier):
         missed = 0
         for times, pause_s in drawn:

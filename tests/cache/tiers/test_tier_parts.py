@@ -224,7 +224,7 @@ def test_what_is_owed_is_bounded_and_keeps_its_order() -> None:
 
 
 class Scripted(MemoryStore):
-    """Answers a look-up and a prefix as scripted."""
+    """Answers a lookup and a prefix as scripted."""
 
     def __init__(self) -> None:
         super().__init__(name="scripted")

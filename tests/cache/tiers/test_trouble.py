@@ -96,7 +96,7 @@ def test_a_lease_that_came_too_late_is_let_go() -> None:
     tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(ask_deadline_s=0.5))])
     far.put_many(items(1))
     far.trouble = "slow"
-    assert tiers.get_many([key(1)]) == [None], "look-up and lease take longer together"
+    assert tiers.get_many([key(1)]) == [None], "lookup and lease take longer together"
     assert leased.wait(20.0)
     far.trouble = ""
     assert soon(lambda: far.stats()["open_leases"] == 0)

@@ -281,7 +281,7 @@ class PreciseIndex:
 
     def _add(self, slot: int, changes: Iterable[Change]) -> None:
         for medium, block in changes:
-            # Media are added at their first block: most fleets have one, and each costs a look-up per block and server.
+            # Media are added at their first block: most fleets have one, and each costs a lookup per block and server.
             if medium not in self._media:
                 self._media = [each for each in MEDIA if each == medium or each in self._media]
                 weights = [(_NUMBERS[each], self._weights[each]) for each in self._media]
