@@ -84,7 +84,7 @@ class NaiveQueue:
         return len(self.entries) < before
 
     def leave_s(self, entry: Entry) -> float:
-        promise_s = math.inf if entry.slo is None else entry.slo.ttft_s - entry.need_s
+        promise_s = math.inf if entry.slo is None else entry.slo.ttft_s
         return entry.arrived_s + min(self.settings.most_wait_s, promise_s)
 
     def weight(self, tenant: str) -> float:

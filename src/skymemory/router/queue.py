@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
@@ -76,8 +76,6 @@ class Entry:
     arrived_s: float
     slo: Slo | None = None
     """Promised times; None: only ``max_wait`` limits its waiting."""
-    need_s: float = 0.0
-    """Estimated least time from leaving the queue to the first token."""
     group: Hashable = None
     """Equal for requests that can go to the same servers: model, adapter, subset."""
     item: object = None
@@ -93,20 +91,10 @@ class Entry:
         return self._leave_s
 
 
-def work_of(request: Request, matched_tokens: int = 0, usual_output_tokens: int = USUAL_OUTPUT_TOKENS) -> float:
-    """Tokens that a server computes and generates for ``request``, with ``matched_tokens`` in its cache."""
-    output = usual_output_tokens if request.output_tokens is None else request.output_tokens
-    return float(max(0, request.prompt.tokens - matched_tokens) + output)
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """The request was queued."""
-
-    expected_s: float | None
-    """Expected waiting time, by the recent service rate, if nothing more urgent comes; None: unknown."""
-    turned_away: tuple[tuple[Entry, Refusal], ...] = ()
-    """Less urgent entries evicted for it."""
+def work_of(request: Request) -> float:
+    """Tokens that a server computes and generates for ``request``, if none of its prompt is cached."""
+    output = USUAL_OUTPUT_TOKENS if request.output_tokens is None else request.output_tokens
+    return float(request.prompt.tokens + output)
 
 
 @dataclass(slots=True)
@@ -130,19 +118,13 @@ class RequestQueue:
     Where the queue is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of some 20.
     """
 
-    def __init__(
-        self,
-        settings: QueueSettings,
-        weights: Mapping[str, float] = _NO_WEIGHTS,
-        known_tenants: Collection[str] = (),
-    ) -> None:
-        """``weights``: of tenants, by default 1. ``figures`` name these tenants and ``known_tenants``."""
+    def __init__(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
+        """``weights``: of tenants, by default 1. ``figures`` name these tenants, and no others."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0
         """Of all entries."""
         self._weights = weights
-        self._named = {*weights, *known_tenants}
         self._waiting: dict[int, Entry] = {}
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []
@@ -157,11 +139,9 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def configure(
-        self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS, known_tenants: Collection[str] = ()
-    ) -> None:
+    def configure(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
         """Change the settings. Waiting requests stay; those beyond a lower limit are evicted at the next offer."""
-        self.settings, self._weights, self._named = settings, weights, {*weights, *known_tenants}
+        self.settings, self._weights = settings, weights
 
     @property
     def next_deadline_s(self) -> float:
@@ -171,8 +151,8 @@ class RequestQueue:
         self._drop_stale(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def offer(self, entry: Entry, now_s: float) -> Waits | Refusal:
-        """Queue it, or refuse it. ``Waits`` names the entries evicted for it."""
+    def offer(self, entry: Entry, now_s: float) -> list[tuple[Entry, Refusal]] | Refusal:
+        """Queue it, or refuse it. Where it is queued: the less urgent entries evicted for it, with their refusals."""
         self._sweep(now_s)
         settings = self.settings
         entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
@@ -197,9 +177,7 @@ class RequestQueue:
                 retry_s = self.retry_after_s(entry.request.priority, now_s)
                 return self._counted(entry, Refusal(words, retry_s, kind="queue"))
             victims.append((victim, start, virtual))
-        away = tuple((each, self._counted(each, self._pushed_out(each, entry, now_s))) for each, *_ in victims)
-        rate = self._rate.of(now_s)
-        return Waits(self._work_from(entry.request.priority) / rate if rate else None, away)
+        return [(each, self._counted(each, self._pushed_out(each, entry, now_s))) for each, *_ in victims]
 
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
         """Remove and return the entry to be served now; None: none ``fits``.
@@ -251,7 +229,7 @@ class RequestQueue:
         return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
-        """By priority and class of tenants: those with a weight or a key by name, ``other``, and ``unknown`` (no name).
+        """By priority and class of tenants: those with a weight, ``other``, and ``unknown`` (no name).
         Their number is bounded by the tenants that the operator named.
         """
         return MappingProxyType(self._figures)
@@ -319,10 +297,8 @@ class RequestQueue:
         retry_s = self.retry_after_s(entry.request.priority, now_s)
         waited_s = max(0.0, now_s - entry.arrived_s)
         if entry.slo is not None and _promise_s(entry) <= self.settings.most_wait_s:
-            words = (
-                f"its first token cannot come within the promised {entry.slo.ttft_s:.3g} s: "
-                f"it waited {waited_s:.3g} s, and a server needs {entry.need_s:.3g} s"
-            )
+            promised = f"the promised {entry.slo.ttft_s:.3g} s"
+            words = f"its first token cannot come within {promised}: it waited {waited_s:.3g} s for a server with room"
             return Refusal(words, retry_s, kind="ttft")
         return Refusal(f"it waited {waited_s:.3g} s for a server with room, the longest allowed", retry_s, kind="queue")
 
@@ -428,7 +404,7 @@ class RequestQueue:
 
     def _figures_of(self, entry: Entry) -> Figures:
         tenant = entry.request.tenant
-        label = tenant if tenant in self._named else "other" if tenant else "unknown"
+        label = tenant if tenant in self._weights else "other" if tenant else "unknown"
         key = (entry.request.priority, label)
         found = self._figures.get(key)
         if found is None:
@@ -572,4 +548,4 @@ class _Rate:
 
 def _promise_s(entry: Entry) -> float:
     """Seconds it can wait and still get its first token as promised."""
-    return math.inf if entry.slo is None else entry.slo.ttft_s - entry.need_s
+    return math.inf if entry.slo is None else entry.slo.ttft_s

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Refusal
-from skymemory.router.queue import Entry, RequestQueue, Waits, work_of
+from skymemory.router.queue import Entry, RequestQueue, work_of
 
 LOOK_S = 0.25
 """Period of looking for room while requests wait. Ended requests are a reason to look at once; servers that return and
@@ -73,9 +73,9 @@ class WaitingRoom:
             item=waiter,
         )
         offered = self.queue.offer(entry, now_s)
-        if not isinstance(offered, Waits):
+        if isinstance(offered, Refusal):
             return offered
-        for other, refusal in offered.turned_away:
+        for other, refusal in offered:
             _waiter(other).turned_away(refusal)
         self.look()
         return entry

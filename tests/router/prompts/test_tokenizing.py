@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,12 @@ def read(reader: PromptReader, path: str, **body: object):  # type: ignore[no-un
     return reader.read(path, {}, json.dumps(body).encode())
 
 
+def of_chat(tokenizer: PromptTokenizer, tools: list[Any] | None = None) -> list[int]:
+    text = tokenizer.chat_text(TURNS, tools)
+    assert text is not None
+    return tokenizer.of_text(text, special=False)
+
+
 @pytest.mark.engine
 def test_tokens_are_those_of_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -55,7 +62,7 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
     tools = [{"type": "function", "function": {"name": "look", "description": "ü"}}]
     for given in ({}, {"tools": tools}):
         theirs = judge.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=True, return_dict=True, **given)
-        assert ours.of_chat(TURNS, given.get("tools")) == list(theirs["input_ids"])
+        assert of_chat(ours, given.get("tools")) == list(theirs["input_ids"])
 
 
 def test_blocks_are_of_tokens(folder: Path) -> None:
@@ -74,7 +81,7 @@ def test_a_chat_goes_through_the_template(folder: Path) -> None:
     tokenizer = PromptTokenizer(folder)
     reader = PromptReader(tokenizer=tokenizer, block_tokens=4)
     request = read(reader, CHAT_COMPLETIONS, messages=TURNS)
-    assert request.prompt.tokens == len(tokenizer.of_chat(TURNS) or [])
+    assert request.prompt.tokens == len(of_chat(tokenizer))
     parts = [TURNS[0], {"role": "user", "content": [{"type": "text", "text": TURNS[1]["content"]}]}]
     assert np.array_equal(read(reader, CHAT_COMPLETIONS, messages=parts).prompt.blocks, request.prompt.blocks)
 
@@ -85,7 +92,7 @@ def test_what_the_template_refuses_is_still_read(folder: Path) -> None:
     one, two = read(reader, CHAT_COMPLETIONS, messages=odd), read(reader, CHAT_COMPLETIONS, messages=odd)
     assert len(one.prompt.blocks) > 5 and np.array_equal(one.prompt.blocks, two.prompt.blocks)
     plain = PromptTokenizer(SHIPPED)
-    assert not plain.has_template and plain.of_chat(TURNS) is None
+    assert plain.chat_text(TURNS) is None
 
 
 def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:

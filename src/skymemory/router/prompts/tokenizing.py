@@ -224,10 +224,6 @@ class PromptTokenizer:
         self._pieces = Pieces(self._encode, can_cut(described), piece_letters)
         self._around = self._special_around()
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     def of_text(self, text: str, special: bool = True) -> list[int]:
         """Token numbers of ``text``; with ``special``, also those that the tokenizer adds around it (``<s>``)."""
         # A batch of one releases the GIL, and does not compute the tokens' offsets.
@@ -258,16 +254,6 @@ class PromptTokenizer:
             at = next((at for at in range(len(whole)) if whole[at : at + len(inner)] == inner), None)
             found.add(None if at is None else (_packed(whole[:at]), _packed(whole[at + len(inner) :])))
         return found.pop() if len(found) == 1 else None
-
-    def of_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> list[int] | None:
-        """Token numbers of a chat up to the assistant's turn; None where ``chat_text`` is None."""
-        text = self.chat_text(messages, tools, more)
-        return None if text is None else self.of_text(text, special=False)
 
     def chat_text(
         self,
