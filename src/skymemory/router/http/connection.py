@@ -16,6 +16,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -129,67 +130,40 @@ class Application(Protocol):
     def closed(self, connection: Connection) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Incoming:
     """A client's request."""
 
-    __slots__ = (
-        "_pieces",
-        "began_s",
-        "body",
-        "body_bytes",
-        "connection",
-        "expects",
-        "has_come",
-        "has_cors",
-        "headers",
-        "is_preflight",
-        "keep_alive",
-        "listener",
-        "method",
-        "path",
-        "refusal",
-        "response_headers",
-        "target",
-        "tenant",
-        "version",
-    )
+    connection: Connection
+    method: str
+    target: str
+    """Path and query, as sent."""
+    version: str
+    headers: Headers
+    keep_alive: bool
+    path: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    """When its head was complete."""
+    body: bytes = b""
+    body_bytes: int = 0
+    expects: bool = False
+    """The client sends its body after "100 Continue"."""
+    has_come: bool = False
+    response_headers: bytes = b""
+    """Further header lines of its response, whatever that is."""
+    is_preflight: bool = False
+    """It is a CORS preflight."""
+    has_cors: bool = False
+    """The router answers CORS; servers' CORS headers are dropped."""
+    tenant: Tenant | None = None
+    """The tenant of its API key."""
+    refusal: ApiError | None = None
+    """Set where it is refused before it is complete."""
+    listener: Listener | None = None
+    _pieces: list[bytes] | None = None
 
-    def __init__(
-        self,
-        connection: Connection,
-        method: str,
-        target: str,
-        version: str,
-        headers: Headers,
-        keep_alive: bool,
-    ) -> None:
-        self.connection = connection
-        self.method = method
-        self.target = target
-        """Path and query, as sent."""
-        self.path = target.partition("?")[0]
-        self.version = version
-        self.headers = headers
-        self.began_s = time.monotonic()
-        """When its head was complete."""
-        self.body = b""
-        self.body_bytes = 0
-        self.keep_alive = keep_alive
-        self.expects = False
-        """The client sends its body after "100 Continue"."""
-        self.has_come = False
-        self.response_headers = b""
-        """Further header lines of its response, whatever that is."""
-        self.is_preflight = False
-        """It is a CORS preflight."""
-        self.has_cors = False
-        """The router answers CORS; servers' CORS headers are dropped."""
-        self.tenant: Tenant | None = None
-        """The tenant of its API key."""
-        self.refusal: ApiError | None = None
-        """Set where it is refused before it is complete."""
-        self.listener: Listener | None = None
-        self._pieces: list[bytes] | None = None
+    def __post_init__(self) -> None:
+        self.path = self.target.partition("?")[0]
 
     @property
     def remote(self) -> str:
@@ -215,29 +189,6 @@ class Incoming:
 
 
 class Connection(asyncio.Protocol):
-    __slots__ = (
-        "__weakref__",
-        "_app",
-        "_current",
-        "_discarding",
-        "_headers",
-        "_in_head",
-        "_loop",
-        "_parser",
-        "_partial_bytes",
-        "_paused_reading",
-        "_reading",
-        "_started",
-        "_target",
-        "_transport",
-        "_waiting",
-        "closing",
-        "deadline",
-        "full",
-        "made",
-        "remote",
-    )
-
     def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
         self._app = app
         self._loop = loop

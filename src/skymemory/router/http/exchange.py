@@ -94,40 +94,21 @@ class RequestLog:
     """What it holds of its tenant's quota."""
 
 
+@dataclass(slots=True, eq=False)
 class Exchanges:
     """What all exchanges share."""
 
-    def __init__(
-        self, backends: Backends, pools: Pools, metrics: ProxyMetrics, settings: Settings, deferred: DeferredWork
-    ) -> None:
-        self.settings = settings
-        self.backends = backends
-        self.pools = pools
-        self.metrics = metrics
-        self.deferred = deferred
-        self.room: WaitingRoom | None = None
-        """Where requests wait until a server has room; None: they are refused."""
+    backends: Backends
+    pools: Pools
+    metrics: ProxyMetrics
+    settings: Settings
+    deferred: DeferredWork
+    room: WaitingRoom | None = None
+    """Where requests wait until a server has room; None: they are refused."""
 
 
 class Exchange:
     """One request; ``start`` begins it, and ``done`` is called once at its end."""
-
-    __slots__ = (
-        "_account",
-        "_call",
-        "_done",
-        "_entry",
-        "_head",
-        "_log",
-        "_of",
-        "_reader",
-        "_request",
-        "_scheduler",
-        "_streaming",
-        "_tried",
-        "_waits",
-        "incoming",
-    )
 
     def __init__(
         self, of: Exchanges, incoming: Incoming, log: RequestLog, done: Callable[[Incoming, RequestLog], None]

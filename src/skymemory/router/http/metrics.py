@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -50,25 +51,18 @@ class _Histogram:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+@dataclass(slots=True)
 class ServerCounts:
     """Counts of one server: plain numbers at every request, which become metrics on a scrape."""
 
-    __slots__ = (
-        "cached_tokens",
-        "ejections",
-        "matched_tokens",
-        "outcomes",
-        "prompt_tokens",
-        "reported_tokens",
-        "retries",
-        "ttft",
-    )
-
-    def __init__(self) -> None:
-        self.outcomes: dict[str, int] = {}
-        self.prompt_tokens = self.matched_tokens = self.reported_tokens = self.cached_tokens = 0
-        self.retries = self.ejections = 0
-        self.ttft = _Histogram(_SECONDS)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    reported_tokens: int = 0
+    cached_tokens: int = 0
+    retries: int = 0
+    ejections: int = 0
+    ttft: _Histogram = field(default_factory=lambda: _Histogram(_SECONDS))
 
 
 class ProxyMetrics:

@@ -11,6 +11,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -71,34 +72,32 @@ class Receiver(Protocol):
     def response_failed(self, error: UpstreamError) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One request to a server, and its response."""
 
-    __slots__ = ("_body", "_has_body", "_head", "_pool", "connection", "receiver")
-
-    def __init__(self, pool: Pool, receiver: Receiver, head: bytes, body: bytes, has_body: bool) -> None:
-        self.receiver: Receiver | None = receiver
-        self.connection: UpstreamConnection | None = None
-        self._pool = pool
-        self._head = head
-        self._body = body
-        self._has_body = has_body
+    pool: Pool
+    receiver: Receiver | None
+    head: bytes
+    body: bytes
+    has_body: bool
+    connection: UpstreamConnection | None = None
 
     def start(self) -> None:
-        kept = self._pool.kept()
+        kept = self.pool.kept()
         if kept is not None:
             self.send(kept, fresh=False)
         else:
-            self._pool.connect(self)
+            self.pool.connect(self)
 
     def connect(self) -> None:
         """Try again on a new connection: the idle one was closed before it could be used."""
         self.connection = None
-        self._pool.connect(self)
+        self.pool.connect(self)
 
     def send(self, connection: UpstreamConnection, fresh: bool) -> None:
         self.connection = connection
-        connection.ask(self, self._head, self._body, self._has_body, fresh)
+        connection.ask(self, fresh)
 
     def lost(self, error: UpstreamError) -> None:
         receiver, self.receiver, self.connection = self.receiver, None, None
@@ -124,24 +123,6 @@ class Call:
 class UpstreamConnection(asyncio.Protocol):
     """One connection to one server."""
 
-    __slots__ = (
-        "_begun",
-        "_call",
-        "_ended",
-        "_fresh",
-        "_has_body",
-        "_head",
-        "_head_bytes",
-        "_headers",
-        "_parser",
-        "_paused",
-        "_pieces",
-        "_pool",
-        "_reason",
-        "_transport",
-        "gone",
-    )
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._call: Call | None = None
@@ -153,14 +134,13 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def ask(self, call: Call, head: bytes, body: bytes, has_body: bool, fresh: bool) -> None:
+    def ask(self, call: Call, fresh: bool) -> None:
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
             self._failed(call, fresh, UpstreamError("it closed the connection before the first byte"))
             return
         self._call = call
         self._fresh = fresh
-        self._has_body = has_body
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = b""
@@ -168,11 +148,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._pieces: list[bytes] = []
         self._begun = self._ended = False
-        if len(body) <= JOIN_BYTES:
-            transport.write(head + body)
+        if len(call.body) <= JOIN_BYTES:
+            transport.write(call.head + call.body)
         else:
-            transport.write(head)
-            transport.write(body)
+            transport.write(call.head)
+            transport.write(call.body)
 
     # -- from the event loop
 
@@ -266,7 +246,7 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200:
             return  # informational (1xx)
         self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
-        if not self._has_body:
+        if self._call is not None and not self._call.has_body:
             self._ended = True
             self.gone = True  # the parser would wait for a body
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
@@ -142,39 +143,26 @@ class _Block(NamedTuple):
     """``content-length``."""
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """State of one stream: windows, and unsent data."""
 
-    __slots__ = (
-        "answered",
-        "finished",
-        "half_closed",
-        "length",
-        "owed",
-        "pending",
-        "pending_bytes",
-        "receives",
-        "sends",
-        "trailers",
-    )
-
-    def __init__(self, sends: int) -> None:
-        self.sends = sends
-        """The peer's receive window; may be negative after a change of its settings."""
-        self.receives = WINDOW_BYTES
-        self.owed = 0
-        """Processed bytes not yet returned to the peer's window."""
-        self.length: int | None = None
-        """Bytes still to come, by ``content-length``."""
-        self.pending: deque[bytes] = deque()
-        self.pending_bytes = 0
-        self.answered = False
-        """The answer has begun."""
-        self.finished = False
-        """The answer is complete; the stream closes when it is sent."""
-        self.trailers: bytes | None = None
-        """Headers at its end; None: it ends with its data."""
-        self.half_closed = False
+    sends: int
+    """The peer's receive window; may be negative after a change of its settings."""
+    receives: int = WINDOW_BYTES
+    owed: int = 0
+    """Processed bytes not yet returned to the peer's window."""
+    length: int | None = None
+    """Bytes still to come, by ``content-length``."""
+    pending: deque[bytes] = field(default_factory=deque)
+    pending_bytes: int = 0
+    answered: bool = False
+    """The answer has begun."""
+    finished: bool = False
+    """The answer is complete; the stream closes when it is sent."""
+    trailers: bytes | None = None
+    """Headers at its end; None: it ends with its data."""
+    half_closed: bool = False
 
 
 class Http2:

@@ -214,19 +214,6 @@ class GrpcServer:
 class Answers:
     """One call's stream: splits input into messages for its ``Call``, and sends answers until the call is over."""
 
-    __slots__ = (
-        "_begun",
-        "_buffer",
-        "_connection",
-        "_ended",
-        "_held",
-        "_held_bytes",
-        "_later",
-        "_owed",
-        "_stream",
-        "call",
-    )
-
     def __init__(self, connection: Connection, stream: int) -> None:
         self._connection, self._stream = connection, stream
         self._begun = self._held = self._ended = False
