@@ -332,7 +332,7 @@ class Connection(asyncio.Protocol):
         if request.body_bytes > app.max_body_bytes:
             self._refuse(too_large(app.max_body_bytes))
         elif app.held_bytes > app.most_held_bytes:
-            self._refuse(bodies_too_large())
+            self._refuse(_bodies_too_large())
 
     def on_message_complete(self) -> None:
         request = self._reading
@@ -414,6 +414,17 @@ class Connection(asyncio.Protocol):
         if self._paused_reading:
             self._paused_reading = False
             self._transport.resume_reading()
+
+    def replace_body(self, request: Incoming, body: bytes) -> None:
+        """Put the decompressed body in place of what came.
+
+        Raises:
+            ApiError: 503, the memory for bodies is full.
+        """
+        self._app.held_bytes += len(body) - request.body_bytes
+        request.body, request.body_bytes = body, len(body)
+        if self._app.held_bytes > self._app.most_held_bytes:
+            raise _bodies_too_large()
 
     # -- time
 
@@ -598,7 +609,7 @@ def too_large(most_bytes: int) -> ApiError:
     return ApiError(413, f"the body is too large; at most {most_bytes} bytes are allowed")
 
 
-def bodies_too_large() -> ApiError:
+def _bodies_too_large() -> ApiError:
     return ApiError(503, "the router's memory for request bodies is full; try again soon")
 
 

@@ -1,19 +1,24 @@
-"""One proxied request, from its prompt to the last byte of its response: pick a server, send, retry, stream back.
+"""One proxied request, from its prompt to the last byte of its response: read, pick, send, retry, stream back.
 
-1. ``start`` picks a server, or queues the request until one has room (``called``, ``turned_away``).
-2. Nothing reaches the client before the first byte of a body: until then a failed attempt is retried on another server.
-3. From then on bytes are passed on as they come. A response that ends too early never looks complete.
-4. The accounting closes after the client has its response.
+1. ``begin`` reads the prompt. One that takes long (compressed, or with much new text to tokenize) is read in a thread.
+2. ``_start`` picks a server, or queues the request until one has room (``called``, ``turned_away``). A prompt goes to
+   the server that the strategy picks, a request without one to the server with the least load.
+3. Nothing reaches the client before the first byte of a body: until then a failed attempt is retried on another server.
+4. From then on bytes are passed on as they come. A response that ends too early never looks complete.
+5. The accounting closes after the client has its response.
 
-The exchange is a state machine of callbacks, without a task: the client's connection reports disconnects and
-backpressure, the upstream connection reports the response, and one deadline runs at a time.
+The exchange is a state machine of callbacks; only a prompt in a thread has a task. The client's connection reports
+disconnects and backpressure, the upstream connection reports the response, and one deadline runs at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import math
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +32,19 @@ from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
 from skymemory.router.backends import Backends
-from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
+from skymemory.router.http.access_control import AccessControl
+from skymemory.router.http.connection import (
+    Headers,
+    Incoming,
+    connection_line,
+    header_lines,
+    status_line,
+    too_large,
+)
 from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
+from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
+from skymemory.router.prompts.tokenizing import TooMuchNewText
 from skymemory.router.queue import Entry
 from skymemory.router.request_account import DeferredWork, RequestAccount, Usage, UsageReader
 from skymemory.router.settings import Settings
@@ -74,6 +89,10 @@ _NOT_TO_CLIENTS_CORS = _NOT_TO_CLIENTS | {
     b"access-control-expose-headers",
     b"access-control-max-age",
 }
+IN_THREAD_BYTES = 32_768
+"""With a tokenizer, longer bodies are read in a thread: in the event loop they would delay others by milliseconds."""
+MAX_NEW_LETTERS = 1024
+"""A body with more letters outside the pieces whose tokens are cached is read in a thread, too."""
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
@@ -98,25 +117,29 @@ class RequestLog:
 class Exchanges:
     """What all exchanges share."""
 
+    settings: Settings
+    access: AccessControl
+    reader: PromptReader
+    scheduler: Scheduler
+    least_load: Scheduler
+    """For requests without a prompt."""
     backends: Backends
     pools: Pools
     metrics: ProxyMetrics
-    settings: Settings
     deferred: DeferredWork
     room: WaitingRoom | None = None
     """Where requests wait until a server has room; None: they are refused."""
 
 
 class Exchange:
-    """One request; ``start`` begins it, and ``done`` is called once at its end."""
+    """One request; ``begin`` starts it, and ``done`` is called once at its end."""
 
-    def __init__(
-        self, of: Exchanges, incoming: Incoming, log: RequestLog, done: Callable[[Incoming, RequestLog], None]
-    ) -> None:
+    def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
         self.incoming = incoming
         self._of = of
-        self._log = log
+        self._log = RequestLog(incoming.began_s)
         self._done: Callable[[Incoming, RequestLog], None] | None = done
+        self._reading: asyncio.Task[None] | None = None
         self._account: RequestAccount | None = None
         self._call: Call | None = None
         self._tried: set[str] = set()
@@ -129,44 +152,109 @@ class Exchange:
         self._streaming = False
         """The client has the response's head: there is no other attempt."""
 
-    def start(self, request: Request, scheduler: Scheduler) -> None:
-        """
-        Raises:
-            NoServer: no server can take it.
-            Overloaded: the admission rule or the queue refuses it (429).
-            ApiError: every server that could take it has too many requests waiting (429).
-        """
-        self._request = request
-        self._scheduler = scheduler
-        self._of.deferred.flush()  # may free room, and call requests that wait for it
-        room = self._of.room
-        if room is None or room.is_open_to(request):
-            self._send(self._place(None))
-            self.incoming.listener = self
-            return
-        self._waits = True
+    # -- reading the prompt
+
+    def begin(self) -> None:
+        packed = self.incoming.headers.first.get(b"content-encoding", b"").strip().lower()
+        if packed:
+            self._read_in_thread(packed)
+        elif self._has_tokens:
+            self._tokenize()
+        else:
+            self._start()
+
+    @property
+    def _has_tokens(self) -> bool:
+        """Its prompt is read with a tokenizer."""
+        return self._of.settings.prompts.tokenizer is not None and self.incoming.path in PROMPT_PATHS
+
+    def _read(self, most_new: int | None = None) -> Request:
+        incoming = self.incoming
+        return self._of.reader.read(incoming.path, incoming.headers, incoming.body, incoming.remote, most_new)
+
+    def _tokenize(self) -> None:
+        """Read the prompt here, if most of its tokens are cached, else in a thread."""
+        if len(self.incoming.body) < IN_THREAD_BYTES:
+            try:
+                read = self._read(MAX_NEW_LETTERS)
+            except TooMuchNewText:
+                pass
+            except ApiError as error:
+                self._fail(error)
+                return
+            else:
+                self._start(read)
+                return
+        self._read_in_thread(b"")
+
+    def _read_in_thread(self, packed: bytes) -> None:
         self.incoming.listener = self
-        entry = room.wait(self, request, len(self.incoming.body))
+        self._reading = asyncio.get_running_loop().create_task(self._read_slowly(packed))
+
+    async def _read_slowly(self, packed: bytes) -> None:
+        """Decompress and tokenize in a thread, so that no other request waits for it."""
+        read, incoming = None, self.incoming
+        try:
+            if packed:
+                most_bytes = self._of.settings.limits.max_body_bytes
+                incoming.connection.replace_body(
+                    incoming, await asyncio.to_thread(_unpacked, incoming.body, packed, most_bytes)
+                )
+            if self._has_tokens:
+                read = await asyncio.to_thread(self._read)
+        except ApiError as error:
+            self._fail(error)
+        except Exception:
+            self._fault()
+        else:
+            self._start(read)
+
+    # -- picking and sending
+
+    def _start(self, read: Request | None = None) -> None:
+        """Read the prompt, if that is not done, and send the request, or queue it."""
+        of, incoming = self._of, self.incoming
+        self._scheduler = of.scheduler
+        try:
+            if incoming.path not in PROMPT_PATHS:  # some load, by the body's size
+                read, self._scheduler = without_prompt(max(1, len(incoming.body) // BYTES_PER_TOKEN)), of.least_load
+            elif read is None:
+                began_s = time.perf_counter()
+                read = self._read()
+                of.metrics.read_seconds.observe(time.perf_counter() - began_s)
+            if incoming.tenant is not None:
+                read, self._log.lease = of.access.acquire(incoming, read, time.monotonic())
+            self._request = read
+            of.deferred.flush()  # may free room, and call requests that wait for it
+            incoming.listener = self
+            if of.room is None or of.room.is_open_to(read):
+                self._try(None)
+            else:
+                self._wait(of.room)
+        except ApiError as error:
+            self._fail(error)
+        except Exception:
+            self._fault()
+
+    def _wait(self, room: WaitingRoom) -> None:
+        self._waits = True
+        entry = room.wait(self, self._request, len(self.incoming.body))
         if isinstance(entry, Refusal):
-            self._waits = False
-            self.incoming.listener = None
-            raise Overloaded(entry)
-        self._entry = entry
+            self.turned_away(entry)
+        else:
+            self._entry = entry
 
     # -- from the queue
 
     def called(self, now_s: float) -> None:
         self._waits = False
-        try:
-            self._try(None)
-        except Exception:
-            self._fault()
+        self._try(None)
 
     def turned_away(self, refusal: Refusal) -> None:
         self._waits = False
-        self.refuse(Overloaded(refusal))
+        self._refuse(Overloaded(refusal))
 
-    def refuse(self, error: Overloaded) -> None:
+    def _refuse(self, error: Overloaded) -> None:
         """Answer 429, with the reason and when to retry."""
         result, incoming = self._log, self.incoming
         result.outcome, result.status, result.why = "refused", error.status, error.refusal.reason
@@ -181,18 +269,20 @@ class Exchange:
         self._finish()
         send_error(incoming, error, headers)
 
-    # -- picking and sending
+    # -- attempts
 
     def _try(self, before: Placement | None) -> None:
         """Place and send it, and answer with an error where that is not possible."""
         try:
             self._send(self._place(before))
         except Overloaded as error:
-            self.refuse(error)
+            self._refuse(error)
         except NoServer as error:
-            self._fail(ApiError(503, str(error), retry_after_s=1))
+            self._fail(ApiError(503, str(error), retry_after_s=math.ceil(self._of.settings.health.every_s)))
         except ApiError as error:
             self._fail(error)
+        except Exception:
+            self._fault()
 
     def _place(self, before: Placement | None) -> Placement:
         """``before``: the last attempt's placement. An admitted request is not refused later."""
@@ -249,7 +339,8 @@ class Exchange:
 
     def _fail(self, error: ApiError) -> None:
         """Answer with an error: no byte of a response was passed on."""
-        self._log.outcome, self._log.status = outcome_of(error.status), error.status
+        result = self._log
+        result.outcome, result.status, result.why = outcome_of(error.status), error.status, result.why or error.message
         self._finish()
         send_error(self.incoming, error)
 
@@ -404,6 +495,8 @@ class Exchange:
         if self._waits and self._entry is not None and self._of.room is not None:
             self._waits = False
             self._of.room.leave(self._entry)
+        if self._reading is not None:
+            self._reading.cancel()
         self._drop_call()
         self._log.outcome, self._log.why = outcome, why
         self._finish()
@@ -482,6 +575,29 @@ def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> Non
 
 def internal_error() -> ApiError:
     return ApiError(500, "internal error of the router; see its log")
+
+
+def _unpacked(body: bytes, packed: bytes, most_bytes: int) -> bytes:
+    """
+    Raises:
+        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
+    """
+    if packed == b"identity":
+        return body
+    if packed not in (b"gzip", b"x-gzip", b"deflate"):
+        raise ApiError(
+            415, f"Content-Encoding {packed[:40].decode('latin-1')!r} is not supported; gzip and deflate are"
+        )
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
+    try:
+        data = unpacker.decompress(body, most_bytes + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
+    if len(data) > most_bytes:
+        raise too_large(most_bytes)
+    if not unpacker.eof:
+        raise ApiError(400, "the body cannot be decompressed: it ends too early")
+    return data
 
 
 def outcome_of(status: int) -> str:

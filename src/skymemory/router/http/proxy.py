@@ -1,10 +1,9 @@
-"""The OpenAI-compatible proxy: dispatches requests by path, reads their prompts, and logs their results.
+"""The OpenAI-compatible proxy: dispatches requests by path, and logs their results.
 
 1. ``refusal`` checks a request's head: access control, path and method.
-2. ``handle`` answers the router's own pages, and forwards all else. Prompts (/v1/completions, /v1/chat/completions) go
-   to the server that the strategy picks; requests without a prompt go to the server with the least load.
-3. A prompt that takes long to read (compressed, or with much new text to tokenize) is read in a thread.
-4. ``Exchange`` does the rest; ``_done`` counts and logs it.
+2. ``handle`` answers the router's own pages. All else is an ``Exchange`` with a server, which reads the prompt, picks
+   the server and streams the response back.
+3. ``_done`` counts and logs it.
 """
 
 from __future__ import annotations
@@ -14,29 +13,26 @@ import json
 import logging
 import math
 import time
-import zlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from skymemory.conductor.admission.named import weights_of
-from skymemory.conductor.picker import NoServer, Picker
+from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.simple import LeastLoad
-from skymemory.router.admission import Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import KeyFile
 from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Connection, Incoming, bodies_too_large, too_large
-from skymemory.router.http.exchange import Exchange, Exchanges, RequestLog, internal_error, outcome_of, send_error
+from skymemory.router.http.connection import Connection, Incoming
+from skymemory.router.http.exchange import Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.upstream import Pools
 from skymemory.router.prefix_state import PrefixState
-from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
-from skymemory.router.prompts.tokenizing import TooMuchNewText
+from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader
 from skymemory.router.queue import RequestQueue
 from skymemory.router.request_account import DeferredWork
 from skymemory.router.settings import Settings
@@ -51,10 +47,6 @@ MAX_CONNECTIONS = 8192
 """Of clients. Beyond, each new one closes the oldest idle one."""
 MAX_HELD_BYTES = 512 << 20
 """Of all request bodies, which are kept until their responses end; raised to four of the longest allowed."""
-IN_THREAD_BYTES = 32_768
-"""With a tokenizer, longer bodies are read in a thread: in the event loop they would delay others by milliseconds."""
-MAX_NEW_LETTERS = 1024
-"""A body with more letters outside the pieces whose tokens are cached is read in a thread, too."""
 FORWARDED = frozenset(
     (
         "/v1/embeddings",
@@ -117,13 +109,15 @@ class Proxy:
         self.metrics = metrics
         self.backends = backends
         self._scheduler = scheduler
-        self._least_load = Scheduler(Picker(scheduler.prefill.fleet, LeastLoad(), settings.seed))
         self._reader = reader
         self._health = health
         self._prefix_state = prefix_state
         self._tasks: set[asyncio.Task[None]] = set()
-        self._exchanges = Exchanges(backends, pools, metrics, settings, deferred)
         self._access = AccessControl()
+        least_load = Scheduler(Picker(scheduler.prefill.fleet, LeastLoad(), settings.seed))
+        self._exchanges = Exchanges(
+            settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred
+        )
         self._queue = RequestQueue(settings.queue)
         metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
         self._room = WaitingRoom(self._queue, self._has_room, asyncio.get_running_loop())
@@ -152,7 +146,6 @@ class Proxy:
         self.most_held_bytes = max(MAX_HELD_BYTES, 4 * self.max_body_bytes)
         self.client_s = settings.timeouts.client_s
         self.keep_alive_s = min(settings.timeouts.keep_alive_s, self._last_call_s)
-        self._tokenizes = settings.prompts.tokenizer is not None
 
     def _has_room(self, request: Request, among: frozenset[str] | None) -> bool:
         return not self.backends.full(request, self.settings.limits.max_waiting)
@@ -225,94 +218,14 @@ class Proxy:
     # -- requests for servers
 
     def _forward(self, request: Incoming) -> None:
-        result = RequestLog(request.began_s)
+        most = self.settings.limits.max_in_flight
+        if self.in_flight >= most:
+            self.refuse(
+                request, ApiError(429, f"{most} requests are already in flight; try again soon", retry_after_s=1)
+            )
+            return
         self.in_flight += 1
-        exchange = Exchange(self._exchanges, request, result, self._done)
-        limits = self.settings.limits
-        if self.in_flight > limits.max_in_flight:
-            message = f"{limits.max_in_flight} requests are already in flight; try again soon"
-            self._fail(request, result, ApiError(429, message, retry_after_s=1))
-        elif packed := request.headers.first.get(b"content-encoding", b"").strip().lower():
-            self._read_in_thread(request, result, exchange, packed)
-        elif self._tokenizes and request.path in PROMPT_PATHS:
-            self._tokenize(request, result, exchange)
-        else:
-            self._start(request, result, exchange)
-
-    def _start(self, request: Incoming, result: RequestLog, exchange: Exchange, read: Request | None = None) -> None:
-        """Read its prompt, if that is not done, and start the exchange."""
-        try:
-            scheduler = self._scheduler
-            if request.path not in PROMPT_PATHS:  # some load, by the body's size
-                read, scheduler = without_prompt(max(1, len(request.body) // BYTES_PER_TOKEN)), self._least_load
-            elif read is None:
-                began_s = time.perf_counter()
-                read = self._reader.read(request.path, request.headers, request.body, request.remote)
-                self.metrics.read_seconds.observe(time.perf_counter() - began_s)
-            if request.tenant is not None:
-                read, result.lease = self._access.acquire(request, read, time.monotonic())
-            exchange.start(read, scheduler)
-        except Overloaded as error:
-            exchange.refuse(error)
-        except ApiError as error:
-            self._fail(request, result, error)
-        except NoServer as error:
-            retry_after_s = math.ceil(self.settings.health.every_s)
-            self._fail(request, result, ApiError(503, str(error), retry_after_s=retry_after_s))
-        except Exception:
-            self._fault(request, result)
-
-    def _fault(self, request: Incoming, result: RequestLog) -> None:
-        log.exception("%s %s", request.method, request.path)
-        result.outcome = "failed"
-        self._fail(request, result, internal_error())
-
-    def _fail(self, request: Incoming, result: RequestLog, error: ApiError) -> None:
-        result.outcome = result.outcome or outcome_of(error.status)
-        result.status, result.why = error.status, result.why or error.message
-        self._done(request, result)
-        send_error(request, error)
-
-    def _tokenize(self, request: Incoming, result: RequestLog, exchange: Exchange) -> None:
-        """Read a prompt with the tokenizer: here, if most of its tokens are cached, else in a thread."""
-        if len(request.body) < IN_THREAD_BYTES:
-            try:
-                read = self._reader.read(request.path, request.headers, request.body, request.remote, MAX_NEW_LETTERS)
-            except TooMuchNewText:
-                pass
-            except ApiError as error:
-                self._fail(request, result, error)
-                return
-            else:
-                self._start(request, result, exchange, read)
-                return
-        self._read_in_thread(request, result, exchange, b"")
-
-    def _read_in_thread(self, request: Incoming, result: RequestLog, exchange: Exchange, packed: bytes) -> None:
-        request.listener = reading = _Reading(self, request, result)
-        reading.task = self._spawn(self._read_slowly(request, result, exchange, packed))
-
-    async def _read_slowly(self, request: Incoming, result: RequestLog, exchange: Exchange, packed: bytes) -> None:
-        """Decompress and tokenize in a thread, so that no other request waits for it."""
-        read: Request | None = None
-        try:
-            if packed:
-                request.body = await asyncio.to_thread(_unpacked, request.body, packed, self.max_body_bytes)
-                self.held_bytes += len(request.body) - request.body_bytes
-                request.body_bytes = len(request.body)
-                if self.held_bytes > self.most_held_bytes:
-                    raise bodies_too_large()
-            if self._tokenizes and request.path in PROMPT_PATHS:
-                read = await asyncio.to_thread(
-                    self._reader.read, request.path, request.headers, request.body, request.remote
-                )
-        except ApiError as error:
-            self._fail(request, result, error)
-            return
-        except Exception:
-            self._fault(request, result)
-            return
-        self._start(request, result, exchange, read)
+        Exchange(self._exchanges, request, self._done).begin()
 
     def _done(self, request: Incoming, result: RequestLog) -> None:
         self.in_flight -= 1
@@ -393,33 +306,6 @@ class Proxy:
             request.connection.respond(200, JSON, json.dumps(body).encode())
 
 
-class _Reading:
-    """The listener of a request whose prompt is read in a thread."""
-
-    def __init__(self, proxy: Proxy, request: Incoming, result: RequestLog) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self._proxy, self._request, self._result = proxy, request, result
-
-    def client_gone(self) -> None:
-        self._end("client-gone", "it disconnected")
-
-    def client_full(self) -> None:
-        pass
-
-    def client_ready(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        self._end("stopped", "the router stops")
-        self._request.connection.abort()
-
-    def _end(self, outcome: str, why: str) -> None:
-        if self.task is not None:
-            self.task.cancel()
-        self._result.outcome, self._result.why = outcome, why
-        self._proxy._done(self._request, self._result)
-
-
 def _is_own(path: str) -> bool:
     return path in _OWN or path.startswith("/v1/models/")
 
@@ -436,29 +322,6 @@ def why_not(path: str, method: str) -> tuple[int, str]:
         f"the router does not serve {shown}; it serves /v1/completions, /v1/chat/completions, /v1/models, "
         "/v1/embeddings and the like, /health, /ready and /metrics"
     )
-
-
-def _unpacked(body: bytes, packed: bytes, most_bytes: int) -> bytes:
-    """
-    Raises:
-        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
-    """
-    if packed == b"identity":
-        return body
-    if packed not in (b"gzip", b"x-gzip", b"deflate"):
-        raise ApiError(
-            415, f"Content-Encoding {packed[:40].decode('latin-1')!r} is not supported; gzip and deflate are"
-        )
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
-    try:
-        data = unpacker.decompress(body, most_bytes + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
-    if len(data) > most_bytes:
-        raise too_large(most_bytes)
-    if not unpacker.eof:
-        raise ApiError(400, "the body cannot be decompressed: it ends too early")
-    return data
 
 
 def request_line(method: str, path: str, result: RequestLog, took_s: float) -> str:
