@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
+from yarl import URL
 
 from skymemory.conductor.picker import Fleet, LoadReport, PrefillTotals
 from skymemory.errors import SkyMemoryError
@@ -48,6 +49,10 @@ _LABEL = rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*+)"[ \t]
 _EACH_LABEL = re.compile(_LABEL)
 _SAMPLE = re.compile(rb"(?:\{((?:" + _LABEL + rb",?)*+)[ \t]*\})?[ \t]*([^ \t{},\"]+)(?:[ \t]+[-+.0-9eE]+)?[ \t\r]*")
 _ESCAPES = re.compile(r"\\(.)")
+
+
+class NoAnswer(SkyMemoryError):
+    """A page of a server cannot be read."""
 
 
 class UnreadableMetrics(SkyMemoryError):
@@ -269,6 +274,36 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
     return frozenset(), round(min(slots)) or None if slots else None
 
 
+async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
+    """The body of a page of a server.
+
+    Raises:
+        NoAnswer: no connection, no answer within ``timeout_s``, a status outside 200 to 299, or more than
+            ``max_bytes``.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            # No compression: a few bytes could expand to gigabytes.
+            headers = {"Accept-Encoding": "identity", **access.headers}
+            async with session.get(
+                URL(url, encoded=True), headers=headers, allow_redirects=False, ssl=access.tls or True
+            ) as answer:
+                if not 200 <= answer.status < 300:
+                    raise NoAnswer(f"answered {answer.status}")
+                if "Content-Encoding" in answer.headers:
+                    raise NoAnswer("answered compressed, though identity was requested")
+                body = bytearray()
+                async for piece in answer.content.iter_chunked(64 * 1024):
+                    body += piece
+                    if len(body) > max_bytes:
+                        raise NoAnswer(f"answered more than {max_bytes} B")
+                return bytes(body)
+    except TimeoutError as error:
+        raise NoAnswer(f"did not answer within {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise NoAnswer(str(error) or type(error).__name__) from error
+
+
 async def fetch_metrics(
     session: aiohttp.ClientSession,
     url: str,
@@ -281,29 +316,14 @@ async def fetch_metrics(
     """Scrape ``url`` once; the report is dated when it was requested, by ``clock``.
 
     Raises:
-        UnreadableMetrics: no connection, no answer within ``timeout_s``, a status other than 200, more than
-            ``max_bytes``, or neither vLLM's nor SGLang's metrics.
+        UnreadableMetrics: no answer (``NoAnswer``), or neither vLLM's nor SGLang's metrics.
     """
     at_s = clock()
     try:
-        async with asyncio.timeout(timeout_s):
-            # No compression: a few bytes could expand to gigabytes.
-            headers = {"Accept-Encoding": "identity", **access.headers}
-            async with session.get(url, headers=headers, allow_redirects=False, ssl=access.tls or True) as answer:
-                if answer.status != 200:
-                    raise UnreadableMetrics(f"{url} answered {answer.status}")
-                if "Content-Encoding" in answer.headers:
-                    raise UnreadableMetrics(f"{url} answered compressed, though identity was requested")
-                text = bytearray()
-                async for piece in answer.content.iter_chunked(64 * 1024):
-                    text += piece
-                    if len(text) > max_bytes:
-                        raise UnreadableMetrics(f"{url} answered more than {max_bytes} B")
-    except TimeoutError as error:
-        raise UnreadableMetrics(f"{url} did not answer within {timeout_s:g} s") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise UnreadableMetrics(f"{url}: {error or type(error).__name__}") from error
-    return read_metrics(bytes(text), at_s)
+        text = await fetch(session, url, access, timeout_s=timeout_s, max_bytes=max_bytes)
+    except NoAnswer as error:
+        raise UnreadableMetrics(f"{url}: {error}") from error
+    return read_metrics(text, at_s)
 
 
 @dataclass(slots=True, eq=False)

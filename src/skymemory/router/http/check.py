@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,13 +16,13 @@ from skymemory.errors import InvalidInput
 from skymemory.router.engines.events import KvEvents, check_events, event_index, strategy_options
 from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.follower import Pace
-from skymemory.router.engines.metrics import UnreadableMetrics, fetch_metrics
+from skymemory.router.engines.metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
+from skymemory.router.http.health import MAX_MODELS_BYTES
 from skymemory.router.settings import Backend, Settings
 from skymemory.router.tls import Access, Authorities
 
 EVENTS_S = 3.0
 """For an engine's KV events."""
-MAX_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -58,10 +57,6 @@ async def check(settings: Settings) -> list[Found]:
         return list(await asyncio.gather(*(_check(session, settings, each, by_events) for each in settings.backends)))
 
 
-class _NoAnswer(Exception):
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class _Target:
     """A server, and how requests to it are secured."""
@@ -71,26 +66,10 @@ class _Target:
     access: Access
     timeout_s: float
 
-    def _page(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self.session.get(
-            self.url + path, headers=self.access.headers, allow_redirects=False, ssl=self.access.tls or True
-        )
-
     async def get(self, path: str) -> bytes:
-        try:
-            async with asyncio.timeout(self.timeout_s), self._page(path) as answer:
-                if not 200 <= answer.status < 300:
-                    raise _NoAnswer(f"answered {answer.status}")
-                body = bytearray()
-                async for piece in answer.content.iter_chunked(65536):
-                    body += piece
-                    if len(body) > MAX_BYTES:
-                        raise _NoAnswer(f"answered more than {MAX_BYTES} B")
-                return bytes(body)
-        except TimeoutError:
-            raise _NoAnswer(f"no answer within {self.timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _NoAnswer(str(error) or type(error).__name__) from error
+        return await fetch(
+            self.session, self.url + path, self.access, timeout_s=self.timeout_s, max_bytes=MAX_MODELS_BYTES
+        )
 
 
 async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> Found:
@@ -104,7 +83,7 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
         found.health = "is not asked"
         found.problems.append(str(error))
         return found
-    except _NoAnswer as error:
+    except NoAnswer as error:
         found.health = "does not answer"
         found.problems.append(f"{settings.health.path}: {error}")
         return found
@@ -140,7 +119,7 @@ async def _check_models(target: _Target, backend: Backend, found: Found) -> None
     try:
         listed = json.loads(await target.get("/v1/models"))["data"]
         found.models = [str(each["id"]) for each in listed]
-    except (_NoAnswer, ValueError, KeyError, TypeError) as error:
+    except (NoAnswer, ValueError, KeyError, TypeError) as error:
         found.notes.append(f"/v1/models: {error}")
         return
     for name in (*backend.models, *backend.adapters):
@@ -195,6 +174,6 @@ async def _event_sources(target: _Target) -> str:
     try:
         sources = json.loads(await target.get("/kv_event_sources"))
         endpoints: Sequence[str] = [str(each["endpoint"]) for each in sources]
-    except (_NoAnswer, ValueError, KeyError, TypeError):
+    except (NoAnswer, ValueError, KeyError, TypeError):
         return ""
     return f"; it publishes at {', '.join(endpoints)}" if endpoints else ""

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,7 @@ from yarl import URL
 
 from skymemory.conductor.picker import Fleet
 from skymemory.router.backends import Backends, KnownServer
-from skymemory.router.engines.metrics import MetricsWatch
+from skymemory.router.engines.metrics import MetricsWatch, NoAnswer, fetch
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
@@ -88,7 +87,7 @@ class HealthWatch:
                 if await self._is_well(known) and began_s >= models_due_s:
                     # A failure is no reason to ask sooner.
                     models_due_s = began_s + health.models_every_s
-                    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                    with contextlib.suppress(NoAnswer, ValueError, msgspec.MsgspecError):
                         self._backends.lists(known.backend.name, await self.models_of(known))
                 if self._backends.remove_drained():
                     self.follow()
@@ -101,7 +100,10 @@ class HealthWatch:
         health, name = self._backends.health, known.backend.name
         try:
             async with asyncio.timeout(health.timeout_s):
-                async with self._get(known, health.path) as answer:
+                url, access = known.backend.url + health.path, self._access.get(name, Access())
+                async with self._session.get(
+                    URL(url, encoded=True), headers=access.headers, allow_redirects=False, ssl=access.tls or True
+                ) as answer:
                     if 200 <= answer.status < 300:
                         self._backends.checked(name)
                         return True
@@ -117,24 +119,13 @@ class HealthWatch:
             self._backends.failed(name, f"{health.path}: {error}", time.monotonic())
         return False
 
-    def _get(self, known: KnownServer, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        url = URL(known.backend.url + path, encoded=True)
-        access = self._access.get(known.backend.name, Access())
-        return self._session.get(url, headers=access.headers, allow_redirects=False, ssl=access.tls or True)
-
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
         """A server's /v1/models, by id.
 
         Raises:
-            aiohttp.ClientError, OSError, TimeoutError, ValueError: no answer, or no such list.
+            NoAnswer, ValueError, msgspec.MsgspecError: no answer, or no such list.
         """
-        async with asyncio.timeout(self._backends.health.timeout_s):
-            async with self._get(known, "/v1/models") as answer:
-                if answer.status != 200:
-                    raise ValueError(f"/v1/models answered {answer.status}")
-                body = bytearray()
-                async for piece in answer.content.iter_any():
-                    body += piece
-                    if len(body) > MAX_MODELS_BYTES:
-                        raise ValueError("/v1/models is too long")
+        url, access = known.backend.url + "/v1/models", self._access.get(known.backend.name, Access())
+        timeout_s = self._backends.health.timeout_s
+        body = await fetch(self._session, url, access, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
         return {entry["id"]: entry for entry in _models.decode(body).data if isinstance(entry.get("id"), str)}
