@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 
 from skymemory import native
-from skymemory.conductor.prefix_index.approximate import Blocks
-from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
+from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, Blocks
+from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex, take_snapshot
+from skymemory.router.prefix_state import write_snapshot
 
 KIND = "tokens 16"
 
@@ -22,6 +24,11 @@ def chain(number: int, blocks: int = 20) -> Blocks:
 def an_index(*names: str, blocks_per_server: int = 1000) -> SharedPrefixIndex:
     slots = {name: slot for slot, name in enumerate(names)}
     return SharedPrefixIndex({slot: name for name, slot in slots.items()}.get, slots.get, blocks_per_server)
+
+
+def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
+    """Write the blocks of ``slots`` (servers by name); the file's size in bytes."""
+    return write_snapshot(path, take_snapshot(index, kind, slots))
 
 
 async def until(true: Callable[[], bool], within_s: float = 25.0) -> float:

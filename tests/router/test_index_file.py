@@ -8,18 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.router.replica_tools import KIND, chain
+from tests.router.replica_tools import KIND, chain, save_index
 
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.errors import InvalidInput
-from skymemory.router.prefix_state import load_index, save_index
+from skymemory.router.prefix_state import load_index
 
 SAVER = """
 import sys
 from pathlib import Path
-from tests.router.replica_tools import KIND, chain
+from tests.router.replica_tools import KIND, chain, save_index
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
-from skymemory.router.prefix_state import save_index
 index = ApproximatePrefixIndex(1000)
 for number in range(20):
     index.learn(number % 2, chain(number))

@@ -56,7 +56,7 @@ def test_what_one_learns_all_match(server: RedisServer) -> None:
         one, other, late = an_index("a", "b"), an_index("b", "a"), an_index("a")
         one.learn(1, chain(1))
         async with sharing(one, server) as first, sharing(other, server) as second:
-            await until(lambda: not first.status().degraded and not second.status().degraded)
+            await until(lambda: not first.status.degraded and not second.status.degraded)
             one.learn(0, chain(2))
             took_s = await until(lambda: other.match(chain(2), [1]) == [20])
             assert took_s < 5
@@ -67,8 +67,8 @@ def test_what_one_learns_all_match(server: RedisServer) -> None:
             await until(lambda: one.match(chain(3, 700), [0]) == [700])
             async with sharing(late, server):
                 await until(lambda: late.match(chain(2), [0]) == [5] and late.match(chain(3, 700), [0]) == [700])
-            await until(lambda: (first.status().sent, second.status().sent) == (3, 1))
-            await until(lambda: (first.status().received, second.status().received) == (1, 3))
+            await until(lambda: (first.status.sent, second.status.sent) == (3, 1))
+            await until(lambda: (first.status.received, second.status.received) == (1, 3))
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -79,17 +79,17 @@ def test_a_killed_server_is_reported_and_found_again(server: RedisServer) -> Non
         async with sharing(one, server) as first, sharing(other, server) as second:
             one.learn(0, chain(1))
             await until(lambda: other.match(chain(1), [0]) == [20])
-            await until(lambda: not first.status().degraded and not second.status().degraded)
+            await until(lambda: not first.status.degraded and not second.status.degraded)
             server.stop()
-            await until(lambda: bool(first.status().degraded and second.status().degraded))
-            assert "Redis does not answer since" in first.status().degraded
+            await until(lambda: bool(first.status.degraded and second.status.degraded))
+            assert "Redis does not answer since" in first.status.degraded
             one.learn(0, chain(2))
             other.learn(0, chain(3))
             assert one.match(chain(2), [0]) == [20] and other.match(chain(2), [0]) == [0], "each goes on by itself"
             (Path(server.socket)).unlink(missing_ok=True)
             await asyncio.to_thread(server.start)
             await until(lambda: other.match(chain(2), [0]) == [20] and one.match(chain(3), [0]) == [20], 15)
-            await until(lambda: not first.status().degraded and not second.status().degraded)
+            await until(lambda: not first.status.degraded and not second.status.degraded)
             # The server came back empty; who joins now hears what the others still keep.
             async with sharing(late, server):
                 await until(lambda: [late.match(chain(n), [0]) for n in (1, 2, 3)] == [[20]] * 3)
@@ -125,7 +125,7 @@ def test_a_broken_connection_goes_on_where_it_stopped(server: RedisServer) -> No
                 await asyncio.sleep(0.03)
             one.learn(0, chain(2))
             await until(lambda: other.match(chain(2), [0]) == [20])
-            assert (first.status().sent, second.status().received) == (2, 2), "nothing is published twice"
+            assert (first.status.sent, second.status.received) == (2, 2), "nothing is published twice"
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -135,7 +135,7 @@ def test_a_restarted_replica_hears_what_it_published_before(server: RedisServer)
         before, after = an_index("a", "b"), an_index("b", "a")
         async with sharing(before, server) as replicas:
             before.learn(0, chain(1))
-            await until(lambda: replicas.status().sent == 1)
+            await until(lambda: replicas.status.sent == 1)
         async with sharing(after, server):
             await until(lambda: after.match(chain(1), [1]) == [20])
             assert after.log_end == 0, "what was heard is not passed on"
@@ -153,13 +153,13 @@ def test_replicas_of_other_blocks_do_not_hear_each_other(server: RedisServer) ->
         ):
             one.learn(0, chain(1))
             other.learn(0, chain(2))
-            await until(lambda: (first.status().sent, second.status().sent) == (1, 1))
+            await until(lambda: (first.status.sent, second.status.sent) == (1, 1))
             # Nor does an entry deceive them that is copied from one stream to the other: its MAC names the stream.
             reply = ask(server, b"XRANGE", STREAM, b"-", b"+")
             assert isinstance(reply, list) and isinstance(reply[0], list) and isinstance(reply[0][1], list)
             ask(server, b"XADD", b"skymemory:replicas:characters 64", b"*", *reply[0][1])
-            await until(lambda: second.status().refused == 1)
-            assert (first.status().received, second.status().received) == (0, 0)
+            await until(lambda: second.status.refused == 1)
+            assert (first.status.received, second.status.received) == (0, 0)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -168,7 +168,7 @@ def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
     async def run() -> None:
         one = an_index("a")
         async with sharing(one, server, timeout_s=1.5) as replicas:
-            await until(lambda: not replicas.status().degraded)
+            await until(lambda: not replicas.status.degraded)
             server.process.send_signal(signal.SIGSTOP)
             longest_s = 0.0
             try:
@@ -179,11 +179,11 @@ def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
                     await asyncio.sleep(0)
                     longest_s = max(longest_s, time.perf_counter() - started_s)
                     await asyncio.sleep(0.005)
-                assert "Timeout" in replicas.status().degraded
+                assert "Timeout" in replicas.status.degraded
             finally:
                 server.process.send_signal(signal.SIGCONT)
             assert longest_s < 1.2
-            await until(lambda: not replicas.status().degraded)
+            await until(lambda: not replicas.status.degraded)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -197,7 +197,7 @@ def test_too_much_to_keep_is_counted_as_lost(server: RedisServer, monkeypatch: p
             one.learn(0, chain(number))
         async with sharing(one, server) as first, sharing(other, server):
             await until(lambda: other.match(chain(9), [0]) == [20])
-            await until(lambda: (first.status().lost, first.status().sent) == (6, 4))
+            await until(lambda: (first.status.lost, first.status.sent) == (6, 4))
             assert other.match(chain(5), [0]) == [0] and other.match(chain(6), [0]) == [20]
 
     asyncio.run(asyncio.wait_for(run(), 30))
@@ -209,7 +209,7 @@ def test_the_stream_is_bounded_and_expires(server: RedisServer) -> None:
         async with sharing(one, server, entries=10, ttl_s=77) as replicas:
             for number in range(400):
                 one.learn(0, chain(number, 3000))
-            await until(lambda: replicas.status().sent == 400)
+            await until(lambda: replicas.status.sent == 400)
         length, ttl_s = ask(server, b"XLEN", STREAM), ask(server, b"TTL", STREAM)
         assert isinstance(length, int) and length < 120, "redis trims whole nodes of a hundred entries"
         assert isinstance(ttl_s, int) and 60 < ttl_s <= 77
@@ -231,11 +231,11 @@ def test_entries_of_strangers_are_refused(server: RedisServer) -> None:
             one.learn(0, chain(1))
             third.learn(0, chain(3))
             none.learn(0, chain(4))
-            await until(lambda: other.match(chain(1), [0]) == [20] and second.status().refused == 2)
+            await until(lambda: other.match(chain(1), [0]) == [20] and second.status.refused == 2)
             assert [other.match(chain(n), [0]) for n in (3, 4)] == [[0], [0]]
             for number, key in ((3, b""), (4, b"9" * 5000)):  # longer than int() reads
                 ask(server, b"XADD", STREAM, b"*", b"from", b"x", b"key", key, b"deltas", b"\x09nonsense")
-                await until(lambda: second.status().refused == number)  # noqa: B023
+                await until(lambda: second.status.refused == number)  # noqa: B023
             one.learn(0, chain(5))
             await until(lambda: other.match(chain(5), [0]) == [20])
 

@@ -25,7 +25,6 @@ from skymemory.conductor.prefix_index.replicated import (
     Snapshot,
     pack_snapshot,
     restore,
-    take_snapshot,
     unpack_snapshot,
 )
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES, named
@@ -86,7 +85,7 @@ class PrefixState:
             await self._replicas.start()
 
     def replicas(self) -> ReplicaStatus | None:
-        return None if self._replicas is None else self._replicas.status()
+        return None if self._replicas is None else self._replicas.status
 
     async def close(self, keep: bool = True) -> None:
         """``keep``: write the file, if there is one."""
@@ -209,17 +208,12 @@ class ReplicaFigures(Collector):
         yield deltas
 
 
-def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Write the blocks of ``slots`` (servers by name); the file's size in bytes.
+def write_snapshot(path: Path, snapshot: Snapshot) -> int:
+    """Pack and write a snapshot, possibly in a thread; the file's size in bytes.
 
     Raises:
         InvalidInput: the file cannot be written; a former one is unchanged.
     """
-    return write_snapshot(path, take_snapshot(index, kind, slots))
-
-
-def write_snapshot(path: Path, snapshot: Snapshot) -> int:
-    """Pack and write a snapshot, possibly in a thread; otherwise as ``save_index``."""
     data = pack_snapshot(snapshot)
     try:
         write_private(path, data, durable=True)

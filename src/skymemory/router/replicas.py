@@ -39,19 +39,19 @@ _MAC_BYTES = 16
 _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplicaStatus:
     """State of the sharing; counts since the start."""
 
-    kind: str
-    """The transport: ``redis``."""
-    degraded: str
+    kind: str = "redis"
+    """The transport."""
+    degraded: str = "not connected yet"
     """Why updates are not exchanged now; empty: they are."""
-    sent: int
-    received: int
-    lost: int
+    sent: int = 0
+    received: int = 0
+    lost: int = 0
     """Own deltas dropped unsent, because too many waited."""
-    refused: int
+    refused: int = 0
     """Damaged or unauthenticated entries."""
 
 
@@ -110,8 +110,7 @@ class RedisReplicas:
         self._next = 0
         """Number of the next own delta to send."""
         self._last = b"0-0"
-        self._degraded = "not connected yet"
-        self._sent = self._received = self._lost = self._refused = 0
+        self.status = ReplicaStatus()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -126,15 +125,12 @@ class RedisReplicas:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-            if not self._degraded:
+            if not self.status.degraded:
                 with suppress(*self._failures):
                     async with asyncio.timeout(self._timeout_s):
                         await self._send()
         with suppress(*self._failures):
             await self._redis.aclose()
-
-    def status(self) -> ReplicaStatus:
-        return ReplicaStatus("redis", self._degraded, self._sent, self._received, self._lost, self._refused)
 
     async def _run(self) -> None:
         pause_s = self._interval_s
@@ -143,11 +139,11 @@ class RedisReplicas:
                 await self._check_stream()
                 await self._send()
                 await self._receive()
-                self._degraded, pause_s = "", self._interval_s
+                self.status.degraded, pause_s = "", self._interval_s
             except self._failures as error:
                 since = time.strftime("%H:%M:%SZ", time.gmtime())
-                if not self._degraded or self._degraded == "not connected yet":
-                    self._degraded = f"Redis does not answer since {since} ({type(error).__name__}: {error})"
+                if not self.status.degraded or self.status.degraded == "not connected yet":
+                    self.status.degraded = f"Redis does not answer since {since} ({type(error).__name__}: {error})"
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
 
@@ -170,7 +166,7 @@ class RedisReplicas:
         while self._next < self._index.log_end:
             deltas = self._index.since(self._next)
             if deltas is None:
-                self._lost += self._index.log_start - self._next
+                self.status.lost += self._index.log_start - self._next
                 self._next = self._index.log_start
                 continue
             for payload, count in _entries(deltas):
@@ -184,7 +180,7 @@ class RedisReplicas:
                     pipe.expire(self._stream, max(1, round(self._ttl_s)))
                     await pipe.execute()
                 self._next += count
-                self._sent += count
+                self.status.sent += count
 
     async def _receive(self) -> None:
         while True:
@@ -205,12 +201,12 @@ class RedisReplicas:
             key = self._keys.find(int(key_id) if key_id.isdigit() and len(key_id) <= _KEY_ID_DIGITS else 0)
             expected = key and _mac(key.derive(_PURPOSE), self._stream, fields.get(b"from", b""), payload)
             if not expected or not hmac.compare_digest(expected, given):
-                self._refused += 1
+                self.status.refused += 1
                 return
         try:
-            self._received += await _absorb(self._index, unpack_deltas(payload))
+            self.status.received += await _absorb(self._index, unpack_deltas(payload))
         except InvalidInput:
-            self._refused += 1
+            self.status.refused += 1
 
 
 async def _absorb(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,8 @@ from skymemory.router.envoy.messages import (
     SUBSET,
     SUBSET_NAMESPACE,
 )
-from skymemory.router.envoy.picker_service import PickerService, PickerServiceSettings
+from skymemory.router.envoy.picker_service import PickerService
+from skymemory.router.settings import PickerSettings
 
 NOTHING = np.empty(0, np.uint64)
 GET = {":method": "GET", ":path": "/v1/models"}
@@ -57,13 +57,12 @@ class SmallReader:
 
 
 def a_service(
-    servers: int = 3, settings: PickerServiceSettings | None = None, scorer: Scorer | None = None, **changes: Any
+    servers: int = 3, scorer: Scorer | None = None, most_body_bytes: int = 16 << 20, **settings: Any
 ) -> PickerService:
     picker = Picker(Fleet(), scorer or RoundRobin())
     backends = Backends(picker, are_checked=False)
     backends.set([endpoint(f"10.0.0.{number}:8000") for number in range(servers)])
-    settings = replace(settings or PickerServiceSettings(), **changes)
-    return PickerService(Scheduler(picker), SmallReader(), backends, settings)
+    return PickerService(Scheduler(picker), SmallReader(), backends, PickerSettings(**settings), most_body_bytes)  # type: ignore[arg-type]
 
 
 def header_map(headers: Mapping[str, str]) -> HeaderMap:

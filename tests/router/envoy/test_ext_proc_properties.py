@@ -51,7 +51,7 @@ ORDER = ["request_headers", "request_body", "request_trailers"]
 def test_any_messages_in_any_order_leave_a_closed_account(
     streams: list[list[ProcessingRequest]], limited: bool
 ) -> None:
-    service = a_service(fallbacks=2, most_requests=1 if limited else None, most_body_bytes=100_000, tell_decisions=True)
+    service = a_service(fallbacks=2, max_requests=1 if limited else 0, most_body_bytes=100_000, tell_decisions=True)
     now_s = 0.0
     exchanges = [Exchange(service) for _ in streams]
     for exchange, messages in zip(exchanges, streams, strict=True):

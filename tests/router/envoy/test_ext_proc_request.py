@@ -174,12 +174,12 @@ def test_no_endpoint_is_503_with_a_time_to_come_back() -> None:
 
 
 def test_too_many_at_every_server_is_429_and_room_at_one_is_used() -> None:
-    service = a_service(servers=2, most_requests=2, retry_after_s=7)
+    service = a_service(servers=2, max_requests=2)
     addresses = [Exchange(service).receive(request_headers(GET, end=True), 0.0)[0] for _ in range(5)]
     assert [answer.WhichOneof("response") for answer in addresses] == ["request_headers"] * 4 + ["immediate_response"]
     assert addresses[4].immediate_response.status.code == 429
     headers = {h.header.key: h.header.raw_value for h in addresses[4].immediate_response.headers.set_headers}
-    assert headers["retry-after"] == b"7"
+    assert headers["retry-after"] == b"1"
     # Of two servers the one with room is taken, even out of turn.
     for name in ("10.0.0.1:8000", "10.0.0.1:8000", "10.0.0.0:8000", "10.0.0.0:8000"):
         service.picker.fleet.servers[name].in_flight = 1
@@ -188,7 +188,7 @@ def test_too_many_at_every_server_is_429_and_room_at_one_is_used() -> None:
 
 
 def test_more_streams_than_allowed_are_turned_away() -> None:
-    service = a_service(most_streams=1)
+    service = a_service(max_streams=1)
     first = Exchange(service)
     second = Exchange(service)
     (answer,) = second.receive(request_headers(), 0.0)

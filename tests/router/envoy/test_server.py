@@ -141,7 +141,7 @@ def test_events_of_each_engines_cache_reach_a_strategy_that_goes_by_them() -> No
                 await until(lambda slot=slot, held=held: index.blocks_of(slot) == len(held))
             text = await page(picker)
             assert 'skymemory_router_server_events_whole{server="127.0.0.1:8001"} 1.0' in text
-            picker.reset(settings_from({**table, "backends": table["backends"][1:]}), picker.service.settings)  # type: ignore[index]
+            picker.reset(settings_from({**table, "backends": table["backends"][1:]}))  # type: ignore[index]
             await until(lambda: len(fleet) == 1)
             assert not index.blocks_of(slot_of_first), "who left is forgotten, and not heard"
 
@@ -250,7 +250,7 @@ def test_settings_are_taken_up_and_those_that_cannot_be_meant_are_not() -> None:
         backends = [{"url": "http://127.0.0.1:8001", "drain": True}, "http://127.0.0.1:8002", "http://127.0.0.1:8003"]
         now.append(settings_with(None, backends=backends, picker=more, strategy="random"))
         reload(picker, read)
-        assert (service.settings.fallbacks, service.settings.most_requests) == (1, 7)
+        assert (service.settings.fallbacks, service.settings.max_requests) == (1, 7)
         await until(lambda: set(service.picker.fleet.servers) == {f"127.0.0.1:800{number}" for number in (1, 2, 3)})
         assert service.picker.fleet.servers["127.0.0.1:8001"].draining
         now.append(settings_with(None, backends=["http://engines:8000"]))

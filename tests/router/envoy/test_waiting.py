@@ -30,7 +30,7 @@ from skymemory.router.settings import settings_from
 
 def a_full_picker(**queue: Any) -> PickerService:
     """One server, which takes one request at a time."""
-    service = a_service(1, most_requests=1)
+    service = a_service(1, max_requests=1)
     service.queue.configure(QueueSettings(**{"most_requests": 10, **queue}))
     return service
 
@@ -112,7 +112,7 @@ def test_time_in_the_queue_ends_with_429_and_when_to_come_again() -> None:
 
 
 def test_a_queue_that_is_full_refuses_and_a_subset_that_is_full_delays_no_other() -> None:
-    service = a_service(2, most_requests=1)
+    service = a_service(2, max_requests=1)
     service.queue.configure(QueueSettings(most_requests=1))
 
     async def test(server: PickerServer) -> None:

@@ -13,18 +13,20 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import zmq.asyncio
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from skymemory.conductor.picker import Scorer, Server
+from skymemory.conductor.picker import Scorer
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
-from skymemory.router.engines.feed import Feed, FeedState, Index
+from skymemory.router.backends import Backends, KnownServer
+from skymemory.router.engines.feed import Feed, FeedState
 from skymemory.router.engines.follower import Follower, Pace
-from skymemory.router.settings import Backend, Settings
+from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel
 
 LOOK_S = 0.5
@@ -32,24 +34,6 @@ LOOK_S = 0.5
 log = logging.getLogger("skymemory.router")
 Followed = tuple[int, str, str, str, str]
 """Slot, model, endpoint, replay endpoint, topic."""
-
-
-class Publisher(Protocol):
-    """A server, which may publish events."""
-
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def server(self) -> Server: ...
-    @property
-    def models(self) -> Mapping[str, Mapping[str, Any]]:
-        """Its /v1/models, by id."""
-        ...
-
-
-class Publishers(Protocol):
-    @property
-    def known(self) -> Mapping[str, Publisher]: ...
 
 
 def event_index(scorer: Scorer) -> PreciseIndex | None:
@@ -92,10 +76,10 @@ def check_events(settings: Settings, scorer: Scorer) -> None:
         )
 
 
-class EventsWatch:
+class EventsWatch(Collector):
     """Follows the events of every backend that publishes them, until the backend is removed."""
 
-    def __init__(self, scorer: Scorer, backends: Publishers) -> None:
+    def __init__(self, scorer: Scorer, backends: Backends) -> None:
         self._index = event_index(scorer)
         self._strategy = scorer.name
         self._backends = backends
@@ -146,7 +130,7 @@ class EventsWatch:
             except InvalidInput as error:
                 log.error("%s", error)
 
-    def _wanted(self, known: Publisher) -> Followed | None:
+    def _wanted(self, known: KnownServer) -> Followed | None:
         backend, name = known.backend, known.backend.name
         if not backend.events:
             why = f"strategy {self._strategy!r} uses KV events, and `events`, their address, is missing"
@@ -195,7 +179,7 @@ class EventsWatch:
 class KvEvents:
     """Follows engines from ``follow`` until ``unfollow`` or ``close``. Lives in one event loop."""
 
-    def __init__(self, index: Index, pace: Pace | None = None) -> None:
+    def __init__(self, index: PreciseIndex, pace: Pace | None = None) -> None:
         self.feeds: dict[str, Feed] = {}
         self._index = index
         self._pace = Pace() if pace is None else pace

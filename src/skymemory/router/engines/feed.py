@@ -18,9 +18,9 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from skymemory.conductor.prefix_index.events import OTHER, AllCleared, Batch, BlocksStored, Event, medium_of
+from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally, TooLong, pieces
 
@@ -35,29 +35,6 @@ HELD = 256
 END_BYTES = 64 << 10
 """Of each end of a long message, for its checksum."""
 _log = logging.getLogger("skymemory.router")
-
-
-class Index(Protocol):
-    """The index: ``conductor.prefix_index.precise.PreciseIndex``. It gets events in order, without gaps."""
-
-    def follow(self, slot: int, model: str) -> object:
-        """A new engine, with an empty cache, that counts from 0."""
-        ...
-
-    def resume_empty(self, slot: int, sequence: int) -> object:
-        """Forget its blocks; ``sequence`` comes next."""
-        ...
-
-    def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> object:
-        """``more``: the batch continues in another call.
-
-        Raises ``InvalidInput``: unusable events (``trouble`` says why), or a forgotten slot.
-        """
-        ...
-
-    def trouble(self, slot: int) -> str: ...
-
-    def forget(self, slot: int) -> object: ...
 
 
 class FeedState(enum.Enum):
@@ -96,7 +73,7 @@ class Counts:
 class Feed:
     """Events of the server in ``slot``; ``model`` seeds the hashes of its blocks, as it does those of prompts."""
 
-    def __init__(self, server: str, slot: int, model: str, index: Index, order: Order | None = None) -> None:
+    def __init__(self, server: str, slot: int, model: str, index: PreciseIndex, order: Order | None = None) -> None:
         self.server = server
         self.slot = slot
         self.model = model

@@ -23,7 +23,7 @@ from skymemory.conductor.scheduler import Refusal
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError
 from skymemory.router.envoy import messages as say
-from skymemory.router.envoy.picker_service import NO_PROMPT, PickerService
+from skymemory.router.envoy.picker_service import NO_PROMPT, RETRY_AFTER_S, PickerService
 from skymemory.router.queue import Entry
 from skymemory.router.request_account import RequestAccount, UsageReader
 
@@ -40,7 +40,7 @@ class Exchange:
         """``later``: sends the answers of a request that had to wait for a server."""
         self._service = service
         self._later = later
-        self._turned_away = service.streams >= service.settings.most_streams
+        self._turned_away = service.streams >= service.settings.max_streams
         service.streams += 1
         self._request_mode = self._response_mode = say.FULL_DUPLEX
         self._headers: dict[str, str] = {}
@@ -67,7 +67,7 @@ class Exchange:
         last = message.request_body
         size = self._body_bytes + len(last.body)
         ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
-        return ends and not self._answered and least <= size <= self._service.settings.most_body_bytes
+        return ends and not self._answered and least <= size <= self._service.most_body_bytes
 
     def whole_request(self, message: ProcessingRequest) -> tuple[Mapping[str, str], bytes]:
         """Headers and body of the request that ``message`` completes, to be read in a thread before ``receive``."""
@@ -96,7 +96,7 @@ class Exchange:
                 return self._request_body(message.request_body, now_s)
             case "request_trailers":
                 if self._answered:
-                    return (say.request_trailers(),)
+                    return (say.REQUEST_TRAILERS,)
                 return self._choose(now_s, trailers=True)
             case "response_headers":
                 return self._response_headers(message, message.response_headers, now_s)
@@ -104,7 +104,7 @@ class Exchange:
                 return self._response_body(message.response_body, now_s)
             case "response_trailers":
                 self._response_ends(now_s)
-                return (say.response_trailers(),)
+                return (say.RESPONSE_TRAILERS,)
         return ()
 
     def held_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Exchange:
         self._subset = say.subset_of(message)
         self._service.counters.add("requests_total")
         if self._turned_away:
-            most = self._service.settings.most_streams
+            most = self._service.settings.max_streams
             return self._refuse(self._busy(429, f"{most} requests are in flight; try again"))
         if headers.end_of_stream:
             return self._choose(now_s)
@@ -164,7 +164,7 @@ class Exchange:
             # Envoy waits for an answer to each piece.
             return () if self._request_mode == say.FULL_DUPLEX else (say.request_body(),)
         self._has_body = True
-        most = self._service.settings.most_body_bytes
+        most = self._service.most_body_bytes
         piece = body.body
         if self._body_bytes + len(piece) > most:
             return self._refuse(ApiError(413, f"the request's body is longer than {most:,} bytes"))
@@ -217,11 +217,11 @@ class Exchange:
         if self._has_body and self._request_mode == say.BUFFERED:
             return (say.request_body(endpoints),)
         pieces = say.streamed_request(body, end=not trailers) if self._has_body else ()
-        answers = chain((say.request_headers(endpoints),), pieces, (say.request_trailers(),) if trailers else ())
+        answers = chain((say.request_headers(endpoints),), pieces, (say.REQUEST_TRAILERS,) if trailers else ())
         return answers if len(body) > say.PIECE_BYTES else tuple(answers)
 
     def _busy(self, status: int, message: str) -> ApiError:
-        return ApiError(status, message, retry_after_s=self._service.settings.retry_after_s)
+        return ApiError(status, message, retry_after_s=RETRY_AFTER_S)
 
     def _refuse(self, error: ApiError) -> Iterable[bytes]:
         self._answered = True
@@ -281,7 +281,7 @@ class Exchange:
         if body.end_of_stream:
             self._response_ends(now_s)
         if self._response_mode != say.FULL_DUPLEX:
-            return (say.response_body(),)
+            return (say.RESPONSE_BODY,)
         pieces = say.streamed_response(body.body, body.end_of_stream)
         return pieces if len(body.body) > say.PIECE_BYTES else tuple(pieces)
 

@@ -76,7 +76,6 @@ class PickerServer:
         Raises:
             SkyMemoryError: an address cannot be bound, or the certificate is invalid.
         """
-        most = self._service.settings
         self._set_ready(False)
         self._health.set(LIVENESS, SERVING)
         self._service.open(asyncio.get_running_loop())
@@ -86,7 +85,9 @@ class PickerServer:
             f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers, long_bodies),
         }
         # Envoy's pieces are at most its buffer, by default 1 MiB.
-        server = self._grpc_server(methods, most.most_body_bytes + (1 << 16), most.most_streams + SPARE_STREAMS)
+        server = self._grpc_server(
+            methods, self._service.most_body_bytes + (1 << 16), self._service.settings.max_streams + SPARE_STREAMS
+        )
         context = None if self._certificate is None else grpc_context(self._certificate)
         self.port = await self._serve(server, self._listen, context)
         if self._health_listen is not None:

@@ -105,27 +105,11 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
     return str(attributes[ATTRIBUTES_NAMESPACE].fields[name].string_value)
 
 
-def request_headers(endpoints: str = "") -> bytes:
-    """``endpoints``: ``ip:port[,ip:port]``, sent as a header and as metadata, since data planes read the one or the
-    other.
-    """
-    return _headers_to(endpoints)
-
-
-def request_body(endpoints: str = "") -> bytes:
-    """The answer where Envoy buffers the body: it is passed on unchanged."""
-    return _body_to(endpoints)
-
-
 def response_headers(added: Mapping[str, str] | None = None) -> bytes:
     if not added:
         return _RESPONSE_HEADERS
     mutation = HeaderMutation(set_headers=[_header(*item) for item in added.items()])
     return _encoded(ProcessingResponse(response_headers=_headers(mutation)))
-
-
-def response_body() -> bytes:
-    return _RESPONSE_BODY
 
 
 def streamed_request(body: bytes, end: bool) -> Iterator[bytes]:
@@ -134,14 +118,6 @@ def streamed_request(body: bytes, end: bool) -> Iterator[bytes]:
 
 def streamed_response(body: bytes, end: bool) -> Iterator[bytes]:
     return _pieces(_RESPONSE_PIECE, body, end)
-
-
-def request_trailers() -> bytes:
-    return _REQUEST_TRAILERS
-
-
-def response_trailers() -> bytes:
-    return _RESPONSE_TRAILERS
 
 
 def immediate(status: int, message: str, retry_after_s: int | None = None) -> bytes:
@@ -183,22 +159,24 @@ def _destination(endpoints: str) -> tuple[HeaderMutation | None, Struct | None]:
 
 
 @lru_cache(maxsize=1024)
-def _headers_to(endpoints: str) -> bytes:
+def request_headers(endpoints: str = "") -> bytes:
+    """``endpoints``: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read the one or the other."""
     mutation, metadata = _destination(endpoints)
     return _encoded(ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata))
 
 
 @lru_cache(maxsize=1024)
-def _body_to(endpoints: str) -> bytes:
+def request_body(endpoints: str = "") -> bytes:
+    """The answer where Envoy buffers the body: it is passed on unchanged."""
     mutation, metadata = _destination(endpoints)
     body = BodyResponse(response=CommonResponse(header_mutation=mutation))
     return _encoded(ProcessingResponse(request_body=body, dynamic_metadata=metadata))
 
 
 _RESPONSE_HEADERS = _encoded(ProcessingResponse(response_headers=_headers(None)))
-_RESPONSE_BODY = _encoded(ProcessingResponse(response_body=BodyResponse()))
-_REQUEST_TRAILERS = _encoded(ProcessingResponse(request_trailers=TrailersResponse()))
-_RESPONSE_TRAILERS = _encoded(ProcessingResponse(response_trailers=TrailersResponse()))
+RESPONSE_BODY = _encoded(ProcessingResponse(response_body=BodyResponse()))
+REQUEST_TRAILERS = _encoded(ProcessingResponse(request_trailers=TrailersResponse()))
+RESPONSE_TRAILERS = _encoded(ProcessingResponse(response_trailers=TrailersResponse()))
 
 
 def _tag(message: Any, name: str, wire_type: int = 2) -> bytes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from skymemory.errors import SkyMemoryError, cannot_listen
 from skymemory.router.envoy.picker_service import PickerService
@@ -37,13 +37,7 @@ COUNTERS = {
 }
 
 
-class Collects(Protocol):
-    """A collector as Prometheus' registry takes it."""
-
-    def collect(self) -> Iterable[Metric]: ...
-
-
-class PickerCollector:
+class PickerCollector(Collector):
     """Reads the service's counters and the servers' state on a scrape."""
 
     def __init__(self, service: PickerService) -> None:
@@ -78,7 +72,7 @@ class PickerCollector:
 class MetricsPage:
     """``GET /metrics`` on its own address."""
 
-    def __init__(self, service: PickerService, listen: str, collectors: Iterable[Collects] = ()) -> None:
+    def __init__(self, service: PickerService, listen: str, collectors: Iterable[Collector] = ()) -> None:
         """``collectors``: further metrics on the page."""
         self._registry = CollectorRegistry()
         for each in (PickerCollector(service), QueueFigures(service.queue, "skymemory_epp"), *collectors):

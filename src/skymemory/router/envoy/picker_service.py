@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
@@ -16,47 +15,26 @@ from skymemory.metrics import Counters
 from skymemory.router.admission import Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.backends import Backends
-from skymemory.router.prompts.reader import PROMPT_PATHS, without_prompt
+from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.queue import QueueSettings, RequestQueue
 from skymemory.router.request_account import DeferredWork
+from skymemory.router.settings import PickerSettings
 from skymemory.router.waiting_room import WaitingRoom
 
 COUNTED_BY_SERVER = ("picks_total", "fallbacks_total", "ejections_total")
+RETRY_AFTER_S = 1
+"""Sent with refusals that have no better estimate."""
 NO_PROMPT = without_prompt()
 """A request routed by load alone: a list of models, an embedding, anything without a known prompt."""
-
-
-class ReadsPrompts(Protocol):
-    """``router.prompts.reader.PromptReader``, or a test's."""
-
-    def read(self, path: str, headers: Mapping[str, str], body: bytes) -> Request:
-        """
-        Raises:
-            ApiError: no engine could read it.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PickerServiceSettings:
-    fallbacks: int = 0
-    """Endpoints named after the first. Needs a data plane that reads lists (Envoy: override_host)."""
-    most_body_bytes: int = 16 << 20
-    most_streams: int = 10_000
-    """Requests in flight in this picker; more are refused."""
-    most_requests: int | None = None
-    """Requests at one server, by its own report or the picker's account; where all have as many, more are refused."""
-    retry_after_s: int = 1
-    tell_decisions: bool = False
-    """Send decisions to clients that ask for them (``x-skymemory-decision``); they name servers' addresses."""
 
 
 @dataclass(slots=True)
 class PickerService:
     scheduler: Scheduler
-    reader: ReadsPrompts
+    reader: PromptReader
     backends: Backends
-    settings: PickerServiceSettings = field(default_factory=PickerServiceSettings)
+    settings: PickerSettings = field(default_factory=PickerSettings)
+    most_body_bytes: int = 16 << 20
     counters: Counters = field(default_factory=Counters)
     thread_bytes: int | None = None
     """Longer bodies are read in a thread, since a tokenizer takes its time; None: none are."""
@@ -116,7 +94,7 @@ class PickerService:
         """Where the request has to wait, if others do or no server has room."""
         self.deferred.flush()
         room = self.room
-        if room is None or not self.queue.settings.most_requests or self.settings.most_requests is None:
+        if room is None or not self.queue.settings.most_requests or not self.settings.max_requests:
             return None
         self.backends.review(now_s)
         return None if room.is_open_to(request, among) else room
@@ -139,7 +117,7 @@ class PickerService:
         try:
             placed = self.scheduler.place(request, now_s, among)
         except NoServer as error:
-            raise ApiError(503, str(error), retry_after_s=self.settings.retry_after_s) from error
+            raise ApiError(503, str(error), retry_after_s=RETRY_AFTER_S) from error
         if isinstance(placed, Refusal):
             raise Overloaded(placed)
         return placed
@@ -163,8 +141,8 @@ class PickerService:
         return True
 
     def _with_room(self, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
-        most = self.settings.most_requests
-        if most is None:
+        most = self.settings.max_requests
+        if not most:
             return among
         able = [
             server for server in self.picker.fleet if server.takes_requests and (among is None or server.name in among)
@@ -172,5 +150,5 @@ class PickerService:
         roomy = [server.name for server in able if requests_at(server, now_s) < most]
         if able and not roomy:
             message = f"all {len(able)} servers have {most} requests or more; try again"
-            raise ApiError(429, message, retry_after_s=self.settings.retry_after_s)
+            raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
         return roomy if len(roomy) < len(able) else among

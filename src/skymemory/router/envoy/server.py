@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import aiohttp
+from prometheus_client.registry import Collector
 
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import Fleet, Picker
@@ -28,8 +29,8 @@ from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch
 from skymemory.router.envoy.endpoints import FileSource, NameSource, SettingsSource, Source, completed
 from skymemory.router.envoy.ext_proc_server import PickerServer
-from skymemory.router.envoy.metrics import Collects, MetricsPage
-from skymemory.router.envoy.picker_service import PickerService, PickerServiceSettings
+from skymemory.router.envoy.metrics import MetricsPage
+from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import prompt_reader
 from skymemory.router.settings import PickerSettings, Settings
@@ -78,7 +79,7 @@ class EndpointPicker:
         self._refresh = asyncio.Event()
         self._begun = False
         self.server = PickerServer(service, picker.listen, certificate, picker.health_listen or None)
-        collectors: list[Collects] = [self._events]
+        collectors: list[Collector] = [self._events]
         if prefix_state is not None:
             collectors.append(ReplicaFigures(prefix_state))
         self.metrics = MetricsPage(service, picker.metrics_listen, collectors) if picker.metrics_listen else None
@@ -119,7 +120,7 @@ class EndpointPicker:
                 if self._prefix_state is not None:
                     await self._prefix_state.close(keep=self._begun)
 
-    def reset(self, settings: Settings, service_settings: PickerServiceSettings) -> None:
+    def reset(self, settings: Settings) -> None:
         """Apply changed settings, as far as possible without a restart.
 
         Raises:
@@ -128,7 +129,8 @@ class EndpointPicker:
         if isinstance(self._source, SettingsSource):
             self._source.set(settings.backends)
         has_new_page = settings.health.metrics_path != self.settings.health.metrics_path
-        self.settings, self.service.settings, self._endpoints.health = settings, service_settings, settings.health
+        self.settings, self.service.settings, self._endpoints.health = settings, settings.picker, settings.health
+        self.service.most_body_bytes = settings.limits.max_body_bytes
         self._watch.every_s = settings.health.metrics_every_s
         for name in self._endpoints.known if has_new_page else ():
             self._watch_load(name)
@@ -191,24 +193,16 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
     reader = prompt_reader(settings, backends.adapters)
     thread_bytes = IN_THREAD_BYTES if settings.prompts.tokenizer is None else TOKENIZED_IN_THREAD_BYTES
     scheduler = Scheduler(picker, admission=rule_of(settings))
-    service = PickerService(scheduler, reader, backends, service_settings(settings), thread_bytes=thread_bytes)
+    limits = settings.limits
+    service = PickerService(
+        scheduler, reader, backends, settings.picker, limits.max_body_bytes, thread_bytes=thread_bytes
+    )
     configure_queue(service, settings)
     return EndpointPicker(service, source, settings, say, prefix_state, _certificate(settings.picker))
 
 
 def configure_queue(service: PickerService, settings: Settings) -> None:
     service.queue.configure(settings.queue, weights_of("weights", settings.admission.options.get("weights", {})))
-
-
-def service_settings(settings: Settings) -> PickerServiceSettings:
-    picker = settings.picker
-    return PickerServiceSettings(
-        fallbacks=picker.fallbacks,
-        most_body_bytes=settings.limits.max_body_bytes,
-        most_streams=picker.max_streams,
-        most_requests=picker.max_requests or None,
-        tell_decisions=picker.tell_decisions,
-    )
 
 
 def needs_restart(now: Settings, then: Settings) -> list[str]:
@@ -268,7 +262,7 @@ def reload(picker: EndpointPicker, read: Callable[[], Settings]) -> None:
     try:
         settings = read()
         fixed = needs_restart(settings, picker.at_start)
-        picker.reset(settings, service_settings(settings))
+        picker.reset(settings)
         configure_queue(picker.service, settings)
     except InvalidInput as error:
         picker.service.counters.add("reloads_total", label="refused")
