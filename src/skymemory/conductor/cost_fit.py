@@ -62,7 +62,7 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
     lengths = {point.tokens - point.cached for point in points}
     if len(lengths) < 3 or any(point.seconds <= 0 or not 0 <= point.cached < point.tokens for point in points):
         raise InvalidInput("expected prefills of at least three lengths, each longer than its cached part")
-    tokens, cached, seconds = (np.array(column, dtype=np.float64) for column in _columns(points))
+    tokens, cached, seconds = np.array([(one.tokens, one.cached, one.seconds) for one in points], dtype=np.float64).T
     # Where nothing was cached the last column would be zero, and its factor arbitrary.
     parts = [np.ones(len(points)), tokens - cached, tokens**2 - cached**2, cached]
     if not cached.any():
@@ -143,14 +143,6 @@ def prefill_errors(cost: CostModel, points: Sequence[PrefillPoint]) -> Errors:
 def decode_errors(cost: CostModel, points: Sequence[DecodePoint]) -> Errors:
     predicted = [cost.decode_step_s(point.batch, point.kv_tokens) for point in points]
     return errors(predicted, [point.seconds for point in points])
-
-
-def _columns(points: Sequence[PrefillPoint]) -> list[list[float]]:
-    return [
-        [float(point.tokens) for point in points],
-        [float(point.cached) for point in points],
-        [point.seconds for point in points],
-    ]
 
 
 def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> CostModel:

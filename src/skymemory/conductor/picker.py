@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -202,7 +202,7 @@ estimated compute time, and its figures in ``weights``. A plain tuple, since eve
 class Ranking:
     """Scores and estimates of servers, in the order in which they were given."""
 
-    __slots__ = ("_compute_s", "_matched", "_scores", "_ttft_s", "_weights", "estimated_tbt_s", "plans", "reasons")
+    __slots__ = ("_compute_s", "_matched", "_scores", "_ttft_s", "_weights", "estimated_tbt_s", "plan_at", "reasons")
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Ranking:
         reasons: tuple[str, ...] = (),
         weights: Weights = (),
         estimated_tbt_s: Sequence[float] | None = None,
-        plans: Sequence[Plan] | None = None,
+        plan_at: Callable[[int], Plan] | None = None,
         estimated_compute_s: Sequence[float] | None = None,
     ) -> None:
         self._scores, self._matched = scores, matched_tokens
@@ -221,8 +221,8 @@ class Ranking:
         """Reasons that hold for all servers."""
         self.estimated_tbt_s = estimated_tbt_s
         """Seconds between tokens, for decode servers."""
-        self.plans = plans
-        """How each would obtain the prompt's KV."""
+        self.plan_at = plan_at
+        """How the server at a position would obtain the prompt's KV. A function: only the chosen one's is made."""
 
     @property
     def scores(self) -> Sequence[float]:
@@ -261,7 +261,7 @@ class Ranking:
 
     def entry(self, at: int) -> RankedServer:
         matched, ttft_s, tbt_s = self.matched_tokens, self.estimated_ttft_s, self.estimated_tbt_s
-        plan = None if self.plans is None else self.plans[at]
+        plan = None if self.plan_at is None else self.plan_at(at)
         compute_s = self.estimated_compute_s
         return (
             self.scores[at],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,20 +182,11 @@ class Decision:
 
     def taken_by(self, server: str) -> Decision:
         """The decision after another server than the chosen one took the request; its matched tokens are unknown."""
-        return Decision(
-            self.request,
-            server,
-            tuple(name for name in self.fallbacks if name != server),
-            self.strategy,
-            self.score,
-            0,
-            (*self.reasons, f"{self.server} did not take it; {server} did"),
-            self.at_s,
-            None,
-            self.estimated_tbt_s,
-            self.plan,
-            self.estimated_compute_s,
-        )
+        taken = copy(self)
+        taken.server, taken.matched_tokens, taken.estimated_ttft_s = server, 0, None
+        taken._fallbacks = tuple(name for name in self.fallbacks if name != server)
+        taken._reasons = (*self.reasons, f"{self.server} did not take it; {server} did")
+        return taken
 
     @property
     def kind(self) -> str:

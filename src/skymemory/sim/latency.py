@@ -115,16 +115,7 @@ def settings() -> Iterator[tuple[Parameter, float, Setting]]:
         for strategy in PAPER_STRATEGIES:
             kept = Setting(strategy)
             for value in values:
-                match parameter:
-                    case "kvc_bytes":
-                        varied = replace(kept, kvc_bytes=int(value))
-                    case "servers":
-                        varied = replace(kept, servers=int(value))
-                    case "processing_s":
-                        varied = replace(kept, processing_s=value)
-                    case "altitude_m":
-                        varied = replace(kept, altitude_m=value)
-                yield parameter, value, varied
+                yield parameter, value, replace(kept, **{parameter: value})  # type: ignore[arg-type]
 
 
 def figure_16() -> list[SweepPoint]:

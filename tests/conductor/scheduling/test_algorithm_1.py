@@ -22,8 +22,8 @@ def test_below_the_threshold_a_server_computes_and_above_it_it_loads(variant: st
     ranking = scorer.rank(a_request(10), servers, 0.0)
     # s0 has 80 of 100; s1 has 50, and 80/50 < 2: computes 50; s2 loads 60 and computes 20; s3 loads 80, computes 20.
     assert ranking.estimated_ttft_s == [20.0, 50.0, 30.0 + 20.0, 40.0 + 20.0]
-    assert ranking.plans is not None
-    assert list(ranking.plans) == [
+    assert ranking.plan_at is not None
+    assert [ranking.plan_at(at) for at in range(4)] == [
         Plan(80, 80, 0, "", 0.0, 0.0, 20.0),
         Plan(50, 50, 0, "", 0.0, 0.0, 50.0),
         Plan(20, 20, 60, "s0", 0.0, 30.0, 20.0),
@@ -35,9 +35,9 @@ def test_below_the_threshold_a_server_computes_and_above_it_it_loads(variant: st
 def test_where_the_ratio_is_the_threshold_the_versions_differ(variant: str, ttft_s: float, loaded: int) -> None:
     scorer = centric({0: 8, 1: 4}, network=NETWORK, variant=variant, balancing_threshold=2.0)
     ranking = scorer.rank(a_request(10), list(fleet_of(2)), 0.0)
-    assert ranking.estimated_ttft_s is not None and ranking.plans is not None
+    assert ranking.estimated_ttft_s is not None and ranking.plan_at is not None
     assert ranking.estimated_ttft_s[1] == ttft_s
-    assert ranking.plans[1].loaded_tokens == loaded
+    assert ranking.plan_at(1).loaded_tokens == loaded
 
 
 @pytest.mark.parametrize("variant", ["arxiv", "fast25"])
@@ -67,8 +67,8 @@ def test_what_is_loaded_comes_while_the_request_waits(variant: str) -> None:
         scorer = centric({0: 8}, network=NETWORK, variant=variant, cake=False)
         scorer._queues.add(1, float(before_s), 0.0)
         ranking = scorer.rank(a_request(10), list(fleet), 0.0)
-        assert ranking.plans is not None and ranking.estimated_ttft_s is not None
-        assert ranking.plans[1].load_s == 40.0
+        assert ranking.plan_at is not None and ranking.estimated_ttft_s is not None
+        assert ranking.plan_at(1).load_s == 40.0
         assert ranking.estimated_ttft_s[1] == max(before_s, 40.0) + 20.0
 
 
@@ -120,15 +120,15 @@ def test_far_tiers_are_loaded_from_as_servers_are(variant: str) -> None:
     far = [("sky", 9, Medium("sky", 4.0, latency_s=5.0)), ("ssd", 6, Medium("ssd", 100.0))]
     scorer = centric({0: 2}, network=NETWORK, far=far, variant=variant, cake=False)
     ranking = scorer.rank(a_request(10), list(fleet_of(1)), 0.0)
-    assert ranking.plans is not None
-    assert ranking.plans[0] == Plan(20, 20, 70, "sky", 0.0, 5.0 + 70 / 4, 10.0)
+    assert ranking.plan_at is not None
+    assert ranking.plan_at(0) == Plan(20, 20, 70, "sky", 0.0, 5.0 + 70 / 4, 10.0)
 
 
 def test_of_two_tiers_the_one_that_is_sooner() -> None:
     far = [("sky", 9, Medium("sky", 4.0, latency_s=60.0)), ("ssd", 6, Medium("ssd", 100.0))]
     ranking = centric({}, far=far, cake=False).rank(a_request(10), list(fleet_of(1)), 0.0)
-    assert ranking.plans is not None
-    assert ranking.plans[0] == Plan(0, 0, 60, "ssd", 0.0, 0.6, 40.0)
+    assert ranking.plan_at is not None
+    assert ranking.plan_at(0) == Plan(0, 0, 60, "ssd", 0.0, 0.6, 40.0)
 
 
 def test_options_that_cannot_be() -> None:

@@ -29,8 +29,8 @@ def test_what_ways_are_busy_with_is_waited_for() -> None:
         ({0: 30.0}, {}, 35.0, "s1"),  # with 70 of it from the other, and 30 to compute
     ):
         ranking = on_ways({0: 8, 1: 7}, out_s, in_s).rank(a_request(10), servers, 0.0)
-        assert ranking.plans is not None
-        plan = ranking.plans[2]
+        assert ranking.plan_at is not None
+        plan = ranking.plan_at(2)
         assert (plan.source, plan.load_s) == (source, load_s)
 
 

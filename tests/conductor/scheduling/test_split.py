@@ -56,14 +56,14 @@ def test_no_split_is_sooner(
     scorer._queues.add(server.slot, wait_s, 0.0)
     request = a_request(count, extra)
     ranking = scorer.rank(request, [server], 0.0)
-    assert ranking.estimated_ttft_s is not None and ranking.plans is not None
+    assert ranking.estimated_ttft_s is not None and ranking.plan_at is not None
     tokens = request.prompt.tokens
     best = by_trying(cost, tokens, wait_s, held, end, 1 / medium.bytes_per_s, latency_s, layers)
     # Loaded to the last token, one is computed again; a split that leaves the last block is not looked for.
     again_s = cost.prefill_s(tokens, tokens) if end * BLOCK == tokens else 0.0
     assert best * (1 - 1e-9) <= ranking.estimated_ttft_s[0] <= best * (1 + 1e-9) + again_s
     best = ranking.estimated_ttft_s[0]
-    plan = ranking.plans[0]
+    plan = ranking.plan_at(0)
     assert plan.held_tokens == held * BLOCK <= plan.split_tokens <= plan.split_tokens + plan.loaded_tokens <= tokens
     assert plan.queue_s == wait_s
     if plan.loaded_tokens:
@@ -92,9 +92,9 @@ def test_a_slow_load_is_shortened_by_computing_its_front() -> None:
     """100 tokens, 80 of them far away at the pace of computing: half is computed, half comes meanwhile."""
     scorer = centric({}, far=[("sky", 8, Medium("sky", 1.0))])
     ranking = scorer.rank(a_request(10), list(fleet_of(2)), 0.0)
-    assert ranking.plans is not None
+    assert ranking.plan_at is not None
     assert ranking.estimated_ttft_s == [60.0, 60.0]
-    plan = ranking.plans[0]
+    plan = ranking.plan_at(0)
     assert (plan.held_tokens, plan.split_tokens, plan.loaded_tokens) == (0, 40, 40)
     assert (plan.load_s, plan.compute_s) == (40.0, 60.0)
 

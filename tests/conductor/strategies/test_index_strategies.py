@@ -15,6 +15,7 @@ from skymemory.conductor.picker import LoadReport, Picker
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Request
+from skymemory.conductor.strategies.block_cost import BlockCost
 from skymemory.conductor.strategies.hash_trie import HashTrie, HashTrieSettings
 from skymemory.conductor.strategies.sglang import Radix, RadixSettings
 from skymemory.conductor.strategies.weighted import Approximate, ApproximateSettings, Precise
@@ -224,3 +225,16 @@ def test_precise_weighs_by_medium() -> None:
     ranking = Precise(Two(16)).rank(a_request((1, 20)), list(fleet), 0.0)
     assert list(ranking.scores) == pytest.approx([4 + 3 * 0.4, 4 + 3 * 0.5])
     assert ranking.matched_tokens == [160, 160]
+
+
+def test_block_cost_lets_go_of_each_send_of_a_request_to_the_same_server() -> None:
+    fleet = a_fleet(1)
+    (server,) = fleet
+    scorer, twice = BlockCost(NaivePrefixIndex(100)), a_request((1, 2))
+    scorer.routed(twice, server, 0.0)
+    scorer.routed(twice, server, 0.0)
+    scorer.failed(twice, server, 1.0)
+    assert dict(scorer.rank(a_request((3,)), [server], 1.0).weights)["blocks of its requests"] == [3.0]
+    scorer.succeeded(twice, server, 2.0, None)
+    scorer.ended(twice, server, 2.0)
+    assert dict(scorer.rank(a_request((3,)), [server], 2.0).weights)["blocks of its requests"] == [1.0]

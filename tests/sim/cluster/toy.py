@@ -38,7 +38,7 @@ class Scripted(Scorer):
         name, plan = self._where(request)
         scores = [float(server.name == name) for server in servers]
         plans = [plan or Plan(0, 0, 0)] * len(servers)
-        return Ranking(scores, matched_tokens=[0] * len(servers), plans=plans)
+        return Ranking(scores, matched_tokens=[0] * len(servers), plan_at=plans.__getitem__)
 
 
 def scripted(prefill: Where, decode: Where = lambda request: ("decode-0", None)) -> SchedulerFactory:

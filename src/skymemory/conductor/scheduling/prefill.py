@@ -7,9 +7,9 @@ server with a cost model of the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, overload, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from skymemory import native
 from skymemory.conductor.cost_model import Medium
@@ -178,32 +178,6 @@ class PipelineCost(Protocol):
         ...
 
 
-class Plans(Sequence[Plan]):
-    """Plans of estimates, each made on access: only one is used."""
-
-    __slots__ = ("_estimate",)
-
-    def __init__(self, estimates: Estimates) -> None:
-        self._estimate = estimates
-
-    @overload
-    def __getitem__(self, at: int) -> Plan: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Plan]: ...
-
-    def __getitem__(self, at: int | slice) -> Plan | Sequence[Plan]:
-        if isinstance(at, slice):
-            return [self._estimate.plan(one) for one in range(*at.indices(len(self)))]
-        return self._estimate.plan(range(len(self))[at])
-
-    def __len__(self) -> int:
-        return len(self._estimate.slots)
-
-    def __iter__(self) -> Iterator[Plan]:
-        return (self._estimate.plan(at) for at in range(len(self)))
-
-
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """Recorded when a request is sent."""
@@ -241,7 +215,7 @@ class PrefillScheduler(Indexed, ABC):
             estimates.ttfts_s,
             (),
             (("seconds of waiting", estimates.waits_s), ("tokens held", estimates.held)),
-            plans=Plans(estimates),
+            plan_at=estimates.plan,
         )
 
     @abstractmethod

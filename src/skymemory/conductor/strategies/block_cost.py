@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import Indexed
+from skymemory.conductor.strategies.base import Indexed, RequestNotes
 from skymemory.errors import InvalidInput
 
 
@@ -40,8 +40,8 @@ class BlockCost(Indexed):
         self.settings = settings or BlockCostSettings()
         self._kept: dict[int, Counter[int]] = {}
         """Per slot, the blocks of its requests with reference counts."""
-        self._open: dict[tuple[int, int], Request] = {}
-        """Requests in flight by id and slot; kept alive so that ids are not reused."""
+        self._open: RequestNotes[bool] = RequestNotes()
+        """Requests in flight, with a note that they are."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         settings, prompt = self.settings, request.prompt
@@ -62,7 +62,7 @@ class BlockCost(Indexed):
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         super().routed(request, server, now_s)
-        self._open[id(request), server.slot] = request
+        self._open.note(request, server, True)
         self._kept.setdefault(server.slot, Counter()).update(request.prompt.blocks.tolist())
 
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
@@ -76,11 +76,10 @@ class BlockCost(Indexed):
     def forget(self, server: Server) -> None:
         super().forget(server)
         self._kept.pop(server.slot, None)
-        for key in [key for key in self._open if key[1] == server.slot]:
-            del self._open[key]
+        self._open.forget(server)
 
     def _release(self, request: Request, server: Server) -> None:
-        if self._open.pop((id(request), server.slot), None) is None:
+        if self._open.take(request, server) is None:
             return
         kept = self._kept[server.slot]
         for block in request.prompt.blocks.tolist():

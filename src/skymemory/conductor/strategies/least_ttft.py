@@ -106,7 +106,7 @@ class _Ranked(Ranking):
     def __init__(self, best: tuple[int, ...], packed: bytes, figures: bytes, reasons: tuple[str, ...]) -> None:
         self._best, self._packed, self.figures = best, packed, figures
         self.reasons = reasons
-        self.estimated_tbt_s = self.plans = None
+        self.estimated_tbt_s = self.plan_at = None
 
     @property
     def packed(self) -> bytes:

@@ -6,12 +6,11 @@ version."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 
 from skymemory.conductor.cost_model import CostModel
 from skymemory.sim.clock import Clock
-from skymemory.sim.cluster.job import Batch, Gaps, Job, Steps, Stream
+from skymemory.sim.cluster.job import Batch, Gaps, Job, PrefillQueue, PriorityQueue, Steps, Stream
 from skymemory.sim.cluster.pool import ClusterPool
 
 StreamEvent = Callable[[Stream, float], None]
@@ -44,13 +43,10 @@ class CoupledInstance:
         self._kv_tokens, self._most_batch, self._mixed_tokens = kv_tokens, most_batch, mixed_tokens
         self._prefilled, self._ended = prefilled, ended
         self.batch = Batch(steps, gaps)
-        self.waiting: list[tuple[int, int, Job]] = []
-        self.waiting_work_s = 0.0
+        self.waiting = PrefillQueue()
         self.busy_s = 0.0
         """Seconds of prefill."""
         self.decode_busy_s = 0.0
-        self._came = 0
-        self._newest: Job | None = None
         self._underway: list[tuple[Job, int]] = []
         """Prompts in prefill with their tokens done."""
         self._begun_s = 0.0
@@ -63,13 +59,11 @@ class CoupledInstance:
         return job.prompt_tokens + job.output_tokens <= self._kv_tokens
 
     def arrive(self, job: Job, now_s: float) -> None:
-        self._came, self._newest = self._came + 1, job
-        heapq.heappush(self.waiting, (-job.priority, self._came, job))
-        self.waiting_work_s += job.work_s
+        self.waiting.push(job)
         if self._idle:
             self._next(now_s)
         # A prefill does not wait for the plan's end, but for the step in progress: a step is not interrupted.
-        elif self._planned and self._fits(self.waiting[0][2]):
+        elif self._planned and self._fits(self.waiting.first):
             steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
             if steps < self._planned:
                 self._decode_until(steps)
@@ -82,9 +76,8 @@ class CoupledInstance:
             job = self._underway[0][0]
             self.busy_s += now_s - self._begun_s
             job.spent_s += now_s - self._begun_s
-        jobs = [job for job, _ in self._underway]
-        jobs += [job for *_, job in sorted(self.waiting, key=lambda entry: entry[:2])]
-        self.waiting, self.waiting_work_s, self._underway, self._newest = [], 0.0, [], None
+        jobs = [*(job for job, _ in self._underway), *self.waiting.clear()]
+        self._underway = []
         self._planned, self._idle, self._version = 0, True, self._version + 1
         return jobs, self.batch.clear()
 
@@ -93,10 +86,7 @@ class CoupledInstance:
         rest_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
             return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + rest_s
-        newest = self._newest
-        if newest is None or newest.begun_s >= 0:  # served early due to its priority
-            newest = max(self.waiting, key=lambda entry: entry[1])[2]
-        return now_s - newest.at_s + rest_s + self.waiting_work_s
+        return now_s - self.waiting.newest().at_s + rest_s + self.waiting.work_s
 
     def step_s(self, now_s: float) -> float:
         return self.batch.step_s()
@@ -111,9 +101,9 @@ class CoupledInstance:
     def _next(self, now_s: float) -> None:
         """Starts the next piece of work."""
         self._begun_s, self._idle = now_s, False
-        if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting[0][2]))):
+        if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting.first))):
             self._mixed(now_s)
-        elif self.waiting and not self._mixed_tokens and self._fits(self.waiting[0][2]):
+        elif self.waiting and not self._mixed_tokens and self._fits(self.waiting.first):
             job = self._take(now_s)
             seconds = self._cost.prefill_s(job.prompt_tokens, job.held_tokens)
             self._later(now_s + seconds, lambda at_s: self._whole(job, at_s))
@@ -124,8 +114,7 @@ class CoupledInstance:
 
     def _take(self, now_s: float) -> Job:
         """Takes the next request, and looks up its cached tokens."""
-        job = heapq.heappop(self.waiting)[2]
-        self.waiting_work_s = self.waiting_work_s - job.work_s if self.waiting else 0.0
+        job = self.waiting.pop()
         held = self._pool.load(self.number, job.ids, None, now_s).held_tokens
         job.begun_s, job.held_tokens = now_s, min(held, job.prompt_tokens - 1)
         job.computed_tokens = job.prompt_tokens - job.held_tokens
@@ -160,7 +149,7 @@ class CoupledInstance:
         at, chunks_s = 0, 0.0
         while left > 0:
             if at == len(self._underway):
-                if not (self.waiting and self._fits(self.waiting[0][2])):
+                if not (self.waiting and self._fits(self.waiting.first)):
                     break
                 taken = self._take(now_s)
                 beside_s = self._cost.fixed_s + self._cost.cached_token_s * taken.held_tokens
@@ -233,10 +222,8 @@ class DecodeInstance:
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
         self._joined, self._ended = joined, ended
         self.batch = Batch(steps, gaps)
-        self.waiting: list[tuple[int, int, Stream]] = []
-        """Heap: negative priority, order of arrival."""
+        self.waiting: PriorityQueue[Stream] = PriorityQueue()
         self.busy_s = 0.0
-        self._came = 0
         self._begun_s = 0.0
         self._planned = 0
         """Planned steps from ``_begun_s`` on; 0: idle."""
@@ -249,12 +236,11 @@ class DecodeInstance:
 
     def arrive(self, stream: Stream, now_s: float) -> None:
         """The stream's KV has arrived. It must be one that it ``takes``, with a step to do."""
-        self._came += 1
-        heapq.heappush(self.waiting, (-stream.priority, self._came, stream))
+        self.waiting.push(stream)
         if not self._planned:
             self._plan(now_s)
         # Not the first in the queue: those before it do not fit either, so the plan stays.
-        elif self.waiting[0][2] is stream and self._fits(stream):
+        elif self.waiting.first is stream and self._fits(stream):
             steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
             if steps < self._planned:
                 self._until(steps)
@@ -264,9 +250,7 @@ class DecodeInstance:
         if self._planned:
             self.busy_s += now_s - self._begun_s
         self._planned, self._version = 0, self._version + 1
-        streams = self.batch.clear() + [stream for *_, stream in sorted(self.waiting, key=lambda entry: entry[:2])]
-        self.waiting = []
-        return streams
+        return self.batch.clear() + self.waiting.clear()
 
     def step_s(self, now_s: float) -> float:
         """Seconds of the current step; 0: idle."""
@@ -280,8 +264,8 @@ class DecodeInstance:
 
     def _plan(self, now_s: float) -> None:
         """Between two steps: adds requests that fit, and plans the next steps."""
-        while self.waiting and self._fits(self.waiting[0][2]):
-            stream = heapq.heappop(self.waiting)[2]
+        while self.waiting and self._fits(self.waiting.first):
+            stream = self.waiting.pop()
             self.batch.join(stream)
             self._joined(stream, now_s)
         self._begun_s = now_s

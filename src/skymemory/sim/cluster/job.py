@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.request import Request
@@ -92,6 +93,68 @@ class Stream:
     def kv_tokens(self) -> int:
         """Memory reserved from its first step on, so that it is never preempted."""
         return self.prompt_tokens + self.output_tokens
+
+
+Waiting = TypeVar("Waiting", Job, Stream)
+
+
+class PriorityQueue(Generic[Waiting]):
+    """Requests that wait at an instance: by priority, then arrival."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Waiting]] = []
+        """Negative priority, number of the arrival."""
+        self._came = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def first(self) -> Waiting:
+        return self._heap[0][2]
+
+    def push(self, one: Waiting) -> None:
+        self._came += 1
+        heapq.heappush(self._heap, (-one.priority, self._came, one))
+
+    def pop(self) -> Waiting:
+        return heapq.heappop(self._heap)[2]
+
+    def clear(self) -> list[Waiting]:
+        """Empties it after a failure; returns the requests in their order."""
+        gone = [one for *_, one in sorted(self._heap, key=lambda entry: entry[:2])]
+        self._heap = []
+        return gone
+
+
+class PrefillQueue(PriorityQueue[Job]):
+    """Requests that wait for their prefill, with their estimated backlog."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work_s = 0.0
+        self._newest: Job | None = None
+
+    def push(self, one: Job) -> None:
+        super().push(one)
+        self._newest = one
+        self.work_s += one.work_s
+
+    def pop(self) -> Job:
+        job = super().pop()
+        self.work_s = self.work_s - job.work_s if self._heap else 0.0  # exactly 0: errors of rounding would stay
+        return job
+
+    def clear(self) -> list[Job]:
+        self.work_s, self._newest = 0.0, None
+        return super().clear()
+
+    def newest(self) -> Job:
+        """The one that arrived last; there must be one."""
+        newest = self._newest
+        if newest is None or newest.begun_s >= 0:  # served early due to its priority
+            newest = max(self._heap, key=lambda entry: entry[1])[2]
+        return newest
 
 
 # How a batch's times follow without simulating each step:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from skymemory.conductor.cost_model import CostModel, loaded_s
 from skymemory.errors import InvalidInput
 from skymemory.sim.clock import Clock
-from skymemory.sim.cluster.job import Job
+from skymemory.sim.cluster.job import Job, PrefillQueue
 from skymemory.sim.cluster.pool import LOCAL, ClusterPool
 
 
@@ -55,23 +54,16 @@ class PrefillInstance:
         self._clock, self._cost, self._pipeline, self._pool = clock, cost, pipeline, pool
         self._begun, self._done = begun, done
         self._memory = pool.media()["dram"]
-        self.waiting: list[tuple[int, int, Job]] = []
-        """Heap: negative priority, order of arrival."""
-        self.waiting_work_s = 0.0
-        """Estimated backlog of those waiting."""
+        self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}
         """Prefills in progress with their ends; several in a pipeline."""
         self.busy_s = 0.0
-        self._came = 0
-        self._newest: Job | None = None
         self._free = True
         self._lives = 0
         """Number of failures; events of earlier lives are ignored."""
 
     def arrive(self, job: Job, now_s: float) -> None:
-        self._came, self._newest = self._came + 1, job
-        heapq.heappush(self.waiting, (-job.priority, self._came, job))
-        self.waiting_work_s += job.work_s
+        self.waiting.push(job)
         if self._free:
             self._serve(now_s)
 
@@ -82,8 +74,8 @@ class PrefillInstance:
             undone_s = min(job.spent_s, max(0.0, end_s - now_s))
             job.spent_s -= undone_s
             self.busy_s -= undone_s / self._pipeline.machines
-        jobs = [*self.serving, *(job for *_, job in sorted(self.waiting, key=lambda entry: entry[:2]))]
-        self.serving, self.waiting, self.waiting_work_s, self._free, self._newest = {}, [], 0.0, True, None
+        jobs = [*self.serving, *self.waiting.clear()]
+        self.serving, self._free = {}, True
         self._pipeline.clear()
         self._lives += 1
         return jobs
@@ -92,15 +84,11 @@ class PrefillInstance:
         """Predicted TTFT of the latest request: its age plus the estimated backlog."""
         rest_s = max((end_s - now_s for end_s in self.serving.values()), default=0.0)
         if self.waiting:
-            newest = self._newest
-            if newest is None or newest.begun_s >= 0:  # served early due to its priority
-                newest = max(self.waiting, key=lambda entry: entry[1])[2]
-            return now_s - newest.at_s + rest_s + self.waiting_work_s
+            return now_s - self.waiting.newest().at_s + rest_s + self.waiting.work_s
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
 
     def _serve(self, now_s: float) -> None:
-        job = heapq.heappop(self.waiting)[2]
-        self.waiting_work_s = self.waiting_work_s - job.work_s if self.waiting else 0.0
+        job = self.waiting.pop()
         service = self.service(job, now_s)
         job.begun_s, job.held_tokens = now_s, service.sources.get(LOCAL, 0)
         job.sources = {source: count for source, count in service.sources.items() if source != LOCAL and count}
