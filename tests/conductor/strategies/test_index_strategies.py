@@ -234,7 +234,7 @@ def test_block_cost_lets_go_of_each_send_of_a_request_to_the_same_server() -> No
     scorer.routed(twice, server, 0.0)
     scorer.routed(twice, server, 0.0)
     scorer.failed(twice, server, 1.0)
-    assert dict(scorer.rank(a_request((3,)), [server], 1.0).weights)["blocks of its requests"] == [3.0]
+    assert dict(scorer.rank(a_request((3, 1)), [server], 1.0).weights)["blocks of its requests"] == [3.0]
     scorer.succeeded(twice, server, 2.0, None)
     scorer.ended(twice, server, 2.0)
-    assert dict(scorer.rank(a_request((3,)), [server], 2.0).weights)["blocks of its requests"] == [1.0]
+    assert dict(scorer.rank(a_request((3, 1)), [server], 2.0).weights)["blocks of its requests"] == [1.0]
