@@ -11,12 +11,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kv.cachegen_steps import BOUND, CACHEGEN, steps_in
 
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.block import KVLayout, to_float32
 from skymemory.kv.codec import entropy
 from skymemory.kv.codec.base import Codec, measure
-from skymemory.kv.codec.cachegen import BOUND, CACHEGEN, LEVELS, CacheGen, _to_bytes, steps_in
+from skymemory.kv.codec.cachegen import LEVELS, CacheGen, _to_bytes
 
 pytest.importorskip("constriction")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.kv.cachegen_steps import steps_in
 
 from skymemory.kv.block import KVLayout
-from skymemory.kv.codec.cachegen import BASES, CacheGen, best_base, steps_in, turn
+from skymemory.kv.codec.cachegen import BASES, CacheGen, best_base, turn
 from skymemory.kv.codec.entropy import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
 
 LLAMA = 1

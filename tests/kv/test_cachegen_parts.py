@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fuzz.mutations import mutate
+from tests.kv.cachegen_steps import CACHEGEN, steps_in
 
 from skymemory.errors import MalformedPacket
 from skymemory.kv.block import KVLayout
 from skymemory.kv.codec import entropy
-from skymemory.kv.codec.cachegen import CACHEGEN, steps_in
 from skymemory.kv.codec.entropy import Reader, Writer, decode_section, encode_section
 
 pytest.importorskip("constriction")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from skymemory.kv.block import KVLayout
-from skymemory.kv.codec.cachegen import CACHEGEN, CacheGen
+from skymemory.kv.codec.cachegen import CacheGen
 
 pytest.importorskip("constriction")
 
@@ -127,7 +127,7 @@ def turned(keys: Any, base: float) -> Any:
 def test_the_bytes_of_a_block() -> None:
     assert CacheGen(VECTOR["level"]).encode(memoryview(BLOCK), LAYOUT) == PAYLOAD
     out = bytearray(LAYOUT.block_bytes)
-    CACHEGEN.decode(PAYLOAD, LAYOUT, memoryview(out))
+    CacheGen().decode(PAYLOAD, LAYOUT, memoryview(out))
     assert out == DECODED
 
 

@@ -57,10 +57,6 @@ def recompute_cost(seconds: float | None) -> Iterator[None]:
         _RECOMPUTE_COST_S.reset(token)
 
 
-def recompute_cost_s() -> float | None:
-    return _RECOMPUTE_COST_S.get()
-
-
 class ComputeRate:
     """Seconds that a prompt's tokens take to compute, from the forward passes seen; later ones count more.
 

@@ -17,13 +17,13 @@ from tests.contract.store_contract import key
 from skymemory.cache.blocks import BlockCache
 from skymemory.cache.cake.pace import Pace
 from skymemory.cache.patience import (
+    _RECOMPUTE_COST_S,
     MIN_PATIENCE_S,
     PATIENCE_SHARE,
     TIMES_P99,
     ComputeRate,
     Latencies,
     recompute_cost,
-    recompute_cost_s,
 )
 from skymemory.cache.tiers import workers as tier_workers
 from skymemory.cache.tiers.breaker import TierBreaker
@@ -175,12 +175,12 @@ def test_a_put_does_not_wait_for_a_move_that_hangs() -> None:
 
 
 def test_worth_is_the_threads_own_and_ends_with_it() -> None:
-    assert recompute_cost_s() is None
+    assert _RECOMPUTE_COST_S.get() is None
     with recompute_cost(3.0):
         with recompute_cost(None):
-            assert recompute_cost_s() is None
-        assert recompute_cost_s() == 3.0
-    assert recompute_cost_s() is None
+            assert _RECOMPUTE_COST_S.get() is None
+        assert _RECOMPUTE_COST_S.get() == 3.0
+    assert _RECOMPUTE_COST_S.get() is None
 
 
 def test_the_usual_is_the_99th_percentile_of_calls_alike() -> None:

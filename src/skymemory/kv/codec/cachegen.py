@@ -35,7 +35,6 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import Buffer, KVLayout, to_float32
 from skymemory.kv.codec.entropy import (
     MAX_PULL,
-    PULL_LIMIT,
     Snapped,
     constriction,
     decode_section,
@@ -188,9 +187,6 @@ _ENTRY = struct.Struct("<II")
 _DTYPES = ("float32", "float16", "bfloat16")
 _LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 
-BOUND = (0.5 + PULL_LIMIT) * 2**0.5
-"""Of a step: half of one by rounding, a quarter by the pull; where a pair was turned, both of a pair's in one."""
-
 
 class CacheGen:
     """One named level of it; any level decodes the payloads of all. Encoding raises InvalidInput for NaN and infinity,
@@ -242,14 +238,6 @@ class CacheGen:
         for number, section in enumerate(_sections(memoryview(payload).cast("B"), layout)):
             numbers = _decode_part(section, layout)
             target[number * size : (number + 1) * size] = _to_bytes(numbers, layout.dtype)
-
-
-def steps_in(payload: Buffer, layout: KVLayout) -> Steps:
-    """The steps (layers, 2, kv_heads) of a payload: no decoded number is farther than ``BOUND`` of its head's steps
-    from the original, but for the rounding to the layout's dtype. MalformedPacket as ``decode`` raises it."""
-    sections = _sections(memoryview(payload).cast("B"), layout)
-    steps = [steps_of(_codes(section, layout)) for section in sections]
-    return np.stack(steps).reshape(layout.layers, 2, layout.kv_heads)
 
 
 def _front(layout: KVLayout, level: int, table: bytes) -> bytes:
@@ -332,6 +320,3 @@ def _to_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> bytes:
     wide = np.ascontiguousarray(numbers).view(np.uint32)
     odd = wide >> np.uint32(16) & np.uint32(1)
     return (wide + (odd + np.uint32(0x7FFF)) >> np.uint32(16)).astype("<u2").tobytes()
-
-
-CACHEGEN = CacheGen()
