@@ -76,7 +76,7 @@ def test_blocks_in_any_order_end_up_in_one_run() -> None:
         for at in order:
             index.add([hashes[at]], [INFO], at, hashes[at - 1] if at else None)
         assert index.longest_prefix(hashes) == 200
-        assert len(index._forest.runs()) == 1
+        assert len(index._all_runs()) == 1
 
 
 def test_holes_leave_at_most_one_more_run_each_and_filling_leaves_none() -> None:
@@ -85,11 +85,11 @@ def test_holes_leave_at_most_one_more_run_each_and_filling_leaves_none() -> None
     for _ in range(3):
         for hole in range(3, 100, 7):
             index.remove(hashes[hole])
-        assert len(index._forest.runs()) == 15
+        assert len(index._all_runs()) == 15
         for hole in range(3, 100, 7):
             index.add([hashes[hole]], [INFO], hole, hashes[hole - 1])
-    assert len(index._forest.runs()) == 1
-    assert len(index._forest.run_of) == 100, "rows are used again"
+    assert len(index._all_runs()) == 1
+    assert len(index._run_of) == 100, "rows are used again"
 
 
 def test_branches_share_their_prefix() -> None:
@@ -207,5 +207,5 @@ def test_an_index_replayed_from_its_records_goes_on_working() -> None:
     assert again.longest_prefix(hashes) == 10
     again.add([hashes[10]], [INFO], 10, hashes[9])
     assert again.longest_prefix(hashes) == 30
-    assert len(again._forest.runs()) == 2
+    assert len(again._all_runs()) == 2
     assert index.longest_prefix(hashes) == 10, "nothing is shared"

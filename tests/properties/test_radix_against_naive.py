@@ -138,4 +138,4 @@ def test_long_prompts_with_holes(holes: set[int], cut: int, fill: bool) -> None:
         for hole in holes:
             index.add([hashes[hole]], [info], hole, hashes[hole - 1] if hole else None)
         assert index.longest_prefix(hashes) == 60
-        assert len(index._forest.runs()) == 1
+        assert len(index._all_runs()) == 1

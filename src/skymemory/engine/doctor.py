@@ -54,42 +54,32 @@ def examine(
 
     ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
     """
-    found: list[Finding] = []
     try:
         kvc = KVCManager(model, tokenizer, store, **options)
     except (SkyMemoryError, ValueError) as error:
         return Examination((Finding("model", False, str(error)),), {})
     with kvc:
-        block = kvc.layout.block_tokens
-        found.append(
-            Finding(
-                "model",
-                True,
-                f"{type(model).__name__}: a block of {block} tokens is "
-                f"{format_size(kvc.layout.block_bytes)}; a shorter prompt is not cached",
-            )
-        )
+        block, size = kvc.layout.block_tokens, format_size(kvc.layout.block_bytes)
+        words = f"{type(model).__name__}: a block of {block} tokens is {size}; a shorter prompt is not cached"
+        found = [Finding("model", True, words)]
         if tokenizer is not None:
-            found.append(_tokenizer(tokenizer, text))
+            found.append(Finding("tokenizer", *_tokenizer(tokenizer, text)))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         blocks = _BLOCKS if longest is None else min(_BLOCKS, (longest - 1) // block)
         if blocks:
             try:
-                found.append(_store(kvc, _prompt(model, tokenizer, text, blocks * block + 1)))
+                found.append(Finding("store", *_store(kvc, _prompt(model, tokenizer, text, blocks * block + 1))))
             except SkyMemoryError as error:
                 found.append(Finding("store", False, str(error)))
         else:
-            found.append(
-                Finding(
-                    "prompts",
-                    False,
-                    f"the longest of {longest} tokens is no longer than a block of {block}: none "
-                    "is cached. Choose smaller blocks (block_tokens)",
-                )
+            words = (
+                f"the longest of {longest} tokens is no longer than a block of {block}: none is cached. Choose smaller "
+                "blocks (block_tokens)"
             )
+            found.append(Finding("prompts", False, words))
         context = kvc.context.describe()
     if other is not None:
-        found.append(_compared(context, other))
+        found.append(Finding("contexts", *_compared(context, other)))
     return Examination(tuple(found), context)
 
 
@@ -101,60 +91,51 @@ def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, t
     return torch.tensor([(ids * (1 + tokens // max(1, len(ids))))[:tokens]])
 
 
-def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> Finding:
+def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, str]:
     if tokenizer(text[:200])["input_ids"] != tokenizer(text[:200])["input_ids"]:
-        return Finding("tokenizer", False, "it gives other ids for the same text each time: no prompt is found again")
+        return False, "it gives other ids for the same text each time: no prompt is found again"
     bos = getattr(tokenizer, "bos_token", None)
     ids = tokenizer((bos or "") + text[:50])["input_ids"]
     if bos and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-        return Finding(
-            "tokenizer",
-            True,
+        return True, (
             f"it puts {bos!r} in front of every text: for a chat pass the messages or the ids of "
-            "apply_chat_template, not the template's text, which already begins with it",
+            "apply_chat_template, not the template's text, which already begins with it"
         )
-    return Finding("tokenizer", True, f"{type(tokenizer).__name__}: the same text becomes the same ids")
+    return True, f"{type(tokenizer).__name__}: the same text becomes the same ids"
 
 
-def _store(kvc: KVCManager, ids: torch.Tensor) -> Finding:
-    began_s = time.perf_counter()
+def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
+    name, began_s = kvc.store.name, time.perf_counter()
     before = kvc.get_cache_ids(ids).result
     if before.not_found in FAILING_REASONS:
-        return Finding(
-            "store",
-            False,
-            f"{kvc.store.name} is {before.not_found}: every prompt is computed. Is it running, and is "
-            "its address right?",
+        return False, (
+            f"{name} is {before.not_found}: every prompt is computed. Is it running, and is its address right?"
         )
     stored = kvc.add_blocks_ids(ids)
     if stored.refused_blocks:
-        return Finding(
-            "store",
-            False,
-            f"{kvc.store.name} refused {stored.refused_blocks} of {stored.blocks} blocks of "
-            f"{format_size(kvc.layout.block_bytes)}: it is full of pinned values, too small, or does not answer",
+        return False, (
+            f"{name} refused {stored.refused_blocks} of {stored.blocks} blocks of "
+            f"{format_size(kvc.layout.block_bytes)}: it is full of pinned values, too small, or does not answer"
         )
     after = kvc.get_cache_ids(ids).result
     took = format_duration(time.perf_counter() - began_s)
     if after.loaded_blocks < after.blocks:
         why = ", ".join(after.failed_blocks) or after.not_found
-        return Finding(
-            "store", False, f"{kvc.store.name} took {stored.blocks} blocks, and {after.loaded_blocks} came back: {why}"
-        )
+        return False, f"{name} took {stored.blocks} blocks, and {after.loaded_blocks} came back: {why}"
     tiers = ", ".join(f"{tokens} tokens from {tier}" for tier, tokens in after.hit_tokens.items())
-    return Finding("store", True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {took}")
+    return True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {took}"
 
 
-def _compared(ours: Mapping[str, object], theirs: Mapping[str, object]) -> Finding:
+def _compared(ours: Mapping[str, object], theirs: Mapping[str, object]) -> tuple[bool, str]:
     if not isinstance(theirs, Mapping) or "digest" not in theirs:
         raise InvalidInput("the other examination has no context: save one there with --save")
     if ours["digest"] == theirs["digest"]:
-        return Finding("contexts", True, "both are the same: each finds what the other stores")
+        return True, "both are the same: each finds what the other stores"
     differing = [name for name in ours if name != "digest" and ours[name] != theirs.get(name)]
     if not differing:
-        return Finding("contexts", False, "they differ in the tenant's salt alone, which is not shown")
+        return False, "they differ in the tenant's salt alone, which is not shown"
     words = "; ".join(f"{name}: {ours[name]} here, {theirs.get(name)} there" for name in differing)
-    return Finding("contexts", False, f"nothing is shared, for they differ in {words}")
+    return False, f"nothing is shared, for they differ in {words}"
 
 
 # --- does the cache change what the model says? ---

@@ -85,6 +85,7 @@ def encode_record(
     probed: tuple[int, int] = (0, 0),
 ) -> bytes:
     """The bytes to append. About 68 per block added, 32 per block removed, and 12 to 100 around them."""
+    # The oldest version that suffices: an earlier release then reads all it can.
     version = JOURNAL_VERSION
     if op is RecordOp.ADD:
         body = _add_body(hashes, infos, start, parent)

@@ -88,6 +88,7 @@ class PrefixSearch:
         """Up to ``batch`` positions of the unknown stretch, evenly, with the last (a full hit is common)."""
         if width <= self._batch:
             return list(range(low, low + width))
+        # One probe a round: plain bisection, after one look at the end, as a full hit is common.
         if self._batch == 1:
             first_question = not self._asked
             return [low + width - 1 if first_question else low + width // 2]

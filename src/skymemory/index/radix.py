@@ -1,6 +1,6 @@
 """RadixIndex: block hash → BlockInfo, and the longest prefix of a prompt that is present (paper §3.10).
 
-Below: entries (``BlockInfo``) and the table that holds them, the index, and the forest of runs that it searches.
+Below: entries (``BlockInfo``) the table that holds them, and the index, a forest of runs.
 
 Blocks are kept as path-compressed *runs*: maximal chains without a branch inside and without a hole. Because
 hashes are chained, one hash names its whole prefix, so no edge labels are compared: a block is found by one
@@ -147,26 +147,55 @@ def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> No
         raise InvalidInput("a chain with the same block twice: a block's hash names all before it")
 
 
+class Run:
+    """``keys`` are at depths ``start``, ``start + 1``, …; ``keys[0]`` follows ``parent`` (None at depth 0)."""
+
+    __slots__ = ("closed", "epoch", "keys", "parent", "start")
+
+    def __init__(self, start: int, parent: bytes | None, keys: list[bytes]) -> None:
+        self.start = start
+        self.parent = parent
+        self.keys = keys
+        self.closed = False
+        self.epoch = -1
+        """The index's epoch for which ``closed`` holds."""
+
+
 class RadixIndex:
     """The blocks that are present, with an entry for each. Not thread-safe; does no I/O.
 
     Depth is the number of blocks before a block in its prompt. A block may be present while one before it is
     not (a hole): it is kept, but no prefix reaches it until the hole is filled.
+
+    Runs hang under the hash before them, whether that block is present or not, and a branch hangs in the middle of a
+    run without splitting it: so opening or closing a hole touches one run, whatever grows above it.
     """
 
     def __init__(self) -> None:
-        self._forest = Forest()
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes everything."""
         self._infos = InfoTable()
+        self._rows: dict[bytes, int] = {}
+        """Hash → row number; rows of removed blocks are used again."""
+        self._run_of: list[Run] = []
+        self._depths = array("I")
+        self._epoch = 0
+        """Grows whenever a hole opens or closes above something present."""
+        self._free: list[int] = []
+        self._hanging: dict[bytes, dict[Run, None]] = {}
+        """Hash → the runs that follow it, an ordered set."""
 
     def __len__(self) -> int:
-        return len(self._forest.rows)
+        return len(self._rows)
 
     def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._forest.rows
+        return block_hash in self._rows
 
     def __iter__(self) -> Iterator[bytes]:
         """Every block hash present, prefix-closed or not."""
-        return iter(self._forest.rows)
+        return iter(self._rows)
 
     def add(
         self, hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int = 0, parent: bytes | None = None
@@ -180,15 +209,15 @@ class RadixIndex:
         if len(hashes) != len(infos):
             raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
         check_chain(hashes, start, parent)
-        self._forest.check(hashes, start, parent)
+        self._check(hashes, start, parent)
         # All checks come before the first change: an invalid chain changes nothing.
         packed = [self._infos.pack(info) for info in infos]
         new = 0
         previous = parent
         for depth, (key, row) in enumerate(zip(hashes, packed, strict=True), start):
-            at = self._forest.rows.get(key)
+            at = self._rows.get(key)
             if at is None:
-                at = self._forest.insert(key, depth, previous)
+                at = self._insert(key, depth, previous)
                 new += 1
             self._infos.put(at, row)
             previous = key
@@ -198,8 +227,7 @@ class RadixIndex:
         """Number of leading blocks of a chain that are all present; the chain starts with its first block, as from
         ``hash_blocks``. For other hashes at most as many as are present: it ends where they leave the stored chain.
         """
-        forest = self._forest
-        rows, run_of, depths, epoch = forest.rows, forest.run_of, forest.depths, forest.epoch
+        rows, run_of, depths, epoch = self._rows, self._run_of, self._depths, self._epoch
         # Binary search: "closed" is monotone. A hit skips to the end of its run if that equals the prompt there.
         low, high = 0, len(hashes)
         while low < high:
@@ -207,7 +235,7 @@ class RadixIndex:
             at = rows.get(hashes[middle])
             if at is not None and depths[at] == middle:
                 run = run_of[at]
-                if run.closed if run.epoch == epoch else forest.is_closed(run):
+                if run.closed if run.epoch == epoch else self._is_closed(run):
                     last = min(run.start + len(run.keys), high) - 1
                     low = (last if hashes[last] == run.keys[last - run.start] else middle) + 1
                     continue
@@ -216,10 +244,10 @@ class RadixIndex:
 
     def _same_chain(self, hashes: Sequence[bytes], count: int) -> int:
         """Up to where the first ``count`` hashes, of which the last is in its place, equal the stored chain."""
-        forest, key, end = self._forest, hashes[count - 1] if count else None, count
+        key, end = hashes[count - 1] if count else None, count
         hashes = hashes if type(hashes) is list else list(hashes[:count])
         while key is not None:
-            run = forest.run_of[forest.rows[key]]
+            run = self._run_of[self._rows[key]]
             start, mine = run.start, run.keys
             if end - start < len(mine):  # a copy takes as long as the comparison
                 mine = mine[: end - start]
@@ -231,12 +259,13 @@ class RadixIndex:
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
         """The entry of a block; None if it is absent. The blocks before it may be absent, too."""
-        at = self._forest.rows.get(block_hash)
+        at = self._rows.get(block_hash)
         return None if at is None else self._infos.get(at)
 
-    def place_of(self, block_hash: bytes) -> tuple[int, bytes | None] | None:
-        """Depth of a block in its prompt, and the hash before it; None if it is not present."""
-        return self._forest.place_of(block_hash)
+    def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
+        """Depth of a block and the hash before it; None if it is not present."""
+        at = self._rows.get(key)
+        return None if at is None else (self._depths[at], self._parent_of(at))
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
         """A place for an absent block whose writer gave none: one that contradicts no entry.
@@ -244,143 +273,25 @@ class RadixIndex:
         That is depth 0; or, where blocks are known to follow it, before those and behind a made-up hash, so that no
         prefix reaches it by the index alone.
         """
-        below = self._forest.depth_below(block_hash)
+        below = next((run.start for run in self._hanging.get(block_hash, ())), None)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
 
-    def remove(self, block_hash: bytes) -> bool:
-        """Removes one block; those behind it stay, out of reach until it is added again. False if absent."""
-        return self._forest.remove(block_hash)
-
-    def remove_context(self, context: bytes) -> list[bytes]:
-        """Removes every block of a cache context and returns their hashes, deepest first."""
-        mine = self._infos.rows_of_context(context)
-        found = [(self._forest.depths[at], key) for key, at in self._forest.rows.items() if mine[at]]
-        found.sort(reverse=True)
-        for _, key in found:
-            self.remove(key)
-        return [key for _, key in found]
-
-    def clear(self) -> None:
-        """Removes everything."""
-        self._forest = Forest()
-        self._infos = InfoTable()
-
-    def orphans(self) -> list[bytes]:
-        """Blocks present behind a hole: dead weight until it is filled (lazy eviction, paper §3.9)."""
-        forest = self._forest
-        return [key for run in forest.runs() if not forest.is_closed(run) for key in run.keys]
-
-    def runs(self) -> Iterator[tuple[int, bytes | None, list[bytes], list[BlockInfo]]]:
-        """Every run: the depth of its first block, the hash before it, its blocks and their entries."""
-        for run in self._forest.runs():
-            yield run.start, run.parent, run.keys, [self._infos.get(self._forest.rows[key]) for key in run.keys]
-
-
-class Run:
-    """``keys`` are at depths ``start``, ``start + 1``, …; ``keys[0]`` follows ``parent`` (None at depth 0)."""
-
-    __slots__ = ("closed", "epoch", "keys", "parent", "start")
-
-    def __init__(self, start: int, parent: bytes | None, keys: list[bytes]) -> None:
-        self.start = start
-        self.parent = parent
-        self.keys = keys
-        self.closed = False
-        self.epoch = -1
-        """The forest's epoch for which ``closed`` holds."""
-
-
-class Forest:
-    """Blocks in runs, without their entries: maximal chains without a hole, each hanging under the hash before it.
-
-    A branch hangs in the middle of a run without splitting it; a run hangs under its parent's hash whether that
-    block is present or not. So opening or closing a hole touches one run, whatever grows above it.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[bytes, int] = {}
-        """Hash → row number; rows of removed blocks are used again."""
-        self.run_of: list[Run] = []
-        self.depths = array("I")
-        self.epoch = 0
-        """Grows whenever a hole opens or closes above something present."""
-        self._free: list[int] = []
-        self._hanging: dict[bytes, dict[Run, None]] = {}
-        """Hash → the runs that follow it, an ordered set."""
-
-    def runs(self) -> list[Run]:
-        """Every run once."""
-        return list(dict.fromkeys(self.run_of[at] for at in self.rows.values()))
-
-    def check(self, hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-        """Raises :class:`InvalidInput` when a well-formed chain contradicts entries."""
-        at = None if parent is None else self.rows.get(parent)
-        if at is not None and self.depths[at] != start - 1:
-            raise InvalidInput(f"the parent is at depth {self.depths[at]}, not at {start - 1}")
-        if parent is not None and any(run.start != start for run in self._hanging.get(parent, ())):
-            raise InvalidInput(f"the block after {parent.hex()} is at another depth than {start}")
-        previous = parent
-        for depth, key in enumerate(hashes, start):
-            at = self.rows.get(key)
-            if at is None:
-                if any(run.start != depth + 1 for run in self._hanging.get(key, ())):
-                    raise InvalidInput(f"the block after {key.hex()} is at another depth than {depth + 1}")
-            elif self.depths[at] != depth or self._parent_of(at) != previous:
-                raise InvalidInput(f"block {key.hex()} is known at depth {self.depths[at]} of another chain")
-            previous = key
-
-    def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Depth of a block and the hash before it; None if it is not present."""
-        at = self.rows.get(key)
-        return None if at is None else (self.depths[at], self._parent_of(at))
-
-    def depth_below(self, key: bytes) -> int | None:
-        """Depth of what follows a block, which may be absent; None where nothing does."""
-        return next((run.start for run in self._hanging.get(key, ())), None)
-
-    def insert(self, key: bytes, depth: int, previous: bytes | None) -> int:
-        """Inserts a block behind ``previous``, at the end of its run or as a new run; returns its row."""
-        run = None
-        above_at = None if previous is None else self.rows.get(previous)
-        if above_at is not None:
-            above = self.run_of[above_at]
-            previous = above.keys[depth - 1 - above.start]  # the copy that is already held
-            if previous is above.keys[-1]:
-                run = above
-                run.keys.append(key)
-        if run is None:
-            run = Run(depth, previous, [key])
-            self._hang(run)
-        if self._free:
-            at = self._free.pop()
-            self.run_of[at] = run
-            self.depths[at] = depth
-        else:
-            at = len(self.run_of)
-            self.run_of.append(run)
-            self.depths.append(depth)
-        self.rows[key] = at
-        hanging = self._hanging.get(key)
-        # A block that fills a hole joins the longest run behind it.
-        if hanging:
-            self.epoch += 1
-            self._merge(run, max(hanging, key=lambda below: len(below.keys)))
-        return at
-
     def remove(self, key: bytes) -> bool:
-        """Removes a block; those behind it become a run hanging under the absent hash. False if absent."""
-        at = self.rows.pop(key, None)
+        """Removes one block; those behind it become a run hanging under the absent hash, out of reach until it is added
+        again. False if absent."""
+        at = self._rows.pop(key, None)
         if at is None:
             return False
         self._free.append(at)
-        run = self.run_of[at]
-        offset = self.depths[at] - run.start
+        run = self._run_of[at]
+        offset = self._depths[at] - run.start
         head, tail = run.keys[:offset], run.keys[offset + 1 :]
+        # The longer of the two parts keeps the Run object: at most half of the rows are relabelled.
         if not tail:
             run.keys.pop()
             if not head:
                 self._unhang(run)
-        elif len(head) >= len(tail):  # relabel the shorter part
+        elif len(head) >= len(tail):
             below = Run(run.start + offset + 1, run.keys[offset], tail)
             run.keys = head
             self._label(tail, below)
@@ -394,28 +305,103 @@ class Forest:
             run.start, run.parent, run.keys = run.start + offset + 1, run.keys[offset], tail
             self._hang(run)
         if key in self._hanging:
-            self.epoch += 1
+            self._epoch += 1
         return True
 
-    def is_closed(self, run: Run) -> bool:
+    def remove_context(self, context: bytes) -> list[bytes]:
+        """Removes every block of a cache context and returns their hashes, deepest first."""
+        mine = self._infos.rows_of_context(context)
+        found = [(self._depths[at], key) for key, at in self._rows.items() if mine[at]]
+        found.sort(reverse=True)
+        for _, key in found:
+            self.remove(key)
+        return [key for _, key in found]
+
+    def orphans(self) -> list[bytes]:
+        """Blocks present behind a hole: dead weight until it is filled (lazy eviction, paper §3.9)."""
+        return [key for run in self._all_runs() if not self._is_closed(run) for key in run.keys]
+
+    def runs(self) -> Iterator[tuple[int, bytes | None, list[bytes], list[BlockInfo]]]:
+        """Every run: the depth of its first block, the hash before it, its blocks and their entries."""
+        for run in self._all_runs():
+            yield run.start, run.parent, run.keys, [self._infos.get(self._rows[key]) for key in run.keys]
+
+    # --- the forest of runs ---
+    #
+    # ``_rows``: hash → row; ``_run_of`` and ``_depths``: by row; ``_hanging``: hash → the runs behind it. A row number
+    # is also the position of the entry in ``_infos``. Invariants: a run has no hole and at least one block; every run
+    # with a parent is in ``_hanging``; ``_epoch`` has grown since any answer of ``_is_closed`` became wrong.
+
+    def _all_runs(self) -> list[Run]:
+        """Every run once."""
+        return list(dict.fromkeys(self._run_of[at] for at in self._rows.values()))
+
+    def _check(self, hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
+        """Raises :class:`InvalidInput` when a well-formed chain contradicts entries."""
+        at = None if parent is None else self._rows.get(parent)
+        if at is not None and self._depths[at] != start - 1:
+            raise InvalidInput(f"the parent is at depth {self._depths[at]}, not at {start - 1}")
+        if parent is not None and any(run.start != start for run in self._hanging.get(parent, ())):
+            raise InvalidInput(f"the block after {parent.hex()} is at another depth than {start}")
+        previous = parent
+        for depth, key in enumerate(hashes, start):
+            at = self._rows.get(key)
+            if at is None:
+                if any(run.start != depth + 1 for run in self._hanging.get(key, ())):
+                    raise InvalidInput(f"the block after {key.hex()} is at another depth than {depth + 1}")
+            elif self._depths[at] != depth or self._parent_of(at) != previous:
+                raise InvalidInput(f"block {key.hex()} is known at depth {self._depths[at]} of another chain")
+            previous = key
+
+    def _insert(self, key: bytes, depth: int, previous: bytes | None) -> int:
+        """Inserts a block behind ``previous``, at the end of its run or as a new run; returns its row."""
+        run = None
+        above_at = None if previous is None else self._rows.get(previous)
+        if above_at is not None:
+            above = self._run_of[above_at]
+            previous = above.keys[depth - 1 - above.start]  # the copy that is already held
+            if previous is above.keys[-1]:
+                run = above
+                run.keys.append(key)
+        if run is None:
+            run = Run(depth, previous, [key])
+            self._hang(run)
+        if self._free:
+            at = self._free.pop()
+            self._run_of[at] = run
+            self._depths[at] = depth
+        else:
+            at = len(self._run_of)
+            self._run_of.append(run)
+            self._depths.append(depth)
+        self._rows[key] = at
+        hanging = self._hanging.get(key)
+        # A block that fills a hole joins the longest run behind it.
+        if hanging:
+            self._epoch += 1
+            self._merge(run, max(hanging, key=lambda below: len(below.keys)))
+        return at
+
+    def _is_closed(self, run: Run) -> bool:
         """Whether every block before the run is present; cached for all runs on the way up."""
+        # Up to a run whose answer is known for this epoch, to one at depth 0 (closed), or to a hole (not closed).
         asked = []
-        while run.epoch != self.epoch:
+        while run.epoch != self._epoch:
             asked.append(run)
-            at = None if run.parent is None else self.rows.get(run.parent)
+            at = None if run.parent is None else self._rows.get(run.parent)
             if at is None:
                 closed = run.parent is None
                 break
-            run = self.run_of[at]
+            run = self._run_of[at]
         else:
             closed = run.closed
         for one in asked:
-            one.closed, one.epoch = closed, self.epoch
+            one.closed, one.epoch = closed, self._epoch
         return closed
 
     def _parent_of(self, at: int) -> bytes | None:
-        run = self.run_of[at]
-        offset = self.depths[at] - run.start
+        run = self._run_of[at]
+        offset = self._depths[at] - run.start
         return run.keys[offset - 1] if offset else run.parent
 
     def _merge(self, above: Run, below: Run) -> None:
@@ -432,7 +418,7 @@ class Forest:
 
     def _label(self, keys: list[bytes], run: Run) -> None:
         for key in keys:
-            self.run_of[self.rows[key]] = run
+            self._run_of[self._rows[key]] = run
 
     def _hang(self, run: Run) -> None:
         if run.parent is not None:
