@@ -21,7 +21,7 @@ from skymemory.router.settings import SECTIONS, Backend, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
 NOTES = {
-    "[admission]": "who is let in under overload: [the guide](../guide/admission.md)",
+    "[admission]": "which requests are admitted under overload: [the guide](../guide/admission.md)",
     "[picker]": "only `skymemory epp`: [the guide](../guide/envoy.md)",
 }
 _TABLES = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -233,7 +233,9 @@ def test_a_preset_is_chosen_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "qwen-7b-l4").write_text("not a cost model")
     with pytest.raises(InvalidInput, match="cost model qwen-7b-l4: neither JSON nor TOML"):
         read_cost(Path("qwen-7b-l4"))
-    with pytest.raises(InvalidInput, match=r"llama-80b: No such file or directory; or one of llama-70b-8xa800, llama"):
+    with pytest.raises(
+        InvalidInput, match=r"llama-80b: No such file or directory; expected a file or one of llama-70b-8xa800, llama"
+    ):
         read_cost(Path("llama-80b"))
 
 

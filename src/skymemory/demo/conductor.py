@@ -49,15 +49,15 @@ def run_conductor(args: argparse.Namespace) -> int:
     _say(
         stream,
         f"{PREFILL} machines prefill, {DECODE} decode ({machines}, modelled); {source.name}, "
-        f"at {args.rate:g} times its rate; promised: {setup.slo.ttft_s:g} s to the first token, "
-        f"{setup.slo.tbt_s:g} s a token; admission: {args.admission}",
+        f"at {args.rate:g} times its rate; SLO: {setup.slo.ttft_s:g} s to the first token, "
+        f"{setup.slo.tbt_s:g} s between tokens; admission: {args.admission}",
     )
     began_s = time.monotonic()
     runs = sweep(run_of, cells)
     _say(
         stream,
-        f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; in what follows "
-        "a bar is a machine: its line before the prefill, its batch that decodes",
+        f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; "
+        "each bar below is a machine: its prefill queue, or its decoding batch",
     )
     metrics = [measured(run, setup.slo) for run in runs]
     if not args.no_play:
@@ -144,7 +144,7 @@ def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: 
 
 def line(names: Sequence[str], moments: Sequence[Moment], now_s: float) -> list[str]:
     """The moment in words, for a log."""
-    parts = [f"{now_s:.0f} s: {moments[0].arrived} came"]
+    parts = [f"{now_s:.0f} s: {moments[0].arrived} arrived"]
     for name, moment in zip(names, moments, strict=True):
         refused = moment.refused + moment.refused_after_prefill
         parts.append(

@@ -433,5 +433,5 @@ def read_cost(file: Path) -> CostModel:
         return parse(read_bounded(file).decode("utf-8"))
     except (OSError, UnicodeDecodeError, InvalidInput) as error:
         words = os_reason(error) if isinstance(error, OSError) else str(error)
-        named = f"; or one of {', '.join(PRESETS)}" if isinstance(error, FileNotFoundError) else ""
+        named = f"; expected a file or one of {', '.join(PRESETS)}" if isinstance(error, FileNotFoundError) else ""
         raise InvalidInput(f"cost model {file}: {words}{named}") from error

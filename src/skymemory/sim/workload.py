@@ -346,7 +346,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        what = "the conversation trace" if self.trace is not None else "the seeded generator in the trace's place"
+        what = "the conversation trace" if self.trace is not None else "the seeded generator instead of the trace"
         return f"{what}, first {QUICK_S:g} s" if self.quick else what
 
     def requests(self) -> list[TraceRequest]:

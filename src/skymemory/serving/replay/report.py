@@ -406,7 +406,7 @@ def _tokens(report: Report) -> Iterator[str]:
     if report.hit_ratio is None:
         yield _line("hits", "unknown: no answer reported cached_tokens")
     else:
-        most = "" if math.isnan(report.reusable) else f"; an endless cache: {report.reusable:.1%}"
+        most = "" if math.isnan(report.reusable) else f"; one unbounded cache: {report.reusable:.1%}"
         few = "" if report.cached_answers == report.completed else f" (in {report.cached_answers} answers)"
         yield _line(
             "hits",
