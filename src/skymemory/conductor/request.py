@@ -105,59 +105,29 @@ class Plan:
 Names = tuple[str, ...]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Decision:
     """The server chosen for a request, with reasons and estimates. Immutable by convention.
 
-    ``fallbacks`` and ``reasons`` may be given as functions, which are called on first use: few callers read them.
+    Fallbacks and reasons may be given as functions, which are called on first use: few callers read them.
     """
 
-    __slots__ = (
-        "_fallbacks",
-        "_reasons",
-        "at_s",
-        "estimated_compute_s",
-        "estimated_tbt_s",
-        "estimated_ttft_s",
-        "matched_tokens",
-        "plan",
-        "request",
-        "score",
-        "server",
-        "strategy",
-    )
-
-    def __init__(
-        self,
-        request: Request,
-        server: str,
-        fallbacks: Names | Callable[[], Names],
-        strategy: str,
-        score: float,
-        matched_tokens: int,
-        reasons: Names | Callable[[], Names],
-        at_s: float,
-        estimated_ttft_s: float | None = None,
-        estimated_tbt_s: float | None = None,
-        plan: Plan | None = None,
-        estimated_compute_s: float | None = None,
-    ) -> None:
-        # A class by hand instead of a dataclass: every request makes one, and two of its parts are worked out late.
-        self.request = request
-        self.server = server
-        self.strategy = strategy
-        self.score = score
-        self.matched_tokens = matched_tokens
-        """Tokens of the prompt that the server is estimated to hold."""
-        self.at_s = at_s
-        self.estimated_ttft_s = estimated_ttft_s
-        self.estimated_tbt_s = estimated_tbt_s
-        """For decode servers: seconds between tokens with this request in the batch."""
-        self.plan = plan
-        """How the server obtains the prompt's KV; None: the strategy does not plan it."""
-        self.estimated_compute_s = estimated_compute_s
-        """The part of ``estimated_ttft_s`` that computes this request."""
-        self._fallbacks = fallbacks
-        self._reasons = reasons
+    request: Request
+    server: str
+    _fallbacks: Names | Callable[[], Names]
+    strategy: str
+    score: float
+    matched_tokens: int
+    """Tokens of the prompt that the server is estimated to hold."""
+    _reasons: Names | Callable[[], Names]
+    at_s: float
+    estimated_ttft_s: float | None = None
+    estimated_tbt_s: float | None = None
+    """For decode servers: seconds between tokens with this request in the batch."""
+    plan: Plan | None = None
+    """How the server obtains the prompt's KV; None: the strategy does not plan it."""
+    estimated_compute_s: float | None = None
+    """The part of ``estimated_ttft_s`` that computes this request."""
 
     @property
     def fallbacks(self) -> Names:

@@ -61,7 +61,11 @@ class Popularity:
         return (rank + steps * self.moves_by) % self.count
 
 
-@dataclass(frozen=True, slots=True)
+_NONE = Spread(1, 0.0, 1, 1)
+_ONE = Popularity(1, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Parameters of the generator: seconds, tokens, and shares of conversations (0 to 1)."""
 
@@ -70,21 +74,21 @@ class Workload:
     tenants: Popularity
     system: Spread
     """Length of a tenant's system prompt."""
-    documents: Popularity
-    document: Spread
-    document_share: float
+    documents: Popularity = _ONE
+    document: Spread = _NONE
+    document_share: float = 0.0
     question: Spread
     """Own text of the first turn."""
-    job_share: float
+    job_share: float = 0.0
     """Conversations with a single request of ``job`` tokens."""
-    job: Spread
+    job: Spread = _NONE
     goes_on: float
     """Probability of a second turn."""
-    goes_on_growth: float
+    goes_on_growth: float = 0.0
     """Later ends are less likely: by the factor ``turn ** -goes_on_growth``."""
     message: Spread
-    long_message_share: float
-    long_message: Spread
+    long_message_share: float = 0.0
+    long_message: Spread = _NONE
     pause: Spread
     """Seconds between the arrivals of turns."""
     answer: Spread
@@ -150,7 +154,6 @@ def _turns(
         at_s, turn = at_s + workload.pause.draw(dice), turn + 1
 
 
-_NO_DOCUMENTS = Popularity(1, 0.0)
 CONVERSATIONS = Workload(
     name="conversations",
     conversations_per_s=2.15,
@@ -177,17 +180,9 @@ TENANTS = Workload(
     conversations_per_s=8.0,
     tenants=Popularity(1_500, 0.9, moves_every_s=120.0, moves_by=37),
     system=Spread(4_000, 0.6, 1_024, 16_000),
-    documents=_NO_DOCUMENTS,
-    document=Spread(1_024, 0.0, 1_024, 1_024),
-    document_share=0.0,
     question=Spread(300, 0.8, 20, 4_000),
-    job_share=0.0,
-    job=Spread(1, 0.0, 1, 1),
     goes_on=0.5,
-    goes_on_growth=0.0,
     message=Spread(150, 0.8, 5, 2_000),
-    long_message_share=0.0,
-    long_message=Spread(1, 0.0, 1, 1),
     pause=Spread(40, 0.6, 5, 300),
     answer=Spread(900, 0.5, 50, 4_000),
     curt_share=0.02,
@@ -201,10 +196,7 @@ AGENTS = Workload(
     document=Spread(8_000, 0.8, 1_024, 40_000),
     document_share=0.5,
     question=Spread(900, 1.0, 50, 20_000),
-    job_share=0.0,
-    job=Spread(1, 0.0, 1, 1),
     goes_on=0.93,
-    goes_on_growth=0.0,
     message=Spread(350, 1.0, 20, 4_000),
     long_message_share=0.2,
     long_message=Spread(4_000, 0.8, 500, 30_000),
@@ -244,9 +236,6 @@ class BlockNames:
 
     def _number(self, what: tuple[object, ...]) -> int:
         return self._numbers.setdefault(what, len(self._numbers))
-
-
-_ONE = Popularity(1, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

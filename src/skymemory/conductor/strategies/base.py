@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.picker import LoadReport, Scorer, Server
+from skymemory.conductor.picker import LoadReport, Ranking, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
@@ -91,6 +91,12 @@ def requests_at(server: Server, now_s: float) -> float:
 
 def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
     return [requests_at(server, now_s) for server in servers]
+
+
+def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
+    """The fewest requests first, whatever the prompt: for a ``reason``, or by the strategy itself."""
+    reasons = (reason,) if reason else ()
+    return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
 
 def load_bound(loads: Sequence[float], factor: float) -> int:

@@ -24,6 +24,7 @@ from skymemory.conductor.strategies.base import (
     check_factor,
     load_bound,
     loads_of,
+    ranked_by_load,
 )
 from skymemory.errors import InvalidInput
 
@@ -64,11 +65,10 @@ class HashTrie(Scorer):
         deep = depths(self._sets, prompt.blocks)
         held = [deep.get(server.slot, 0) for server in servers]
         tokens = [min(prompt.tokens, int(blocks * prompt.block_tokens)) for blocks in held]
-        weights = (("requests there", loads),)
         worth = [self._gain.worth(matched, prompt.tokens) for matched in tokens]
         if not any(worth):
             reason = self._gain.why_not(max(tokens), prompt.tokens)
-            return Ranking([-load for load in loads], tokens, reasons=(reason,), weights=weights)
+            return ranked_by_load(loads, reason, tokens)
         # Servers with a match score 1 and more, the others at most 0: a match comes first, then the least load.
         most = load_bound(loads, self.settings.load_factor)
         scores = [
@@ -80,7 +80,7 @@ class HashTrie(Scorer):
         reason = f"longest match {max(tokens)} of {prompt.tokens} tokens, at {len(at_node)} servers"
         if min(at_node) + 1.0 > most:
             reason += f", all over the bound of {most} requests"
-        return Ranking(scores, tokens, reasons=(reason,), weights=weights)
+        return Ranking(scores, tokens, reasons=(reason,), weights=(("requests there", loads),))
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         blocks = request.prompt.blocks

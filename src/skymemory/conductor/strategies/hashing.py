@@ -30,6 +30,7 @@ from skymemory.conductor.strategies.base import (
     load_bound,
     loads_of,
     mix,
+    ranked_by_load,
     scope_of,
 )
 from skymemory.errors import InvalidInput
@@ -100,30 +101,26 @@ class NearestSignature(Scorer):
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
-        weights: tuple[tuple[str, Sequence[float]], ...] = (("requests there", loads),)
         prompt = request.prompt
-        by_load = [-load for load in loads]
         if not len(prompt.pieces):
-            return Ranking(by_load, reasons=("load only: the prompt fills no block",), weights=weights)
+            return ranked_by_load(loads, "load only: the prompt fills no block")
         bits = self._nearest(signature_of(prompt.pieces), servers)
         best = min(bits)
         if best > self.settings.near_bits:
-            return Ranking(
-                by_load, reasons=(f"load only: no prompt within {self.settings.near_bits} bits",), weights=weights
-            )
+            return ranked_by_load(loads, f"load only: no prompt within {self.settings.near_bits} bits")
         expected = similarity(best) * prompt.tokens
         if not self._gain.worth(expected, prompt.tokens):
-            return Ranking(by_load, reasons=(self._gain.why_not(expected, prompt.tokens),), weights=weights)
+            return ranked_by_load(loads, self._gain.why_not(expected, prompt.tokens))
         # Near servers score above 32, the others at most 0: all near ones come first, then the least load.
         most = load_bound(loads, self.settings.load_factor)
         scores = [
-            float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else load_score
-            for far, load, load_score in zip(bits, loads, by_load, strict=True)
+            float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else -load
+            for far, load in zip(bits, loads, strict=True)
         ]
         reason = f"nearest prompt differs in {best} of {BITS} bits"
         if loads[bits.index(best)] + 1.0 > most:
             reason += f"; its server has {loads[bits.index(best)]:.0f} requests, and {most} are allowed"
-        return Ranking(scores, reasons=(reason,), weights=(("bits away", bits), *weights))
+        return Ranking(scores, reasons=(reason,), weights=(("bits away", bits), ("requests there", loads)))
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         pieces = request.prompt.pieces
@@ -196,14 +193,12 @@ class BoundedRing(Scorer):
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
-        weights = (("requests there", loads),)
         prompt = request.prompt
         head = prompt.head[: self.settings.prefix_characters]
         promised = min(prompt.tokens, len(head) / BYTES_PER_TOKEN)
         if not self._gain.worth(promised, prompt.tokens):
-            return Ranking(
-                [-load for load in loads], reasons=(self._why_not(promised, prompt.tokens),), weights=weights
-            )
+            empty = "load only: the prompt has no text to hash"
+            return ranked_by_load(loads, self._gain.why_not(promised, prompt.tokens) if promised else empty)
         order = self._clockwise(hash_words(*scope_of(request), head), servers)
         most = load_bound(loads, self.settings.load_factor)
         scores = [0.0] * len(servers)
@@ -215,13 +210,10 @@ class BoundedRing(Scorer):
         reason = f"by the hash of its first {len(head)} characters"
         if passed:
             reason += f", {passed} servers skipped for load (at most {most} requests)"
-        return Ranking(scores, reasons=(reason,), weights=weights)
+        return Ranking(scores, reasons=(reason,), weights=(("requests there", loads),))
 
     def forget(self, server: Server) -> None:
         self._names = frozenset()  # Rebuilds the ring without it.
-
-    def _why_not(self, promised: float, tokens: int) -> str:
-        return self._gain.why_not(promised, tokens) if promised else "load only: the prompt has no text to hash"
 
     def _clockwise(self, key: int, servers: Sequence[Server]) -> list[int]:
         """Positions in ``servers`` in clockwise order from ``key``."""

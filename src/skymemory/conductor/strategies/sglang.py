@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Request
-from skymemory.conductor.strategies.base import GainThreshold, Indexed, loads_of
+from skymemory.conductor.strategies.base import GainThreshold, Indexed, loads_of, ranked_by_load
 from skymemory.errors import InvalidInput
 
 
@@ -54,7 +54,6 @@ class Radix(Indexed):
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
         matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
-        weights = (("requests there", loads),)
         # Both, as published: a gap of 64 means little among thousands of requests, a ratio little among a few.
         most, least = max(loads), min(loads)
         settings, tokens = self.settings, request.prompt.tokens
@@ -66,8 +65,8 @@ class Radix(Indexed):
             # Loads move a score by less than one token: they decide among equal matches only.
             scores = [held + 1.0 / (1.0 + load) for held, load in zip(matched, loads, strict=True)]
             reason = f"longest match {best} of {tokens} tokens"
-            return Ranking(scores, matched, reasons=(reason,), weights=weights)
-        return Ranking([-load for load in loads], matched, reasons=(reason,), weights=weights)
+            return Ranking(scores, matched, reasons=(reason,), weights=(("requests there", loads),))
+        return ranked_by_load(loads, reason, matched)
 
 
 _TIE = 1e-6

@@ -16,6 +16,7 @@ from skymemory.conductor.strategies.base import (
     load_bound,
     loads_of,
     mix,
+    ranked_by_load,
 )
 
 
@@ -54,8 +55,7 @@ class LeastLoad(Scorer):
     name = "least-load"
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        loads = loads_of(servers, now_s)
-        return Ranking([-load for load in loads], weights=(("requests there", loads),))
+        return ranked_by_load(loads_of(servers, now_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,7 @@ class SessionAffinity(Scorer):
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
         if not request.session:
-            return Ranking(
-                [-load for load in loads],
-                reasons=("load only: the request names no session",),
-                weights=(("requests there", loads),),
-            )
+            return ranked_by_load(loads, "load only: the request names no session")
         names = np.array([self._names.of(server.name) for server in servers], dtype=np.uint64)
         # Rendezvous hashing (Thaler and Ravishankar, 1998): each session has its own order of all servers.
         drawn = mix(names ^ np.uint64(hash_words(request.session.encode())))
