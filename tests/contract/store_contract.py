@@ -540,7 +540,7 @@ class StoreContract:
                         if (said := ask()) != answer:
                             wrong.append(f"{name}, turn {turn}: {said!r}")
                     except WrongProcess as error:
-                        if "process" not in str(error) or "own" not in str(error):
+                        if "process" not in str(error) or "open a new one here" not in str(error):
                             wrong.append(f"{name}: {error}")
             store.close()
             return wrong

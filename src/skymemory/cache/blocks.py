@@ -634,7 +634,8 @@ class Parts:
         load out of the token counters.
         """
         first = self.first
-        first.owner.check()
+        if first.owner.elsewhere:
+            first.owner.check()
         phase = PhaseClock(first.clock, seconds if seconds is not None else {})
         count, block = len(tokens), first.layout.block_tokens
         limit_tokens = max(0, count - 1) if limit_tokens is None else min(limit_tokens, count)

@@ -20,7 +20,7 @@ from skymemory.protocol.messages import (
 from skymemory.protocol.wire import Op
 from skymemory.store.base import LEASE_S
 from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders
-from skymemory.store.sky.probing import ClientDriver
+from skymemory.store.sky.probing import ClientDriver, ask_all
 
 _ARRIVES_WITHIN_S = 1.3
 """A command arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
@@ -89,20 +89,23 @@ class Evictor:
         in ``but`` for each key, and except what was stored in the last ``since_s``. Other values of the same keys stay.
         Earlier releases, which forget whole keys only, do not get it: leftovers stay there until they are the oldest.
         """
-        machine, now_s = self._driver.machine, self._driver.now_s()
-        with self._driver.lock:
-            asked = []
-            for satellite, page in self._holders.pages(infos, nearby=True, but=but, most=MAX_DEAD_PER_PACKET):
-                dead = [(info.key, pack_setting(info.value_crc, *info.set_moves)) for info in page]
-                asked.append(machine.ask(Op.FORGET, pack_forget(dead, since_s), satellite, now_s))
-            self._driver.run(asked)
+        questions = []
+        for satellite, page in self._holders.pages(infos, nearby=True, but=but, most=MAX_DEAD_PER_PACKET):
+            dead = [(info.key, pack_setting(info.value_crc, *info.set_moves)) for info in page]
+            questions.append((satellite, pack_forget(dead, since_s), None))
+        ask_all(self._driver, Op.FORGET, questions)
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
         """EVICT these values where their chunks are, and where they were before the last move. Returns the keys of
         those that can no longer be read: all satellites that may hold one server's share have confirmed that they hold
         nothing. Only these leave the index.
         """
-        confirmed = self._evict(self._holders.pages(infos, nearby=True)) if infos else {}
+        pages = self._holders.pages(infos, nearby=True)
+        evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
+        confirmed: dict[bytes, set[SatelliteId]] = {}  # per key, the satellites that hold nothing of it any more
+        for (satellite, page), answer in ask_all(self._driver, Op.EVICT, evicts):
+            for info in page if answer.ok else ():
+                confirmed.setdefault(info.key, set()).add(satellite)
         gone = {
             info.key
             for info in infos
@@ -110,22 +113,6 @@ class Evictor:
         }
         self._catalog.remove(list(gone))
         return gone
-
-    def _evict(self, pages: Sequence[tuple[SatelliteId, list[ValueInfo]]]) -> dict[bytes, set[SatelliteId]]:
-        """Per key, the satellites that have confirmed to hold nothing of it."""
-        machine, now_s = self._driver.machine, self._driver.now_s()
-        with self._driver.lock:
-            asked = {
-                machine.ask(Op.EVICT, pack_keys([info.key for info in page]), satellite, now_s): (satellite, page)
-                for satellite, page in pages
-            }
-            answers = self._driver.run(asked)
-        confirmed: dict[bytes, set[SatelliteId]] = {}
-        for number, answer in answers.items():
-            satellite, page = asked[number]
-            for info in page if answer.ok else ():
-                confirmed.setdefault(info.key, set()).add(satellite)
-        return confirmed
 
 
 def _same_bytes(one: ValueInfo, other: ValueInfo) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import CommandsRefused, InvalidInput, MalformedPacket
@@ -43,6 +43,30 @@ class ClientDriver(Protocol):
         """Send and receive until these operations have ended."""
 
     def close(self) -> None: ...
+
+
+Tag = TypeVar("Tag")
+Item = TypeVar("Item")
+
+
+def ask_all(
+    driver: ClientDriver, op: Op, questions: Iterable[tuple[SatelliteId, bytes, Tag]]
+) -> list[tuple[Tag, Finished]]:
+    """Ask many satellites at once. ``questions``: each one's satellite, body, and a tag that comes with its answer."""
+    now_s = driver.now_s()
+    with driver.lock:
+        asked = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
+        answers = driver.run(asked)
+    return [(tag, answers[number]) for number, tag in asked.items()]
+
+
+def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes], list[Item]]) -> list[Item]:
+    """What a satellite answered; nothing where it failed, or where its answer is malformed, which is counted."""
+    try:
+        return unpack(answer.body) if answer.ok else []
+    except MalformedPacket:
+        driver.machine.counters.add("packets_malformed")
+        return []
 
 
 _PREVIOUS_BOX_S = 1.0
@@ -146,24 +170,14 @@ class Prober:
     def _settings(
         self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]
     ) -> tuple[dict[bytes, list[ValueInfo]], bool]:
-        machine, now_s = self._driver.machine, self._driver.now_s()
         pages = [keys[at : at + MAX_KEYS_PER_PACKET] for at in range(0, len(keys), MAX_KEYS_PER_PACKET)]
-        with self._driver.lock:
-            asked = {
-                machine.ask(Op.HAS, messages.pack_keys(page), satellite, now_s): page
-                for satellite in satellites
-                for page in pages
-            }
-            answers = self._driver.run(asked)
+        bodies = [(messages.pack_keys(page), page) for page in pages]
+        answers = ask_all(self._driver, Op.HAS, [(at, *body) for at in satellites for body in bodies])
         found: dict[bytes, list[ValueInfo]] = {}
-        self.questions += len(asked)
-        for number, answer in answers.items():
-            try:
-                presences = messages.unpack_presences(answer.body) if answer.ok else []
-            except MalformedPacket:
-                machine.counters.add("packets_malformed")
-                continue
-            for key, presence in zip(asked[number], presences, strict=False):
+        self.questions += len(answers)
+        for page, answer in answers:
+            # A page is a satellite's answer in the order of its keys; a short one leaves the last keys unknown.
+            for key, presence in zip(page, read_answer(self._driver, answer, messages.unpack_presences), strict=False):
                 info = value_info(key, presence) if presence is not None else None
                 if info is None:
                     continue
@@ -171,8 +185,8 @@ class Prober:
                     if info not in (infos := found.setdefault(key, [])):
                         infos.append(info)
                 else:
-                    machine.counters.add("presences_unbelievable")
-        return found, all(answer.ok for answer in answers.values())
+                    self._driver.machine.counters.add("presences_unbelievable")
+        return found, all(answer.ok for _, answer in answers)
 
     def _believable(self, info: ValueInfo) -> bool:
         """Whether such a value can exist: a reader allocates memory for all of it before the first byte comes."""
@@ -303,16 +317,9 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     for satellite, key, presence in _held(driver, satellites):
         if presence.index == 0:
             first_chunks[key] = (satellite, presence)
-    now_s = driver.now_s()
-    with driver.lock:
-        asked = {
-            driver.machine.ask(Op.GET, Selection.of(key, [0]).pack(), satellite, now_s): (key, presence)
-            for key, (satellite, presence) in first_chunks.items()
-        }
-        answers = driver.run(asked)
+    gets = [(at, Selection.of(key, [0]).pack(), (key, presence)) for key, (at, presence) in first_chunks.items()]
     found = []
-    for number, answer in answers.items():
-        key, presence = asked[number]
+    for (key, presence), answer in ask_all(driver, Op.GET, gets):
         header = _header(answer.body[CHUNK_REF_BYTES:]) if answer.ok else None
         if header is not None and header.name:
             found.append(NamedValue(header.name, key, header.raw_bytes, presence.chunks))
@@ -323,25 +330,14 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
     """Every key of each satellite, with the chunk that it reports: page after page, all satellites in parallel."""
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
-        with driver.lock:
-            asked = {
-                driver.machine.ask(
-                    Op.LIST, messages.pack_list(last, messages.MAX_KEYS_PER_PACKET // 2), satellite, driver.now_s()
-                ): satellite
-                for satellite, last in after.items()
-            }
-            answers = driver.run(asked)
-        if not any(answer.ok for answer in answers.values()) and any(
-            answer.report.failure == "refused" for answer in answers.values()
-        ):
+        lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
+        answers = ask_all(driver, Op.LIST, lists)
+        failures = [answer.report.failure for _, answer in answers if not answer.ok]
+        if len(failures) == len(answers) and "refused" in failures:
             raise CommandsRefused()
-        for number, satellite in asked.items():
+        for satellite, answer in answers:
             last = after.pop(satellite)
-            try:
-                page = messages.unpack_listed(answers[number].body) if answers[number].ok else []
-            except MalformedPacket:
-                driver.machine.counters.add("packets_malformed")
-                continue
+            page = read_answer(driver, answer, messages.unpack_listed)
             if page and page[-1][0] > last:  # not the end, and no satellite that repeats itself
                 after[satellite] = page[-1][0]
                 yield from ((satellite, key, presence) for key, presence in page)

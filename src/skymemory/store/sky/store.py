@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
+from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
@@ -39,7 +39,15 @@ from skymemory.store.base import (
 )
 from skymemory.store.sky.catalog import Catalog, Holders
 from skymemory.store.sky.maintenance import Evictor, Prefetcher
-from skymemory.store.sky.probing import ClientDriver, NamedValue, Prober, list_names, synchronise_clock
+from skymemory.store.sky.probing import (
+    ClientDriver,
+    NamedValue,
+    Prober,
+    ask_all,
+    list_names,
+    read_answer,
+    synchronise_clock,
+)
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.units import format_size
 
@@ -354,22 +362,11 @@ class ConstellationStore(RemoteStore):
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
         """Per key, whether every satellite that holds chunks of its value has promised."""
-        machine, now_s = self._driver.machine, self._driver.now_s()
         kept = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, nearby=False)]
-        with self._driver.lock:
-            asked = {
-                machine.ask(Op.RETAIN, pack_retain(what, until_s, page), satellite, now_s): page
-                for satellite, page in pages
-            }
-            answers = self._driver.run(asked)
-        for number, answer in answers.items():
-            page = asked[number]
-            try:
-                outcomes = unpack_retained(answer.body) if answer.ok else []
-            except MalformedPacket:
-                machine.counters.add("packets_malformed")
-                outcomes = []
+        retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
+        for page, answer in ask_all(self._driver, Op.RETAIN, retains):
+            outcomes = read_answer(self._driver, answer, unpack_retained)
             for at, key in enumerate(page):
                 kept[key] = kept[key] and at < len(outcomes) and outcomes[at] is Kept.DONE
         return kept
