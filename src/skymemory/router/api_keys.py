@@ -289,6 +289,7 @@ class ApiKeys:
         if tenant.max_in_flight and account.in_flight >= tenant.max_in_flight:
             words = f"{account.in_flight} requests of {tenant.name} are in flight, its limit"
             raise QuotaExceeded(words, "requests", tenant, {**_retry_headers(1.0), **_quota_headers(account, now_s)})
+        # All limits are checked before any is charged: a refused request takes nothing.
         if requests is not None:
             requests.level -= 1
         if bucket is not None:

@@ -116,7 +116,7 @@ class PrefixState:
         held = {}
         for name, slot in self._slots().items():
             held[name] = Held(index.capacity_of(slot), index.dump(slot))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # one server at a time: a dump takes milliseconds
         try:
             written = await asyncio.to_thread(write_snapshot, path, Snapshot(self._kind, held))
         except InvalidInput as error:
@@ -141,7 +141,8 @@ class PrefixState:
             raise InvalidInput(
                 f"replicas: strategy {name!r} has no index to share, or one of KV events, which each replica can read"
             )
-        secret = int.from_bytes(os.urandom(8), "little") | 1  # clients must not be able to make hashes collide
+        # Clients choose prompts, and so block hashes: with a known table they could make all of theirs collide.
+        secret = int.from_bytes(os.urandom(8), "little") | 1
         if not learns:
             scorer = named(name, cost=cost, **options)
             check_events(settings, scorer)

@@ -136,6 +136,14 @@ class RequestQueue:
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
 
+    # `_put` and `_remove` keep an entry's four places equal:
+    #   _waiting             by number: the truth; a number that is not in it is stale in every heap
+    #   _deadlines           a heap of all entries, for `expire`
+    #   _levels[-priority]   tenants (flows); of each a heap per group (next to serve) and `latest` (next to evict)
+    #   the sums             of requests, bytes and work, in the queue, its levels, flows and figures
+    # Only `_waiting` and the sums change at once. Heaps drop stale numbers when those reach the top, or outnumber the
+    # live ones.
+
     def __len__(self) -> int:
         return len(self._waiting)
 
@@ -163,6 +171,8 @@ class RequestQueue:
         entry._number = self._numbers
         if not self._waiting:
             self._rate.begins(now_s)
+        # It is put in first and may be the victim itself: one rule says who leaves. In that case those evicted for it
+        # come back with their former tags, as if it had never been offered.
         self._put(entry)
         victims: list[tuple[Entry, float, float]] = []
         while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
@@ -264,6 +274,8 @@ class RequestQueue:
 
     def _serve(self, entry: Entry, now_s: float) -> None:
         level, flow = self._levels[-entry.request.priority], self._flow(entry)
+        # The virtual time follows the served tag (start-time fair queueing), and at least the work done per weight of
+        # all who wait: else new tenants, who start at the virtual time, would always be before those who were here.
         work = max(1.0, entry.work)
         level.virtual = max(flow.start, level.virtual + work / max(level.weight, flow.weight))
         level.move(flow, flow.start + work / flow.weight)

@@ -162,6 +162,9 @@ class RedisReplicas:
                 self._next = self._index.log_start
             self._life = life
 
+    # `_next` moves on only after the server's answer. After a time-out, whose outcome is unknown, deltas may so be sent
+    # twice, which does no harm: blocks that are learnt again are only moved to the end of the LRU order.
+
     async def _send(self) -> None:
         while self._next < self._index.log_end:
             deltas = self._index.since(self._next)

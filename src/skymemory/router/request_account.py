@@ -160,6 +160,9 @@ class RequestAccount:
         self.failed(now_s)
         self.ended(now_s)
 
+    # Entries of one request keep their order, also deferred ones: `DeferredWork` is first in, first out. `_open` and
+    # `_first` change at once, so that a second report of the same event, which may come before the flush, is ignored.
+
     def _enter(self, entry: Callable[..., object], *arguments: Any) -> None:
         if self._deferred is None:
             entry(*arguments)

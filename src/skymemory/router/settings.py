@@ -389,6 +389,7 @@ def settings_from(table: Mapping[str, Any]) -> Settings:
                     f"{name}: {key}: this setting was removed; routers share through Redis now: "
                     "redis = 'redis://HOST:6379/0'"
                 )
+    # Sections are tables of their own; what remains at the top is the router's own settings.
     sections = {name: filled(kind, _table(table.get(name, {}), name), name) for name, kind in SECTIONS.items()}
     options = _table(table.get("options", {}), "options")
     backends = table.get("backends", [])

@@ -111,6 +111,10 @@ class Feed:
         """Messages in order are still to be applied."""
         return self._reading is not None or self.order.ready
 
+    # Two numbers must agree before anything is applied: `order.next`, which comes next from the publisher, and the
+    # index's own. `_ready` says that they do. Whatever empties the index (restart, loss, refusal) clears it; the next
+    # message is then given to the index as the one to continue from (`resume_empty`).
+
     def offer(self, number: int, payload: bytes, until_s: float = math.inf) -> None:
         """Take a message, from the subscription or a replay, and apply what is in order until ``until_s`` (by
         `time.perf_counter`); ``go_on`` applies the rest.
@@ -285,6 +289,8 @@ class Order:
         self._held: dict[int, bytes] = {}
 
     def offer(self, number: int, payload: bytes) -> Offer:
+        # Numbers alone do not show a restart: the new life counts from 0, too, and soon passes the old number. Equal
+        # numbers with other bytes do show it.
         checksum = _checksum(payload)
         if number in self._held:
             return Offer.OLD if self._held[number] == payload else Offer.RESTARTED

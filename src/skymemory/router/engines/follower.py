@@ -305,6 +305,8 @@ class Follower:
             feed.counts.gaps += 1
         if now_s - self._gap_since_s < self._pace.patience_s and not order.crowded:
             return
+        # One replay may be incomplete (the engine's own queue was full), so go on while each fills some of the gap. An
+        # engine that is silent may be busy, and is asked again; one that answers without the messages has dropped them.
         self._gap_since_s = None
         silences = 0
         for _ in range(REPLAYS if self._replay_endpoint else 0):

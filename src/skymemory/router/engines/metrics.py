@@ -221,6 +221,7 @@ def _by_rank(found: list[Sample]) -> list[float]:
 
 def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
     """Blocks of the cache, added up over ranks, and tokens of a block; None if ranks differ in the block size."""
+    # Info metrics carry their figures in labels, with the value 1; SGLang has gauges since 0.5.11.
     by_rank: dict[tuple[str, str], tuple[int, int]] = {}
     for sample in samples(text, dialect.cache_info):
         blocks = _count(sample.labels.get(dialect.blocks_label, ""))

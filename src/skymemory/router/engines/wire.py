@@ -428,6 +428,8 @@ class _Long:
         if "extra_keys" in spans and self._data[spans["extra_keys"][0]] != 0xC0:
             keys = self._enter(spans["extra_keys"])
         keys_at = self._at
+        # Hashes without tokens cannot be matched with a prompt, but they say that a slower tier has blocks the index
+        # knows by hash already (`named`).
         left = blocks = self._enter(spans["block_hashes"])
         named = not tokens and medium_of(medium) != GPU
         if not named and (

@@ -161,6 +161,7 @@ class _Stream(Call):
         if least is None or self._exchange is None or not self._exchange.ends_request(message, least):
             self._receive(message, None)
             return
+        # Later messages of this stream wait (`hold`): they must not overtake the answer to this one.
         self._answers.hold()
         self._reading = asyncio.create_task(self._read_in_thread(self._exchange, message))
 

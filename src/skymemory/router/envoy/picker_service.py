@@ -110,6 +110,7 @@ class PickerService:
             ApiError: no server may have it (503), or all are full or the admission rule refuses it (429).
         """
         self.backends.review(now_s)
+        # Three filters: servers of the model, Envoy's subset, and room. The strategy ranks what remains.
         serving = self.backends.serving(request)
         if serving is not None:
             among = serving if among is None else [name for name in among if name in serving]

@@ -344,7 +344,9 @@ class Connection(asyncio.Protocol):
         request.close_body()
         self._enqueue(request)
 
-    # -- requests
+    # -- requests: `_reading` (its body is coming) -> `_waiting` (complete, pipelined) -> `_current` (is answered).
+    # Responses leave in the order of the requests, so one request is current at a time. A second one in the same read
+    # begins in the next turn of the event loop: a client that pipelines must not delay the others.
 
     def _enqueue(self, request: Incoming) -> None:
         if not request.keep_alive:

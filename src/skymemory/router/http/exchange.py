@@ -152,6 +152,14 @@ class Exchange:
         self._streaming = False
         """The client has the response's head: there is no other attempt."""
 
+    # Its states, by what is set:
+    #   _reading      a thread reads its prompt
+    #   _waits        it is in the queue
+    #   _call         an attempt: nothing has reached the client, so another server may be tried
+    #   _streaming    the client has the head: from now on a failure can only cut the response off
+    #   not _done     closed
+    # Client, timeouts and shutdown can end it in each of them. All ends go through `_finish`, and `_close` runs once.
+
     # -- reading the prompt
 
     def begin(self) -> None:

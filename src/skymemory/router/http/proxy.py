@@ -170,7 +170,7 @@ class Proxy:
                 connection.abort()
         self._exchanges.deferred.flush()
 
-    # -- from connections
+    # -- from connections (`connection.Application`)
 
     def opened(self, connection: Connection) -> None:
         self.connections[connection] = None

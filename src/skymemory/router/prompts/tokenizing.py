@@ -86,7 +86,8 @@ class Pieces:
         self._known: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self.kept_bytes = 0
         self.cuts = cuts
-        if cuts:  # try it once, beside what the tokenizer's file says
+        if cuts:
+            # The rules above are judged by the tokenizer's file; a file may mean more than they know, so try it once.
             self._piece_letters = 8
             self.cuts = self.tokens(_PROBE) == _packed(encode([_PROBE])[0])
             self._piece_letters = piece_letters

@@ -330,6 +330,8 @@ class Http2:
         state = self._open.get(stream)
         if state is None:
             self._must_not_be_idle(stream)
+        # Padding counts in both windows. The connection's is charged, and paid back, for closed streams too: the peer
+        # has spent it, and its other streams would starve (RFC 9113, 6.9).
         size = len(payload)
         self._receives -= size
         if self._receives < 0:
@@ -344,6 +346,7 @@ class Http2:
                 self._refuse(stream, STREAM_CLOSED)
             return
         if state.finished and not state.half_closed:
+            # Answered before all of the request had come; the rest is read and dropped.
             state.half_closed = ends
             self.consumed(stream, size)
             return
@@ -465,6 +468,8 @@ class Http2:
         """
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
+        # A block's meaning depends on the header table, and decoding may change it. So a result is kept only while
+        # nothing changes the table: compared are its newest entry, its length and its size.
         table = self._decoder.header_table
         entries = table.dynamic_entries
         before = (entries[0] if entries else None, len(entries), table.maxsize)
@@ -657,6 +662,7 @@ class Http2:
 
     def _data_frame(self, stream: int, state: Stream, data: bytes) -> None:
         """Write a DATA frame, or extend the last one."""
+        # Answers of one turn to one stream leave in one frame: Envoy parses fewer heads, and sends fewer updates.
         size = len(data)
         state.sends -= size
         self._sends -= size
@@ -682,7 +688,7 @@ class Http2:
             most = min(state.sends, self._sends, self._peer_frame)
             if most <= 0:
                 if self._sends <= 0:
-                    self._blocked[stream] = None
+                    self._blocked[stream] = None  # `_grow` continues it; a stream's own window, `_on_window`
                 return
             first = state.pending.popleft()
             if len(first) > most:
