@@ -78,7 +78,7 @@ async def _changed_and_stopped(door: Door, other_engine: str) -> Load:
     new_chain, new_secret = door.folder / "new.pem", door.folder / "new.key"
     door.authority.issue(new_chain, new_secret)
     new_chain.replace(chain)
-    await until(lambda: any("no pair" in line for line in door.process.said))
+    await until(lambda: any("not a pair" in line for line in door.process.said))
     new_secret.replace(secret)
     await until(lambda: len(load.serials) == 2)
 

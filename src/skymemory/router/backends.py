@@ -59,13 +59,7 @@ class KnownServer:
 class Backends:
     """All servers by name (``known``); the fleet has the same."""
 
-    def __init__(
-        self,
-        picker: Picker,
-        health: Health | None = None,
-        *,
-        are_checked: bool = True,
-    ) -> None:
+    def __init__(self, picker: Picker, health: Health | None = None, *, are_checked: bool = True) -> None:
         """``are_checked``: whether health checks report to it (``checked``, ``failed``)."""
         self.known: dict[str, KnownServer] = {}
         self.health = health or Health()

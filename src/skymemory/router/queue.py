@@ -31,6 +31,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
+from typing import Any
 
 from skymemory.conductor.request import Request, Slo
 from skymemory.conductor.scheduler import RETRY_S, Refusal
@@ -78,8 +79,8 @@ class Entry:
     """Promised times; None: only ``max_wait`` limits its waiting."""
     group: Hashable = None
     """Equal for requests that can go to the same servers: model, adapter, subset."""
-    item: object = None
-    """The caller's."""
+    item: Any = None
+    """The caller's: its ``Waiter``."""
 
     _number: int = field(default=0, init=False)
     _leave_s: float = field(default=math.inf, init=False)

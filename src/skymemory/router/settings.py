@@ -144,10 +144,7 @@ class Backend:
         "ca", path, None, "authorities (PEM) of an https server's certificate; default: the system's"
     )
     api_key_file: Path | None = setting(
-        "api_key_file",
-        path,
-        None,
-        "a file with the server's API key, which replaces clients' keys",
+        "api_key_file", path, None, "a file with the server's API key, which replaces clients' keys"
     )
 
     def __post_init__(self) -> None:
@@ -325,10 +322,7 @@ class Settings:
     log_requests: bool = setting("log_requests", yes_or_no, False, "one line per request")
     state: Path | None = setting("state", path, None, "file that keeps the prefix index over restarts")
     cost: Path | None = setting(
-        "cost",
-        path,
-        None,
-        "prefill cost model: a file of `skymemory fit`, or a preset; default: learned (least-ttft)",
+        "cost", path, None, "prefill cost model: a file of `skymemory fit`, or a preset; default: learned (least-ttft)"
     )
 
     def __post_init__(self) -> None:

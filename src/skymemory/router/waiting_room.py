@@ -76,7 +76,7 @@ class WaitingRoom:
         if isinstance(offered, Refusal):
             return offered
         for other, refusal in offered:
-            _waiter(other).turned_away(refusal)
+            other.item.turned_away(refusal)
         self.look()
         return entry
 
@@ -93,9 +93,9 @@ class WaitingRoom:
         try:
             now_s = self._clock()
             for entry, refusal in queue.expire(now_s):
-                _waiter(entry).turned_away(refusal)
+                entry.item.turned_away(refusal)
             while (following := queue.next(now_s, self._fits)) is not None:
-                _waiter(following).called(now_s)
+                following.item.called(now_s)
                 self._settle()
         finally:
             self._looking = False
@@ -119,11 +119,6 @@ class WaitingRoom:
     def _fits(self, entry: Entry) -> bool:
         among: frozenset[str] | None = entry.group[2]  # type: ignore[index]
         return self._has_room(entry.request, among)
-
-
-def _waiter(entry: Entry) -> Waiter:
-    waiter: Waiter = entry.item  # type: ignore[assignment]
-    return waiter
 
 
 class QueueFigures(Collector):

@@ -205,7 +205,7 @@ def test_tls_at_the_door_and_another_certificate_without_a_restart(run: Run, tmp
     with pytest.raises(ssl.SSLCertVerificationError):
         asked(old)
     key.write_bytes(b"nothing")
-    with pytest.raises(InvalidInput, match="no pair"):
+    with pytest.raises(InvalidInput, match="not a pair"):
         running.loop.run(again())
     assert asked(chain).status == 200
     with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:

@@ -12,8 +12,9 @@ from skymemory import native
 from skymemory.conductor.request import Request, seed
 from skymemory.router.api_error import ApiError
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, prompts_of, read_body
+from skymemory.router.settings import Limits, Settings
 
-READER = PromptReader(adapters={"poet": "small", "orphan": ""})
+READER = PromptReader(Settings(strategy="simhash"), {"poet": "small", "orphan": ""})
 
 
 def read(path: str = COMPLETIONS, headers: dict[str, str] | None = None, **body: Any) -> Request:
@@ -186,7 +187,7 @@ def test_what_cannot_be_read_says_why(path: str, body: bytes, status: int, says:
 
 def test_what_is_too_large_is_refused_before_it_is_read() -> None:
     with pytest.raises(ApiError, match="at most 100") as caught:
-        PromptReader(max_body_bytes=100).read(COMPLETIONS, {}, b"{" * 101)
+        PromptReader(Settings(limits=Limits(max_body_bytes=100))).read(COMPLETIONS, {}, b"{" * 101)
     assert caught.value.status == 413
 
 

@@ -16,6 +16,7 @@ from tests.router.running import Running
 import skymemory
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, token_bytes
 from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, Pieces, PromptTokenizer, TooMuchNewText, can_cut
+from skymemory.router.settings import Prompts, Settings
 
 SHIPPED = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
 BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -188,7 +189,7 @@ def test_a_reader_says_when_much_is_new(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
     )
-    reader = PromptReader(tokenizer=PromptTokenizer(folder))
+    reader = PromptReader(Settings(prompts=Prompts(tokenizer=folder)))
     text = "The box moves to the east and is there before you are. " * 40
     turns = [{"role": "user", "content": text}]
     for path, body in ((COMPLETIONS, {"prompt": text}), (CHAT_COMPLETIONS, {"messages": turns})):

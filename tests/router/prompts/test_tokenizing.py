@@ -16,6 +16,7 @@ from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
 from skymemory.router.prompts.tokenizing import PromptTokenizer
+from skymemory.router.settings import Prompts, Settings
 
 SHIPPED = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
 TEMPLATE = """{{ bos_token }}{%- if tools %}tools: {{ tools | tojson }}
@@ -46,6 +47,10 @@ def read(reader: PromptReader, path: str, **body: object):  # type: ignore[no-un
     return reader.read(path, {}, json.dumps(body).encode())
 
 
+def reader_of(folder: Path, block_tokens: int) -> PromptReader:
+    return PromptReader(Settings(prompts=Prompts(tokenizer=folder, block_tokens=block_tokens)))
+
+
 def of_chat(tokenizer: PromptTokenizer, tools: list[Any] | None = None) -> list[int]:
     text = tokenizer.chat_text(TURNS, tools)
     assert text is not None
@@ -67,7 +72,7 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
 
 def test_blocks_are_of_tokens(folder: Path) -> None:
     tokenizer = PromptTokenizer(folder)
-    reader = PromptReader(tokenizer=tokenizer, block_tokens=8)
+    reader = reader_of(folder, 8)
     text = "The anchor moves; the box follows it. " * 20
     ids = tokenizer.of_text(text)
     request = read(reader, COMPLETIONS, prompt=text)
@@ -79,7 +84,7 @@ def test_blocks_are_of_tokens(folder: Path) -> None:
 
 def test_a_chat_goes_through_the_template(folder: Path) -> None:
     tokenizer = PromptTokenizer(folder)
-    reader = PromptReader(tokenizer=tokenizer, block_tokens=4)
+    reader = reader_of(folder, 4)
     request = read(reader, CHAT_COMPLETIONS, messages=TURNS)
     assert request.prompt.tokens == len(of_chat(tokenizer))
     parts = [TURNS[0], {"role": "user", "content": [{"type": "text", "text": TURNS[1]["content"]}]}]
@@ -87,7 +92,7 @@ def test_a_chat_goes_through_the_template(folder: Path) -> None:
 
 
 def test_what_the_template_refuses_is_still_read(folder: Path) -> None:
-    reader = PromptReader(tokenizer=PromptTokenizer(folder), block_tokens=4)
+    reader = reader_of(folder, 4)
     odd = [{"role": "oracle", "content": "the anchor " * 20}]
     one, two = read(reader, CHAT_COMPLETIONS, messages=odd), read(reader, CHAT_COMPLETIONS, messages=odd)
     assert len(one.prompt.blocks) > 5 and np.array_equal(one.prompt.blocks, two.prompt.blocks)

@@ -32,7 +32,7 @@ from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import MetricsPage
 from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
-from skymemory.router.prompts.reader import prompt_reader
+from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import PickerSettings, Settings
 from skymemory.router.tasks import cancel, follow
 from skymemory.router.tls import PemCertificate, from_files, self_signed
@@ -190,7 +190,7 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
     _check_events(settings, prefix_state)
     picker = Picker(fleet, prefix_state.scorer, settings.seed)
     backends = Backends(picker, settings.health, are_checked=False)
-    reader = prompt_reader(settings, backends.adapters)
+    reader = PromptReader(settings, backends.adapters)
     thread_bytes = IN_THREAD_BYTES if settings.prompts.tokenizer is None else TOKENIZED_IN_THREAD_BYTES
     scheduler = Scheduler(picker, admission=rule_of(settings))
     limits = settings.limits

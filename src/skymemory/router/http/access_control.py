@@ -15,23 +15,14 @@ from skymemory.conductor.request import Request
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import ApiKeys, KeyFile, QuotaLease, read_api_keys
 from skymemory.router.http.connection import Incoming, header_lines
-from skymemory.router.prompts.reader import Clients
+from skymemory.router.prompts.reader import clients_of
 from skymemory.router.queue import work_of
 from skymemory.router.request_account import Usage
 from skymemory.router.settings import ANY_ORIGIN, HEADER_NAME, CorsSettings, Settings
 
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
-EXPOSED = (
-    "retry-after",
-    "x-request-id",
-    "x-skymemory-decision",
-    "x-ratelimit-limit-requests",
-    "x-ratelimit-remaining-requests",
-    "x-ratelimit-reset-requests",
-    "x-ratelimit-limit-tokens",
-    "x-ratelimit-remaining-tokens",
-    "x-ratelimit-reset-tokens",
-)
+_QUOTAS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
+EXPOSED = ("retry-after", "x-request-id", "x-skymemory-decision", *_QUOTAS)
 """Response headers that pages may read."""
 _MAX_HEADERS = 64
 _PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
@@ -62,11 +53,9 @@ class AccessControl:
             self.keys = ApiKeys(file)
         else:
             self.keys.replace(file, now_s)
-        self._cors, admission = settings.cors, settings.admission
+        self._cors = settings.cors
         self.is_open = self.keys is None and not self._cors.origins
-        self._clients = Clients(
-            admission.tenant_header.lower(), admission.priority_header.lower(), admission.objectives
-        )
+        self._clients = clients_of(settings.admission)
 
     @property
     def weights(self) -> dict[str, float]:

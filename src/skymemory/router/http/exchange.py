@@ -33,14 +33,7 @@ from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
 from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import (
-    Headers,
-    Incoming,
-    connection_line,
-    header_lines,
-    status_line,
-    too_large,
-)
+from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line, too_large
 from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
 from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
@@ -56,39 +49,17 @@ _DECISION = DECISION_HEADER.encode()
 
 # Headers that concern one connection only (RFC 9110, section 7.6.1) are not passed on.
 _HOP_BY_HOP = frozenset(
-    (
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding"
+    b" upgrade".split()
 )
 # A body is read whole and decompressed before it is sent: its length is set again, and "100 Continue" is not needed.
-_NOT_TO_SERVERS = _HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"content-encoding",
-    b"expect",
-    b"x-forwarded-for",
-    b"http2-settings",
-    _DECISION,
-}
+_OF_BODY = frozenset(b"host content-length content-encoding expect x-forwarded-for http2-settings".split())
+_NOT_TO_SERVERS = _HOP_BY_HOP | _OF_BODY | {_DECISION}
 _NOT_TO_SERVERS_KEYED = _NOT_TO_SERVERS | {b"authorization"}
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
 # Where the router answers CORS, a server's own headers would be a second, contradictory answer.
-_NOT_TO_CLIENTS_CORS = _NOT_TO_CLIENTS | {
-    b"access-control-allow-origin",
-    b"access-control-allow-credentials",
-    b"access-control-allow-methods",
-    b"access-control-allow-headers",
-    b"access-control-expose-headers",
-    b"access-control-max-age",
-}
+_CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
+_NOT_TO_CLIENTS_CORS = _NOT_TO_CLIENTS | {b"access-control-" + name for name in _CORS}
 IN_THREAD_BYTES = 32_768
 """With a tokenizer, longer bodies are read in a thread: in the event loop they would delay others by milliseconds."""
 MAX_NEW_LETTERS = 1024

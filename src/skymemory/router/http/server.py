@@ -29,7 +29,7 @@ from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.upstream import KEEP_S, Pools
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
-from skymemory.router.prompts.reader import prompt_reader
+from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork
 from skymemory.router.settings import Settings, host_and_port
 from skymemory.router.tasks import follow
@@ -59,7 +59,7 @@ class ProxyServer:
         self.pools = Pools()
         self.backends = Backends(self.picker, settings.health)
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
-        self.reader = prompt_reader(settings, self.backends.adapters)
+        self.reader = PromptReader(settings, self.backends.adapters)
         self.events = EventsWatch(self.prefix_state.scorer, self.backends)
         self.metrics.registry.register(self.events)
         self.metrics.registry.register(ReplicaFigures(self.prefix_state))
@@ -230,10 +230,7 @@ def raise_open_files() -> None:
 
 
 async def serve(
-    read: Callable[[], Settings],
-    file: Path | None,
-    say: Callable[[str], None],
-    read_keys: Callable[[Path], KeyRing],
+    read: Callable[[], Settings], file: Path | None, say: Callable[[str], None], read_keys: Callable[[Path], KeyRing]
 ) -> int:
     """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a change of ``file``, reloads.
 

@@ -34,14 +34,8 @@ COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 PROMPT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
 BYTES_PER_TOKEN = 4
-BLOCK_BYTES = 64
-MAX_BLOCKS = 8192
-"""Hashed of a prompt: 128k tokens in blocks of 16. What follows does not influence routing."""
-MAX_BODY_BYTES = 16 << 20
 MAX_NAME_LETTERS = 256
 """Of a model, an adapter or a session: they are stored, and written to headers."""
-SESSION_HEADER = "x-session-id"
-SESSION_COOKIE = "session"
 TOKEN_BYTES = 4
 """A token is hashed as its number: unsigned, little-endian."""
 IMAGE_BYTES = 2048
@@ -51,43 +45,33 @@ _seed = lru_cache(maxsize=1024)(request.seed)
 
 
 class PromptReader:
-    """Reads requests. ``adapters``: LoRA adapters and their base models; the mapping may change at any time."""
+    """Reads requests as a router's settings say. ``adapters``: LoRA adapters and their base models; the mapping may
+    change at any time.
 
-    def __init__(
-        self,
-        *,
-        block_bytes: int = BLOCK_BYTES,
-        tokenizer: PromptTokenizer | None = None,
-        block_tokens: int = 16,
-        max_blocks: int = MAX_BLOCKS,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        adapters: Mapping[str, str] | None = None,
-        session_header: str = SESSION_HEADER,
-        session_cookie: str = SESSION_COOKIE,
-        clients: Clients | None = None,
-        pieces: bool = True,
-        promises: bool = False,
-        slo: Slo | None = None,
-    ) -> None:
-        """
-        Args:
-            promises: read promised times from headers; ``slo`` is the default.
-            pieces: also hash each block on its own: one strategy compares them (simhash).
-            clients: how tenants and priorities are read; None: they are not.
-            tokenizer: blocks are ``block_tokens`` of its tokens; without one, ``block_bytes`` of text.
-        """
+    Raises:
+        InvalidInput: the tokenizer cannot be read.
+    """
+
+    def __init__(self, settings: Settings = Settings(), adapters: Mapping[str, str] | None = None) -> None:  # noqa: B008 - never changed
+        prompts, admission, queues = settings.prompts, settings.admission, settings.queue.most_requests > 0
         self.adapters: Mapping[str, str] = {} if adapters is None else adapters
-        self._tokenizer = tokenizer
-        self._block_bytes = block_bytes if tokenizer is None else block_tokens * TOKEN_BYTES
-        self._block_tokens = block_bytes / BYTES_PER_TOKEN if tokenizer is None else float(block_tokens)
-        self._max_blocks = max_blocks
-        self.max_body_bytes = max_body_bytes
-        self._session_header = session_header.lower()
-        self._cookie_begin = f"{session_cookie}="
-        self._clients = clients
-        self._pieces = pieces
-        self._promises = promises
-        self._slo = slo
+        self.max_body_bytes = settings.limits.max_body_bytes
+        self._tokenizer: PromptTokenizer | None = None
+        self._block_bytes, self._block_tokens = prompts.block_bytes, prompts.block_bytes / BYTES_PER_TOKEN
+        if prompts.tokenizer is not None:
+            from skymemory.router.prompts.tokenizing import PromptTokenizer
+
+            self._tokenizer = PromptTokenizer(prompts.tokenizer)
+            self._block_bytes, self._block_tokens = prompts.block_tokens * TOKEN_BYTES, float(prompts.block_tokens)
+        self._max_blocks = prompts.max_blocks
+        self._session_header = prompts.session_header.lower()
+        self._cookie_begin = f"{prompts.session_cookie}="
+        # Tenants, priorities and promises cost time to read, so each is read only where something uses it.
+        self._clients = clients_of(admission) if admission.fair or queues else None
+        self._promises = queues or admission.ttft_s > 0
+        self._slo = slo_of(admission)
+        self._pieces = settings.strategy == "simhash"
+        """Also hash each block on its own: that strategy compares them."""
 
     def read(
         self, path: str, headers: Mapping[str, str], body: bytes, client: str = "", most_new: int | None = None
@@ -204,30 +188,8 @@ def without_prompt(tokens: int = 0) -> Request:
     return Request(Prompt(_NO_HASHES, _NO_HASHES, 16.0, tokens))
 
 
-def prompt_reader(settings: Settings, adapters: Mapping[str, str]) -> PromptReader:
-    """The reader that a router's settings ask for."""
-    prompts, admission, queues = settings.prompts, settings.admission, settings.queue.most_requests > 0
-    tokenizer = None
-    if prompts.tokenizer is not None:
-        from skymemory.router.prompts.tokenizing import PromptTokenizer
-
-        tokenizer = PromptTokenizer(prompts.tokenizer)
-    return PromptReader(
-        block_bytes=prompts.block_bytes,
-        tokenizer=tokenizer,
-        block_tokens=prompts.block_tokens,
-        max_blocks=prompts.max_blocks,
-        max_body_bytes=settings.limits.max_body_bytes,
-        adapters=adapters,
-        session_header=prompts.session_header,
-        session_cookie=prompts.session_cookie,
-        clients=Clients(admission.tenant_header.lower(), admission.priority_header.lower(), admission.objectives)
-        if admission.fair or queues
-        else None,
-        promises=queues or admission.ttft_s > 0,
-        slo=slo_of(admission),
-        pieces=settings.strategy == "simhash",
-    )
+def clients_of(settings: AdmissionSettings) -> Clients:
+    return Clients(settings.tenant_header.lower(), settings.priority_header.lower(), settings.objectives)
 
 
 def slo_of(settings: AdmissionSettings) -> Slo | None:

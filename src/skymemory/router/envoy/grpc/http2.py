@@ -202,11 +202,7 @@ class Http2:
         """Streams that wait for the connection's send window, in order."""
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
         self._first_window, self._peer_frame = FIRST_WINDOW, FIRST_FRAME_BYTES
-        ours = {
-            SET_MAX_STREAMS: most_streams,
-            SET_INITIAL_WINDOW: WINDOW_BYTES,
-            SET_MAX_HEADER_LIST: MAX_HEADER_BYTES,
-        }
+        ours = {SET_MAX_STREAMS: most_streams, SET_INITIAL_WINDOW: WINDOW_BYTES, SET_MAX_HEADER_LIST: MAX_HEADER_BYTES}
         self._frame(SETTINGS, 0, 0, b"".join(SETTING.pack(*item) for item in ours.items()))
         self._frame(WINDOW_UPDATE, 0, 0, WORD.pack(CONNECTION_WINDOW_BYTES - FIRST_WINDOW))
 

@@ -135,7 +135,7 @@ class GrpcServer:
                 connection.abort()
             await asyncio.sleep(0)  # asyncio reports their end in the loop's next turn
 
-    # Turns: a connection with work left after its slice stands in `_waiting`, once, and its socket is not read meanwhile.
+    # Turns: a connection with work left after its slice stands in `_waiting`, once; its socket is not read meanwhile.
     # So a flood on one delays the others by one slice in each turn, and its own bytes back up in the kernel.
 
     def wait(self, connection: Connection) -> None:
