@@ -167,7 +167,7 @@ def run(eviction: str, replacement: str, admission: bool, seed: int, requests: i
         "hits": hits / asked,
         "hits_of_seen": hits / max(1, seen_before),
         "moved_bytes": sky.op_bytes[Op.MIGRATE],
-        "stored_bytes": sum(machine.store.ledger.set_bytes for machine in sky.satellites.values()),
+        "stored_bytes": sum(machine.store.ledger.figures()["bytes_set"] for machine in sky.satellites.values()),
         "requests": requests,
         "seconds": round(time.perf_counter() - began, 1),
     }

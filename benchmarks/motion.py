@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.protocol.satellite import ledgers
+
 from _bench import constellation, print_table, write_json
 from skymemory.metrics import percentile
 from skymemory.placement import locate
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import STRATEGY_CODES
-from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import CHUNK_REF_BYTES
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, open_constellation, sky_of
@@ -109,7 +110,7 @@ def turn(scale: float, blocks: int, seconds: float, every_s: float, delay: float
         used_s = processor_s(folder) - used_s
         ended_s, after = between_moves(plan), ping_all(plan)
         store.close()
-        if memory.open_books({here: figures for here, figures in after.items() if figures is not None}):
+        if ledgers.open_books({here: figures for here, figures in after.items() if figures is not None}):
             raise SystemExit("a satellite's books do not close")
         moved = [after[here]["bytes_migrated_in"] - before[here]["bytes_migrated_in"] for here in after]  # type: ignore[index]
         turns = steps(plan, began_s, ended_s)

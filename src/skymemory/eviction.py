@@ -101,6 +101,7 @@ class RankedKeys(Generic[Rank]):
 
     def first(self, but: bytes | None = None) -> bytes | None:
         """The key of the lowest rank that is not held and not ``but``; None if there is none."""
+        # Stale entries are dropped on the way; ``but``, if it comes first, is put back at the end.
         found, spared = None, None
         while self._heap and found is None:
             rank, stamp, key = self._heap[0]
@@ -247,6 +248,7 @@ class LeastRecentlyAndFrequentlyUsed:
             self._worths.put(key, self._now)
 
     def used(self, key: bytes) -> None:
+        # Instead of decaying all worths, a use counts more the later it is: ``_now`` doubles with each half-life.
         self._events += 1
         self._now *= 2 ** (1 / (_HALF_LIVES * self._mean_return))
         if self._now > _MOST:
@@ -366,6 +368,8 @@ class AdaptiveReplacement:
         self._again.put(key, 0)
 
     def _came(self, key: bytes) -> None:
+        # A key that returns after its eviction shows which list was too short: that one's share grows, by more where
+        # few of the kind are remembered.
         once, again = len(self._once_gone), len(self._again_gone)
         if key in self._once_gone:
             del self._once_gone[key]

@@ -26,6 +26,7 @@ from tests.properties.wire_traffic import (
     check_store,
     satellite,
 )
+from tests.protocol.satellite import ledgers
 
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.index.journal import RecordOp, decode_records, encode_record, replay
@@ -34,7 +35,6 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Capabilities, Selection
-from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import ChunkRef, Op, SkyHeader, parse_header, parse_packet
 from skymemory.testbed.plan import make_plan
 from skymemory.testbed.plan_file import from_json, to_json
@@ -97,7 +97,7 @@ class SatelliteTarget:
         self._left -= 1
         if not self._left:
             check_store(machine, honest=False)
-            assert memory.unaccounted_bytes(machine.housekeeping()) == 0
+            assert ledgers.unaccounted_bytes(machine.housekeeping()) == 0
             assert machine.store.used_bytes <= MEMORY_BYTES
             self.__init__()  # type: ignore[misc]
 

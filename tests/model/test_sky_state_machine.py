@@ -14,13 +14,13 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.protocol.satellite import ledgers
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
-from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import SimulatedConstellation
@@ -155,7 +155,7 @@ class SkyMachine(RuleBasedStateMachine):
     def the_books_close(self) -> None:
         if hasattr(self, "sim"):
             books = {here: machine.housekeeping() for here, machine in self.sim.satellites.items()}
-            assert memory.open_books(books) == {}
+            assert ledgers.open_books(books) == {}
 
 
 TestSky = SkyMachine.TestCase

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.protocol.satellite.ledgers import unaccounted_bytes
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -21,7 +22,6 @@ from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
-from skymemory.protocol.satellite.memory import unaccounted_bytes
 from skymemory.protocol.wire import (
     Address,
     Op,

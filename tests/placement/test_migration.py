@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skymemory.constellation.presets import PRESETS
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.layout import Strategy
-from skymemory.placement.locate import Moves, Placement, handover_target, moves, server_moves
+from skymemory.placement.locate import Moves, Placement, moves, server_moves
 
 MOVE = st.tuples(st.integers(-40, 40), st.integers(-40, 40))
 
@@ -21,6 +21,21 @@ def placements(draw: st.DrawFn) -> Placement:
     centre = torus.wrap(draw(st.integers(0, 11)), draw(st.integers(0, 11)))
     links = draw(st.sampled_from([(1e-3, 1e-3), (6.5e-3, 2e-3), (1e-3, 9e-3)]))
     return Placement.of(strategy, draw(st.integers(1, torus.size)), torus, centre, *links)
+
+
+def handover_target(
+    placement: Placement, satellite: SatelliteId, from_moves: Moves, to_moves: Moves
+) -> SatelliteId | None:
+    """The satellite that gets everything ``satellite`` holds for this box; None if it keeps it or is not in the box."""
+    if not placement.migrates:
+        return None
+    cell = placement.cell_of(satellite, placement.centre_at(from_moves))
+    if cell is None:
+        return None
+    x, y = placement.cell_at(cell, from_moves, to_moves)
+    after = placement.centre_at(to_moves)
+    target = placement.torus.wrap(after.plane + y, after.slot + x)
+    return None if target == satellite else target
 
 
 def test_figure_8_as_handovers() -> None:

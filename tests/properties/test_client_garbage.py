@@ -16,6 +16,7 @@ from tests.properties.wire_traffic import (
     hostile,
     segment_sizes,
 )
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
@@ -88,7 +89,7 @@ def test_hostile_packets_at_a_client(packets, batched):
         machine.receive_batch(b"".join(packets), len(packets[0]), 0.001)
     else:
         for packet in packets:
-            machine.receive_datagram(packet, 0.001)
+            receive_datagram(machine, packet, 0.001)
             machine.datagrams_to_send(0.001)
     assert len(out) == 2500
     end(machine)
@@ -113,7 +114,7 @@ def test_runs_at_a_client_do_what_their_packets_do(runs, damage):
     together.receive_runs([(memoryview(data), size) for data, size in zip(joined, sizes, strict=True)], 0.001)
     for data, size in zip(joined, sizes, strict=True):
         for at in range(0, len(data), size):
-            apart.receive_datagram(data[at : at + size], 0.001)
+            receive_datagram(apart, data[at : at + size], 0.001)
     assert out_together == out_apart
     ended = [[(event.number, event.ok) for event in machine._events] for machine in (together, apart)]
     assert ended[0] == ended[1]

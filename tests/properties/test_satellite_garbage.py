@@ -25,6 +25,7 @@ from tests.properties.wire_traffic import (
     satellite,
     segment_sizes,
 )
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.errors import MalformedPacket
 from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection
@@ -67,14 +68,14 @@ def test_damaged_packets_at_a_satellite(data, segment_bytes, source):
 def test_hostile_packets_at_a_satellite(packets, batched, source):
     machine = satellite()
     for packet in bulk(Op.SET):
-        machine.receive_datagram(packet, GROUND, 0.0)
+        receive_datagram(machine, packet, GROUND, 0.0)
     drain(machine)
     sent = 0
     if batched:
         machine.receive_batch(b"".join(packets), len(packets[0]), source, 0.0)
     else:
         for packet in packets:
-            machine.receive_datagram(packet, source, 0.0)
+            receive_datagram(machine, packet, source, 0.0)
     check_store(machine, honest=False)
     sent += drain(machine)
     for now_s in (0.5, 2.0, 20.0):
@@ -100,7 +101,7 @@ def test_a_batch_does_what_its_packets_do(packets):
             run = []
         run.append(packet)
     for packet in packets:
-        apart.receive_datagram(packet, GROUND, 0.0)
+        receive_datagram(apart, packet, GROUND, 0.0)
     assert list(together.store.items()) == list(apart.store.items())
     assert together.counters.as_dict() == apart.counters.as_dict()
     assert together.moves == apart.moves
@@ -110,7 +111,7 @@ def test_a_selection_of_everything_is_cheap_and_bounded():
     """What one GET of 8 KB can make a satellite do: one MISS of 8 KB."""
     machine = satellite()
     body = struct.pack(">32sIII", KEY, 1, 1, MAX_SELECTION_BITS) + b"\xff" * (MAX_SELECTION_BITS // 8)
-    machine.receive_datagram(build_packet(header(Op.GET), body, 0, 0.0), GROUND, 0.0)
+    receive_datagram(machine, build_packet(header(Op.GET), body, 0, 0.0), GROUND, 0.0)
     assert drain(machine) < len(body) + 100
     with pytest.raises(MalformedPacket):
         Selection.unpack(struct.pack(">32sIII", KEY, 1, 1, MAX_SELECTION_BITS + 8) + b"\xff" * 8193)

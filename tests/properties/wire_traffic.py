@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 from hypothesis import strategies as st
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -241,6 +242,6 @@ def drain(machine: SatelliteMachine, now_s: float = 0.0) -> int:
 
 
 def answers_ping(machine: SatelliteMachine) -> bool:
-    machine.receive_datagram(build_packet(header(Op.PING), b"", 0, 0.0), GROUND, 1.0)
+    receive_datagram(machine, build_packet(header(Op.PING), b"", 0, 0.0), GROUND, 1.0)
     ((batch, to),) = machine.datagrams_to_send(1.0)
     return to == GROUND and parse_packet(batch.datagrams()[0]).header.op is Op.PONG

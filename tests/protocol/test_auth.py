@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.conftest import World, key_of
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -125,7 +126,7 @@ def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> 
     assert machine.counters.get("chunks_set") == 4 and machine.counters.get("packets_received") == 4
     ((ack, link),) = machine.datagrams_to_send(NOW_S)
     assert link == GROUND and parse_packet(ack.datagrams()[0]).header.op is Op.ACK
-    machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY]), sequence=9), GROUND, NOW_S)
+    receive_datagram(machine, command(Op.EVICT, messages.pack_keys([KEY]), sequence=9), GROUND, NOW_S)
     assert machine.counters.get("chunks_deleted") == 4 and counted(machine) == (0, 0, 0)
     assert satellite(world(), authority(every_packet=True)).plain_requests(NOW_S) is None
 
@@ -149,7 +150,7 @@ def test_a_sender_without_a_key_is_refused_counted_and_notified(
     else:
         plain = single(build_packet(header(op), body, 9, NOW_S))
         forged = (plain if by is None else by.sign(plain, NOW_S)).datagrams()[0]
-    machine.receive_datagram(forged, ("ground", 66), NOW_S)
+    receive_datagram(machine, forged, ("ground", 66), NOW_S)
     assert counted(machine) == (1, 0, 0)
     assert len(machine.store) == 4 and machine.moves == (0, 0)
     ((answer, link),) = machine.datagrams_to_send(NOW_S)
@@ -160,14 +161,14 @@ def test_a_sender_without_a_key_is_refused_counted_and_notified(
 def test_a_replayed_packet_does_nothing_and_a_retransmission_passes(world: type[World]) -> None:
     machine, body = satellite(world()), messages.pack_keys([KEY])
     evict = command(Op.EVICT, body, sequence=3)
-    machine.receive_datagram(evict, GROUND, NOW_S)
+    receive_datagram(machine, evict, GROUND, NOW_S)
     run = sets(2, authority(), sequence=10)
     machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
     machine.datagrams_to_send(NOW_S)
-    machine.receive_datagram(evict, GROUND, NOW_S + 1)
+    receive_datagram(machine, evict, GROUND, NOW_S + 1)
     assert len(machine.store) == 2 and counted(machine) == (0, 1, 0) and not machine.datagrams_to_send(NOW_S)
     again = command(Op.EVICT, body, sequence=4, now_s=NOW_S + 1)
-    machine.receive_datagram(again, GROUND, NOW_S + 1)
+    receive_datagram(machine, again, GROUND, NOW_S + 1)
     assert len(machine.store) == 0 and counted(machine) == (0, 1, 0)
 
 
@@ -176,13 +177,13 @@ def test_an_old_packet_is_refused_even_where_the_clock_of_32_bits_has_come_round
     world: type[World], later_s: float
 ) -> None:
     machine = satellite(world(), now_s=NOW_S - 100)
-    machine.receive_datagram(command(Op.PING, b""), GROUND, NOW_S + later_s)
+    receive_datagram(machine, command(Op.PING, b""), GROUND, NOW_S + later_s)
     assert counted(machine) == (1, 0, 0)
 
 
 def test_a_satellite_that_starts_again_takes_nothing_from_before(world: type[World]) -> None:
     machine = satellite(world(), now_s=NOW_S + 1.1)
-    machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY])), GROUND, NOW_S + 2)
+    receive_datagram(machine, command(Op.EVICT, messages.pack_keys([KEY])), GROUND, NOW_S + 2)
     assert counted(machine) == (0, 1, 0)
 
 
@@ -194,7 +195,7 @@ def test_any_changed_bit_that_the_mac_covers_is_refused_even_with_a_right_checks
     head = packet[:140]
     native.seal_headers(head, 140, 8)
     packet[:140] = head
-    machine.receive_datagram(bytes(packet), GROUND, NOW_S)
+    receive_datagram(machine, bytes(packet), GROUND, NOW_S)
     assert (len(machine.store) == 1) == (28 <= bit // 8 < 32 or 48 <= bit // 8 < 52)
 
 
@@ -202,9 +203,9 @@ def test_damage_is_not_taken_for_an_attack(world: type[World]) -> None:
     machine = satellite(world())
     packet = bytearray(command(Op.PING, b""))
     packet[20] ^= 1
-    machine.receive_datagram(bytes(packet), GROUND, NOW_S)
+    receive_datagram(machine, bytes(packet), GROUND, NOW_S)
     run = sets(2, authority())
-    machine.receive_datagram(run[0][:-1] + bytes([run[0][-1] ^ 1]), GROUND, NOW_S)
+    receive_datagram(machine, run[0][:-1] + bytes([run[0][-1] ^ 1]), GROUND, NOW_S)
     assert counted(machine) == (0, 0, 2) and not machine.datagrams_to_send(NOW_S)
 
 
@@ -215,16 +216,16 @@ def test_rotation_old_and_new_are_accepted_and_then_the_old_is_not(world: type[W
     both = ring.with_key(NEW, from_s=NOW_S + 10)
     assert both.active(NOW_S).key_id == 1 and both.active(NOW_S + 10).key_id == 2
     old, new = Authority(ring), Authority(KeyRing((SecretKey(2, NEW),)))
-    machine.receive_datagram(command(Op.PING, b"", new, 0), GROUND, NOW_S)
+    receive_datagram(machine, command(Op.PING, b"", new, 0), GROUND, NOW_S)
     assert counted(machine) == (1, 0, 0)
     machine_keys.ring = both
     for sequence, by in enumerate((new, old, Authority(both)), 1):
-        machine.receive_datagram(command(Op.PING, b"", by, sequence), GROUND, NOW_S)
+        receive_datagram(machine, command(Op.PING, b"", by, sequence), GROUND, NOW_S)
     assert counted(machine) == (1, 0, 0)
     machine_keys.ring = both.without({1}, NOW_S + 11)
-    machine.receive_datagram(command(Op.PING, b"", old, 7), GROUND, NOW_S)
+    receive_datagram(machine, command(Op.PING, b"", old, 7), GROUND, NOW_S)
     assert counted(machine) == (2, 0, 0)
-    machine.receive_datagram(command(Op.PING, b"", new, 8), GROUND, NOW_S)
+    receive_datagram(machine, command(Op.PING, b"", new, 8), GROUND, NOW_S)
     assert counted(machine) == (2, 0, 0)
 
 
@@ -256,12 +257,12 @@ def test_a_flood_is_counted_and_gets_no_more_answers_than_a_few(world: type[Worl
     machine, forged = satellite(world()), command(Op.PING, b"", authority(OTHER))
     answers = []
     for number in range(2000):
-        machine.receive_datagram(forged, ("stranger", number), NOW_S + number * 1e-6)
+        receive_datagram(machine, forged, ("stranger", number), NOW_S + number * 1e-6)
         answers.append(len(machine.datagrams_to_send(NOW_S + number * 1e-6)))
     assert counted(machine) == (2000, 0, 0) and sum(answers) in (REFUSALS_PER_S - 1, REFUSALS_PER_S)
     assert sum(answers[:50]) == 50, "a sender that merely has the wrong key is notified at once"
     for second in (2, 3):
-        machine.receive_datagram(forged, ("stranger", 0), NOW_S + second)
+        receive_datagram(machine, forged, ("stranger", 0), NOW_S + second)
         assert len(machine.datagrams_to_send(NOW_S + second)) == 1
 
 
@@ -274,7 +275,7 @@ def test_a_ground_hosts_telemetry_is_refused_and_diverts_no_answer(world: type[W
     spoken = SkyHeader(Op.ACK, Address(2, 9), Address(2, 8, 0xFF), 7, 1)
     onward = SkyHeader(Op.PRESENCE, Address(0, 3), Address(2, 8), 0, 0x80000000)
     for header_of_it in (spoken, onward):
-        machine.receive_datagram(build_packet(header_of_it, b"", 0, NOW_S), ("stranger", 66), NOW_S)
+        receive_datagram(machine, build_packet(header_of_it, b"", 0, NOW_S), ("stranger", 66), NOW_S)
     ((ack, link),) = machine.datagrams_to_send(NOW_S)
     assert link == GROUND and parse_packet(ack.datagrams()[0]).header.op is Op.ACK
     assert counted(machine) == (2, 0, 0) and machine.counters.get("packets_forwarded") == 0
@@ -309,7 +310,7 @@ def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World
         spoken = SkyHeader(Op.LINKS, Address(2, 9), Address(2, 10), 0, 0)
         packet = single(build_packet(spoken, LinksBody(False, (0, 0), 0).pack(), step, now_s))
         batch = packet if by is None else by.sign(packet, now_s)
-        machine.receive_datagram(bytes(batch.headers), neighbour, now_s)
+        receive_datagram(machine, bytes(batch.headers), neighbour, now_s)
     alive = by is not None and by.ring == authority().ring
     assert machine.neighbours.links.is_up(HERE, neighbour) == alive
 
@@ -447,9 +448,9 @@ def test_a_client_ignores_answers_without_a_mac_where_every_packet_has_one(value
     (batch, _), *_ = machine.datagrams_to_send(world.now_s)
     asked = parse_packet(batch.datagrams()[0]).header
     forged = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
-    machine.receive_datagram(build_packet(forged, b"", 0, 0.0), world.now_s)
-    machine.receive_datagram(
-        authority(OTHER, True).sign(single(build_packet(forged, b"", 0, 0.0)), 0.0).headers, world.now_s
+    receive_datagram(machine, build_packet(forged, b"", 0, 0.0), world.now_s)
+    receive_datagram(
+        machine, authority(OTHER, True).sign(single(build_packet(forged, b"", 0, 0.0)), 0.0).headers, world.now_s
     )
     assert machine.next_event() is None and machine.counters.get("packets_refused") == 2
     assert world.get(info)[0].ok and number not in {event.number for event in iter(machine.next_event, None)}
@@ -464,7 +465,7 @@ def test_a_forged_answer_ends_an_operation_where_answers_carry_none(value_of) ->
     (batch, _), *_ = machine.datagrams_to_send(world.now_s)
     asked = parse_packet(batch.datagrams()[0]).header
     forged = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
-    machine.receive_datagram(build_packet(forged, b"", 0, 0.0), world.now_s)
+    receive_datagram(machine, build_packet(forged, b"", 0, 0.0), world.now_s)
     event = machine.next_event()
     assert event is not None and event.number == number and not event.ok
 
@@ -481,7 +482,7 @@ def test_a_larger_chunk_than_an_answer_can_sign_is_refused(world: type[World]) -
     by = authority()
     machine = satellite(world(), by)
     (packet,) = sets(1, by, MAX_SIGNED_CHUNK_BYTES + 8)
-    machine.receive_datagram(packet, GROUND, NOW_S)
+    receive_datagram(machine, packet, GROUND, NOW_S)
     assert len(machine.store) == 0 and counted(machine) == (1, 0, 0)
 
 
@@ -510,7 +511,7 @@ def test_a_satellite_that_asks_for_no_macs_drops_packets_that_carry_one(world: t
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), NOW_S)
     run = sets(3, authority())
     machine.receive_batch(b"".join(run), len(run[0]), GROUND, NOW_S)
-    machine.receive_datagram(command(Op.EVICT, messages.pack_keys([KEY])), GROUND, NOW_S)
+    receive_datagram(machine, command(Op.EVICT, messages.pack_keys([KEY])), GROUND, NOW_S)
     assert len(machine.store) == 0 and counted(machine) == (0, 0, 4) and not machine.datagrams_to_send(NOW_S)
 
 
@@ -523,6 +524,6 @@ def test_a_client_that_asks_for_no_macs_drops_answers_that_carry_one(value_of) -
     asked = parse_packet(batch.datagrams()[0]).header
     answer = SkyHeader(Op.UNREACHABLE, asked.source, asked.destination, 7, asked.request_id)
     signed = authority(every_packet=True).sign(single(build_packet(answer, b"", 0, 0.0)), 0.0)
-    machine.receive_datagram(signed.headers, world.now_s)
+    receive_datagram(machine, signed.headers, world.now_s)
     assert machine.next_event() is None and machine.counters.get("packets_malformed") == 1
     assert world.get(info)[0].ok and number not in {event.number for event in iter(machine.next_event, None)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
@@ -146,7 +147,7 @@ def test_who_says_that_it_knows_nothing_is_asked_for_signs_of_life_all_the_same(
 @pytest.mark.parametrize("by", [None, Authority(first_ring(bytes(32))), Authority(first_ring(bytes(32)), True)])
 def test_an_unknown_command_is_answered_and_signed_as_every_answer(world, by):
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20, authority=by), world().sky, MoveClock(), 1e9)
-    machine.receive_datagram(later_command(by, 1e9), GROUND, 1e9)
+    receive_datagram(machine, later_command(by, 1e9), GROUND, 1e9)
     ((batch, link),) = machine.datagrams_to_send(1e9)
     (packet,) = batch.datagrams()
     if by is not None and by.every_packet:
@@ -164,7 +165,7 @@ def test_an_unknown_command_is_answered_and_signed_as_every_answer(world, by):
 
 def test_a_neighbour_that_asks_for_what_is_unknown_is_answered_too(world):
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), 0.0)
-    machine.receive_datagram(later_command(ground=0), NEIGHBOUR, 0.0)
+    receive_datagram(machine, later_command(ground=0), NEIGHBOUR, 0.0)
     ops = {parse_packet(batch.datagrams()[0]).header.op: link for batch, link in machine.datagrams_to_send(0.0)}
     assert ops[Op.UNSUPPORTED] == NEIGHBOUR
 
@@ -183,7 +184,7 @@ def test_what_is_no_sound_command_gets_no_answer(world, wrong):
         packet[COMMAND_BYTES] = 2
     start = 16 if wrong == "telemetry" else COMMAND_BYTES
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20), world().sky, MoveClock(), 0.0)
-    machine.receive_datagram(sealed(bytes(packet), start), GROUND, 0.0)
+    receive_datagram(machine, sealed(bytes(packet), start), GROUND, 0.0)
     assert machine.datagrams_to_send(0.0) == []
     assert machine.counters.get("packets_malformed") == 1 and machine.counters.get("packets_unsupported") == 0
 

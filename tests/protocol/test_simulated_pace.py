@@ -6,9 +6,9 @@ import random
 
 import pytest
 from tests.protocol.conftest import World
+from tests.protocol.satellite import ledgers
 
 from skymemory.protocol.clock import MoveClock
-from skymemory.protocol.satellite import memory
 
 
 @pytest.mark.parametrize("strategy", ["rotation", "rotation_hop", "cost"])
@@ -55,8 +55,8 @@ def test_an_accelerated_day_loses_nothing(value_of):
         holders, homes = sky.holders(info), sky.homes(info, moves)
         assert all(homes[index][0] in here for index, here in holders.items())
     books = {here: machine.housekeeping() for here, machine in sky.sim.satellites.items()}
-    together = memory.total(books)
-    assert memory.open_books(books) == {} and together["bytes_evicted"] == together["bytes_deleted"] == 0
+    together = ledgers.total(books)
+    assert ledgers.open_books(books) == {} and together["bytes_evicted"] == together["bytes_deleted"] == 0
 
 
 def test_what_was_written_between_moves_that_follow_fast_is_found_in_one_round_trip(world, value_of):

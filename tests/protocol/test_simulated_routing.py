@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.protocol.conftest import World
+from tests.protocol.datagrams import receive_datagram
 from tests.protocol.test_link_state import hops_around
 
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -155,7 +156,7 @@ def test_links_from_the_ground_or_in_anothers_name_are_not_believed(world):
     for claimed, link in ((Address(2, 9, 0xFF), ("ground", 7)), (Address(1, 9), SatelliteId(2, 8))):
         packet = build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), claimed, 0, 0), body, 0, 0.0)
         before = machine.counters.get("packets_malformed")
-        machine.receive_datagram(packet, link, 0.0)
+        receive_datagram(machine, packet, link, 0.0)
         assert machine.counters.get("packets_malformed") == before + 1
         assert machine.moves == (0, 0) and machine.neighbours.links.clear
 
@@ -167,7 +168,7 @@ def test_what_is_made_up_of_our_future_does_not_make_us_unbelievable(world, made
     west, east = SatelliteId(2, 8), SatelliteId(2, 10)
     body = LinksBody(False, (0, 0), 0, [Declaration(CENTRE, 0xF, made_ms)]).pack()
     packet = build_packet(SkyHeader(Op.LINKS, Address(*CENTRE), Address(*west), 0, 0), body, 0, 0.0)
-    sky.sim.satellites[CENTRE].receive_datagram(packet, west, 0.0)
+    receive_datagram(sky.sim.satellites[CENTRE], packet, west, 0.0)
     sky.settle(1.0)
     sky.sim.cut(CENTRE, east)
     ping(sky, east)

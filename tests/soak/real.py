@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.protocol.satellite import ledgers
 from tests.soak.terms import Outcome, bytes_of
 from tests.soak.trouble import Trouble
 
 from skymemory.constellation.presets import preset_named
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
-from skymemory.protocol.satellite import memory
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, open_constellation
 from skymemory.testbed.control import ping_all
@@ -132,7 +132,7 @@ class RealSoak:
     def _audit(self, plan: ConstellationPlan, when: str, dying: HostShare | None = None, whole: bool = False) -> None:
         """Every host that answers must have books that close; those of the dying are added up as final."""
         answers = {here: found for here, found in ping_all(plan).items() if found is not None}
-        gaps = memory.open_books(answers)
+        gaps = ledgers.open_books(answers)
         self.outcome.open_books += [f"{tuple(here)}, {when}: {gap} bytes" for here, gap in gaps.items()]
         if dying is not None:
             final = {here: dict(answers[here]) for here, _ in plan.addresses_of(dying) if here in answers}
@@ -142,12 +142,12 @@ class RealSoak:
             self._add(final)
         if whole:
             self._add(answers)
-            gap = memory.unaccounted_bytes(self.outcome.books)
+            gap = ledgers.unaccounted_bytes(self.outcome.books)
             self.outcome.open_books += [f"all together: {gap} bytes"] * (gap != 0)
             silent = plan.torus.size - len(answers)
             self.outcome.counted["satellites silent at the end"] = silent
         self.outcome.counted["audits"] += 1
 
     def _add(self, figures: dict[object, dict[str, int]]) -> None:
-        for name, size in memory.total(figures).items():
+        for name, size in ledgers.total(figures).items():
             self.outcome.books[name] = self.outcome.books.get(name, 0) + size

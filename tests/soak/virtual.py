@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import merge
 
+from tests.protocol.satellite import ledgers
 from tests.soak.terms import Outcome, Setting, bytes_of
 
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -29,7 +30,6 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
-from skymemory.protocol.satellite import memory
 from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.transport.faults import FaultInjector
@@ -263,8 +263,8 @@ class VirtualSoak:
         for here, machine in self.sim.satellites.items():
             held = sum(len(chunk.payload) + CHUNK_REF_BYTES for _, chunk in machine.store.items())
             figures[here]["memory_used_bytes"] = held
-        self.outcome.books = books = memory.total(figures)
-        gaps: dict[object, int] = {**memory.open_books(figures), **memory.open_books({"all": books})}
+        self.outcome.books = books = ledgers.total(figures)
+        gaps: dict[object, int] = {**ledgers.open_books(figures), **ledgers.open_books({"all": books})}
         if books["bytes_migrated_out"] > books["bytes_migrated_in"]:
             gaps["left and never arrived"] = books["bytes_migrated_out"] - books["bytes_migrated_in"]
         self.outcome.open_books += [f"{name} at {self.sim.now_s:.3f} s: {gap} bytes" for name, gap in gaps.items()]

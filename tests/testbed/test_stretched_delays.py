@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
@@ -37,8 +38,8 @@ def test_who_can_take_more_than_the_header_holds_says_so_much() -> None:
 
     config = SatelliteConfig(HERE, 1 << 20, credit_bytes=PLENTY_BYTES)
     satellite = SatelliteMachine(config, sky_of(PLAN), clock_of(PLAN), 1.0)
-    satellite.receive_datagram(packet, "ground", 1.0)
+    receive_datagram(satellite, packet, "ground", 1.0)
     ((answer, _),) = satellite.datagrams_to_send(1.0)
-    client.receive_datagram(next(iter(answer.datagrams())), 2.0)
+    receive_datagram(client, next(iter(answer.datagrams())), 2.0)
     event = client.next_event()
     assert event is not None and event.ok

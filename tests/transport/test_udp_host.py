@@ -7,6 +7,8 @@ import math
 import socket
 import time
 
+from tests.protocol.datagrams import receive_datagram
+
 from skymemory.protocol import messages
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
 from skymemory.testbed.connect import host_spec
@@ -28,7 +30,7 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
             for here, satellite in host._satellites.items():
                 header = SkyHeader(Op.ADVANCE, Address(*here), Address(*here, GROUND_SHELL), 1, 1)
                 packet = build_packet(header, messages.pack_moves(5, -1), 0, host.now_s())
-                satellite.machine.receive_datagram(packet, ("127.0.0.1", 9), host.now_s())
+                receive_datagram(satellite.machine, packet, ("127.0.0.1", 9), host.now_s())
             before = {here: satellite.machine for here, satellite in host._satellites.items()}
             host.set_dead(plan.torus.satellites())
             assert not host._satellites

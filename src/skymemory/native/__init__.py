@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skymemory.native.twin import backend
-from skymemory.native.twin.runs import AnswerTerms, Landing, Run, Tally
-from skymemory.native.twin.serve import Guard, Served
+from skymemory.native.twin.runs import AnswerTerms, Guard, Landing, Run, Served, Tally
 from skymemory.native.twin.udp import SLOT_BYTES, Ack, Arrival
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-/* A satellite's plain requests, received, answered and sent in one call. Twin and contract: twin/serve.py. */
+/* A satellite's plain requests, received, answered and sent in one call. Twin and contract: twin/runs.py. */
 #include "serve.h"
 
 #include <errno.h>

@@ -1,4 +1,4 @@
-/* Stores the chunks of a plain SET: verified, stored, acknowledged. Twin: twin/serve.py. */
+/* Stores the chunks of a plain SET: verified, stored, acknowledged. Twin: twin/runs.py. */
 #include "serve.h"
 
 enum {

@@ -243,18 +243,3 @@ def server_moves(placement: Placement, set_moves: Moves, from_moves: Moves, to_m
         for server, (source, target) in enumerate(zip(before, after, strict=True))
         if source != target
     ]
-
-
-def handover_target(
-    placement: Placement, satellite: SatelliteId, from_moves: Moves, to_moves: Moves
-) -> SatelliteId | None:
-    """The satellite that gets everything ``satellite`` holds for this box; None if it keeps it or is not in the box."""
-    if not placement.migrates:
-        return None
-    cell = placement.cell_of(satellite, placement.centre_at(from_moves))
-    if cell is None:
-        return None
-    x, y = placement.cell_at(cell, from_moves, to_moves)
-    after = placement.centre_at(to_moves)
-    target = placement.torus.wrap(after.plane + y, after.slot + x)
-    return None if target == satellite else target

@@ -108,20 +108,8 @@ class Presence:
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
         """None if the satellite holds nothing of the key."""
-        (
-            number,
-            chunks,
-            length,
-            value_bytes,
-            value_crc,
-            servers,
-            server,
-            strategy,
-            _,
-            held,
-            slot_moves,
-            plane_moves,
-        ) = _PRESENCE.unpack_from(record)
+        number, chunks, length, value_bytes, value_crc, *placement = _PRESENCE.unpack_from(record)
+        servers, server, strategy, _, held, slot_moves, plane_moves = placement
         if number == 0:
             return None
         if not (number <= chunks and 1 <= server <= servers):

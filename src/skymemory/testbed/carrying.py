@@ -75,6 +75,8 @@ def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
     shell, placement = shell_of(plan), sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
     chunks = plan.memory_per_satellite_bytes / (plan.chunk_bytes + CHUNK_REF_BYTES) * plan.replicas * FILLED
     chunk_s = _CHUNK_S[plan.auth] + _FAULTS_S * plan.faults.any + _DELAY_S * (plan.delay_scale > 0)
+    # A move costs every satellite a look at what it holds, and the row or column that leaves the box a handover of all
+    # its chunks. Rows leave at plane moves, columns at slot moves, so the shape of the box counts, and both periods.
     cost = 0.0
     for moves, period_s in (((1, 0), slot_move_period_s(shell)), ((0, 1), plane_move_period_s(shell))):
         leaving = len(server_moves(placement, (0, 0), (0, 0), moves)) * chunks

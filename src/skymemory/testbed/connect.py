@@ -33,6 +33,8 @@ from skymemory.transport.udp_socket import source_address
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
     """Round trip to the farthest server by the current geometry and the plan's delay scale."""
+    # By the way a packet takes: beam to each satellite (los), or beam to the gateway and links from there. The farthest
+    # satellite of the box counts, because the timeout must hold for all. An onboard host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
     sky_s, moves = 0.0, (0, 0)
     if plan.time_scale:

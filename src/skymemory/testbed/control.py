@@ -95,6 +95,8 @@ def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
     """Each satellite's answer, None without one. Raises ``CommandsRefused`` if all answers to a PING are refusals."""
+    # ``survey`` decides whom to ask when; each packet is sent once, so that nothing but the survey repeats it. Answers
+    # to earlier packets count, too: their operations stay in flight until the end.
     refused = False
     answers: dict[SatelliteId, Finished | None] = dict.fromkeys(satellites)
     if not answers:
@@ -282,6 +284,8 @@ def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) 
 
 
 def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None, alive: bool) -> frozenset[SatelliteId]:
+    # The file first, then the signal: a host that starts meanwhile reads it, one that runs reads it on SIGHUP. Then
+    # wait until pings show the change, so that whoever scripts an outage need not guess.
     with directory.locked():
         plan = directory.running_plan()
         if satellites is None:
@@ -394,7 +398,7 @@ class Survey:
         self._overdue.pop(satellite, None)
         self._fresh[satellite] = now_s + self._overdue_s
         wait_s = self._waits_s.get(satellite)
-        if wait_s is None:  # the host's timeout starts with its last first request
+        if wait_s is None:  # the first request to it: the host's timeout starts with the last of these
             self._began_s.setdefault(host, now_s)
             self._progress_s[host] = now_s
             self._waits_s[satellite] = self._overdue_s

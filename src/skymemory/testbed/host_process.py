@@ -130,6 +130,7 @@ def run_host(
 
     Raises ``InvalidInput`` if other computers could command it without a key, unless ``insecure``.
     """
+    # Recorded before the sockets are bound: `down` must find this process even if it hangs there.
     check_exposure(plan, host, listen, insecure)
     if directory is not None:
         earlier = directory.read_record(host.name)

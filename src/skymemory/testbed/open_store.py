@@ -75,6 +75,7 @@ def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
             raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
         if bool(rules.get("tenant")) != ("quota" in rules):
             raise InvalidInput(f"store {where!r}: expected tenant=NAME&quota=SIZE together")
+        # From the inside out: admission is asked first, then the quota (of plain bytes); what passes is sealed.
         if "seal" in rules:
             store = sealed(store, KeyFollower(Path(rules["seal"])))
         if "quota" in rules:

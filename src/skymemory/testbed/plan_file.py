@@ -28,9 +28,10 @@ def to_json(plan: ConstellationPlan) -> str:
     """The plan as indented JSON, ``version`` first."""
     fields = dataclasses.asdict(plan)
     fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
+    # Readers refuse unknown keys: one that earlier versions do not know is written only where the plan needs it.
     for host in fields["hosts"]:
         if not host["skipped_ports"]:
-            del host["skipped_ports"]  # unknown to earlier versions
+            del host["skipped_ports"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 

@@ -243,6 +243,7 @@ class RunDirectory:
 
     def running(self) -> dict[str, ProcessRecord]:
         """Running host processes of this directory by their command lines. Empty without ``/proc``."""
+        # Pid files may be lost or damaged (a full disk, an impatient user): the command line names host and directory.
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -358,7 +359,7 @@ def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
     for base_port in (*starts[first:], *starts[:first]):
         if all(_bind_error((ip, port)) == 0 for port in range(base_port, base_port + count)):
             return Ports(base_port)
-    # Low ports first: ephemeral ones may be taken by clients while we start.
+    # No gap is wide enough. Low ports first: ephemeral ones may be taken by clients while we start.
     for some in (range(DEFAULT_BASE_PORT, _LAST_BASE_PORT), range(1024, _LAST_BASE_PORT), range(1024, MAX_PORT + 1)):
         free = [port for port in some if _bind_error((ip, port)) == 0][:count]
         if len(free) == count:
@@ -404,6 +405,8 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 def _is_left_behind(folder: Path, now_s: float) -> bool:
     """Raises OSError if the folder is inaccessible or vanishes."""
     status = folder.lstat()
+    # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and nobody holds its lock, which
+    # the system releases when the demo ends, however it ends.
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_ours or now_s - status.st_mtime < _YOUNG_S or RunDirectory(folder).living():
         return False

@@ -153,6 +153,8 @@ def start(
     watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``.
     Raises ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing behind.
     """
+    # All or nothing: whatever raises before ``pop_all`` ends the children first, then removes the files, in the reverse
+    # order of ``undo``. The gate defers signals until ``check``, so that none can come between a spawn and its record.
     began_s = time.monotonic()
     with directory.locked(), gate or SignalGate() as gate:
         _refuse_if_running(directory)
@@ -247,6 +249,7 @@ def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
     """Stops every host process of this directory and removes its files. Returns (stopped, of them killed)."""
     if not directory.path.is_dir():
         return 0, 0
+    # By command line (a pid file may be lost or damaged) and by pid file (a system may have no /proc).
     with directory.locked(), SignalGate():
         living = list({**directory.running(), **directory.living()}.values())
         forced = end_processes(living, grace_s)
@@ -412,6 +415,7 @@ def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
         if now_s > look_s + every_s:
             look_s = now_s
             progress_s = now_s if demand.busy() & left.keys() else progress_s
+        # A host in overload sees its signal late: as long as it runs or waits for a processor it is not hung.
         if now_s > min(progress_s + grace_s, began_s + MOST_GRACE_S):
             return
         time.sleep(_END_POLL_S)

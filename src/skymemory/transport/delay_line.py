@@ -1,8 +1,7 @@
-"""Link delays in user space: packets wait here for serialization at the link's rate and for propagation at the speed of
-light.
+"""Link delays in user space: packets wait here while their signal would travel at the speed of light.
 
 One heap and one absolute timer serve all links of a process. No packet is released early; how late each was is
-recorded, since a delay without its error is not a measurement.
+recorded, for a delay without its error is no measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -27,21 +26,15 @@ _ERRORS_KEPT = 8_192
 
 
 class DelayLine(Generic[Item]):
-    """Delays items of many links.
+    """Delays items of many links. There is a timer only if ``clock_s`` is ``time.monotonic``."""
 
-    ``link_rate_bit_s`` is every link's rate, 0 for no limit. There is a timer only if ``clock_s`` is
-    ``time.monotonic``.
-    """
-
-    def __init__(self, link_rate_bit_s: float = 0.0, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._seconds_per_byte = 8.0 / link_rate_bit_s if link_rate_bit_s > 0 else 0.0
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._timer = TimerFd() if clock_s is time.monotonic else None
         self._armed_s = math.inf
         self._releasing = False
         self._heap: list[tuple[float, int, Item]] = []
         self._order = count()
-        self._busy_until_s: dict[Hashable, float] = {}
         self._errors_s: deque[float] = deque(maxlen=_ERRORS_KEPT)
         self._worst_s = 0.0
         self._released = 0
@@ -55,22 +48,13 @@ class DelayLine(Generic[Item]):
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()
 
-    def push(self, link: Hashable, size_bytes: int, propagation_s: float, item: Item) -> float:
-        """Put ``item`` on ``link`` now; returns when it is due, in seconds of the clock."""
-        now_s = self._clock_s()
-        due_s = now_s + propagation_s
-        if self._seconds_per_byte:
-            # The link sends one item after the other; propagation begins when it has sent the last byte.
-            start_s = max(now_s, self._busy_until_s.get(link, 0.0))
-            sent_s = self._busy_until_s[link] = start_s + size_bytes * self._seconds_per_byte
-            due_s = sent_s + propagation_s
+    def push(self, delay_s: float, item: Item) -> float:
+        """Hold ``item`` from now on; returns when it is due, in seconds of the clock."""
+        due_s = self._clock_s() + delay_s
         heapq.heappush(self._heap, (due_s, next(self._order), item))
         if due_s < self._armed_s and not self._releasing:
             self._arm()
         return due_s
-
-    def next_due_s(self) -> float | None:
-        return self._heap[0][0] if self._heap else None
 
     def late_s(self) -> float:
         """How long the first item has been due; negative if it is not, or there is none."""

@@ -58,8 +58,8 @@ class HostSpec:
     """Configuration of one host process: its satellites, all others' addresses, delays and faults of the links.
 
     ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 means no delay; 1 the
-    delay of light along the links of ``shell``. ``link_rate_bit_s`` 0 is unlimited. ``onboard`` is the satellite that
-    the client's host is part of: its beam has no length.
+    delay of light along the links of ``shell``. ``onboard`` is the satellite that the client's host is part of: its
+    beam has no length.
     """
 
     mine: Mapping[SatelliteId, Endpoint]
@@ -69,7 +69,6 @@ class HostSpec:
     clock: MoveClock
     memory_bytes: int
     delay_scale: float = 1.0
-    link_rate_bit_s: float = 0.0
     faults: FaultInjector | None = None
     routing: RoutingMode = "greedy"
     replacement: str = DEFAULT_REPLACEMENT
@@ -153,9 +152,7 @@ class UdpHost:
         self._beat_s = self.now_s() + BEAT_S
         self._slept_s = self.now_s() - time.monotonic()
         self._beat = loop.call_later(BEAT_S, self._measure_lateness)
-        self._delays: DelayLine[Callable[[], None]] | None = (
-            DelayLine(spec.link_rate_bit_s) if spec.delay_scale > 0 else None
-        )
+        self._delays: DelayLine[Callable[[], None]] | None = DelayLine() if spec.delay_scale > 0 else None
         self._direct = self._delays is None and spec.faults is None
         """No datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
@@ -301,8 +298,7 @@ class UdpHost:
 
         beam = not isinstance(source, SatelliteId)
         if self._delays is not None and beam:
-            link = (satellite.machine.config.address, "up")
-            self._delays.push(link, len(data), self._beam_one_way_s(satellite) + extra_s, arrive)
+            self._delays.push(self._beam_one_way_s(satellite) + extra_s, arrive)
         elif extra_s > 0:
             self._loop.call_later(extra_s, arrive)
         else:
@@ -319,7 +315,7 @@ class UdpHost:
             if isinstance(to, SatelliteId):
                 here = machine.config.address
                 hold_s = self._link_s["slot" if to.plane == here.plane else "plane"]
-                self._depart(satellite, batch, self.spec.everyone[to], (here, to), hold_s)
+                self._depart(satellite, batch, self.spec.everyone[to], hold_s)
             else:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
@@ -328,25 +324,22 @@ class UdpHost:
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
         """Send to a ground host: both directions of a beam have their faults injected here."""
-        link = (satellite.machine.config.address, "down")
         hold_s = self._beam_one_way_s(satellite) if self._delays is not None else 0.0
         if self.spec.faults is None:
-            self._depart(satellite, batch, endpoint, link, hold_s)
+            self._depart(satellite, batch, endpoint, hold_s)
             return
         for datagram in batch.datagrams():
             for data, extra_s in self.spec.faults.apply(datagram):
                 if extra_s > 0:
-                    self._loop.call_later(extra_s, self._depart, satellite, single(data), endpoint, link, hold_s)
+                    self._loop.call_later(extra_s, self._depart, satellite, single(data), endpoint, hold_s)
                 else:
-                    self._depart(satellite, single(data), endpoint, link, hold_s)
+                    self._depart(satellite, single(data), endpoint, hold_s)
 
-    def _depart(
-        self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint, link: object, hold_s: float
-    ) -> None:
+    def _depart(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint, hold_s: float) -> None:
         if self._delays is None:
             satellite.transmit(batch, endpoint)
         else:
-            self._delays.push(link, batch.total_bytes, hold_s, lambda: satellite.transmit(batch, endpoint))
+            self._delays.push(hold_s, lambda: satellite.transmit(batch, endpoint))
 
     # --- time ---
 

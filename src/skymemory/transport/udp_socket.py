@@ -115,7 +115,14 @@ class BatchSocket:
         The views are valid until this thread next calls ``receive`` of any socket.
         """
         view = _scratch(self._slots)
-        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in self._arrivals(view)]
+        try:
+            arrivals = native.recv_batch(self._socket.fileno(), view, self._slots)
+        except OSError:
+            if self._socket.fileno() < 0:
+                raise
+            self.icmp_errors += 1
+            return []
+        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
 
     def has_more(self) -> bool:
         """Whether datagrams are waiting."""
@@ -152,15 +159,6 @@ class BatchSocket:
             return [], []
         self.send_errors += errors
         return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals], served
-
-    def _arrivals(self, scratch: memoryview) -> list[native.Arrival]:
-        try:
-            return native.recv_batch(self._socket.fileno(), scratch, self._slots)
-        except OSError:
-            if self._socket.fileno() < 0:
-                raise
-            self.icmp_errors += 1
-            return []
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
         """Send as much as the kernel takes now; returns the rest, to be sent when the socket is writable again.

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from tests.protocol.conftest import key_of
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
@@ -60,7 +61,7 @@ class Conversation:
             timestamp_us=int(echo_s * 1e6) & 0xFFFFFFFF,
             credit=1024,
         )
-        self.machine.receive_datagram(build_packet(header, body, 0, LATER_S), LATER_S)
+        receive_datagram(self.machine, build_packet(header, body, 0, LATER_S), LATER_S)
 
     @property
     def is_as_before(self) -> bool:

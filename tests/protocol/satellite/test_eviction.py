@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 from tests.protocol.conftest import World, key_of
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
@@ -309,7 +310,7 @@ def test_a_notice_of_a_ground_host_is_refused_and_counted(world, value_of, sourc
     _, infos = fill(sky, 1, value_of)
     centre = sky.sim.satellites[SatelliteId(2, 9)]
     before = centre.counters.get("packets_malformed")
-    centre.receive_datagram(notice_packet(source, ground), ("ground", 7), 0.0)
+    receive_datagram(centre, notice_packet(source, ground), ("ground", 7), 0.0)
     assert centre.counters.get("packets_malformed") == before + 1
     assert dead_and_live(sky, infos)[1] == {"v0"}
 
@@ -317,8 +318,8 @@ def test_a_notice_of_a_ground_host_is_refused_and_counted(world, value_of, sourc
 def test_a_notice_goes_no_further_than_its_hops(world, value_of):
     for hops in (0, 1, 9):
         sky = world(eviction=GOSSIP)
-        sky.sim.satellites[SatelliteId(2, 9)].receive_datagram(
-            notice_packet(Address(2, 8), 0, hops), SatelliteId(2, 8), 0.0
+        receive_datagram(
+            sky.sim.satellites[SatelliteId(2, 9)], notice_packet(Address(2, 8), 0, hops), SatelliteId(2, 8), 0.0
         )
         assert sky.ask(Op.PING, b"", SatelliteId(2, 9)).ok  # so that it is asked what it has to send
         sky.settle(1.0)
@@ -548,7 +549,7 @@ def test_leases_of_one_key_are_few_however_many_ask(world, value_of):
     for ground in range(1, 2001):
         header = SkyHeader(Op.RETAIN, Address(*here), source, ground, ground)
         packet = build_packet(header, body, 0, sky.sim.now_s)
-        machine.receive_datagram(packet, ("ground", ground), sky.sim.now_s)
+        receive_datagram(machine, packet, ("ground", ground), sky.sim.now_s)
     assert len(machine.store.leases[key_of("v0")]) <= 64
     assert machine.store.leased_bytes
 
@@ -565,7 +566,7 @@ def test_a_check_of_a_made_up_number_of_chunks_costs_no_more_than_those_that_are
     header = SkyHeader(Op.CHECK, Address(*here), Address(*here), 1, 1)
     body = pack_checks([Check(key_of("v0"), bytes(12), 1, 0, 1 << 20, 1)])
     tracemalloc.start()
-    machine.receive_datagram(build_packet(header, body, 0, sky.sim.now_s), SatelliteId(2, 8), sky.sim.now_s)
+    receive_datagram(machine, build_packet(header, body, 0, sky.sim.now_s), SatelliteId(2, 8), sky.sim.now_s)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 1 << 20
@@ -657,7 +658,7 @@ def test_gone_is_taken_from_no_other_conversation(world):
     sky = world()
     for ground, expected in ((7, [DEAD]), (8, [])):
         header = SkyHeader(Op.GONE, Address(2, 9, 0xFF), Address(2, 9), ground, 0)
-        sky.host.machine.receive_datagram(build_packet(header, pack_dead([DEAD]), 0, 0.0), 0.0)
+        receive_datagram(sky.host.machine, build_packet(header, pack_dead([DEAD]), 0, 0.0), 0.0)
         assert sky.host.machine.take_gone() == expected
     assert sky.host.machine.counters.get("packets_unexpected") == 1
     assert isinstance(parse_packet(notice_packet(Address(2, 8), 0)), Packet)
@@ -677,7 +678,7 @@ def test_a_notice_of_an_earlier_setting_does_not_cost_the_later_one(world, value
     old = tuple((info.key, pack_setting(info.value_crc, *info.set_moves)) for info in infos.values())
     body = Notice(Address(2, 7), 9, Region(SatelliteId(2, 9), 2, 2, 9, 9), 30, False, old).pack()
     packet = build_packet(SkyHeader(Op.NOTICE, Address(2, 8), Address(2, 7), 0, 9), body, 0, sky.now_s)
-    sky.sim.satellites[SatelliteId(2, 8)].receive_datagram(packet, SatelliteId(2, 7), sky.now_s)
+    receive_datagram(sky.sim.satellites[SatelliteId(2, 8)], packet, SatelliteId(2, 7), sky.now_s)
     assert sky.ask(Op.PING, b"", SatelliteId(2, 8)).ok
     sky.settle(1.0)
     assert sky.counted("notices_sent") > 50

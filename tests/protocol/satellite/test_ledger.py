@@ -7,6 +7,7 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.protocol.satellite import ledgers
 
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock
@@ -66,7 +67,7 @@ def test_the_books_of_a_store_close_by_cause(steps, limit):
             booked["migrated_in" if migrated else "set"] += sum(after[key, index] for index in stored)
         figures = store.ledger.figures()
         assert {name.removeprefix("bytes_"): size for name, size in figures.items() if size} == +booked
-        assert memory.unaccounted_bytes(figures | {"memory_used_bytes": sum(after.values())}) == 0
+        assert ledgers.unaccounted_bytes(figures | {"memory_used_bytes": sum(after.values())}) == 0
 
 
 def test_the_books_close_through_moves_deaths_and_deletions(world, value_of):
@@ -86,10 +87,10 @@ def test_the_books_close_through_moves_deaths_and_deletions(world, value_of):
             for here in list(sky.spread(info)):
                 sky.ask(Op.EVICT, messages.pack_keys([info.key]), here)
         books = {here: machine.housekeeping() for here, machine in sky.sim.satellites.items()}
-        assert memory.open_books(books) == {}
+        assert ledgers.open_books(books) == {}
         sky.settle(0.7)
-    together = memory.total({here: machine.housekeeping() for here, machine in sky.sim.satellites.items()})
-    assert memory.unaccounted_bytes(together) == 0
+    together = ledgers.total({here: machine.housekeeping() for here, machine in sky.sim.satellites.items()})
+    assert ledgers.unaccounted_bytes(together) == 0
     assert all(size > 0 for size in together.values()), together
 
 
@@ -98,4 +99,4 @@ def test_a_gap_is_found_and_named():
     store.put((KEYS[0], 0), ref_of(KEYS[0], 0, b"abc"), b"abc")
     figures = store.ledger.figures() | {"memory_used_bytes": store.used_bytes}
     wrong = figures | {"memory_used_bytes": store.used_bytes - 5}
-    assert memory.open_books({"a": figures, "b": wrong}) == {"b": 5}
+    assert ledgers.open_books({"a": figures, "b": wrong}) == {"b": 5}

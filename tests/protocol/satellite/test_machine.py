@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from tests.protocol.conftest import key_of
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -53,14 +54,14 @@ class Alone:
 
     def hear(self, op: Op, body: bytes, gateway: SatelliteId = HERE) -> list[Packet]:
         packet = build_packet(self.header(op, gateway), body, 0, 0.0)
-        self.machine.receive_datagram(packet, BEAM, 0.0)
+        receive_datagram(self.machine, packet, BEAM, 0.0)
         return self.said()
 
     def store(self, name: str) -> list[Packet]:
         crcs = np.array([native.crc32(payload) for payload in PAYLOADS], np.uint32)
         refs = pack_refs(key_of(name), range(3), crcs, 100, 300, 5, 1, 3, (0, 0))
         for datagram in bulk_batch(self.header(Op.SET), refs, PAYLOADS, 0, 0.0).datagrams():
-            self.machine.receive_datagram(datagram, BEAM, 0.0)
+            receive_datagram(self.machine, datagram, BEAM, 0.0)
         return self.said()
 
     def said(self, now_s: float = 0.0) -> list[Packet]:
@@ -117,7 +118,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
     crcs = np.full(20, native.crc32(payload), np.uint32)
     refs = pack_refs(key_of("v"), [server, server + 10], crcs, 100, 2000, 5, 10, 3, (0, 0))
     for datagram in bulk_batch(alone.header(Op.SET), refs, [payload] * 2, 0, 0.0).datagrams():
-        alone.machine.receive_datagram(datagram, BEAM, 0.0)
+        receive_datagram(alone.machine, datagram, BEAM, 0.0)
     alone.said()
     asked = 0
     for tenth in range(1, 200):
@@ -130,7 +131,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
                 found = [Found.WHOLE if index < 10 * held else Found.LACKING for index in asked_for]
                 header = SkyHeader(Op.CHECKED, Address(*HERE), there, 0, question.header.request_id, flags=FLAG_SETTLED)
                 answer = build_packet(header, pack_found(found), 0, now_s)
-                alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
+                receive_datagram(alone.machine, answer, SatelliteId(there.plane, there.slot), now_s)
             if question.header.op is not Op.HAS:
                 continue
             asked += 1
@@ -138,7 +139,7 @@ def test_a_place_has_its_share_of_a_value_when_it_has_all_of_it(held: int) -> No
             presence = Presence(its.server, 20, 100, 2000, 5, held, its) if held else None
             header = SkyHeader(Op.PRESENCE, Address(*HERE), there, 0, question.header.request_id)
             answer = build_packet(header, messages.pack_presences([presence]), 0, now_s)
-            alone.machine.receive_datagram(answer, SatelliteId(there.plane, there.slot), now_s)
+            receive_datagram(alone.machine, answer, SatelliteId(there.plane, there.slot), now_s)
     assert asked and bool(alone.machine.store.shares) == (held == 2)
 
 
@@ -148,7 +149,7 @@ def test_a_chunk_that_claims_a_million_others_costs_no_more_than_itself(replicas
     alone = Alone(1 << 20, "gossip", "periodic", "migration", replicas=replicas)
     ref = CHUNK_REF.pack(key_of("v"), 1, 1 << 20, 4, native.crc32(b"once"), 4 << 20, 9, 1, 1, 3, 0, 0, 0, 0)
     (packet,) = bulk_batch(alone.header(Op.SET), ref, [b"once"], 0, 0.0).datagrams()
-    alone.machine.receive_datagram(packet, BEAM, 0.0)
+    receive_datagram(alone.machine, packet, BEAM, 0.0)
     tracemalloc.start()
     try:
         for tenth in range(1, 200):
@@ -181,7 +182,7 @@ def test_what_is_to_be_forgotten_is_one_setting_and_was_not_stored_since() -> No
 
     def forget(setting: bytes, since_s: float, now_s: float) -> int:
         packet = build_packet(alone.header(Op.FORGET), pack_forget([(key_of("v"), setting)], since_s), 0, now_s)
-        alone.machine.receive_datagram(packet, BEAM, now_s)
+        receive_datagram(alone.machine, packet, BEAM, now_s)
         (answer,) = alone.said(now_s)
         return messages.unpack_count(answer.body)
 

@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 from tests.protocol.conftest import World, key_of
+from tests.protocol.datagrams import receive_datagram
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
@@ -360,9 +361,9 @@ def test_a_late_satellite_answers_and_defers_background_work():
     machine = late_machine()
     neighbour = SatelliteId(2, 10)
     check = packet(Op.CHECK, b"\0\1\0\0" + bytes(56))
-    machine.receive_datagram(check, neighbour, 10.0)
+    receive_datagram(machine, check, neighbour, 10.0)
     assert machine.wants_work and machine.datagrams_to_send(10.0) == []
-    machine.receive_datagram(packet(Op.PING, ground=7), ("ground", 7), 10.0)
+    receive_datagram(machine, packet(Op.PING, ground=7), ("ground", 7), 10.0)
     ((answer, to),) = machine.datagrams_to_send(10.0)
     assert to == ("ground", 7) and parse_packet(answer.headers).header.op is Op.PONG
     while machine.wants_work:
@@ -374,7 +375,7 @@ def test_alarms_that_always_wait_do_not_keep_packets_waiting():
     """While a handover goes on an alarm is due at each of a satellite's turns."""
     machine = late_machine()
     for number in range(10):
-        machine.receive_datagram(packet(Op.CHECK, number.to_bytes(2, "big")), SatelliteId(2, 10), 10.0)
+        receive_datagram(machine, packet(Op.CHECK, number.to_bytes(2, "big")), SatelliteId(2, 10), 10.0)
     for _ in range(20):
         machine.handle_timer(10.1)
         machine.work(10.1)
@@ -387,12 +388,12 @@ def test_what_was_deleted_does_not_come_back_out_of_the_queue():
     ref = ChunkRef(KEY, 0, 1, 5, zlib.crc32(payload), 5, zlib.crc32(payload), PlacementTag(1, 1, 0, 0, 0)).pack()
     header = SkyHeader(Op.MIGRATE, Address(*CENTRE), Address(2, 10), 0, 5)
     (migrate,) = bulk_batch(header, ref, [payload], 0, 10.0).datagrams()
-    machine.receive_datagram(migrate, SatelliteId(2, 10), 10.0)
-    machine.receive_datagram(packet(Op.EVICT, messages.pack_keys([KEY]), ground=7), ("ground", 7), 10.1)
+    receive_datagram(machine, migrate, SatelliteId(2, 10), 10.0)
+    receive_datagram(machine, packet(Op.EVICT, messages.pack_keys([KEY]), ground=7), ("ground", 7), 10.1)
     while machine.wants_work:
         machine.work(10.0 + MOST_AGE_S - 0.1)
     assert len(machine.store) == 0 and machine.counters.get("packets_malformed") == 0
-    machine.receive_datagram(migrate, SatelliteId(2, 10), 20.0)
+    receive_datagram(machine, migrate, SatelliteId(2, 10), 20.0)
     while machine.wants_work:
         machine.work(20.1)
     assert len(machine.store) == 1, "what is handed over later is not what was deleted"
@@ -418,7 +419,7 @@ def test_an_overload_between_two_alarms_is_noticed():
     assert now_s > 33.0, "of a link that is down the next try is far off"
     machine.lateness.measured(0.0, 30.0)
     machine.lateness.measured(1.0, 31.0)
-    machine.receive_datagram(packet(Op.CHECK), SatelliteId(2, 8), 31.0)
+    receive_datagram(machine, packet(Op.CHECK), SatelliteId(2, 8), 31.0)
     machine.lateness.measured(0.0, 31.1)
     while (due_s := machine.next_timer_s()) is not None and due_s < 32.0:
         machine.handle_timer(max(due_s, 31.1))
@@ -508,7 +509,7 @@ def test_on_time_again_what_waited_is_done_without_being_asked_for():
 
 def advance(machine: SatelliteMachine, moves: tuple[int, int], now_s: float) -> tuple[int, int]:
     """Operation and status of the answer."""
-    machine.receive_datagram(packet(Op.ADVANCE, messages.pack_moves(*moves), ground=7), ("ground", 7), now_s)
+    receive_datagram(machine, packet(Op.ADVANCE, messages.pack_moves(*moves), ground=7), ("ground", 7), now_s)
     ((answer, _),) = [one for one in machine.datagrams_to_send(now_s) if one[1] == ("ground", 7)]
     header = parse_packet(answer.headers).header
     return header.op, header.status
@@ -522,9 +523,9 @@ def test_the_clock_cannot_be_pushed_far():
     assert advance(machine, (MOST_PUSHED_AT_ONCE, 3), 1.0) == (Op.ADVANCED, Status.OK)
     assert machine.moves == (MOST_PUSHED_AT_ONCE, 3)
     body = LinksBody(False, (MOST_PUSHED + 1, 0), 2_000)
-    machine.receive_datagram(packet(Op.LINKS, body.pack()), SatelliteId(0, 0), 2.0)
+    receive_datagram(machine, packet(Op.LINKS, body.pack()), SatelliteId(0, 0), 2.0)
     header = SkyHeader(Op.LINKS, Address(*CENTRE), Address(2, 8), 0, 0)
-    machine.receive_datagram(build_packet(header, body.pack(), 0, 2.0), SatelliteId(2, 8), 2.0)
+    receive_datagram(machine, build_packet(header, body.pack(), 0, 2.0), SatelliteId(2, 8), 2.0)
     assert machine.moves == (MOST_PUSHED_AT_ONCE, 3)
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.protocol.conftest import World, key_of
+from tests.protocol.satellite import ledgers
 from tests.protocol.satellite.test_replica_conflicts import copies
 
 from skymemory.constellation.torus import SatelliteId
@@ -14,7 +15,6 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.messages import WRITING_S
-from skymemory.protocol.satellite import memory
 from skymemory.protocol.satellite.checks import (
     MAX_CHECKS_PER_PACKET,
     Check,
@@ -278,7 +278,7 @@ def test_one_death_at_a_time_and_any_moves_lose_nothing(events, replicas):
     assert copies(sky, info) == homes(sky, info, moves, replicas)
     assert get(sky, info, replicas) == (True, value)
     figures = {here: machine.housekeeping() for here, machine in sky.sim.satellites.items()}
-    assert memory.open_books(figures) == {}
+    assert ledgers.open_books(figures) == {}
 
 
 # --- the wire of it ---

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.protocol.conftest import World, key_of
+from tests.protocol.satellite import ledgers
 
 from skymemory.protocol import messages
-from skymemory.protocol.satellite import memory
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 
@@ -42,7 +42,7 @@ def test_a_late_handover_does_not_replace_what_was_set_since(world, value_of, mo
     read, out = sky.get(new)
     assert read.ok and out == value
     assert only_holder(sky, new) == there
-    assert memory.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
+    assert ledgers.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
 
 
 def test_a_late_handover_does_not_replace_what_was_set_since_and_handed_over(world, value_of):
@@ -65,7 +65,7 @@ def test_a_late_handover_does_not_replace_what_was_set_since_and_handed_over(wor
     sky.settle(60.0)
     read, out = sky.get(new)
     assert read.ok and out == value and only_holder(sky, new) == there
-    assert memory.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
+    assert ledgers.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
 
 
 def test_a_copy_that_comes_back_does_not_replace_what_was_set_since(world, value_of):
@@ -180,4 +180,4 @@ def test_the_last_word_counts_whatever_links_between_satellites_do(script, serve
             assert read.ok and out == value
         else:
             assert not any(machine.store.shares.get(key_of(name)) for machine in sky.sim.satellites.values())
-    assert memory.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}
+    assert ledgers.open_books({at: machine.housekeeping() for at, machine in sky.sim.satellites.items()}) == {}

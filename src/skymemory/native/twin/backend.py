@@ -4,9 +4,8 @@ All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers
 
 =============  ===================================================================================
 ``segments``   packets: verify, place payloads; MACs
-``runs``       runs of packets as receive offload delivers them; a client's awaited answers
+``runs``       runs of packets as receive offload delivers them: a client's answers, a satellite's plain GETs and SETs
 ``udp``        batched socket calls, small packets
-``serve``      a satellite's plain GETs and SETs
 ``prefix``     which servers hold which blocks of prompts
 ``queues``     prefills sent to servers, and when they end
 ``ttft``       estimates of the time to a first token
@@ -24,7 +23,7 @@ import numpy as np
 
 from skymemory.native.twin.prefix import HolderTable, PrefixTable
 from skymemory.native.twin.queues import PrefillQueues, UnderWay
-from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs
+from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs, serve
 from skymemory.native.twin.segments import (
     check_macs,
     place_segments,
@@ -33,7 +32,6 @@ from skymemory.native.twin.segments import (
     strip_macs,
     verify_segments,
 )
-from skymemory.native.twin.serve import serve
 from skymemory.native.twin.ttft import DelayPrice, ShareGuard, TtftRanker, fit_prefills, fit_whole
 from skymemory.native.twin.udp import command_packets, open_ack, recv_batch, send_batch, send_each, send_slices
 

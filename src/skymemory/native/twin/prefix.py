@@ -12,15 +12,14 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import groupby, repeat
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from skymemory.native.twin.queues import Blocks
+from skymemory.native.twin.queues import Blocks, check_slot, hashes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-MAX_SLOTS = 65_536
 MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
 """A block in a dump: its hash, the place of its parent in the same dump, and four zero bytes."""
@@ -48,28 +47,30 @@ class PrefixTable:
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         """Number of leading blocks that each of ``slots`` holds. Does not count as a use."""
+        # Sets of slots are bits of an integer. ``left`` are those that hold every block so far: a slot that lacks one
+        # holds none behind it (prefix-closed), so its depth is settled there.
         depths = dict.fromkeys(slots, 0)
         left = 0
         for slot in depths:
-            _check_slot(slot)
+            check_slot(slot)
             left |= 1 << slot
-        hashes = _hashes(blocks)
+        hashes = hashes_of(blocks)
         for at, block in enumerate(hashes):
             still = left & self._holders.get(block, 0)
             if still != left:
-                _settle(depths, left ^ still, at)
+                depths.update(dict.fromkeys(_slots(left ^ still), at))
                 left = still
                 if not left:
                     break
-        _settle(depths, left, len(hashes))
+        depths.update(dict.fromkeys(_slots(left), len(hashes)))
         return [depths[slot] for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
         """``slot`` holds this chain now, and uses it; evicts beyond its capacity, least recently used first."""
-        _check_slot(slot)
+        check_slot(slot)
         self._changes += 1
         capacity = self.capacity(slot)
-        chain = _hashes(blocks)[:capacity]
+        chain = hashes_of(blocks)[:capacity]
         shelf = self._shelves.setdefault(slot, OrderedDict())
         for at in reversed(range(len(chain))):
             shelf[chain[at]] = chain[at - 1] if at else None
@@ -79,7 +80,7 @@ class PrefixTable:
 
     def drop(self, slot: int, block: int) -> int:
         """``slot`` holds neither ``block`` nor anything behind it; returns the number of removed blocks."""
-        _check_slot(slot)
+        check_slot(slot)
         self._changes += 1
         shelf = self._shelves.get(slot)
         if shelf is None or block not in shelf:
@@ -94,7 +95,7 @@ class PrefixTable:
 
     def forget(self, slot: int) -> None:
         """Remove all blocks of ``slot``, and reset its capacity."""
-        _check_slot(slot)
+        check_slot(slot)
         self._changes += 1
         self._trim(slot, 0)
         self._shelves.pop(slot, None)
@@ -102,19 +103,19 @@ class PrefixTable:
 
     def set_capacity(self, slot: int, capacity: int) -> None:
         """Limit ``slot`` to ``capacity`` blocks from now on."""
-        _check_slot(slot)
+        check_slot(slot)
         _check_capacity(capacity)
         self._changes += 1
         self._own[slot] = capacity
         self._trim(slot, capacity)
 
     def capacity(self, slot: int) -> int:
-        _check_slot(slot)
+        check_slot(slot)
         return self._own.get(slot, self._capacity)
 
     def held(self, slot: int) -> int:
         """Blocks that ``slot`` holds."""
-        _check_slot(slot)
+        check_slot(slot)
         return len(self._shelves.get(slot, ()))
 
     def blocks(self) -> int:
@@ -127,7 +128,7 @@ class PrefixTable:
 
     def dump(self, slot: int) -> bytes:
         """The blocks of ``slot``, last used first: per block (16 bytes) its hash, its parent's place and zero."""
-        _check_slot(slot)
+        check_slot(slot)
         places: dict[int, int] = {}
         rows = []
         for place, (key, parent) in enumerate(reversed(self._shelves.get(slot, OrderedDict()).items())):
@@ -141,7 +142,7 @@ class PrefixTable:
         Raises:
             ValueError: bytes that no ``dump`` gives. The slot holds nothing then.
         """
-        _check_slot(slot)
+        check_slot(slot)
         self._changes += 1
         self._trim(slot, 0)
         raw = bytes(dump)
@@ -170,25 +171,6 @@ class PrefixTable:
             self._holders[block] = left
         else:
             del self._holders[block]
-
-
-def _settle(depths: dict[int, int], gone: int, depth: int) -> None:
-    while gone:
-        low = gone & -gone
-        depths[low.bit_length() - 1] = depth
-        gone ^= low
-
-
-def _hashes(blocks: Blocks) -> list[int]:
-    view = memoryview(cast("Buffer", blocks)).cast("B")
-    if len(view) % 8:
-        raise ValueError(f"{len(view)} bytes are not a whole number of 8-byte hashes")
-    return view.cast("Q").tolist()
-
-
-def _check_slot(slot: int) -> None:
-    if not 0 <= slot < MAX_SLOTS:
-        raise ValueError(f"slot {slot}: expected 0 to {MAX_SLOTS - 1}")
 
 
 def _check_capacity(capacity: int) -> None:
@@ -233,13 +215,13 @@ class HolderTable:
     def add_all(self, medium: int, slot: int, blocks: Buffer) -> None:
         """``add`` of each."""
         _check(medium, slot, 0)
-        for block in _hashes_of(blocks):
+        for block in hashes_of(blocks):
             self.add(medium, slot, block)
 
     def take_all(self, medium: int, slot: int, blocks: Buffer) -> None:
         """``take`` of each."""
         _check(medium, slot, 0)
-        for block in _hashes_of(blocks):
+        for block in hashes_of(blocks):
             self.take(medium, slot, block)
 
     def match(
@@ -254,6 +236,9 @@ class HolderTable:
             raise ValueError(f"{len(media)} media: expected at most {MAX_MEDIA}")
         for medium, _ in media:
             _check(medium, 0, 0)
+        # Here a slot may hold a block without those before it, so the walk goes block by block, in runs of equal
+        # holders. ``left``: slots without a gap so far. ``still``: of these, those that have this run in a medium
+        # looked at so far; a block in several media counts for the first only.
         depths = dict.fromkeys(slots, 0)
         counts = [dict.fromkeys(slots, 0) for _ in media]
         left, at = 0, 0
@@ -266,14 +251,12 @@ class HolderTable:
                 still |= here
                 for slot in _slots(here):
                     count[slot] += run
-            for slot in _slots(left & ~still):
-                depths[slot] = at
+            depths.update(dict.fromkeys(_slots(left & ~still), at))
             left = still
             if not left:
                 break
             at += run
-        for slot in _slots(left):
-            depths[slot] = at
+        depths.update(dict.fromkeys(_slots(left), at))
         weights = [weight for _, weight in media]
         sums = [sum(weight * count[slot] for weight, count in zip(weights, counts, strict=True)) for slot in slots]
         return [depths[slot] for slot in slots], [float(total) for total in sums]
@@ -283,7 +266,7 @@ class HolderTable:
 
         In pieces, since most prompts are known to a part only.
         """
-        hashes = _hashes_of(blocks)
+        hashes = hashes_of(blocks)
         for begin in range(0, len(hashes), _RUN_BLOCKS):
             piece = hashes[begin : begin + _RUN_BLOCKS]
             columns = [list(map(self._media[medium].get, piece, repeat(0))) for medium in media]
@@ -296,14 +279,6 @@ class HolderTable:
         return sum(map(len, self._media))
 
 
-def _hashes_of(blocks: Buffer) -> list[int]:
-    view = memoryview(blocks).cast("B")
-    if len(view) % 8:
-        raise ValueError(f"{len(view)} bytes are not a whole number of 8-byte hashes")
-    hashes: list[int] = view.cast("Q").tolist()
-    return hashes
-
-
 def _slots(bits: int) -> Iterator[int]:
     while bits:
         low = bits & -bits
@@ -314,7 +289,6 @@ def _slots(bits: int) -> Iterator[int]:
 def _check(medium: int, slot: int, block: int) -> None:
     if not 0 <= medium < MAX_MEDIA:
         raise ValueError(f"medium {medium}: expected 0 to {MAX_MEDIA - 1}")
-    if not 0 <= slot < MAX_SLOTS:
-        raise ValueError(f"slot {slot}: expected 0 to {MAX_SLOTS - 1}")
+    check_slot(slot)
     if not 0 <= block <= _MASK:
         raise OverflowError(f"block {block} is no hash of 64 bits")

@@ -99,7 +99,9 @@ class PrefillQueues:
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:
-            _check_slot(server.slot)
+            check_slot(server.slot)
+            # Our own: what the first still needs, and the work of those behind it. A first that is overdue needs at
+            # least a share of its time so far. Then the requests of other routers, by the server's report.
             queue = queues.get(server.slot)
             wait = 0.0
             if queue is not None and queue.unseen:
@@ -107,7 +109,7 @@ class PrefillQueues:
             if queue is not None and queue.waiting:
                 elapsed = now_s - queue.since_s
                 left, least = queue.first_s - elapsed, elapsed * overdue
-                if queue.drain_s:  # Those behind it may have begun.
+                if queue.drain_s:  # a pipeline: those behind it may have begun before its own work is done
                     least = least if left < -queue.drain_s else -queue.drain_s
                     wait = max(0.0, queue.rest_s + max(left, least))
                 else:
@@ -121,7 +123,7 @@ class PrefillQueues:
 
     def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> int:
         """A prefill of ``work_s`` is sent. Returns a ticket for ``remove``, never 0."""
-        _check_slot(slot)
+        check_slot(slot)
         queue = self._queues.setdefault(slot, _Queue())
         if queue.unseen:
             _pass_unseen(queue, None, now_s)
@@ -139,7 +141,7 @@ class PrefillQueues:
         """It is done, or failed. Seconds that the server had for it: since it was sent, or since the last one ended;
         None where that did not show.
         """
-        _check_slot(slot)
+        check_slot(slot)
         queue = self._queues.get(slot)
         prefill = None if queue is None else queue.waiting.get(ticket)
         if queue is None or prefill is None:
@@ -158,12 +160,14 @@ class PrefillQueues:
         return now_s - max(prefill.routed_s, last_s) if shown else None
 
     def forget(self, slot: int) -> None:
-        _check_slot(slot)
+        check_slot(slot)
         self._queues.pop(slot, None)
 
 
 def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
     """End the first ones whose end does not show and whose time is over, or that do not wait any more by the report."""
+    # Two signs end an unseen prefill: its estimated work is over, or the server reports fewer waiting than we count. A
+    # report is used once (``believed_s``), else each call would end one more by it.
     surplus = 0.0
     if report is not None and queue.believed_s != report.at_s:
         queue.believed_s = report.at_s
@@ -254,10 +258,10 @@ class UnderWay:
 
     def add(self, slot: int, blocks: Blocks) -> int:
         """The chain is under way at ``slot``. Returns a ticket for ``drop``, never 0."""
-        _check_slot(slot)
+        check_slot(slot)
         self._changes += 1
         self._tickets += 1
-        self._open[self._tickets] = slot, chain = slot, _hashes(blocks)[: self.most_blocks]
+        self._open[self._tickets] = slot, chain = slot, hashes_of(blocks)[: self.most_blocks]
         for block in chain:
             chains = self._chains.setdefault(block, {})
             chains[slot] = chains.get(slot, 0) + 1
@@ -279,20 +283,22 @@ class UnderWay:
 
     def forget(self, slot: int) -> None:
         """Drop every chain at ``slot``."""
-        _check_slot(slot)
+        check_slot(slot)
         for ticket in [ticket for ticket, (where, _) in self._open.items() if where == slot]:
             self.drop(ticket)
 
     def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         """Leading blocks of a chain that are under way at each of ``slots``; an empty list if none is anywhere."""
         for slot in slots:
-            _check_slot(slot)
-        asked = _hashes(blocks)
+            check_slot(slot)
+        asked = hashes_of(blocks)
         if not self._open:
             return []
         found = dict.fromkeys(slots, 0)
         known, at = set(self._chains.get(asked[0], ())) if asked else set[int](), 0
-        while known:  # Slots only become fewer along a chain: the places where they do are found by halving.
+        # Slots only become fewer along a chain, so equal numbers at both ends mean equal slots between: the places
+        # where one drops out are found by halving.
+        while known:
             low, high = at, len(asked) - 1
             while low < high:
                 middle = (low + high + 1) >> 1
@@ -309,7 +315,7 @@ class UnderWay:
         return [found[slot] for slot in slots]
 
 
-def _hashes(blocks: Blocks) -> list[int]:
+def hashes_of(blocks: Blocks) -> list[int]:
     view = memoryview(cast("Buffer", blocks)).cast("B")
     if len(view) % 8:
         raise ValueError(f"{len(view)} bytes are not a whole number of 8-byte hashes")
@@ -317,6 +323,6 @@ def _hashes(blocks: Blocks) -> list[int]:
     return hashes
 
 
-def _check_slot(slot: int) -> None:
+def check_slot(slot: int) -> None:
     if not 0 <= slot < MAX_SLOTS:
         raise ValueError(f"slot {slot}: expected 0 to {MAX_SLOTS - 1}")

@@ -163,6 +163,7 @@ def place_segments(
         raise ValueError("out, arrived or crcs: too small for the value")
     placed = duplicates = corrupt = foreign = 0
     for packet in segments(data, segment_bytes):
+        # The cheap checks first, the payload's CRC last: a duplicate or foreign packet costs no pass over its payload.
         code, ref = check_header(packet)
         if code:
             corrupt += 1
@@ -281,6 +282,7 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
         return None
     sent_us = 0
     if sky == COMMAND_BYTES:
+        # The packet has the low 32 bits of the time, which wrap every 71.6 minutes: the nearest time to ours is meant.
         low = int.from_bytes(packet[sky + TIMESTAMP_AT : sky + TIMESTAMP_AT + 4], "big")
         ahead_us = (low - now_us + (1 << 31)) % (1 << 32) - (1 << 31)
         sent_us = now_us + ahead_us

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from skymemory.native.twin.prefix import PrefixTable
-from skymemory.native.twin.queues import Blocks, PrefillQueues, Report, Server, UnderWay, _check_slot
+from skymemory.native.twin.queues import Blocks, PrefillQueues, Report, Server, UnderWay, check_slot
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -101,6 +101,8 @@ class TtftRanker:
             raise ValueError(f"a prompt of {tokens} tokens in blocks of {block_tokens}")
         if new := [server for server in servers if self._is_new(server)]:
             hear(new)
+        # 1. Matches: blocks held, or under way (they will be held once that prompt is computed). A match that is too
+        # short to follow counts as none for all servers: spreading the load is worth more than it.
         slots = [server.slot for server in servers]
         view = memoryview(cast("Buffer", blocks)).cast("B")
         count = len(view) // 8
@@ -119,6 +121,8 @@ class TtftRanker:
         best_match = max(matched)
         if best_match and not (best_match > self._min_tokens and best_match > self._min_ratio * tokens):
             unworthy = best_match
+        # 2. and 3. Seconds: waiting, computing, and the price of delaying later requests. Lower is better: scores are
+        # negative.
         lines = list(CURVE.iter_unpack(curves))
         prefills = [
             prefill_s(_curve(lines, slot), tokens, 0 if unworthy else cached)
@@ -127,6 +131,7 @@ class TtftRanker:
         waits = self._queues.waits_s(servers, now_s)
         delays = delays_s(waits, prefills, self._queues.usual_s, rate)
         scores = [-(waits[at] + prefills[at]) - delays[at] for at in range(len(slots))]
+        # 4. The guard may set back the best, more than once; what ties for the best then is the caller's choice.
         held_back = self._hold_back(scores, slots, now_s)
         best = max(scores)
         tied = tuple(at for at, score in enumerate(scores) if score == best)
@@ -229,7 +234,7 @@ class ShareGuard:
 
     def over(self, slot: int, servers: int, now_s: float) -> bool:
         """Whether the server has had its share, as one of ``servers``. Changes nothing that a caller can see."""
-        _check_slot(slot)
+        check_slot(slot)
         share = self._shares.get(slot)
         if share is None or servers < 1 or self._limit >= servers:
             return False
@@ -246,6 +251,8 @@ class ShareGuard:
         upcoming = share.first + len(share.sent)
         highest = bar.highest
         bar.judged = max(bar.judged, share.first)
+        # Bring the sliding maximum up to date: a run is judged once it has ``free`` requests of this server; a lower
+        # one before a higher one can never be the maximum again.
         while bar.judged < upcoming + 1 - free:
             at_s, before = share.sent[bar.judged - share.first]
             height = before - per_request * bar.judged
@@ -259,7 +266,7 @@ class ShareGuard:
 
     def sent(self, slot: int, now_s: float) -> None:
         """A request goes to ``slot``."""
-        _check_slot(slot)
+        check_slot(slot)
         share = self._shares.setdefault(slot, _Share())
         share.sent.append((now_s, self._count))
         self._count += 1
@@ -268,7 +275,7 @@ class ShareGuard:
             share.first += 1
 
     def forget(self, slot: int) -> None:
-        _check_slot(slot)
+        check_slot(slot)
         self._shares.pop(slot, None)
 
 
@@ -378,6 +385,7 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
     best: tuple[float, Curve] | None = None
     for bend in BENDS:
         work = [(tokens - held) * (1.0 + bend * (tokens + held)) for tokens, held, _, _ in points]
+        # Least squares in rounds: after each, points off by more than three median errors are left out of the next.
         errors, most, found = [0.0] * len(points), 0.0, None
         for _ in range(ROUNDS):
             near = [at for at, error in enumerate(errors) if error <= most]

@@ -172,7 +172,7 @@ def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[m
         try:
             sock.sendmsg(buffers, ancillary, socket.MSG_DONTWAIT, address)
         except OSError as error:
-            if ancillary and error.errno in _NO_OFFLOAD:
+            if ancillary and error.errno in _NO_OFFLOAD:  # a device without it: one datagram each from now on
                 offload = False
                 continue
             if error.errno in TRY_LATER or sent:
@@ -234,7 +234,7 @@ def open_ack(packet: Buffer) -> Ack | None:
     bitmap = bytes(view[bitmap_at:])
     if len(bitmap) != (count + 7) // 8 or first + stride * (count - 1) > 0xFFFFFFFF:
         return None
-    if int.from_bytes(bitmap, "little") + 1 != 1 << count:
+    if int.from_bytes(bitmap, "little") + 1 != 1 << count:  # a gap: the general way reads those
         return None
     return request, ground, timestamp, slot_moves, plane_moves, credit, key, first - 1, stride, count
 

@@ -408,9 +408,6 @@ class ClientMachine:
 
     # --- packets received ---
 
-    def receive_datagram(self, data: Buffer, now_s: float) -> None:
-        self.receive_batch(data, len(data), now_s)
-
     def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
         """Take packets of ``segment_bytes`` each (the last may be shorter); bad ones are counted and dropped."""
         self.receive_runs([(memoryview(data), segment_bytes)], now_s)

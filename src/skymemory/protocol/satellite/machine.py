@@ -2,7 +2,7 @@
 
 Three kinds of events come from the transport:
 
-- *packets*: ``receive_runs``, ``receive_batch`` and ``receive_datagram`` take what arrived on one link. Packets for
+- *packets*: ``receive_runs`` and ``receive_batch`` take what arrived on one link. Packets for
   other satellites are forwarded; those for this one go to the handler of their operation (``_handlers``), chunks
   (SET, MIGRATE) to ``ChunkService`` and LINKS to ``Neighbours``;
 - *timers*: ``handle_timer`` is called when ``next_timer_s`` has passed and runs ``_timers`` and
@@ -172,9 +172,6 @@ class SatelliteMachine:
         return self._state.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
     # --- Packets ---
-
-    def receive_datagram(self, data: Buffer, source: LinkEnd, now_s: float) -> None:
-        self.receive_batch(data, len(data), source, now_s)
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         """Receive packets of ``segment_bytes`` each (the last may be shorter) from one link."""

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from skymemory.eviction import LeastRecentlyUsed, Replacement
 from skymemory.metrics import Counters
@@ -611,10 +611,6 @@ class OrderedKeys:
         return page
 
 
-Named = TypeVar("Named")
-
-
-@dataclass(slots=True)
 class Ledger:
     """The account of a satellite's bytes, as monotonic counters: every byte that left has a cause.
 
@@ -628,59 +624,16 @@ class Ledger:
     the same ledger; a process that is killed loses its ledger too, and its successor starts one at zero.
     """
 
-    set_bytes: int = 0
-    migrated_in_bytes: int = 0
-    replaced_bytes: int = 0
-    evicted_bytes: int = 0
-    deleted_bytes: int = 0
-    migrated_out_bytes: int = 0
-    lost_bytes: int = 0
+    def __init__(self) -> None:
+        self._bytes = dict.fromkeys(("set", "migrated_in", *CAUSES), 0)
 
     def came(self, size_bytes: int, migrated: bool) -> None:
         """Bytes came from a writer or, with ``migrated``, from another satellite."""
-        if migrated:
-            self.migrated_in_bytes += size_bytes
-        else:
-            self.set_bytes += size_bytes
+        self._bytes["migrated_in" if migrated else "set"] += size_bytes
 
     def went(self, size_bytes: int, cause: Cause) -> None:
-        if cause == "replaced":
-            self.replaced_bytes += size_bytes
-        elif cause == "evicted":
-            self.evicted_bytes += size_bytes
-        elif cause == "deleted":
-            self.deleted_bytes += size_bytes
-        elif cause == "migrated_out":
-            self.migrated_out_bytes += size_bytes
-        else:
-            self.lost_bytes += size_bytes
+        self._bytes[cause] += size_bytes
 
     def figures(self) -> dict[str, int]:
         """As ``messages.HOUSEKEEPING_FIELDS`` names them."""
-        return {
-            "bytes_set": self.set_bytes,
-            "bytes_migrated_in": self.migrated_in_bytes,
-            "bytes_replaced": self.replaced_bytes,
-            "bytes_evicted": self.evicted_bytes,
-            "bytes_deleted": self.deleted_bytes,
-            "bytes_migrated_out": self.migrated_out_bytes,
-            "bytes_lost": self.lost_bytes,
-        }
-
-
-def unaccounted_bytes(figures: Mapping[str, int]) -> int:
-    """Bytes that came and are neither held nor gone with a cause, by a satellite's housekeeping: 0 if it balances."""
-    came = figures["bytes_set"] + figures["bytes_migrated_in"]
-    return came - figures["memory_used_bytes"] - sum(figures[f"bytes_{cause}"] for cause in CAUSES)
-
-
-def open_books(satellites: Mapping[Named, Mapping[str, int]]) -> dict[Named, int]:
-    """The satellites whose ledgers do not balance, with the difference in bytes; empty if all is well."""
-    gaps = {name: unaccounted_bytes(figures) for name, figures in satellites.items()}
-    return {name: gap for name, gap in gaps.items() if gap}
-
-
-def total(satellites: Mapping[Named, Mapping[str, int]]) -> dict[str, int]:
-    """The sum of all satellites' ledgers."""
-    names = ["bytes_set", "bytes_migrated_in", "memory_used_bytes", *(f"bytes_{cause}" for cause in CAUSES)]
-    return {name: sum(figures[name] for figures in satellites.values()) for name in names}
+        return {f"bytes_{name}": size_bytes for name, size_bytes in self._bytes.items()}
