@@ -89,21 +89,10 @@ class Presence:
     tag: PlacementTag
 
     def pack(self) -> bytes:
-        tag = self.tag
-        return _PRESENCE.pack(
-            self.index + 1,
-            self.chunks,
-            self.length_bytes,
-            self.value_bytes,
-            self.value_crc,
-            tag.servers,
-            tag.server + 1,
-            tag.strategy,
-            0,
-            min(self.held, 0xFFFF),
-            tag.slot_moves,
-            tag.plane_moves,
-        )
+        tag, held = self.tag, min(self.held, 0xFFFF)
+        value = self.index + 1, self.chunks, self.length_bytes, self.value_bytes, self.value_crc
+        placement = tag.servers, tag.server + 1, tag.strategy, 0, held, tag.slot_moves, tag.plane_moves
+        return _PRESENCE.pack(*value, *placement)
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:

@@ -286,29 +286,30 @@ class ChunkRef:
 
     def pack(self) -> bytes:
         tag = self.tag
-        return CHUNK_REF.pack(
-            self.key,
-            self.index + 1,
-            self.chunks,
-            self.length_bytes,
-            self.crc,
-            self.value_bytes,
-            self.value_crc,
-            tag.servers,
-            tag.server + 1,
-            tag.strategy,
-            tag.replica,
-            0,
-            tag.slot_moves,
-            tag.plane_moves,
-        )
+        value = self.chunks, self.length_bytes, self.crc, self.value_bytes, self.value_crc
+        placement = tag.servers, tag.server + 1, tag.strategy, tag.replica, 0, tag.slot_moves, tag.plane_moves
+        return CHUNK_REF.pack(self.key, self.index + 1, *value, *placement)
 
     @classmethod
     def unpack(cls, body: Buffer) -> ChunkRef:
         if len(body) < CHUNK_REF_BYTES:
             raise MalformedPacket(f"chunk reference of {len(body)} bytes: expected {CHUNK_REF_BYTES}")
-        key, number, chunks, length, crc, value_bytes, value_crc, *placement = CHUNK_REF.unpack_from(body)
-        servers, server, strategy, replica, _spare, slot_moves, plane_moves = placement
+        (
+            key,
+            number,
+            chunks,
+            length,
+            crc,
+            value_bytes,
+            value_crc,
+            servers,
+            server,
+            strategy,
+            replica,
+            _spare,
+            slot_moves,
+            plane_moves,
+        ) = CHUNK_REF.unpack_from(body)
         if not 1 <= number <= chunks or not servers or server != (number - 1) % servers + 1:
             raise MalformedPacket(f"chunk {number} of {chunks} on server {server} of {servers}: out of range")
         if length > value_bytes or length > MAX_CHUNK_BYTES or chunks > max(1, value_bytes):
@@ -367,8 +368,25 @@ class SkyHeader(NamedTuple):
         """
         if len(data) < offset + SKY_BYTES:
             raise MalformedPacket(f"{len(data)} bytes: too short for a SKY header at {offset}")
-        version, op, flags, status, destination, source, ground, request_id, *rest = SKY.unpack_from(data, offset)
-        hop_limit, hop_count, congestion, timestamp_us, slot_moves, plane_moves, credit, key_id, _crc = rest
+        (
+            version,
+            op,
+            flags,
+            status,
+            destination,
+            source,
+            ground,
+            request_id,
+            hop_limit,
+            hop_count,
+            congestion,
+            timestamp_us,
+            slot_moves,
+            plane_moves,
+            credit,
+            key_id,
+            _crc,
+        ) = SKY.unpack_from(data, offset)
         if version != VERSION:
             raise MalformedPacket(f"protocol version {version}: expected {VERSION}")
         known_op, known_status = _OPS.get(op), _STATUSES.get(status)
