@@ -70,6 +70,7 @@ _ARRIVES_WITHIN_S = 1.0
 _MIN_BURST_CHUNKS = 10
 """A write waits for a window that admits fewer chunks, unless nothing is in flight."""
 _MAX_GONE = 1 << 16
+"""Dead values kept for ``take_gone``; of more the oldest are dropped, and readers find those out by a MISS."""
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA,
     Op.HAS: Op.PRESENCE,
@@ -113,6 +114,20 @@ class Finished:
     info: ValueInfo | None = None
 
 
+# The life of a read:
+#
+#   get → _waiting → bursts_to_send → _request_chunks      GETs, as far as the window for what comes to us admits
+#   receive_placed                                         DATA: chunks are in place; the last one ends the read
+#   _missed → transfer.absent                              MISS: ask where else the chunks may be, or end it
+#   handle_timer → repeat_or_give_up → _failed             silence: ask stand-ins or copies, or end it
+#   _finish → next_event
+#
+# A write is the same with ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored`` (ACK). A
+# question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations`` from
+# ``_register`` to ``_finish`` or ``cancel``, and as long as it is, either a request of it is in flight or it is in
+# ``_waiting``.
+
+
 class ClientMachine:
     """One ground host's conversations with the constellation."""
 
@@ -136,8 +151,8 @@ class ClientMachine:
         """Operations with chunks to ask for or to send."""
         self._probes: set[int] = set()
         """Numbers of our own PINGs, whose ends are not events."""
-        self._checks: dict[SatelliteId, int] = {}
-        """The last PING that accompanied an overdue question to a satellite."""
+        self._pings_beside: dict[SatelliteId, int] = {}
+        """The last PING sent beside the repetition of an overdue question to a satellite."""
         self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
@@ -309,8 +324,8 @@ class ClientMachine:
         return [one for together in self.bursts_to_send(now_s) for one in together]
 
     def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """``datagrams_to_send`` piece by piece: a burst of SETs is packed while the one before it is in flight; the
-        GETs of a read come together. Take them all.
+        """``datagrams_to_send`` piece by piece, so that a burst of SETs is packed while the one before it is being
+        sent; the GETs of a read come together. The caller must exhaust the iterator.
         """
         in_flight = self._in_flight
         self._update_gateway(now_s)
@@ -657,7 +672,7 @@ class ClientMachine:
             if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):
                 self._failed(request, failure, now_s)
             elif request.operation.transfer is None and request.op not in ALWAYS_SENT:
-                self._check(satellite, now_s)
+                self._ping_beside_question(satellite, now_s)
         if now_s >= self._keepalive.next_s:
             late, announcements = self._keepalive.due(now_s, self._places_of_write)
             for satellite, body in announcements:  # unacknowledged
@@ -667,12 +682,12 @@ class ClientMachine:
         if now_s >= self._detector.next_s:
             self._probe(self._detector.due(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
-    def _check(self, satellite: SatelliteId, now_s: float) -> None:
+    def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
         """A question is overdue: its answer was lost, or the satellite does not know the operation. A PING shows
         which.
         """
-        if self._checks.get(satellite) not in self._probes:
-            self._checks[satellite] = self._probe([(satellite, False)], now_s)
+        if self._pings_beside.get(satellite) not in self._probes:
+            self._pings_beside[satellite] = self._probe([(satellite, False)], now_s)
 
     def _probe(self, probes: Probes, now_s: float) -> int:
         """PING these; returns the number of the last."""

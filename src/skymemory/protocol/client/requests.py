@@ -235,26 +235,11 @@ class InFlight:
 
     def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
         """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
-        slot_moves, plane_moves = request.moves
+        outer = command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes)
+        ends = _wire_address(request.satellite), _GROUND | _wire_address(beam), self._ground, request.request_id
+        journey = HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF
         return _COMMAND_PREFIX.pack(
-            *command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes),
-            VERSION,
-            request.op,
-            0,
-            Status.OK,
-            _wire_address(request.satellite),
-            _GROUND | _wire_address(beam),
-            self._ground,
-            request.request_id,
-            HOP_LIMIT,
-            0,
-            0,
-            int(now_s * 1e6) & 0xFFFFFFFF,
-            slot_moves,
-            plane_moves,
-            self._credit,
-            0,
-            0,
+            *outer, VERSION, request.op, 0, Status.OK, *ends, *journey, *request.moves, self._credit, 0, 0
         )
 
     def _take_sequence(self, count: int) -> int:

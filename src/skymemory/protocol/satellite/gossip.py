@@ -69,19 +69,10 @@ class Notice:
     dead: tuple[Dead, ...]
 
     def pack(self) -> bytes:
-        area = self.region
-        head = _NOTICE.pack(
-            self.origin.pack(),
-            self.number,
-            Address(*area.centre).pack(),
-            area.north,
-            area.south,
-            area.west,
-            area.east,
-            self.hops,
-            _GROUND_NOTIFIED if self.ground_notified else 0,
-            len(self.dead),
-        )
+        area, flags = self.region, _GROUND_NOTIFIED if self.ground_notified else 0
+        sides = area.north, area.south, area.west, area.east
+        name = self.origin.pack(), self.number, Address(*area.centre).pack()
+        head = _NOTICE.pack(*name, *sides, self.hops, flags, len(self.dead))
         return head + join_dead(self.dead)
 
     @classmethod
