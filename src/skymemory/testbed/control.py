@@ -285,7 +285,7 @@ def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) 
 
 def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None, alive: bool) -> frozenset[SatelliteId]:
     # The file first, then the signal: a host that starts meanwhile reads it, one that runs reads it on SIGHUP. Then
-    # wait until pings show the change, so that whoever scripts an outage need not guess.
+    # wait until pings show the change, so that a script that plans an outage need not guess.
     with directory.locked():
         plan = directory.running_plan()
         if satellites is None:

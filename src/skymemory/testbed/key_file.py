@@ -63,7 +63,7 @@ def from_json(text: str, where: str) -> KeyRing:
 def read_keys(path: Path) -> KeyRing:
     """Reads a key file; refuses one that others may read."""
     try:
-        # The open file is checked, not the path: nobody can put another file in its place in between.
+        # The open file is checked, not the path: no other file can be put in its place in between.
         with open_file(path) as file:
             status = os.fstat(file.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077:

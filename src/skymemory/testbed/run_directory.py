@@ -405,8 +405,8 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 def _is_left_behind(folder: Path, now_s: float) -> bool:
     """Raises OSError if the folder is inaccessible or vanishes."""
     status = folder.lstat()
-    # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and nobody holds its lock, which
-    # the system releases when the demo ends, however it ends.
+    # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and its lock is free: the system
+    # releases that when the demo ends, however it ends.
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_ours or now_s - status.st_mtime < _YOUNG_S or RunDirectory(folder).living():
         return False
