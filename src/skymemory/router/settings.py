@@ -136,8 +136,8 @@ class Backend:
     name: str = setting("name", text, "", "in metrics and decisions; default: host:port")
     models: tuple[str, ...] = setting("models", texts, (), "models it serves; default: its /v1/models")
     adapters: tuple[str, ...] = setting("adapters", texts, (), "LoRA adapters it can serve")
-    events: str = setting("events", text, "", "address of its KV events, as tcp://host:5557; empty: none")
-    replay: str = setting("replay", text, "", "address for replays of events, as tcp://host:5558; empty: none")
+    events: str = setting("events", text, "", "address of its KV events, such as tcp://host:5557; empty: none")
+    replay: str = setting("replay", text, "", "address for replays of events, such as tcp://host:5558; empty: none")
     topic: str = setting("topic", text, "", "prefix of its events' topics; empty: all")
     drain: bool = setting("drain", yes_or_no, False, "it finishes its requests and gets no new ones")
     ca: Path | None = setting(
@@ -265,7 +265,7 @@ class Retries:
 class ReplicaSettings:
     """Sharing the prefix index with other routers of the same servers, through Redis."""
 
-    redis: str = setting("redis", text, "", "a Redis or Valkey server, as redis://host:6379/0")
+    redis: str = setting("redis", text, "", "a Redis or Valkey server, such as redis://host:6379/0")
     keys: Path | None = setting(
         "keys",
         path,
