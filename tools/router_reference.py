@@ -13,8 +13,8 @@ from skymemory.conductor.strategies.simple import RandomChoice
 from skymemory.config import known_keys
 from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
-from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.http.metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import SECTIONS, Backend, Settings

@@ -12,9 +12,9 @@ from tests.router.envoy.test_ext_proc_server import a_call, with_server
 from skymemory.conductor.picker import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
+from skymemory.router.envoy.ext_proc import NO_PROMPT
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.grpc.server import Connection
-from skymemory.router.envoy.picker_service import NO_PROMPT
 from skymemory.router.request_account import DeferredWork, RequestAccount
 
 

@@ -27,6 +27,7 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.backends import Backends
 from skymemory.router.envoy import ext_proc
 from skymemory.router.envoy.endpoints import endpoint
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.messages import (
     ATTRIBUTES_NAMESPACE,
     DESTINATION,
@@ -35,7 +36,6 @@ from skymemory.router.envoy.messages import (
     SUBSET,
     SUBSET_NAMESPACE,
 )
-from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.settings import PickerSettings
 
 NOTHING = np.empty(0, np.uint64)

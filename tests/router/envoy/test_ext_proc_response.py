@@ -27,8 +27,8 @@ from skymemory.conductor.picker import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.envoy import messages as say
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.messages import PIECE_BYTES
-from skymemory.router.envoy.picker_service import PickerService
 
 USAGE = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 64}}
 SSE = "text/event-stream; charset=utf-8"

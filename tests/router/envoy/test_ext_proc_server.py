@@ -25,9 +25,9 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.conductor.request import Request
 from skymemory.errors import SkyMemoryError
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.messages import SERVICE
-from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.tls import PemCertificate, self_signed
 
 NAMES = {1: "SERVING", 2: "NOT_SERVING"}

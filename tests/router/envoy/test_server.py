@@ -26,7 +26,7 @@ from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.router.backends import Backends
 from skymemory.router.envoy.endpoints import endpoint
-from skymemory.router.envoy.picker_service import PickerService
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.server import EndpointPicker, endpoint_picker, needs_restart, reload
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import RequestAccount

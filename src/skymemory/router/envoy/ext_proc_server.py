@@ -31,9 +31,8 @@ except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
 from skymemory.router.api_error import ApiError
-from skymemory.router.envoy.ext_proc import Exchange
+from skymemory.router.envoy.ext_proc import Exchange, PickerService
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
-from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.settings import host_and_port
 from skymemory.router.tls import PemCertificate, grpc_context
 

@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from skymemory.errors import SkyMemoryError, cannot_listen
-from skymemory.router.envoy.picker_service import PickerService
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.waiting_room import QueueFigures
 
 PREFIX = "skymemory_epp_"

@@ -28,9 +28,9 @@ from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch
 from skymemory.router.envoy.endpoints import FileSource, NameSource, SettingsSource, Source, completed
+from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import MetricsPage
-from skymemory.router.envoy.picker_service import PickerService
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import PickerSettings, Settings
