@@ -208,7 +208,7 @@ class TenantStore(Selecting):
         self.quota_bytes = quota_bytes
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """Least recently used first."""
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
         """Keys of each open load, and the end of their lease."""
@@ -216,10 +216,6 @@ class TenantStore(Selecting):
         """The end of each."""
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         """As many of the chain's first blocks as the quota holds. Their victims are evicted once they are stored; while
@@ -229,7 +225,7 @@ class TenantStore(Selecting):
         with self._lock:
             self._evict_excess()
             protected_bytes = sum(self._sizes.get(key, 0) for key in self._protected() - sizes.keys())
-            room_bytes = self.quota_bytes - protected_bytes if self._used_bytes <= self.quota_bytes else 0
+            room_bytes = self.quota_bytes - protected_bytes if self.used_bytes <= self.quota_bytes else 0
             chosen, wanted_bytes = set[bytes](), 0
             for key, size in sizes.items():
                 if wanted_bytes + size > room_bytes:
@@ -245,7 +241,7 @@ class TenantStore(Selecting):
             for key, value in reversed(items):  # the first block becomes the most recent: a chain loses its end first
                 self._forget([key])
                 self._sizes[key] = memoryview(value).nbytes
-                self._used_bytes += self._sizes[key]
+                self.used_bytes += self._sizes[key]
             self._evict_excess({key for key, _ in items})
 
     def _end_leases(self, now_s: float) -> None:
@@ -261,11 +257,11 @@ class TenantStore(Selecting):
 
     def _evict_excess(self, new: frozenset[bytes] | set[bytes] = frozenset()) -> None:
         """With the lock held."""
-        if self._used_bytes <= self.quota_bytes:
+        if self.used_bytes <= self.quota_bytes:
             return
         spared = self._protected() | new
         victims: list[bytes] = []
-        excess_bytes = self._used_bytes - self.quota_bytes
+        excess_bytes = self.used_bytes - self.quota_bytes
         for key, size in self._sizes.items():
             if excess_bytes <= 0:
                 break
@@ -325,12 +321,12 @@ class TenantStore(Selecting):
             return outcomes
 
     def stats(self) -> dict[str, int | float]:
-        own = {"tenant_used_bytes": self._used_bytes, "tenant_quota_bytes": self.quota_bytes}
+        own = {"tenant_used_bytes": self.used_bytes, "tenant_quota_bytes": self.quota_bytes}
         return {**self.store.stats(), **self._counters.as_dict(), **own}
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._used_bytes -= self._sizes.pop(key, 0)
+            self.used_bytes -= self._sizes.pop(key, 0)
             self._pins.pop(key, None)
 
 

@@ -53,7 +53,7 @@ class PrefixCaches:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._weights = weights_digest(model)
         self._store = MemoryStore(max(1, budget_bytes), policy=policy)
         self._store.on_evict = self._evicted
@@ -64,7 +64,6 @@ class PrefixCaches:
         """The same blocks' parts of layers with a window."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
-        self.block_tokens = block_tokens
         # By the size of a stored value, header and all layers, not by that of the tensors.
         self.capacity_blocks = budget_bytes // self._manager("").parts.value_bytes
         self.evicted_blocks = 0
@@ -84,7 +83,7 @@ class PrefixCaches:
     def keep(self, prompt: OpenPrompt) -> None:
         """Store the full blocks of the prompt's KV cache."""
         ids = prompt.cache.tokens()
-        if ids is None or not self.capacity_blocks or len(ids) < self._block_tokens:
+        if ids is None or not self.capacity_blocks or len(ids) < self.block_tokens:
             return
         hashes = prompt.manager.blocks.hashes(ids)
         # Subscribers of events must learn exactly what is in the store, and a put may store less than was missing.
@@ -122,7 +121,7 @@ class PrefixCaches:
                 self._model,
                 self._tokenizer,
                 self._store,
-                block_tokens=self._block_tokens,
+                block_tokens=self.block_tokens,
                 weights=self._weights,
                 tenant_salt=salt.encode(),
             )
@@ -149,7 +148,7 @@ class PrefixCaches:
 
     def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
         """One event for each run of consecutive new blocks."""
-        size = self._block_tokens
+        size = self.block_tokens
         for first, last in _runs(came):
             extra: list[tuple[str, ...] | None] | None = None
             # As in vLLM a salt counts in the first block's hash only; the chain carries it on.

@@ -75,17 +75,10 @@ class Outcome:
 
     def as_json(self) -> dict[str, object]:
         """As a JSON object: no nan, times to the microsecond."""
-        fields: dict[str, object] = {
-            "number": self.number,
-            "status": str(self.status),
-            "due_s": _rounded(self.due_s),
-            "sent_s": _rounded(self.sent_s),
-            "late_s": _rounded(self.late_s),
-            "ttft_s": _rounded(self.ttft_s),
-            "tbt_s": _rounded(self.tbt_s),
-            "end_s": _rounded(self.end_s),
-            "gaps_s": [_rounded(gap) for gap in self.gaps_s],
-        }
+        fields: dict[str, object] = {"number": self.number, "status": str(self.status)}
+        for name in ("due_s", "sent_s", "late_s", "ttft_s", "tbt_s", "end_s"):
+            fields[name] = _rounded(getattr(self, name))
+        fields["gaps_s"] = [_rounded(gap) for gap in self.gaps_s]
         for name in (
             "wanted_prompt_tokens",
             "prompt_tokens",

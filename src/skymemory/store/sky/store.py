@@ -1,7 +1,7 @@
 """The constellation as a tier: values are cut into chunks on satellites, under the common contract.
 
 A warm read: ``prefix`` asks the index; ``complete_load`` takes the values' infos from it (``catalog``), begins a
-``get`` of the client's state machine for each, and runs them together (``driver``). The places of chunks follow from
+``get`` of the client's state machine for each, and lets the driver run them together. The places of chunks follow from
 the info (size, strategy, moves at the setting) and the clock. Without an index, or where it is incomplete, satellites
 are probed.
 
