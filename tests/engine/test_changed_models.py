@@ -16,7 +16,7 @@ from tests.engine.generation import BLOCK, manager  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
-from skymemory.engine.identity import Substance  # noqa: E402
+from skymemory.engine.identity import Fingerprint  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.errors import CacheMisuse, UnsupportedModel  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
@@ -331,7 +331,7 @@ def test_packed_weights_are_in_the_digest() -> None:
         return torch.ao.quantization.quantize_dynamic(build_small(seed=seed), {torch.nn.Linear}, dtype=torch.qint8)
 
     with pytest.warns(DeprecationWarning):
-        digests = [Substance(packed(seed)).digest() for seed in (0, 0, 1)]
+        digests = [Fingerprint(packed(seed)).digest() for seed in (0, 0, 1)]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -341,17 +341,17 @@ def test_the_digest_is_the_same_in_every_process_and_wherever_it_was_loaded_from
     import sys
 
     script = (
-        "from skymemory.engine.models import build_small;from skymemory.engine.identity import Substance;"
-        "m = build_small();d = Substance(m).digest();import sys;m.save_pretrained(sys.argv[1]);"
+        "from skymemory.engine.models import build_small;from skymemory.engine.identity import Fingerprint;"
+        "m = build_small();d = Fingerprint(m).digest();import sys;m.save_pretrained(sys.argv[1]);"
         "from transformers import AutoModelForCausalLM as A;"
-        "print(d, Substance(A.from_pretrained(sys.argv[1])).digest())"
+        "print(d, Fingerprint(A.from_pretrained(sys.argv[1])).digest())"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=280, check=True
     ).stdout.split()[-2:]
     model = build_small()
     greedy(model, torch.arange(3, 30)[None])
-    assert ran == [Substance(model).digest()] * 2
+    assert ran == [Fingerprint(model).digest()] * 2
 
 
 def test_a_loop_goes_on_with_a_model_converted_under_its_cache() -> None:

@@ -20,8 +20,11 @@ from tests.engine.families import FAMILIES, build, known  # noqa: E402
 
 from skymemory import KVCManager, MemoryStore  # noqa: E402
 from skymemory.cache.cake.cake import CakeSettings  # noqa: E402
-from skymemory.engine.kv_cache import GroupRoom, RoomPool  # noqa: E402
-from skymemory.engine.staging import Staging  # noqa: E402
+from skymemory.engine.kv_cache import (  # noqa: E402
+    GroupRoom,
+    RoomPool,
+    Staging,
+)
 from skymemory.errors import CacheMisuse  # noqa: E402
 from skymemory.kv.value import PAYLOAD_AT  # noqa: E402
 from skymemory.serving.engine.caches import PrefixCaches  # noqa: E402

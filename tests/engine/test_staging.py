@@ -8,8 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache  # noqa: E402
-from skymemory.engine.staging import Gathered, Staging  # noqa: E402
+from skymemory.engine.kv_cache import CacheSource, Gathered, RoomPool, SkyCache, Staging  # noqa: E402  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -20,7 +19,7 @@ LAYOUTS = [KVLayout(3, 2, 4, 8, "float32"), KVLayout(2, 3, 6, 4, "bfloat16"), KV
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
 def test_both_paths_move_the_same_bytes(layout: KVLayout, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skymemory.engine.staging._AT_ONCE_BYTES", at_once * layout.block_bytes)
+    monkeypatch.setattr("skymemory.engine.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
     draw = np.random.default_rng(1)
     blocks = [draw.bytes(layout.block_bytes) for _ in range(7)]
     tokens = len(blocks) * layout.block_tokens

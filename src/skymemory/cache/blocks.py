@@ -298,10 +298,10 @@ class BlockCache:
                     tally.failed["deadline"] += 1
                     break
                 self._load_batch(batches[0], sink, tally, phase)
-                self._release(batches.pop(0))
+                self.release(batches.pop(0).ticket)
         finally:
             for batch in batches:
-                self._release(batch)
+                self.release(batch.ticket)
         if tally.failed and (behind := len(hashes) - len(tally.tiers) - 1):
             tally.failed["behind a failed block"] += behind
 
@@ -524,14 +524,11 @@ class BlockCache:
             if report.reason == NOT_AUTHENTIC:
                 self._delete(block_hash)
 
-    def _release(self, batch: LeasedBatch) -> None:
-        if batch.ticket is not None:
-            self.release(batch.ticket)
-
-    def release(self, ticket: LoadTicket) -> None:
-        """Release a lease or its values."""
+    def release(self, ticket: LoadTicket | None) -> None:
+        """Release a lease, if there is one, and its values."""
         try:
-            self.store.release(ticket)
+            if ticket is not None:
+                self.store.release(ticket)
         except TIER_FAILURES:
             self.tier_failed()
 

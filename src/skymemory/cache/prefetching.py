@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ from skymemory.store.base import Prefetching, Store, bring_near
 _MOST_ATTEMPTS = 3
 _SAVE_S = 60.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """Identifies an expectation, so that it is not prefetched twice."""
-
-    root: bytes
-    blocks: int
-    at_s: float
 
 
 class PrefetchScheduler:
@@ -64,7 +54,8 @@ class PrefetchScheduler:
         self._predictor = predictor if predictor is not None else Predictor()
         self._lead_s = lead_s
         self._clock = clock
-        self._attempts: dict[_Due, int] = {}
+        self._attempts: dict[tuple[bytes, int, float], int] = {}
+        """By first block, number of blocks and time of an expectation, so that it is not prefetched twice."""
         self._lock = threading.Lock()
         self._habits_file = habits_file
         self._unsaved_since_s: float | None = None
@@ -114,10 +105,10 @@ class PrefetchScheduler:
             self.save()
         with self._lock:
             expected = self._predictor.expected(now_s, self._lead_s)
-        self._attempts = {due: count for due, count in self._attempts.items() if due.at_s >= now_s}
+        self._attempts = {due: count for due, count in self._attempts.items() if due[2] >= now_s}
         brought = 0
         for expectation in expected:
-            due = _Due(expectation.keys[0], len(expectation.keys), expectation.at_s)
+            due = (expectation.keys[0], len(expectation.keys), expectation.at_s)
             attempts = self._attempts.get(due, 0)
             if attempts < _MOST_ATTEMPTS:
                 near = self._prefetch(expectation)

@@ -53,7 +53,7 @@ class Guard:
         self._last_logits = forward_options(model)
         self._counters = counters
         self._same = same
-        self._silent_types = {name for name in _TYPES if name in self._parameters and _says_nothing(model, name)}
+        self._ignored_types = {name for name in _TYPES if name in self._parameters and _zeros_are_ignored(model, name)}
         self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
         """Whether the model keeps position offsets of its last image, even for another prompt."""
         for hook in (
@@ -147,7 +147,7 @@ class Guard:
         if call.rows > 1:
             cache.batch_repeat_interleave(call.rows)
         cache.padding = call.padding
-        return _behind(given, call.padding + usable, call.padding)
+        return _rest_of(given, call.padding + usable, call.padding)
 
     def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
         """Run the model up to the last place where recurrent states are kept (a pass must end there), as far as all
@@ -207,7 +207,7 @@ class Guard:
         kept = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
         if not isinstance(kept, int) or kept < 1 or any(self._asked(name, given) for name in _ALL_ALONG):
             return "more asked for than its last logits"
-        if other := next((name for name, value in given.items() if self._says_more(name, value)), ""):
+        if other := next((name for name, value in given.items() if self._is_other_input(name, value)), ""):
             return f"other inputs ({other})"
         width, padding, mask = int(ids.shape[1]), 0, given.get("attention_mask")
         if mask is not None:
@@ -243,7 +243,7 @@ class Guard:
         rows, width = ids.shape
         if width == 1 and ids.device.type != "cpu":  # a decoding step: checking would stall the device, and the
             return bool(rows == 1)  # prefill was checked
-        if any(self._says_more(name, value) for name, value in options.items()):
+        if any(self._is_other_input(name, value) for name, value in options.items()):
             return False
         if rows > 1 and not bool((ids == ids[:1]).all()):
             return False
@@ -254,13 +254,15 @@ class Guard:
         ):
             return False
         places = options.get("cache_position")
-        return (places is None or _counts(places, start, end)) and (positions is None or _counts(positions, start, end))
+        return (places is None or _is_range(places, start, end)) and (
+            positions is None or _is_range(positions, start, end)
+        )
 
-    def _says_more(self, name: str, value: object) -> bool:
+    def _is_other_input(self, name: str, value: object) -> bool:
         """Whether this argument is an input other than tokens, mask and positions."""
         if name in _ALONG_THE_PROMPT or name == "attention_mask" or not _has_tensors(value):
             return False
-        return not (name in self._silent_types and isinstance(value, torch.Tensor) and not bool(value.any()))
+        return not (name in self._ignored_types and isinstance(value, torch.Tensor) and not bool(value.any()))
 
 
 class GuardHook:
@@ -318,7 +320,7 @@ class _Call:
         return int(differing[0]) if len(differing) else length
 
 
-def _says_nothing(model: torch.nn.Module, name: str) -> bool:
+def _zeros_are_ignored(model: torch.nn.Module, name: str) -> bool:
     """Whether all zeros for ``name`` have no effect: tried with two tokens."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode():
@@ -326,7 +328,7 @@ def _says_nothing(model: torch.nn.Module, name: str) -> bool:
     return bool(torch.equal(without, given))
 
 
-def _counts(positions: torch.Tensor, start: int, end: int) -> bool:
+def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
     """Whether each row is ``start`` .. ``end - 1``."""
     if positions.shape[-1] != end - start:
         return False
@@ -341,7 +343,7 @@ def _has_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
 
 
-def _behind(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
+def _rest_of(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
     """Without the first ``tokens``, of which ``padding`` are padding."""
     left = dict(given)
     for name in (*_ALONG_THE_PROMPT, *_TYPES):

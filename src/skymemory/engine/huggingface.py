@@ -26,7 +26,7 @@ from skymemory.cache.patience import ComputeRate
 from skymemory.engine.cake import CakePrefill
 from skymemory.engine.guard import ComputeClock, Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
-from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache, Tokens, foreign_length
+from skymemory.engine.kv_cache import TORCH_DTYPES, CacheSource, RoomPool, SkyCache, Tokens
 from skymemory.engine.prompts import (
     Prompt,
     TokenIds,
@@ -551,3 +551,33 @@ def within(model: Any) -> Any:
     if config is not None and not config.is_prompt_learning and hasattr(inner, "get_base_model"):
         return inner.get_base_model()
     return inner
+
+
+def foreign_length(cache: Cache, layout: KVLayout) -> int:
+    """Length of a foreign cache; InvalidInput if it cannot be one of this model with a single sequence."""
+    lengths = set()
+    if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
+        raise InvalidInput("recurrent states can be stored only from a cache that get_cache returned")
+    for layer in cache.layers:
+        for tensor, width in zip((layer.keys, layer.values), layout.widths, strict=True):
+            shape = tuple(tensor.shape) if tensor is not None else ()
+            if (
+                len(shape) != 4
+                or (shape[0], shape[1], shape[3]) != (1, layout.kv_heads, width)
+                or tensor.dtype != TORCH_DTYPES[layout.dtype]
+            ):
+                raise InvalidInput(
+                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {width})"
+                    f" of {layout.dtype}: one sequence, as this model writes it"
+                )
+            if shape[2] < layer.get_seq_length():
+                raise InvalidInput(
+                    f"a cache that has dropped all but the last {shape[2]} of its {layer.get_seq_length()} tokens, as "
+                    "sliding windows do: pass the one that get_cache returned"
+                )
+            lengths.add(shape[2])
+    if len(cache.layers) != layout.layers or len(lengths) != 1:
+        raise InvalidInput(
+            f"a cache of {len(cache.layers)} layers with {sorted(lengths)} tokens, expected {layout.layers}"
+        )
+    return int(lengths.pop())

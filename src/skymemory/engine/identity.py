@@ -1,7 +1,7 @@
 """What names a model in the context of its blocks, and whether it is still the same model.
 
 ``Identity`` is asked before each use. A digest of all weights takes about a second, a check for changes about 0.1 ms:
-so each use checks, and only changed tensors are hashed again (``Substance``).
+so each use checks, and only changed tensors are hashed again (``Fingerprint``).
 """
 
 from __future__ import annotations
@@ -86,10 +86,12 @@ class Identity:
         self._named = weights
         self._our_hooks = our_hooks
         self._context_of = context_of
-        self._substance = Substance(model)
+        self._fingerprint = Fingerprint(model)
         self._conditions = conditions()
         self._probe()
-        self.context = self._context(self._substance.digest() if weights is None else self._substance.watch(weights))
+        self.context = self._context(
+            self._fingerprint.digest() if weights is None else self._fingerprint.watch(weights)
+        )
 
     def renew(self) -> bool:
         """Recompute the context if the model has changed; whether the context is another one now.
@@ -98,12 +100,14 @@ class Identity:
         """
         now = conditions()
         self._check_hooks()
-        if now == self._conditions and not self._substance.changed():
+        if now == self._conditions and not self._fingerprint.changed():
             return False
         before = self.context
         self._probe()
         self._conditions = now
-        self.context = self._context(self._substance.digest() if self._substance.changed() else self._substance.name)
+        self.context = self._context(
+            self._fingerprint.digest() if self._fingerprint.changed() else self._fingerprint.name
+        )
         return self.context != before
 
     def _probe(self) -> None:
@@ -124,7 +128,7 @@ class Identity:
 
     def same(self, context: CacheContext | None, care: Care = Care.USE) -> bool:
         """Whether the model is unchanged and its context is ``context``; with ``Care.USE`` also without hooks."""
-        untouched = conditions() == self._conditions and not self._substance.changed(care)
+        untouched = conditions() == self._conditions and not self._fingerprint.changed(care)
         hooked = care >= Care.USE and foreign_hook(self._model, self._our_hooks)
         return untouched and context == self.context and not hooked
 
@@ -200,7 +204,7 @@ def _backend_text(backend: Any) -> str:
     return json.dumps({name: value for name, value in fields.items() if name not in ("truncation", "padding")})
 
 
-# --- substance: the tensors and settings that determine a model's results ---
+# --- fingerprint: the tensors and settings that determine a model's results ---
 
 _PIECE_BYTES = 32 << 20
 _SETTING = (bool, int, float, str, type(None), torch.dtype)
@@ -277,7 +281,7 @@ class _Rows:
         return [holder.get(key) for holder, key in self._places] == self._before
 
 
-class _Seen:
+class _Snapshot:
     """A model's state when it was hashed."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -353,7 +357,7 @@ class _Seen:
         return [[tensor.data_ptr() for tensor in tensors], [tensor._version for tensor in tensors]]
 
 
-class Substance:
+class Fingerprint:
     """Identifies ``model``: ``digest`` hashes it, ``changed`` reports changes since.
 
     The digest covers every byte of parameters, buffers and other state (packed weights too), with names, shapes and
@@ -366,15 +370,15 @@ class Substance:
         self._known: dict[str, _Digested] = {}
         self.name = ""
         """The last result of ``digest`` or ``watch``."""
-        self._seen: _Seen | None = None
+        self._snapshot: _Snapshot | None = None
 
     def changed(self, care: Care = Care.USE) -> bool:
         """Whether the model has changed since the last ``digest`` or ``watch``."""
-        return self._seen is None or not self._seen.same(care)
+        return self._snapshot is None or not self._snapshot.same(care)
 
     def watch(self, name: str) -> str:
         """Name the current state without hashing it."""
-        self._seen = _Seen(self._model)
+        self._snapshot = _Snapshot(self._model)
         self.name = name
         return name
 
@@ -383,10 +387,10 @@ class Substance:
 
         Raises UnsupportedModel for state that cannot be hashed; it then stays "changed".
         """
-        if self._seen is not None and not self._seen.same_numbers():
+        if self._snapshot is not None and not self._snapshot.same_numbers():
             self._known = {}  # written without torch's knowledge: version counters are useless
-        self._seen = None
-        seen = _Seen(self._model)
+        self._snapshot = None
+        snapshot = _Snapshot(self._model)
         whole = hashlib.sha256(b"skymemory substance 2")
         tensors = dict(sorted(_state(self._model)))
         known: dict[str, _Digested] = {}
@@ -400,7 +404,7 @@ class Substance:
         for name, module in self._model.named_modules(remove_duplicate=False):
             whole.update(f"|{name}|{type(module).__name__}|{_text(_settings(module))}|".encode())
         self.name = f"sha256:{whole.hexdigest()}"
-        self._seen = seen
+        self._snapshot = snapshot
         return self.name
 
     def _pieces(self, name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[bytes]] | list[bytes]:
@@ -411,8 +415,8 @@ class Substance:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """``Substance.digest`` of a model that will not change, for ``weights=``."""
-    return Substance(model).digest()
+    """``Fingerprint.digest`` of a model that will not change, for ``weights=``."""
+    return Fingerprint(model).digest()
 
 
 def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:

@@ -25,9 +25,8 @@ import torch
 import transformers
 
 from skymemory.cache.blocks import BlockSink, LoadResult
-from skymemory.engine.staging import Gathered, Staging
 from skymemory.engine.states import States, forget, repeat
-from skymemory.errors import CacheMisuse, InvalidInput, MissingExtra
+from skymemory.errors import CacheMisuse, MissingExtra
 from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
 
@@ -774,31 +773,93 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
     return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
 
 
-def foreign_length(cache: Cache, layout: KVLayout) -> int:
-    """Length of a foreign cache; InvalidInput if it cannot be one of this model with a single sequence."""
-    lengths = set()
-    if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
-        raise InvalidInput("recurrent states can be stored only from a cache that get_cache returned")
-    for layer in cache.layers:
-        for tensor, width in zip((layer.keys, layer.values), layout.widths, strict=True):
-            shape = tuple(tensor.shape) if tensor is not None else ()
-            if (
-                len(shape) != 4
-                or (shape[0], shape[1], shape[3]) != (1, layout.kv_heads, width)
-                or tensor.dtype != TORCH_DTYPES[layout.dtype]
-            ):
-                raise InvalidInput(
-                    f"a cache with tensors of shape {shape}, expected (1, {layout.kv_heads}, tokens, {width})"
-                    f" of {layout.dtype}: one sequence, as this model writes it"
-                )
-            if shape[2] < layer.get_seq_length():
-                raise InvalidInput(
-                    f"a cache that has dropped all but the last {shape[2]} of its {layer.get_seq_length()} tokens, as "
-                    "sliding windows do: pass the one that get_cache returned"
-                )
-            lengths.add(shape[2])
-    if len(cache.layers) != layout.layers or len(lengths) != 1:
-        raise InvalidInput(
-            f"a cache of {len(cache.layers)} layers with {sorted(lengths)} tokens, expected {layout.layers}"
-        )
-    return int(lengths.pop())
+# --- devices: batched copies of blocks between host and device memory ---
+#
+# A copy per layer and block would cost a launch and a wait each: blocks are gathered, copied together through pinned
+# memory on a separate stream, and scattered. The same code works on CPU, for tests.
+
+_AT_ONCE_BYTES = 64 << 20
+
+
+class Staging:
+    """Copies blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width)."""
+
+    def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        self._rooms = rooms
+        self._layout = layout
+        self._device = rooms[0].device
+        self._host: torch.Tensor | None = None
+        self._waiting: list[int] = []
+        self._sent: list[tuple[torch.Tensor, Any]] = []
+        """Host buffers that a running copy reads, with the event of its end."""
+
+    def place(self, index: int, block: memoryview) -> None:
+        """Stage block ``index`` for the next ``flush``."""
+        if self._host is None or len(self._waiting) == len(self._host):
+            self.flush()
+            self._host = _pinned(self._layout, self._device)
+        self._host[len(self._waiting)].numpy()[:] = np.frombuffer(block, np.uint8)
+        self._waiting.append(index)
+
+    def flush(self) -> None:
+        """Copy the staged blocks; the device's current stream waits for the copy."""
+        if self._host is None or not self._waiting:
+            return
+        on_cuda = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if on_cuda else None
+        with torch.cuda.stream(stream) if on_cuda else contextlib.nullcontext():
+            there = self._host[: len(self._waiting)].to(self._device, non_blocking=True)
+            where = torch.tensor(self._waiting, device=self._device)
+            for room, part in zip(self._rooms, _split(there, self._layout), strict=True):
+                blocks = room[:, :, : room.shape[2] // self._layout.block_tokens * self._layout.block_tokens]
+                blocks.unflatten(2, (-1, self._layout.block_tokens))[:, :, where] = part.permute(1, 2, 0, 3, 4)
+        if stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            event = stream.record_event()
+            self._sent = [(host, end) for host, end in self._sent if not end.query()] + [(self._host, event)]
+            self._host = None
+        self._waiting = []
+
+
+class Gathered:
+    """Reads blocks from ``layers`` on one device: keys and values of one sequence, each (kv_heads, tokens, width)."""
+
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
+        self._layers = layers
+        self._layout = layout
+        self._first = 0
+        self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
+
+    def read(self, index: int, out: memoryview) -> None:
+        """Copy out block ``index``; fetches the blocks behind it as well, for the next calls."""
+        if not self._first <= index < self._first + len(self._host):
+            self._gather(index)
+        out[:] = self._host[index - self._first].data
+
+    def _gather(self, first: int) -> None:
+        layout, tokens = self._layout, self._layout.block_tokens
+        held = min(int(self._layers[0][0].shape[1]) // tokens - first, max(1, _AT_ONCE_BYTES // layout.block_bytes))
+        span = slice(first * tokens, (first + held) * tokens)
+        parts = [
+            torch.stack([pair[which][:, span] for pair in self._layers])
+            .unflatten(2, (held, tokens))
+            .permute(2, 0, 1, 3, 4)
+            .reshape(held, layout.layers, -1)
+            for which in range(2)
+        ]
+        block = torch.cat(parts, dim=2).contiguous().view(torch.uint8).reshape(held, layout.block_bytes)
+        self._first, self._host = first, block.cpu().numpy()
+
+
+def _pinned(layout: KVLayout, device: torch.device) -> torch.Tensor:
+    shape = (max(1, _AT_ONCE_BYTES // layout.block_bytes), layout.block_bytes)
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _split(blocks: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of ``blocks`` (number, bytes), each (number, layers, kv_heads, tokens, width)."""
+    layers = blocks.view(TORCH_DTYPES[layout.dtype]).view(len(blocks), layout.layers, -1)
+    of_keys, of_values = layout.widths
+    keys = layout.kv_heads * layout.block_tokens * of_keys
+    shape = (len(blocks), layout.layers, layout.kv_heads, layout.block_tokens)
+    return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)

@@ -107,13 +107,11 @@ def _angles(base: int, tokens: int, head_dim: int) -> tuple[Floats, Floats]:
 
 # How finely the ``cachegen`` codec rounds: a step per layer, key or value and head, chosen by a named level.
 #
-# A step is the distance between neighbouring numbers that can be stored (see ``grid``). It is
-# taken relative to how much the head's channels vary from token to token in this block, on a grid of quarter octaves
-# (2 ** (code / 4)), so that two bytes say it. Steps differ by third of the layers, as CacheGen's do (Liu et al.,
-# SIGCOMM
-# 2024), and between keys and values: keys decide where a token looks, and bear less. ``medium`` was set by how far
-# each
-# layer's rounding moves the predictions of the shipped small model; the others are an eighth, a half and 1.4 of it.
+# A step is the distance between neighbouring numbers that can be stored (``entropy.snap``). It is taken relative to how
+# much the head's channels vary from token to token in this block, on a grid of quarter octaves (2 ** (code / 4)), so
+# that two bytes hold it. Steps differ by third of the layers, as in CacheGen, and between keys and values: keys decide
+# where a token looks, and tolerate less rounding. ``medium`` was set by how far each layer's rounding moves the
+# predictions of the shipped small model; the others are an eighth, a half and 1.4 of it.
 
 
 Steps = npt.NDArray[np.float32]
