@@ -463,7 +463,7 @@ class BlockCache:
             codec = self._readable.get(codec_id)
             if codec is None:
                 return "codec not readable"
-            if codec is RAW and payload.nbytes == layout.block_bytes:
+            if codec is RAW and payload.nbytes == layout.block_bytes:  # straight from the store's memory: one copy less
                 sink.place(index, payload)
                 return ""
             block = memoryview(bytearray(layout.block_bytes))
@@ -745,6 +745,7 @@ class _Loading:
         """The longest prefix, up to ``most`` blocks, at whose end all windowed parts have what is in sight."""
         if most and all(self._stored(number, self._seen(number, most)).all() for number in self._windows):
             return most
+        # Running counts of missing blocks: a window has all its blocks if the count is the same at both of its ends.
         good = np.ones(most + 1, bool)
         for number in self._windows if most else ():
             lacking = np.concatenate([[0], np.cumsum(~self._stored(number, range(most)))])
@@ -781,6 +782,8 @@ class _Loading:
         if found and self._parts[0].window is None:
             self._place(0, range(found))
             loaded = len(self._placed[0])
+        # A block that fails shortens the prefix, and the windows of a shorter prefix see other blocks: those are loaded
+        # then, until all that is in sight is in place.
         while loaded := self._longest(loaded):
             if all(self._place(number, self._seen(number, loaded)) for number in self._windows):
                 break

@@ -753,16 +753,20 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Keys and values of a block, each (layers, kv_heads, tokens, bytes of a head).
+    """Views of a block's keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
     Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy shares the work among threads, and waits
     15 ms for one that another program keeps from running.
     """
-    layers = block.reshape(layout.layers, -1)
-    shape = (layout.layers, layout.kv_heads, layout.block_tokens)
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
+    return _apart(block.reshape(layout.layers, -1), layout, of_keys, of_values)
+
+
+def _apart(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
+    """Keys and values of ``layers``, (…, a layer's numbers): each (…, kv_heads, tokens, width)."""
+    shape = (*layers.shape[:-1], layout.kv_heads, layout.block_tokens)
     keys = layout.kv_heads * layout.block_tokens * of_keys
-    return layers[:, :keys].reshape(*shape, of_keys), layers[:, keys:].reshape(*shape, of_values)
+    return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)
 
 
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
@@ -810,7 +814,8 @@ class Staging:
         with torch.cuda.stream(stream) if on_cuda else contextlib.nullcontext():
             there = self._host[: len(self._waiting)].to(self._device, non_blocking=True)
             where = torch.tensor(self._waiting, device=self._device)
-            for room, part in zip(self._rooms, _split(there, self._layout), strict=True):
+            numbers = there.view(self._rooms[0].dtype).view(len(there), self._layout.layers, -1)
+            for room, part in zip(self._rooms, _apart(numbers, self._layout, *self._layout.widths), strict=True):
                 blocks = room[:, :, : room.shape[2] // self._layout.block_tokens * self._layout.block_tokens]
                 blocks.unflatten(2, (-1, self._layout.block_tokens))[:, :, where] = part.permute(1, 2, 0, 3, 4)
         if stream is not None:
@@ -854,12 +859,3 @@ class Gathered:
 def _pinned(layout: KVLayout, device: torch.device) -> torch.Tensor:
     shape = (max(1, _AT_ONCE_BYTES // layout.block_bytes), layout.block_bytes)
     return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-def _split(blocks: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of ``blocks`` (number, bytes), each (number, layers, kv_heads, tokens, width)."""
-    layers = blocks.view(TORCH_DTYPES[layout.dtype]).view(len(blocks), layout.layers, -1)
-    of_keys, of_values = layout.widths
-    keys = layout.kv_heads * layout.block_tokens * of_keys
-    shape = (len(blocks), layout.layers, layout.kv_heads, layout.block_tokens)
-    return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)

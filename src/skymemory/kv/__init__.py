@@ -1,1 +1,1 @@
-"""What is cached: contexts, block hashes, layouts, chunks, stored values and their codecs. Pure."""
+"""What is cached: contexts, block hashes, layouts, stored values and their codecs. Pure."""
