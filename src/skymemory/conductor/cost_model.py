@@ -6,7 +6,7 @@ operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 
 FAST'25). Its example, 128k tokens of which 95 % are cached, comes out 91.5 % below an uncached prefill ("92 %").
 
 A decoding step reads all weights and the KV of every request in the batch, and does one token's operations for each:
-it takes the longer of the two, plus a fixed time.
+it takes the longer of the two, plus a fixed time. ``PRESETS`` has machines with published times.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""The picker: chooses the server of a request, for the HTTP proxy, Envoy's endpoint picker and the simulator.
+"""The servers behind a router, and the picker, which chooses one of them for a request: for the HTTP proxy, Envoy's
+endpoint picker and the simulator.
 
 1. Servers that take requests: healthy, not draining, in the requested subset.
 2. Of those, servers that have the request's LoRA adapter loaded, or room for it.
 3. The strategy's highest score.
 4. Among equal scores, a draw from a seeded sequence.
+
+A server has a *slot*, a small number that it keeps while it is in the fleet; indices store sets of servers as bits of
+an integer by it. A slot is reused only after ``Picker.remove`` made the scorer forget the server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Approximate prefix index, learnt from requests: a server is assumed to hold the prompts that it answered.
+"""The contract of prefix indices, and the approximate one, learnt from requests.
 
-Per server it keeps the most recently used blocks up to the capacity of the server's cache (``set_capacity``), and
-evicts the end of a prefix before its head. Engines evict by other rules and do not report it; where one reports how
-much of a prompt was cached, ``correct`` drops the rest.
+A prompt is a chain of blocks: uint64 hashes, each of a block and all before it (``native.chain_hashes``, seeded by
+``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the fleet.
+
+The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the most recently
+used blocks up to the capacity of the server's cache (``set_capacity``), and evicts the end of a prefix before its head.
+Engines evict by other rules and do not report it; where one reports how much of a prompt was cached, ``correct`` drops
+the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Maps one engine's block hashes to ours, by its events.
+"""An engine's KV cache events, decoded, and its blocks by them: a map from the engine's hashes to ours.
+
+The fields of events are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too: a batch has a sequence
+number and events. ``router.engines`` decodes messages into these; ``precise.PreciseIndex`` applies them.
 
 An engine reports a block's tokens once, when it stores it, and only its own hash after that. Our hash follows from the
 tokens and our hash of the parent. A block with an unknown parent (whose event was lost, or published before we

@@ -1,11 +1,10 @@
-"""The contract of routing strategies, and what several of them share.
+"""What several routing strategies share.
 
-A scorer ranks servers for a request and learns from the outcome of requests. It does no I/O, reads no clock and draws
-no random numbers: equal calls give equal scores. ``picker.Picker`` does the rest for all of them: health, adapters,
-ties, requests in flight.
+Notes on sent requests, loads and their bound, the threshold of a match, hashes equal on every machine, and ``Indexed``,
+the base of strategies with a prefix index.
 
-Shared parts: notes on sent requests, loads and their bound, the threshold of a match, hashes equal on every machine,
-and ``Indexed``, the base of strategies with a prefix index.
+Their contract is ``picker.Scorer``. ``picker.Picker`` does the rest for all of them: health, adapters, ties, requests
+in flight.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ ANSWERING = 4096
 BELIEVABLE = 0.5
 """Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
 Blocks of characters and the engine's own block size make small differences meaningless."""
-
-
 Note = TypeVar("Note")
 
 

@@ -1,5 +1,8 @@
-"""Records of a simulated run: one per request, loads over time, spans of the instances. Metrics are computed from
-them."""
+"""Records of a simulated run (one per request, loads over time, spans of the instances), and its metrics.
+
+Metrics are of the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end;
+docs/reference/cluster-metrics.md defines them.
+"""
 
 from __future__ import annotations
 
