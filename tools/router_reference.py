@@ -15,7 +15,7 @@ from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
-from skymemory.router.http.metrics import OUTCOMES, ProxyMetrics
+from skymemory.router.metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import SECTIONS, Backend, Settings
 

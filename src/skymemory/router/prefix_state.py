@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from skymemory.conductor.picker import Fleet, Scorer
@@ -32,6 +32,7 @@ from skymemory.errors import InvalidInput, LaterFile, os_reason
 from skymemory.files import MAX_TOKENIZER_BYTES, read_bounded, write_private
 from skymemory.keys import KeyRing
 from skymemory.router.engines.events import check_events, event_index, strategy_options
+from skymemory.router.metrics import family
 from skymemory.router.replicas import RedisReplicas, ReplicaStatus
 from skymemory.router.settings import Settings, read_cost
 from skymemory.router.tasks import cancel
@@ -191,22 +192,15 @@ class ReplicaFigures(Collector):
     def __init__(self, prefix_state: PrefixState) -> None:
         self._prefix_state = prefix_state
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         status = self._prefix_state.replicas()
         if status is None:
             return
-        degraded = GaugeMetricFamily(
-            "skymemory_router_replicas_degraded", "1: the prefix index is not shared", labels=["kind"]
-        )
-        degraded.add_metric([status.kind], float(bool(status.degraded)))
-        yield degraded
-        deltas = CounterMetricFamily(
-            "skymemory_router_replica_deltas", "Updates of the shared prefix index, by outcome", labels=["outcome"]
-        )
-        counts = {"sent": status.sent, "received": status.received, "lost": status.lost, "refused": status.refused}
-        for outcome, count in counts.items():
-            deltas.add_metric([outcome], count)
-        yield deltas
+        degraded, name = "1: the prefix index is not shared", "skymemory_router_replicas_degraded"
+        yield family(GaugeMetricFamily, name, degraded, ("kind",), [((status.kind,), bool(status.degraded))])
+        text, name = "Updates of the shared prefix index, by outcome", "skymemory_router_replica_deltas"
+        rows = (((outcome,), getattr(status, outcome)) for outcome in ("sent", "received", "lost", "refused"))
+        yield family(CounterMetricFamily, name, text, ("outcome",), rows)
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> int:

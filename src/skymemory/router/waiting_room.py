@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Refusal
@@ -119,36 +116,3 @@ class WaitingRoom:
     def _fits(self, entry: Entry) -> bool:
         among: frozenset[str] | None = entry.group[2]  # type: ignore[index]
         return self._has_room(entry.request, among)
-
-
-class QueueFigures(Collector):
-    """Prometheus metrics of the queue. Tenants are those that the settings name, ``other`` and ``unknown``."""
-
-    def __init__(self, queue: RequestQueue, prefix: str) -> None:
-        self._queue = queue
-        self._prefix = prefix
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ["priority", "tenant"]
-        waiting = GaugeMetricFamily(f"{self._prefix}_queue_requests", "Queued requests", labels=labels)
-        size = GaugeMetricFamily(f"{self._prefix}_queue_bytes", "Bytes of their bodies", labels=labels)
-        served = CounterMetricFamily(f"{self._prefix}_queue_served", "Requests served after queueing", labels=labels)
-        waited = CounterMetricFamily(
-            f"{self._prefix}_queue_waited_seconds", "Their queueing time, in total", labels=labels
-        )
-        gone = CounterMetricFamily(
-            f"{self._prefix}_queue_cancelled", "Queued requests whose client disconnected", labels=labels
-        )
-        refused = CounterMetricFamily(
-            f"{self._prefix}_queue_refused", "Queued requests that were refused, by reason", labels=[*labels, "reason"]
-        )
-        for (priority, tenant), figures in self._queue.figures().items():
-            names = [str(priority), tenant]
-            waiting.add_metric(names, figures.requests)
-            size.add_metric(names, figures.size_bytes)
-            served.add_metric(names, figures.served)
-            waited.add_metric(names, figures.waited_s)
-            gone.add_metric(names, figures.cancelled)
-            for reason, count in figures.refused.items():
-                refused.add_metric([*names, reason], count)
-        yield from (waiting, size, served, waited, gone, refused)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import zmq.asyncio
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from skymemory.conductor.picker import Scorer
@@ -26,6 +26,7 @@ from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.feed import Feed, FeedState
 from skymemory.router.engines.follower import Follower, Pace
+from skymemory.router.metrics import Family, family
 from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel
 
@@ -148,32 +149,26 @@ class EventsWatch(Collector):
             self._warned.add((server, what))
             log.warning("server %s: %s", server, what)
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Prometheus metrics."""
-        labels, prefix = ["server"], "skymemory_router_server_events_"
-        whole = GaugeMetricFamily(f"{prefix}whole", "1: every message of its events was applied", labels=labels)
-        blocks = GaugeMetricFamily(f"{prefix}blocks", "Blocks in its cache, by its events", labels=labels)
-        batches = CounterMetricFamily(f"{prefix}batches", "Batches of events that were applied", labels=labels)
-        gaps = CounterMetricFamily(f"{prefix}gaps", "Gaps in the sequence of batches", labels=labels)
-        losses = CounterMetricFamily(
-            f"{prefix}losses", "Gaps that were not filled: its blocks were forgotten", labels=labels
-        )
-        text = "Messages refused: malformed, too long, or with blocks of another size"
-        refused = CounterMetricFamily(f"{prefix}refused", text, labels=[*labels, "reason"])
-        for name, feed in self.feeds.items():
-            whole.add_metric([name], feed.state is FeedState.WHOLE)
-            blocks.add_metric([name], self._index.blocks_of(feed.slot) if self._index is not None else 0)
-            batches.add_metric([name], feed.counts.batches)
-            gaps.add_metric([name], feed.counts.gaps)
-            losses.add_metric([name], feed.counts.losses)
-            counts = feed.counts
-            for reason, count in (
-                ("malformed", counts.malformed),
-                ("too-long", counts.too_long),
-                ("blocks", counts.refused),
-            ):
-                refused.add_metric([name, reason], count)
-        yield from (whole, blocks, batches, gaps, losses, refused)
+        feeds, index = list(self.feeds.items()), self._index
+
+        def of(kind: Family, name: str, text: str, value: Callable[[Feed], float]) -> Metric:
+            rows = (((server,), value(feed)) for server, feed in feeds)
+            return family(kind, f"skymemory_router_server_events_{name}", text, ("server",), rows)
+
+        whole, blocks = "1: every message of its events was applied", "Blocks in its cache, by its events"
+        yield of(GaugeMetricFamily, "whole", whole, lambda feed: feed.state is FeedState.WHOLE)
+        yield of(GaugeMetricFamily, "blocks", blocks, lambda feed: 0 if index is None else index.blocks_of(feed.slot))
+        batches, gaps = "Batches of events that were applied", "Gaps in the sequence of batches"
+        yield of(CounterMetricFamily, "batches", batches, lambda feed: feed.counts.batches)
+        yield of(CounterMetricFamily, "gaps", gaps, lambda feed: feed.counts.gaps)
+        losses = "Gaps that were not filled: its blocks were forgotten"
+        yield of(CounterMetricFamily, "losses", losses, lambda feed: feed.counts.losses)
+        reasons = {"malformed": "malformed", "too-long": "too_long", "blocks": "refused"}
+        rows = (((name, why), getattr(feed.counts, field)) for name, feed in feeds for why, field in reasons.items())
+        text, labels = "Messages refused: malformed, too long, or with blocks of another size", ("server", "reason")
+        yield family(CounterMetricFamily, "skymemory_router_server_events_refused", text, labels, rows)
 
 
 class KvEvents:

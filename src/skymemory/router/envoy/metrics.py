@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from skymemory.errors import SkyMemoryError, cannot_listen
 from skymemory.router.envoy.ext_proc import PickerService
-from skymemory.router.waiting_room import QueueFigures
+from skymemory.router.metrics import QueueFigures
 
 PREFIX = "skymemory_epp_"
 COUNTERS = {

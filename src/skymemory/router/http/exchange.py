@@ -34,8 +34,8 @@ from skymemory.router.api_keys import QuotaLease
 from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line, too_large
-from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
+from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.tokenizing import TooMuchNewText
 from skymemory.router.queue import Entry

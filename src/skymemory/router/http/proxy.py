@@ -29,14 +29,14 @@ from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Connection, Incoming
 from skymemory.router.http.exchange import Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
-from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.upstream import Pools
+from skymemory.router.metrics import ProxyMetrics, QueueFigures
 from skymemory.router.prefix_state import PrefixState
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader
 from skymemory.router.queue import RequestQueue
 from skymemory.router.request_account import DeferredWork
 from skymemory.router.settings import Settings
-from skymemory.router.waiting_room import QueueFigures, WaitingRoom
+from skymemory.router.waiting_room import WaitingRoom
 
 log = logging.getLogger("skymemory.router")
 requests_log = logging.getLogger("skymemory.router.requests")

@@ -25,9 +25,9 @@ from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.connection import Connection
 from skymemory.router.http.health import HealthWatch
-from skymemory.router.http.metrics import ProxyMetrics
 from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.upstream import KEEP_S, Pools
+from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork

@@ -1,18 +1,22 @@
-"""The proxy's Prometheus metrics. Labels are servers, outcomes and kinds, never text from a request."""
+"""Prometheus metrics: the proxy's, and the queue's of both doors. Labels are servers, outcomes and kinds, and tenants
+that the settings name, never text from a request.
+"""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.request import Decision
+from skymemory.router.queue import Figures, RequestQueue
 
 OUTCOMES = (
     "answered",  # complete, with a status below 400
@@ -30,6 +34,19 @@ OUTCOMES = (
     "failed",  # internal error of the router: 500
 )
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+
+def family(
+    kind: Family, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    """A metric with its series: values of the labels, and the number."""
+    made = kind(name, text, labels=labels)
+    for values, number in rows:
+        made.add_metric(values, number)
+    return made
 
 
 class _Histogram:
@@ -130,26 +147,18 @@ class ProxyMetrics:
 
     def collect(self) -> Iterator[Metric]:
         servers = list(self._servers.items())
-        requests = CounterMetricFamily(
+        yield family(
+            CounterMetricFamily,
             "skymemory_router_requests",
             "Requests by the last server that got them, and by outcome",
-            labels=["server", "outcome"],
+            ("server", "outcome"),
+            (((name, outcome), count) for name, each in servers for outcome, count in each.outcomes.items()),
         )
-        for name, each in servers:
-            for outcome, count in each.outcomes.items():
-                requests.add_metric([name, outcome], count)
-        yield requests
-        for key, says in _BY_SERVER.items():
-            family = CounterMetricFamily(f"skymemory_router_{key}", says, labels=["server"])
-            for name, each in servers:
-                family.add_metric([name], getattr(each, _FIELDS.get(key, key)))
-            yield family
-        decisions = CounterMetricFamily(
-            "skymemory_router_decisions", "Routing decisions by strategy and kind", labels=["strategy", "kind"]
-        )
-        for labels, count in self._decisions.items():
-            decisions.add_metric(labels, count)
-        yield decisions
+        for key, text in _BY_SERVER.items():
+            rows = (((name,), getattr(each, _FIELDS.get(key, key))) for name, each in servers)
+            yield family(CounterMetricFamily, f"skymemory_router_{key}", text, ("server",), rows)
+        decisions, labels = "Routing decisions by strategy and kind", ("strategy", "kind")
+        yield family(CounterMetricFamily, "skymemory_router_decisions", decisions, labels, self._decisions.items())
         ttft = HistogramMetricFamily(
             "skymemory_router_ttft_seconds",
             "From a request's arrival to the first byte of its response",
@@ -182,18 +191,42 @@ class _FleetGauges:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        def gauge(name: str, says: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(f"skymemory_router_server_{name}", says, labels=["server"])
-            for server, value in values:
-                family.add_metric([server], value)
-            return family
-
-        fleet = list(self._fleet)
-        yield gauge("healthy", "1: it is not ejected", ((server.name, server.healthy) for server in fleet))
-        yield gauge("draining", "1: it gets no new requests", ((server.name, server.draining) for server in fleet))
-        yield gauge("in_flight", "Requests in flight at it", ((s.name, s.in_flight) for s in fleet))
-        now_s = time.monotonic()
+    def collect(self) -> Iterator[Metric]:
+        fleet, now_s = list(self._fleet), time.monotonic()
+        yield self._gauge("healthy", "1: it is not ejected", ((each.name, each.healthy) for each in fleet))
+        yield self._gauge("draining", "1: it gets no new requests", ((each.name, each.draining) for each in fleet))
+        yield self._gauge("in_flight", "Requests in flight at it", ((each.name, each.in_flight) for each in fleet))
+        prefilling = "Of in_flight, those without a first byte"
+        yield self._gauge("prefilling", prefilling, ((each.name, each.prefilling) for each in fleet))
         ages = ((server.name, now_s - server.reported.at_s) for server in fleet if server.reported is not None)
-        yield gauge("report_age_seconds", "Since its last load report", ages)
-        yield gauge("prefilling", "Of in_flight, those without a first byte", ((s.name, s.prefilling) for s in fleet))
+        yield self._gauge("report_age_seconds", "Since its last load report", ages)
+
+    def _gauge(self, name: str, text: str, values: Iterable[tuple[str, float]]) -> Metric:
+        rows = (((server,), value) for server, value in values)
+        return family(GaugeMetricFamily, f"skymemory_router_server_{name}", text, ("server",), rows)
+
+
+class QueueFigures(Collector):
+    """Metrics of the queue. Tenants are those that the settings name, ``other`` and ``unknown``."""
+
+    def __init__(self, queue: RequestQueue, prefix: str) -> None:
+        self._queue = queue
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        figures = [((str(priority), tenant), each) for (priority, tenant), each in self._queue.figures().items()]
+        labels = ("priority", "tenant")
+
+        def of(kind: Family, name: str, text: str, value: Callable[[Figures], float]) -> Metric:
+            rows = ((names, value(each)) for names, each in figures)
+            return family(kind, f"{self._prefix}_queue_{name}", text, labels, rows)
+
+        yield of(GaugeMetricFamily, "requests", "Queued requests", lambda each: each.requests)
+        yield of(GaugeMetricFamily, "bytes", "Bytes of their bodies", lambda each: each.size_bytes)
+        yield of(CounterMetricFamily, "served", "Requests served after queueing", lambda each: each.served)
+        yield of(CounterMetricFamily, "waited_seconds", "Their queueing time, in total", lambda each: each.waited_s)
+        gone = "Queued requests whose client disconnected"
+        yield of(CounterMetricFamily, "cancelled", gone, lambda each: each.cancelled)
+        refused = "Queued requests that were refused, by reason"
+        rows = (((*names, reason), count) for names, each in figures for reason, count in each.refused.items())
+        yield family(CounterMetricFamily, f"{self._prefix}_queue_refused", refused, (*labels, "reason"), rows)
