@@ -123,6 +123,8 @@ class Placement:
         box = self.layout.box
         if not 0 <= replica < box.width * box.height:
             raise InvalidInput(f"replica {replica} in a box of {box.width} by {box.height}: too small for it")
+        # Down the rows first, which are planes; each row is shifted by half the box, so that copies are apart in
+        # both directions.
         across, down = divmod(replica, box.height)
         return (
             (cell[0] + across + down * (box.width // 2) + box.west) % box.width - box.west,

@@ -90,6 +90,7 @@ async def _serve(
         """Applies disabled satellites, now and at each SIGHUP. Enabling one whose port is taken is retried: a search
         for free ports binds each of them for a moment.
         """
+        # ``again`` is the retry that waits, if any: a signal replaces it, so that there is one at a time.
         trouble, again = "", loop.call_soon(lambda: None)
 
         def look() -> None:
