@@ -6,6 +6,7 @@ A miss is a value and corruption is a counter; neither is an error (see ``ARCHIT
 from __future__ import annotations
 
 import errno
+import os
 
 
 class SkyMemoryError(Exception):
@@ -76,7 +77,19 @@ class WrongProcess(SkyMemoryError):
 
 def os_reason(error: OSError) -> str:
     """What went wrong, without the error number."""
+    if error.errno and (error.strerror or "").startswith("Connect call failed"):  # asyncio's words, with the address
+        return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__
+
+
+def cannot_read(what: object, error: OSError) -> str:
+    """The message where a file cannot be read; one wording for all verbs."""
+    return f"cannot read {what}: {os_reason(error)}"
+
+
+def missing_extra(what: str, packages: str, extra: str) -> MissingExtra:
+    """Where ``what`` needs ``packages`` that are not installed; one wording for all verbs."""
+    return MissingExtra(f"{what} needs {packages}, not installed here: pip install 'skymemory[{extra}]'")
 
 
 def cannot_listen(address: str, error: OSError) -> str:

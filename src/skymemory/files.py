@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from skymemory.errors import InvalidInput, os_reason
+from skymemory.errors import InvalidInput, cannot_read, os_reason
 from skymemory.units import format_size
 
 _PIECE_BYTES = 2**20
@@ -80,6 +80,14 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
     finally:
         with suppress(OSError):
             os.unlink(scratch)
+
+
+def check_readable(path: Path) -> None:
+    """Raises ``InvalidInput`` where ``path`` cannot be opened: before work that takes long."""
+    try:
+        open_file(path).close()
+    except OSError as error:
+        raise InvalidInput(cannot_read(path, error)) from error
 
 
 def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:

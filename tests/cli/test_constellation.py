@@ -49,7 +49,7 @@ def _main(words: str) -> int:
         ("up --mask 90", "elevation mask 90"),
         ("up --host-at 40", "expected LATITUDE,LONGITUDE"),
         ("up --preset starlink-a --host-at 91,0", "latitude 91"),
-        ("up --preset starlink-a --host-path none.txt", "cannot read the waypoints none.txt"),
+        ("up --preset starlink-a --host-path none.txt", "cannot read none.txt"),
         ("up --gateway lowest", "lowest"),
         ("up --delay fast", "expected real, off, or a factor"),
         ("up --memory-per-satellite 1KiB", "hold no chunk"),

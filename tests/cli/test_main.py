@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -191,3 +192,80 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--versoin"], "did you mean '--version'?"),
+        (["constellation", "stauts"], "did you mean 'status'?"),
+        (["kv", "gett"], "did you mean 'get'?"),
+        (["demo", "motin"], "did you mean 'motion'?"),
+    ],
+)
+def test_a_misspelt_option_or_action_is_guessed(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "replay nowhere --url http://127.0.0.1:1",
+        "reproduce mooncake --trace nowhere",
+        "demo conductor --trace nowhere",
+        "prefetch nowhere",
+        "kv put nowhere --store memory://",
+        "fit --url http://127.0.0.1:1 --shape nowhere",
+        "doctor --compare nowhere",
+        "constellation status --plan nowhere",
+    ],
+)
+def test_a_missing_file_is_the_input_s_fault_in_one_wording(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert "cannot read " in error and error.endswith("nowhere: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        ("figures 16", "matplotlib", "figures"),
+        ("layout --out map.png", "matplotlib", "figures"),
+        ("serve", "torch", "hf"),
+        ("demo", "torch", "hf"),
+        ("route --backend http://127.0.0.1:1", "aiohttp", "router"),
+        ("epp --endpoint 127.0.0.1:1", "aiohttp", "envoy,router"),
+        ("keys api nowhere tenant", "aiohttp", "router"),
+        ("replay nowhere --url http://127.0.0.1:1", "aiohttp", "router"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_wording(
+    words: str, package: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("skymemory.cli._options", "skymemory.engine.inputs"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == package else name)
+    if package == "matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command.main(words.split()) == 1
+    error = capsys.readouterr().err
+    assert error.endswith(f" needs {package}, not installed here: pip install 'skymemory[{extra}]'\n")
+
+
+@pytest.mark.parametrize("words", [["--admission", "erly"], ["--report", "page.gif"]])
+def test_the_simulated_cluster_refuses_options_before_it_runs(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["demo", "conductor", *words]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_keys_are_listed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "keys")
+    assert command.main(["keys", "new", path]) == 0
+    capsys.readouterr()
+    assert command.main(["keys", "show", path, "--json"]) == 0
+    (key,) = json.loads(capsys.readouterr().out)
+    assert key["in_use"] is True and set(key) == {"id", "from_s", "in_use"}

@@ -87,6 +87,6 @@ def test_mooncake_answers_wrong_input(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(["reproduce", "mooncake", "--fig", "14"]) == 2
     assert "not reproduced" in capsys.readouterr().err
     assert main(["reproduce", "mooncake", "--trace", str(tmp_path / "none")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "cannot read" in capsys.readouterr().err
     assert main(["reproduce", "cake", "--fig", "swings"]) == 2
     assert "expected the number of a figure" in capsys.readouterr().err

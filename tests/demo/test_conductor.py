@@ -38,7 +38,7 @@ def test_plays_all_four_and_prints_the_results() -> None:
 def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["demo", "conductor", "--rate", "0"]) == 2
     assert main(["demo", "conductor", "--trace", str(tmp_path / "none.jsonl")]) == 2
-    assert "file not found" in capsys.readouterr().err
+    assert "cannot read" in capsys.readouterr().err
 
 
 @pytest.mark.slow

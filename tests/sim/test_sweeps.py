@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, MissingExtra, SkyMemoryError
 from skymemory.sim.sweeps import has_ray, sweep
 from skymemory.sim.trace import TraceStatistics, statistics_of
 from skymemory.sim.workload import ARXIV, L_EVAL, poisson
@@ -35,6 +37,11 @@ def test_says_what_is_missing_without_ray() -> None:
         pytest.skip("Ray is installed")
     with pytest.raises(MissingExtra, match=r"skymemory\[ray\]"):
         sweep(statistics_of, [poisson(ARXIV, 1.0, 2, 1)], "ray")
+
+
+def test_a_killed_worker_is_an_error_of_one_line() -> None:
+    with pytest.raises(SkyMemoryError, match="one of 2 worker processes was killed: run fewer in parallel"):
+        sweep(os._exit, [1, 1], "processes", jobs=2)
 
 
 def test_an_error_of_one_cell_is_raised() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from skymemory.cache.blocks import TIER_FAILURES
 from skymemory.cache.predictor import KEPT_DAYS, Expectation, Habit, Predictor
-from skymemory.errors import InvalidInput, LaterFile
+from skymemory.errors import InvalidInput, LaterFile, cannot_read
 from skymemory.files import open_file, write_private
 from skymemory.metrics import Counters
 from skymemory.store.base import Prefetching, Store, bring_near
@@ -193,7 +193,7 @@ def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
         with open_file(path) as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidInput(cannot_read(path, error)) from error
     try:
         found = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
     except (ValueError, RecursionError):

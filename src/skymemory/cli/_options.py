@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, missing_extra, os_reason
 from skymemory.units import parse_duration, parse_fraction, parse_size
 
 T = TypeVar("T")
@@ -42,13 +42,13 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="where the constellation's plan, pid files and logs are "
-        "(default: $SKYMEMORY_RUN_DIR, else a folder of this user's)",
+        "(default: $SKYMEMORY_RUN_DIR, else a folder for this user)",
     )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """``--json``: the same answer for programs."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def check_serving_installed() -> None:
@@ -56,21 +56,22 @@ def check_serving_installed() -> None:
     from skymemory.engine.inputs import check_engine_installed
 
     check_engine_installed()
-    absent = [name for name in ("aiohttp", "msgspec", "prometheus_client", "zmq") if find_spec(name) is None]
-    if absent:
-        raise MissingExtra(f"{', '.join(absent)} not installed, which serving needs: pip install 'skymemory[router]'")
+    _check_installed("serving", "aiohttp", "msgspec", "prometheus_client", "zmq")
 
 
-def check_router_installed() -> None:
+def check_router_installed(extras: str = "router") -> None:
     """Raises ``MissingExtra`` where the extra 'router' is not installed; imports nothing of it."""
-    if absent := [name for name in ("aiohttp", "msgspec", "prometheus_client") if find_spec(name) is None]:
-        raise MissingExtra(f"{', '.join(absent)} not installed: pip install 'skymemory[router]'")
+    _check_installed("this verb", "aiohttp", "msgspec", "prometheus_client", extras=extras)
+
+
+def _check_installed(what: str, *packages: str, extras: str = "router") -> None:
+    if absent := [name for name in packages if find_spec(name) is None]:
+        raise missing_extra(what, ", ".join(absent), extras)
 
 
 def os_error(error: OSError) -> str:
     """An error of the system as users read it: the file and the reason, no number."""
-    reason = error.strerror or str(error)
-    return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
+    return os_reason(error) if error.filename is None else f"{os.fsdecode(error.filename)}: {os_reason(error)}"
 
 
 def token_ids(text: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.files import MAX_TABLE_BYTES, read_bounded
 from skymemory.units import format_size, parse_delay
@@ -35,7 +35,11 @@ _DEFAULT_PLACE = (40.0, -75.0)
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("constellation", help="start, watch, change and stop a constellation of processes")
+    parser = subparsers.add_parser(
+        "constellation",
+        help="start, watch, change and stop a constellation of processes",
+        description="Run a constellation as processes, one for each group of orbital planes, and operate it.",
+    )
     verbs = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     up = verbs.add_parser("up", help="start all satellites as processes of this computer")
@@ -78,7 +82,7 @@ def add_parser(subparsers: Subparsers) -> None:
     plan = verbs.add_parser("plan", help="write a plan for several computers, of which each runs its part")
     _add_plan_options(plan)
     add = plan.add_argument
-    add("--out", type=Path, required=True, metavar="FILE")
+    add("--out", type=Path, required=True, metavar="FILE", help="where to write the plan")
     add(
         "--host",
         action="append",
@@ -89,7 +93,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--insecure", action="store_true", help="accept commands from other computers without keys")
 
     attach = verbs.add_parser("attach", help="use a constellation that runs on other computers, by its plan")
-    attach.add_argument("plan", type=Path, metavar="FILE")
+    attach.add_argument("plan", type=Path, metavar="FILE", help="the plan")
     add_run_dir(attach)
 
     _add_failures(verbs)
@@ -117,7 +121,7 @@ def _add_satellite(subparsers: Subparsers) -> None:
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Geometry, memory, authentication and faults; options left out have the preset's defaults."""
     add = parser.add_argument
-    add("--preset", default="testbed-19x5", help="geometry of the constellation (default: %(default)s)")
+    add("--preset", default="testbed-19x5", metavar="NAME", help="geometry of the constellation (default: %(default)s)")
     add(
         "--delay",
         type=argument(parse_delay),
@@ -132,9 +136,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of a satellite (default: 64MiB)",
     )
-    add("--servers", type=int, help="satellites a value is spread over (default: the preset's, 10)")
+    add("--servers", type=int, metavar="S", help="satellites a value is spread over (default: the preset's, 10)")
     add("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
-    add("--strategy", help="placement: rotation, hop, rotation_hop, cost or baseline")
+    add("--strategy", metavar="NAME", help="placement: rotation, hop, rotation_hop, cost or baseline")
     _add_ground_options(parser)
     add("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
     add(
@@ -560,7 +564,7 @@ def _ground_of(args: argparse.Namespace) -> Ground:
         try:
             lines = read_bounded(args.host_path, MAX_TABLE_BYTES).decode("utf-8").splitlines()
         except OSError as error:
-            raise InvalidInput(f"cannot read the waypoints {args.host_path}: {error.strerror}") from error
+            raise InvalidInput(cannot_read(args.host_path, error)) from error
         except UnicodeDecodeError as error:
             raise InvalidInput(f"{args.host_path}: not a text file with waypoints") from error
         waypoints = parse_waypoints(lines, str(args.host_path))

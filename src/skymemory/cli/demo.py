@@ -20,7 +20,7 @@ _STRATEGIES = (*_QUICK_STRATEGIES[:-1], "precise", "least-ttft")
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="load a prompt's KV cache from a constellation sooner than it is computed: the paper's table 3",
+        help="watch it work: the paper's table 3 on this computer, and five other demos",
         description="Starts the 19x5 constellation as five processes with the delays of its geometry, runs a model of "
         "TinyLlama-1.1B's shape over a document with and without the cache, and prints the paper's table 3.",
     )
@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--document", type=Path, metavar="FILE", help="text to use as context (default: a shipped handbook)")
     add("--tokens", type=int, metavar="N", help="length of the prompt (default: 524, four blocks and a tail)")
-    add("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the random weights (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object")
     others = parser.add_subparsers(
         dest="what",
@@ -61,7 +61,7 @@ def _add_motion(others: Subparsers) -> None:
     add("--seconds", type=float, default=36.0, metavar="N", help="duration (default: 36)")
     add("--speed", type=float, default=160.0, metavar="X", help="speed of the clock, times real time (default: 160)")
     add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
-    add("--seed", type=int, default=0, help="seed of the values' bytes (default: 0)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the values' bytes (default: 0)")
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
@@ -82,7 +82,7 @@ def _add_cells(others: Subparsers) -> None:
     add("--legs", type=int, default=3, metavar="N", help="straight legs to random places (default: 3)")
     add("--servers", type=int, default=9, metavar="S", help="cells that hold the value (default: 9)")
     add("--value", type=size, default=2_883_584, metavar="SIZE", help="bytes of the value (default: 2.75MiB)")
-    add("--seed", type=int, default=1, help="seed of the drive and of the value's bytes (default: 1)")
+    add("--seed", type=int, metavar="N", default=1, help="seed of the drive and of the value's bytes (default: 1)")
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")
 
 
@@ -106,7 +106,7 @@ def _add_cake(others: Subparsers) -> None:
         help="share of the compute that the prompt gets; other prompts get the rest (default: 1)",
     )
     add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
-    add("--seed", type=int, default=0, help="seed of the weights and of the prompt (default: 0)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the weights and of the prompt (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
@@ -136,7 +136,13 @@ def _add_route(others: Subparsers) -> None:
         "prompt",
     )
     add("--requests", type=int, metavar="N", help="requests per strategy (default: 50, with --quick 32)")
-    add("--seed", type=int, default=0, help="seed of prompts, arrivals, the order of strategies and ties (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        help="seed of prompts, arrivals, the order of strategies and ties (default: 0)",
+    )
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
@@ -167,7 +173,7 @@ def _add_conductor(others: Subparsers) -> None:
         help="write a page of plots: .png, .svg or .pdf (needs the extra 'figures')",
     )
     add("--chart", type=Path, metavar="FILE", help="write a timeline as JSON for chrome://tracing or Perfetto")
-    add("--seed", type=int, default=0, help="seed of requests, jitter and ties (default: 0)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of requests, jitter and ties (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import add_json, os_error
-from skymemory.errors import InvalidInput
+from skymemory.cli._options import add_json
+from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import read_bounded
 
 if TYPE_CHECKING:
@@ -20,12 +20,17 @@ _MOST_BYTES = 1 << 20
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="why is my hit rate 0?",
+        help="diagnose a hit rate of 0",
         description="Use a model, its tokenizer and a store as a request would: compute blocks, store and load them. "
         "The exit code is 1 if something is wrong. With --save and --compare it shows in what two computers differ.",
     )
     add = parser.add_argument
-    add("--model", default="small", metavar="NAME|DIR", help="a folder saved by transformers, or a name as in serve")
+    add(
+        "--model",
+        default="small",
+        metavar="NAME|DIR",
+        help="a folder saved by transformers, or a name as for `serve` (default: small)",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -48,12 +53,15 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--save {args.save}: no folder {str(args.save.parent)!r}")
     check_engine_installed()
     other = _read(args.compare) if args.compare is not None else None
+    from transformers.utils import logging as transformers_logging
+
     from skymemory.engine.doctor import examine
     from skymemory.engine.models import ready_model
     from skymemory.testbed.open_store import open_store
 
-    ready = ready_model(args.model, dtype=args.dtype)
-    with open_store(args.store) as store:
+    transformers_logging.disable_progress_bar()
+    with open_store(args.store) as store:  # before the model, which takes seconds: its address may be wrong
+        ready = ready_model(args.model, dtype=args.dtype)
         result = examine(
             ready.model,
             ready.tokenizer,
@@ -78,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_bounded(path, _MOST_BYTES))
     except OSError as error:
-        raise InvalidInput(f"--compare {os_error(error)}") from error
+        raise InvalidInput(cannot_read(path, error)) from error
     except ValueError as error:
         raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer") from error
     if not isinstance(found, dict):

@@ -20,11 +20,10 @@ from skymemory.cli._options import (
     check_router_installed,
     check_serving_installed,
     fraction,
-    os_error,
     size,
     token_ids,
 )
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import read_bounded
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     try:
         config = json.loads(read_bounded(file))
     except OSError as error:
-        raise InvalidInput(f"--shape {os_error(error)}") from error
+        raise InvalidInput(cannot_read(file, error)) from error
     except ValueError as error:
         raise InvalidInput(f"--shape {file}: not JSON ({error}); expected a model's config.json") from error
     if not isinstance(config, dict):

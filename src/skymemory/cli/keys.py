@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import check_router_installed, duration
+from skymemory.cli._options import add_json, check_router_installed, duration
 from skymemory.units import format_duration
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     new = actions.add_parser("new", help="make a file with one new key")
-    new.add_argument("file", type=Path, metavar="FILE")
+    new.add_argument("file", type=Path, metavar="FILE", help="the key file")
     rotate = actions.add_parser("rotate", help="add a key: accepted at once, used after --after")
-    rotate.add_argument("file", type=Path, metavar="FILE")
+    rotate.add_argument("file", type=Path, metavar="FILE", help="the key file")
     rotate.add_argument(
         "--after", type=duration, default=10.0, metavar="TIME", help="delay until it is used (default: 10s)"
     )
     retire = actions.add_parser("retire", help="remove old keys")
-    retire.add_argument("file", type=Path, metavar="FILE")
+    retire.add_argument("file", type=Path, metavar="FILE", help="the key file")
     retire.add_argument(
         "ids", type=int, nargs="*", metavar="ID", help="keys to remove (default: all older than the one in use)"
     )
@@ -42,16 +43,20 @@ def add_parser(subparsers: Subparsers) -> None:
         "Quotas go into the file's table [tenants.NAME]: requests_per_minute, tokens_per_minute, "
         "max_in_flight, priority, weight. To revoke a key, delete its lines.",
     )
-    api.add_argument("file", type=Path, metavar="FILE")
+    api.add_argument("file", type=Path, metavar="FILE", help="the key file")
     api.add_argument("tenant", metavar="TENANT")
     api.add_argument("--note", default="", metavar="TEXT", help="comment in the file, such as the owner")
     show = actions.add_parser("show", help="list the keys of a file, without the secrets")
-    show.add_argument("file", type=Path, metavar="FILE")
+    show.add_argument("file", type=Path, metavar="FILE", help="the key file")
+    add_json(show)
 
 
-def _print_ring(path: Path, ring: KeyRing) -> None:
+def _print_ring(ring: KeyRing, as_json: bool) -> None:
     now_s = time.time()
     active = ring.active(now_s)
+    if as_json:
+        print(json.dumps([{"id": key.key_id, "from_s": key.from_s, "in_use": key == active} for key in ring.keys]))
+        return
     for key in ring.keys:
         if key == active:
             state = "in use"
@@ -102,5 +107,5 @@ def run(args: argparse.Namespace) -> int:
         ids = set(args.ids) or {key.key_id for key in ring.keys if key.from_s <= now_s and key != active}
         ring = ring.without(ids, now_s)
         write_keys(ring, path)
-    _print_ring(path, ring)
+    _print_ring(ring, getattr(args, "json", False))
     return 0

@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 from skymemory.cli._options import add_json, add_run_dir, argument, duration
 from skymemory.cli.constellation import ACCESS_CHOICES
-from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError
+from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError, cannot_read
 from skymemory.files import read_bounded, write_output
 from skymemory.units import format_duration, format_size, parse_duration
 
@@ -48,7 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     verbs = parser.add_subparsers(dest="kv_verb", metavar="put|get|pin|delete|list", required=True)
     put = verbs.add_parser("put", help="store a file under its name, or under --key")
     add = put.add_argument
-    add("file", type=Path, metavar="FILE")
+    add("file", type=Path, metavar="FILE", help="the file to store")
     add("--key", help="the name to store it under (default: the file's name)")
     add(
         "--ttl", type=argument(_lifetime), metavar="TIME", help="lifetime of the value, such as 30m (default: no limit)"
@@ -143,7 +143,7 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     try:
         data = read_bounded(args.file, _MAX_VALUE_BYTES, pipes=True)
     except OSError as error:
-        raise InvalidInput(f"cannot read {args.file}: {error.strerror}") from error
+        raise InvalidInput(cannot_read(args.file, error)) from error
     key = args.file.name if args.key is None else args.key
     if not key:
         raise InvalidInput("--key is empty: expected a name")

@@ -110,6 +110,8 @@ def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def _check_verb(word: str, names: Sequence[str]) -> None:
     if word in names or word in _OPTIONS_BEFORE_VERB:
         return
+    if word.startswith("-"):
+        raise InvalidInput(f"no option {word!r} before the verb; {suggestion(word, sorted(_OPTIONS_BEFORE_VERB))}")
     raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, names)}")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from skymemory.cli._options import add_json, check_router_installed, duration, token_ids
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read
 
 if TYPE_CHECKING:
     import aiohttp
@@ -187,7 +187,10 @@ def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
     from skymemory.sim.trace import at_rate, jittered, read_trace
 
     if args.trace is not None:
-        requests = read_trace(args.trace)
+        try:
+            requests = read_trace(args.trace)
+        except OSError as error:
+            raise InvalidInput(cannot_read(args.trace, error)) from error
     else:
         requests = _generated(args)
     if args.jitter:

@@ -37,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add = parser.add_argument_group("mooncake").add_argument
     add("--trace", type=Path, metavar="FILE", help="a released trace (default: a seeded generator)")
-    add("--seed", type=int, default=0, help="seed of the generator, jitter and ties (default: 0)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the generator, jitter and ties (default: 0)")
     add("--quick", action="store_true", help="ten minutes of requests, fewer settings")
     add("--markdown", action="store_true", help="print Markdown sections instead of tables")
     add("--jobs", type=int, metavar="N", help="parallel processes (default: one per core)")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "route",
-        help="an OpenAI-compatible proxy that routes by prompt prefix",
+        help="run an OpenAI-compatible proxy that routes by prompt prefix",
         description="Serve OpenAI's API in front of engines (vLLM, SGLang, ...) and send each request to the one with "
         "the shortest estimated time to the first token, given its cache and its queue. Runs until Ctrl-C.",
         epilog="All settings: docs/reference/router.md",
@@ -90,8 +90,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verb == "epp":
+        check_router_installed("envoy,router")
+        return _pick(args)
     check_router_installed()
-    return _pick(args) if args.verb == "epp" else _route(args)
+    return _route(args)
 
 
 def _route(args: argparse.Namespace) -> int:
@@ -189,7 +192,7 @@ def _lines(found: Found) -> list[str]:
 def _add_picker(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "epp",
-        help="pick endpoints for Envoy (Gateway API inference extension)",
+        help="run an endpoint picker for Envoy (Gateway API inference extension)",
         description="Serve Envoy's external processing protocol and choose the model server of each request, as the "
         "Gateway API inference extension specifies. Runs until Ctrl-C. To try it: start it with "
         "--envoy-config envoy.json, then run `envoy -c envoy.json`.",

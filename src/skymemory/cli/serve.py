@@ -20,7 +20,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
     parser = subparsers.add_parser(
         "serve",
-        help="a small inference engine with OpenAI's API",
+        help="run a small inference engine with OpenAI's API",
         description="Serve a model with OpenAI's API (/v1/completions, /v1/chat/completions, /v1/models; streamed or "
         "not) and a prefix cache, until Ctrl-C. /metrics and KV events are vLLM's. It is meant for testing routers and "
         "clients: prompts are computed one at a time, and there is no authentication.",

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from skymemory.conductor.admission.named import options_of
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Slo
 from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.files import check_readable
 from skymemory.router.settings import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.chrome_trace import write_chrome_trace
@@ -23,6 +25,7 @@ from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, RequestOut
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source
+from skymemory.view.drawing import drawing_path
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
 PREFILL, DECODE = 8, 8
@@ -37,8 +40,11 @@ def run_conductor(args: argparse.Namespace) -> int:
     stream = sys.stderr if args.json else sys.stdout
     if not 0.1 <= args.rate <= 20:
         raise InvalidInput(f"--rate {args.rate:g}: expected 0.1 to 20 times the workload's own")
-    if args.trace is not None and not args.trace.is_file():
-        raise InvalidInput(f"--trace {args.trace}: file not found")
+    if args.trace is not None:
+        check_readable(args.trace)
+    options_of(args.admission)  # an unknown rule, or a wrong suffix, is refused before the simulation
+    if args.report is not None:
+        drawing_path(args.report)
     source = Source(args.trace, args.seed, quick=True)
     spans = args.chart is not None
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)

@@ -6,7 +6,7 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, missing_extra
 
 MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
 """Names that ``models.ready_model`` accepts: the trained model in the package, and shapes with random weights."""
@@ -64,4 +64,4 @@ def check_engine_installed() -> None:
     """Raises ``MissingExtra`` where torch or transformers is not installed; imports neither."""
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if absent:
-        raise MissingExtra(f"{' and '.join(absent)} not installed, which a model needs: pip install 'skymemory[hf]'")
+        raise missing_extra("a model", " and ".join(absent), "hf")

@@ -37,7 +37,7 @@ from types import MappingProxyType
 from typing import Any
 
 from skymemory.config import filled, integer, positive, setting, suggestion, text, whole
-from skymemory.errors import InvalidInput, os_reason
+from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import read_bounded
 from skymemory.router.api_error import ApiError
 
@@ -111,7 +111,7 @@ def read_api_keys(file: Path) -> KeyFile:
     try:
         return api_keys_from(read_bounded(file).decode("utf-8"))
     except OSError as error:
-        raise InvalidInput(f"{file}: cannot be read: {os_reason(error)}") from error
+        raise InvalidInput(cannot_read(file, error)) from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{file}: no UTF-8") from error
     except InvalidInput as error:

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any
 
 from skymemory.conductor.prefix_index.replicated import Delta, SharedPrefixIndex, pack_delta, unpack_deltas
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, missing_extra
 from skymemory.keys import MAX_KEY_ID, KeyRing
 
 INTERVAL_S = 0.1
@@ -82,7 +82,7 @@ class RedisReplicas:
             redis: Any = importlib.import_module("redis.asyncio")
             retry, backoff = importlib.import_module("redis.asyncio.retry"), importlib.import_module("redis.backoff")
         except ModuleNotFoundError as error:
-            raise MissingExtra("replicas through Redis need redis: pip install 'skymemory[redis]'") from error
+            raise missing_extra("sharing state through Redis", "redis", "redis") from error
         try:
             self._redis = redis.Redis.from_url(
                 url,

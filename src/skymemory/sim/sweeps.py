@@ -10,10 +10,11 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, Literal, TypeVar, get_args
 
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, SkyMemoryError, missing_extra
 
 Cell = TypeVar("Cell")
 Answer = TypeVar("Answer")
@@ -57,6 +58,8 @@ def sweep(
             for number, future in enumerate(as_completed(futures)):
                 future.result()
                 progress(number + 1, len(cells))
+        except BrokenProcessPool as error:  # most often the kernel's out-of-memory killer
+            raise SkyMemoryError(f"one of {jobs} worker processes was killed: run fewer in parallel") from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -72,7 +75,7 @@ def _on_ray(run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int, pro
     try:
         import ray
     except ImportError as error:
-        raise MissingExtra("Ray is not installed: pip install 'skymemory[ray]'") from error
+        raise missing_extra("--way ray", "ray", "ray") from error
     ours = not ray.is_initialized()
     if ours:
         # Ray would report its usage over the network.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
+from skymemory.errors import InvalidInput, ValueTooLarge, missing_extra
 from skymemory.forks import Owner
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
@@ -345,7 +345,7 @@ class Link:
             self._redis: Any = importlib.import_module("redis")
             retry, backoff = importlib.import_module("redis.retry"), importlib.import_module("redis.backoff")
         except ModuleNotFoundError as error:
-            raise MissingExtra("a Redis store needs redis: pip install 'skymemory[redis]'") from error
+            raise missing_extra("a Redis store", "redis", "redis") from error
         if timeout_s <= 0:
             raise InvalidInput(f"a Redis store needs a timeout above 0 s, got {timeout_s}")
         self._deadline = Deadline()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, missing_extra
 from skymemory.view.layout_map import LayoutMap
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as NewFigure
     except ImportError as error:
-        raise MissingExtra(
-            "drawing needs matplotlib, which is not installed: pip install 'skymemory[figures]'"
-        ) from error
+        raise missing_extra("drawing", "matplotlib", "figures") from error
     mpl.rcParams.update(_STYLE)
     figure = NewFigure(figsize=(width_in, height_in), layout="constrained")
     FigureCanvasAgg(figure)

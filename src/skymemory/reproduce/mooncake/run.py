@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import MissingExtra
+from skymemory.files import check_readable
 from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, chosen
 from skymemory.reproduce.mooncake.figures import write_mooncake_csv, write_mooncake_figure
@@ -19,8 +20,8 @@ from skymemory.sim.workload import Source
 
 
 def run_mooncake(args: argparse.Namespace) -> int:
-    if args.trace is not None and not args.trace.is_file():
-        raise InvalidInput(f"--trace {args.trace}: no such file; without --trace a seeded generator is used")
+    if args.trace is not None:
+        check_readable(args.trace)
     names = chosen(args.fig or [])
     source = Source(args.trace, args.seed, args.quick)
     if args.trace is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
 from skymemory.serving.replay.prompts import PlannedRequest, Prompt
 from skymemory.serving.replay.report import REFUSALS, Outcome, Status
 
@@ -91,7 +91,7 @@ class Client:
             what = "no token" if math.isnan(reader.first_s) else "no end of the answer"
             found |= {"status": Status.FAILED, "error": f"{what} in time: within {self.target.patience_s:g} s"}
         except aiohttp.ClientConnectorError as error:
-            found |= {"status": Status.FAILED, "error": f"no connection: {error}"}
+            found |= {"status": Status.FAILED, "error": f"no connection: {os_reason(error)}"}
         except (aiohttp.ClientError, OSError) as error:
             found |= {"status": Status.FAILED, "error": f"connection broken: {type(error).__name__} {error}".rstrip()}
         finally:
@@ -141,7 +141,9 @@ class Client:
         except aiohttp.InvalidURL as error:
             raise InvalidInput(f"{where} is not a valid address") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise SkyMemoryError(f"{where} cannot be reached: {error}") from error
+            raise SkyMemoryError(
+                f"{where} cannot be reached: {os_reason(error) if isinstance(error, OSError) else error}"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SkyMemoryError(f"{where} lists no models as OpenAI's endpoints do") from error
 
