@@ -21,6 +21,9 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
 FENCE = re.compile(r"^( *)(```+|~~~+)(\w*).*?\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)>\s]+)>?(?:\s+\"[^\"]*\")?\)|<(?:img|a)\s[^>]*?(?:src|href)=\"([^\"]+)\"")
 DOTTED = re.compile(r"\bskymemory(?:\.\w+)+")
+FOLDERS = sorted(path.name for path in (ROOT / "src/skymemory").iterdir() if path.is_dir() and path.name[0] != "_")
+SHORT = re.compile(rf"(?<![\w.])(?!cache\.result)(?:{'|'.join(FOLDERS)})(?:\.\w+){{2,}}")
+"""Names without the package's: ``sim.cluster.cells``. With one dot they may be a variable's (``store.pin``)."""
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SHELL_LANGUAGES = {"", "sh", "bash", "shell", "console"}
 MAKE_TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
@@ -144,7 +147,9 @@ def _is_there(dotted: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_modules_are_where_the_page_says(page: Path) -> None:
     text = page.read_text("utf-8")
-    inline = [name for code in INLINE_CODE.findall(FENCE.sub("", text)) for name in DOTTED.findall(code)]
+    codes = INLINE_CODE.findall(FENCE.sub("", text))
+    inline = [name for code in codes for name in DOTTED.findall(code)]
+    inline += [f"skymemory.{name}" for code in codes for name in SHORT.findall(code)]
     imported = [
         f"{module}.{name.split()[0]}"
         for _, _, language, body in FENCE.findall(text)
