@@ -218,6 +218,19 @@ def test_what_another_has_stored_where_ours_was_left_behind_stays() -> None:
     assert read(other, KEYS[:1]) == [theirs] and read(store, KEYS[:1]) == VALUES[:1]
 
 
+def test_a_prefetched_value_keeps_its_replicas_and_leaves_none_behind() -> None:
+    sky = Sky()
+    store = store_over(sky.sim, 1, SharedIndex(), strategy="hop", replicas=2)
+    assert store.put_many(ITEMS[:1]) == [True]
+    assert store.prefetch(KEYS[:1], 40 * SLOT_S) == [True]
+    sky.until(LEASE_S + 1.0)
+    store.prefetch([], at=0.0)
+    moves = sky.clock.moves(40 * SLOT_S)
+    wanted = {at for replica in (0, 1) for at in sky.map.servers_at(STRATEGY_CODES["hop"], 10, moves, moves, replica)}
+    assert {at for at, machine in sky.sim.satellites.items() if machine.store.shares.get(KEYS[0])} == wanted
+    assert read(store, KEYS[:1]) == VALUES[:1]
+
+
 def test_a_reader_who_holds_the_old_entry_still_finds_everything() -> None:
     """In boxes that overlap, too."""
     for ahead_slots in (1, 2, 8):

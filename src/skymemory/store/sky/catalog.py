@@ -308,7 +308,7 @@ class Holders:
     def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
         self._driver = driver
         self._sky = sky
-        self._replicas = range(replicas)
+        self.replicas = replicas
 
     def shares(self, info: ValueInfo, nearby: bool) -> list[list[SatelliteId]]:
         """Per server that has chunks of it, where these may be: its copies; ``nearby``: also where they were before
@@ -320,7 +320,7 @@ class Holders:
             self._sky.servers_at(info.strategy, info.servers, info.set_moves, (r + slots, p + planes), replica)[
                 : info.chunks
             ]
-            for (slots, planes), replica in product(steps, self._replicas)
+            for (slots, planes), replica in product(steps, range(self.replicas))
         ]
         return [list(share) for share in zip(*every, strict=True)]
 

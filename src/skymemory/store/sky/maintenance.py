@@ -180,16 +180,16 @@ class Prefetcher:
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
         """Copy values to around the centre of ``aim``; returns the keys of those that are there now."""
-        driver, machine = self._driver, self._driver.machine
+        driver, machine, replicas = self._driver, self._driver.machine, self._holders.replicas
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
-            asked = {machine.get(info, values[info.key], driver.now_s()): info for info in infos}
+            asked = {machine.get(info, values[info.key], driver.now_s(), replicas): info for info in infos}
             read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
         begun: dict[int, tuple[ValueInfo, ValueInfo]] = {}
         with driver.lock:
             for info in reversed(read):  # the first becomes the most recently used, as in every write of a chain
                 number, copy = machine.put(
-                    info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim
+                    info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim, replicas
                 )
                 begun[number] = info, copy
             finished = driver.run(begun)
