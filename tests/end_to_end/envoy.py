@@ -161,7 +161,7 @@ def running_picker(*options: str) -> Iterator[Picker]:
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     try:
-        picker.port = picker.port_after("picks at ")
+        picker.port = picker.port_after("listening on ")
         picker.wait_for("endpoints: ")
         yield picker
     finally:

@@ -278,7 +278,7 @@ def _pick(args: argparse.Namespace) -> int:
         host = at_start.listen.rpartition(":")[0]
         at = f"{host}:{picker.server.port}"
         over_tls = at_start.self_signed or at_start.tls_cert is not None
-        _print(f"picks at {at}{' over TLS' if over_tls else ''}")
+        _print(f"listening on {at}{' over TLS' if over_tls else ''}")
         if at_start.health_listen:
             _print(f"health at {at_start.health_listen.rpartition(':')[0]}:{picker.server.health_port}")
         if picker.metrics is not None:

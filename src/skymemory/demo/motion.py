@@ -254,7 +254,7 @@ def run_motion(args: argparse.Namespace) -> int:
         print(json.dumps(report.as_object(), indent=1))
     else:
         print("\n" + "\n".join(report.lines()))
-        print("\ndone; the constellation is down again" if report.sound else "\nNOT as it should be: see above")
+        print("\ndone; the constellation is down again" if report.sound else "\nFAILED: see above")
     return 0 if report.sound else 1
 
 

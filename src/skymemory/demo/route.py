@@ -238,7 +238,7 @@ def run_route(args: argparse.Namespace) -> int:
     else:
         if not screen.live:  # there it stands already
             print("\n" + "\n".join(final(stage.rows)))
-        words = "every request was answered" if sound else "NOT as it should be: requests failed"
+        words = "every request was answered" if sound else "FAILED: requests were not answered"
         print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
     for row in stage.rows:
         for error in sorted({error for one in row.answers if (error := error_of(one))}):

@@ -90,7 +90,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         print(json.dumps(report, indent=1))
     else:
         print_table_3(rows)
-        verdict = "done" if sound else "NOT as it should be: see above"
+        verdict = "done" if sound else "FAILED: see above"
         print(f"\n{verdict} in {time.perf_counter() - began_s:.0f} s; the constellation is down again. Try next:")
         print("  skymemory constellation up && skymemory kv put README.md && skymemory kv get README.md -o copy.md")
         print("  skymemory demo --tokens 2048          a longer context: the cache wins by more")

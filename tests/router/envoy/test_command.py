@@ -27,10 +27,10 @@ def test_its_settings_are_followed_and_what_it_knows_is_kept(tmp_path: Path) -> 
     write("")
     process = Process("-m", "skymemory", "epp", "--settings", str(file))
     try:
-        process.says(r"^picks at 127\.0\.0\.1:\d+$")
-        process.says("1 endpoints: 1 came, 0 left")
+        process.says(r"^listening on 127\.0\.0\.1:\d+$")
+        process.says("1 endpoints: 1 added, 0 removed")
         write('"http://127.0.0.1:8002"')
-        process.says("2 endpoints: 1 came, 0 left")
+        process.says("2 endpoints: 1 added, 0 removed")
         write('"http://127.0.0.1:8002"]\nstrategie = "x"\nnothing = [')
         process.send_signal(signal.SIGHUP)
         process.says("settings not reloaded.*: .*did you mean 'strategy'")

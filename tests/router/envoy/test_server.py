@@ -115,7 +115,11 @@ def test_endpoints_report_their_load_and_come_and_go() -> None:
         return web.Response(text=METRICS)
 
     with_picker(picker, test)
-    assert said == ["0 endpoints: 0 came, 0 left", "1 endpoints: 1 came, 0 left", "0 endpoints: 0 came, 1 left"]
+    assert said == [
+        "0 endpoints: 0 added, 0 removed",
+        "1 endpoints: 1 added, 0 removed",
+        "0 endpoints: 0 added, 1 removed",
+    ]
 
 
 def test_events_of_each_engines_cache_reach_a_strategy_that_goes_by_them() -> None:

@@ -152,7 +152,7 @@ class EndpointPicker:
                 if known:
                     self._events.follow()
                 if came or left or not known:
-                    self._say(f"{len(endpoints)} endpoints: {len(came)} came, {len(left)} left")
+                    self._say(f"{len(endpoints)} endpoints: {len(came)} added, {len(left)} removed")
                 if not known:
                     known = True
                     await self._begin()
