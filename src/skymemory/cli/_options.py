@@ -78,5 +78,7 @@ def token_ids(text: str) -> tuple[int, int]:
     """``300-1000`` → 300, 1000."""
     first, dash, last = text.partition("-")
     if not dash or not first.isdecimal() or not last.isdecimal() or int(last) - int(first) < 15:
+        # At least 16 ids: with fewer, random prompts share prefixes by chance and hits would be measured that no
+        # trace has.
         raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")
     return int(first), int(last)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from skymemory.testbed.run_directory import RunDirectory
 
 
+# Reported by every satellite, but worst cases or capabilities: not amounts.
 _NO_SUMS = {"late_us", *OURS.figures()}
 
 
@@ -72,6 +73,8 @@ class StatusReport:
         """Sum over hosts of a field that all satellites of a host report alike."""
         total = 0
         for host in self.plan.hosts:
+            # Satellites of one process share one socket and count its faults together: the largest is the host's, a sum
+            # would count them once for each satellite.
             answers = (self.answers.get(satellite) for satellite, _ in self.plan.addresses_of(host))
             total += max((answer.get(field, 0) for answer in answers if answer), default=0)
         return total
@@ -85,6 +88,7 @@ def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) 
         return StatusReport(plan, hosts, ping_all(plan, patience_s), str(plan_path))
     plan = directory.read_plan()
     hosts = inspect(directory)
+    # A host that computes may answer late: its satellites get more time than those of an idle or dead process.
     demand = Demand({host.name: host.pid for host in hosts if host.pid is not None and host.state == "running"})
     silence = Silence(patience_s, busy=demand.busy, off=_disabled(directory))
     if all(host.state == "dead" for host in hosts):
@@ -117,6 +121,8 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
                 "answering": answering,
             }
         )
+    # Every counter a satellite reports is summed, so that a new one appears here without a change; not those that
+    # are states (moves, clocks, delays), for which a sum means nothing.
     fields = sorted({field for answer in report.answers.values() if answer for field in answer})
     moves = pushed_moves(report.answers.values()) if any(report.answers.values()) else (0, 0)
     return {

@@ -310,6 +310,7 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
     def plan_at(ports: int | Ports) -> ConstellationPlan:
         return _plan_of(args, local_hosts(args.preset, hosts, ports))
 
+    # Before any process is started: this computer may be too slow for the moves of a clock this fast.
     check_time_scale(plan_at(args.base_port or DEFAULT_BASE_PORT))
     how: dict[str, Any] = {"foreground": args.foreground, "confirm": confirm_all_answer, "gate": gate}
     if args.base_port is None:
@@ -353,10 +354,14 @@ def _rotate(args: argparse.Namespace) -> int:
 
     directory = _directory(args)
     path = args.plan or directory.plan_path
+    # The plan is read twice: the lock lies beside it, and taking it would create a folder for a wrong --run-dir. What
+    # is used is read under the lock, since another rotate may have moved the constellation meanwhile.
     load_plan(path) if args.plan else directory.running_plan()  # raises before a lock is made where there is none
     with one_at_a_time(path):
         plan = load_plan(path) if args.plan else directory.running_plan()  # another rotate may have run meanwhile
         report = rotate(plan, args.slots, args.planes)
+        # The moves are written back only into the plan that was rotated: a client that starts later must compute the
+        # same positions as the satellites, and a constellation that was stopped or replaced must not get our moves.
         if path.exists() and load_plan(path) == plan:  # neither stopped nor restarted while we rotated
             slot_moves, plane_moves = report.moves_after
             save_plan(replace(plan, pushed_slot_moves=slot_moves, pushed_plane_moves=plane_moves), path)
@@ -469,6 +474,7 @@ def _check_plan(plan: ConstellationPlan, insecure: bool) -> None:
     from skymemory.testbed.key_file import new_keys, read_keys
     from skymemory.testbed.plan import check_exposure
 
+    # Exposure is checked for every host before keys are written, so that a refused plan leaves no file behind.
     for host in plan.hosts:
         check_exposure(plan, host, None, insecure)
     if plan.auth != "off":
@@ -530,6 +536,7 @@ def _run_satellite(args: argparse.Namespace) -> int:
 def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
     from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
 
+    # The sweep has two users: periodic eviction, and the repair of lost replicas.
     if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
         raise InvalidInput(
             f"--sweep has no effect with --eviction {args.eviction} and --replicas 1: add periodic, or leave it out"
@@ -544,6 +551,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         chunk_bytes=args.chunk,
         delay_scale=args.delay,
         memory_per_satellite_bytes=args.memory_per_satellite,
+        # The satellites' clock begins now.
         epoch_s=float(round(time.time())),
         time_scale=args.time_scale,
         memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
@@ -595,6 +603,7 @@ def _auth_of(args: argparse.Namespace) -> dict[str, str]:
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.run_directory import RunDirectory
 
+    # Order of precedence: --auth, then --keys (which imply MACs), then --insecure (which implies none), then on.
     insecure = getattr(args, "insecure", False) and args.keys is None
     auth = args.auth or ("off" if insecure else "on")
     if auth == "off":
@@ -604,6 +613,7 @@ def _auth_of(args: argparse.Namespace) -> dict[str, str]:
     if args.keys is not None:
         read_keys(args.keys)
         return {"auth": auth, "keys_file": str(args.keys.absolute())}
+    # Beside the plan: both are copied to the other computers together.
     if args.action == "plan":
         keys_path = args.out.absolute().with_suffix(".keys")
         if keys_path == args.out.absolute():

@@ -194,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
         from skymemory.demo.conductor import run_conductor
 
         return run_conductor(args)
+    # Numbers are checked here, before torch or an engine is loaded: a typing error must not cost ten seconds.
     if args.what == "route":
         if args.requests is not None and not 10 <= args.requests <= 5000:
             raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.engine.inputs import check_engine_installed, check_model, shipped_document
 
     check_model(args.model)
+    # Before the model is loaded and measured.
     if args.save is not None and not args.save.parent.is_dir():
         raise InvalidInput(f"--save {args.save}: no folder {str(args.save.parent)!r}")
     check_engine_installed()

@@ -196,6 +196,7 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
 
     shape = _shape(args)
     least, most = args.lengths
+    # Refused before an engine is started, which takes seconds.
     prefill_cells(least, most, args.shares)  # refuses what cannot be measured before an engine is started
     measured = asyncio.run(_measure(args, key))
     fitted = _fitted(args, shape, measured)
@@ -246,6 +247,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
         url = args.url
         if args.engine is not None:
             words = ("serve", "--model", args.engine, "--listen", "127.0.0.1:0", "--threads", str(args.threads))
+            # Room for all cached shares at once, and for batches twice as large as those measured.
             more = ("--cache", "256MiB", "--running", str(max(8, 2 * args.batch)))
             (url,) = await stack.enter_async_context(service("the engine", 1, *words, *more))
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -254,6 +256,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
         client = Client(session, Target(base_url(url), args.model or ""))
         known = await find_model(client, args.model)
         least, most = args.lengths
+        # A measured prompt needs room for a few tokens of its answer, and for what a server puts before it.
         if known.context_tokens is not None and most + 8 > known.context_tokens:
             raise InvalidInput(
                 f"--lengths {least}-{most}: expected at most {known.context_tokens - 8} for {known.model}"
@@ -313,6 +316,7 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
     machine = None
     if args.flops is not None:
         machine = Machine("as named", args.flops, float(args.memory), float(args.network))
+    # A fit is judged at lengths it has not seen: the errors of fitted points only say how flexible the model is.
     on, held = _apart(measured.prefills)
     cost = fit_prefill(on, shape, machine)
     found = {"prefills fitted on": prefill_errors(cost, on), "prefills held out": prefill_errors(cost, held)}
@@ -322,6 +326,7 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
         found["decoding steps fitted on"] = decode_errors(cost, steps_on)
         if steps_held:
             found["decoding steps held out"] = decode_errors(cost, steps_held)
+    # Without --flops the machine is what was reached, but a network cannot be seen from one endpoint.
     if machine is None:
         cost = replace(cost, machine=replace(cost.machine, network_bytes_per_s=float(args.network)))
     return _Fitted(cost, found)
@@ -372,6 +377,7 @@ def _law(cost: CostModel) -> str:
     per_token_s = (
         cost.shape.layers * cost.shape.weight_flops * cost.shape.width**2 / (cost.machine.flops_per_s * cost.mfu)
     )
+    # The quadratic part of a prefill: attention per token attended to, relative to the weights' work per token.
     again = cost.shape.attention_flops / (cost.shape.weight_flops * cost.shape.width)
     words = (
         f"prefill: {cost.fixed_s * 1e3:.2f} ms + {per_token_s * 1e6:.2f} µs per computed token "

@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         if args.kv_verb == "put":
             return _put(args, store, edge)
         return {"pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
+    # A refused command looks like a miss or a timeout from the store. Where satellites refused this client, its keys or
+    # its clock are the cause, and the error should say so.
     except (InvalidInput, CommandsRefused):
         raise
     except SkyMemoryError as error:
@@ -124,6 +126,7 @@ def _open(args: argparse.Namespace) -> Store:
             "--run-dir, --access and --no-index do not go with --store: write them in its address, as in constellation:///run/dir?index=no&access=gateway"
         )
     store = open_store(args.store)
+    # Asked of the innermost store: wrappers (quota, rate limit) pass these calls on, whether or not it has them.
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
@@ -173,6 +176,7 @@ def _pin(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.named import NamedValues
 
     values = NamedValues(store)
+    # Asked first: ``pin`` fails alike for a value that is absent and for one that a satellite will not pin.
     if args.key not in values:
         raise NotStored(f"{args.key} is not in {_called(store)}")
     ttl_s = 0.0 if args.off else args.ttl
@@ -224,9 +228,11 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     )
     if facts["keys_probed"]:
         text += ", located by asking the satellites"
+    # Only the value on standard output, so that it can be piped; the report goes beside it.
     if args.out == "-":
         sys.stdout.buffer.write(done.value)
         return _say(args, facts, text, to_stderr=True)
+    # The last part of the key alone: a stored name such as ../../.bashrc must not choose where we write.
     out = Path(args.out or Path(args.key).name)
     try:
         write_output(out, done.value)
@@ -292,6 +298,7 @@ def _prefetch(args: argparse.Namespace) -> int:
     from skymemory.cache.prefetching import read_habits
 
     zone, habits = read_habits(args.habits)
+    # Twice what the file holds: restoring must not evict one habit for another.
     predictor = Predictor(zone=zone, capacity_blocks=max(1, 2 * sum(len(habit.keys) for habit in habits)))
     predictor.restore(habits)
     now_s = time.time()

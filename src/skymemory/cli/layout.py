@@ -60,6 +60,7 @@ def _shown(args: argparse.Namespace) -> LayoutMap:
     from skymemory.view.layout_map import layout_map, paper_map
 
     if args.figure is not None:
+        # A figure of the paper is a whole setting; mixed with others it would no longer be the figure.
         if any((args.preset, args.strategy, args.servers, args.rotations, args.planes)):
             raise InvalidInput(f"--figure {args.figure} sets the layout: leave its other options out")
         return paper_map(args.figure)

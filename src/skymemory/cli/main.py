@@ -31,6 +31,7 @@ EXIT_INTERRUPTED = 130
 
 END_WITH_STDIN = "--end-with-stdin"
 """Before a verb, for programs that start one: it ends when its standard input does, so when its parent is gone."""
+# Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
 """From the end of standard input until the process ends without waiting for its verb."""
 
@@ -54,6 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # argparse reports a failed ``int`` as "invalid int value"; these say what was expected.
         self.register("type", int, argument(_whole))
         self.register("type", float, argument(_number))
 
@@ -127,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         del arguments[0]
     names = verb_names()
     try:
+        # Only the typed verb's module is loaded: a help page or an error should not wait for the imports of all.
         if arguments:
             _check_verb(arguments[0], names)
         only = [arguments[0]] if arguments and arguments[0] in names else None
@@ -137,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         status = _load(args.verb).run(args)
         sys.stdout.flush()
+    # InvalidInput first: it is a SkyMemoryError too, and for scripts 2 (mend the command) differs from 1 (try again).
     except InvalidInput as error:
         _print_error(error)
         return EXIT_INVALID_INPUT
@@ -165,10 +169,12 @@ def _end_with_stdin() -> None:
     def follow() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
+        # SIGTERM, so that servers drain and children are ended; the exit is for a verb that does not react to it.
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os._exit(1)
 
+    # A daemon thread: it must not keep a verb alive that has ended by itself.
     threading.Thread(target=follow, name="follow", daemon=True).start()
 
 

@@ -150,6 +150,7 @@ class _Replay:
         stalls = self.player.stalls_s if self.player is not None else ()
         ended = {outcome.number for outcome in self.outcomes}
         sent = [request for request in self.plan.requests if request.number in ended]
+        # Over what was sent, not what was planned: an interrupted replay has reused less.
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
         slo = Slo(args.ttft_slo, args.tbt_slo)
@@ -165,6 +166,7 @@ def _replay(args: argparse.Namespace, key: str | None) -> int:
 
     requests = shapes(args)
     url = base_url(args.url)
+    # Opened before the replay: an hour of requests must not end at a folder that is not there.
     stream = sys.stderr if args.json else sys.stdout
     out = args.out.open("w", encoding="utf-8") if args.out is not None else None
     try:
@@ -203,8 +205,10 @@ def _generated(args: argparse.Namespace) -> list[TraceRequest]:
     from skymemory.sim.workload import WORKLOADS, generate
 
     kind = WORKLOADS[args.workload]
+    # A batch and a second more than asked: batches are spread over time, and the rest is cut off later.
     if args.seconds is not None:
         return generate(kind, args.seconds * args.rate + kind.batch_s + 1.0, args.seed)
+    # A conversation has several turns, so this is more than enough nearly always; doubled until it is.
     span_s = 60.0 + 2 * args.requests / kind.conversations_per_s
     while len(requests := generate(kind, span_s, args.seed)) < args.requests:
         span_s *= 2
@@ -231,6 +235,7 @@ async def _interruptible(
         loop.add_signal_handler(number, lambda: None if task.cancelling() else task.cancel())
     try:
         await task
+    # Cancelled before the first request: there is nothing to report, so it ends as any interrupted command.
     except asyncio.CancelledError:
         if one.player is None:
             raise KeyboardInterrupt from None
@@ -309,6 +314,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     else:
         one.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
         prompts = word_prompts(WORDS, block, one.measure, args.seed)
+        # Words become tokens at a measured average rate: single prompts are off by a few percent.
         room = None if context is None else int(context * (1 - _MARGIN))
     one.plan = plan_requests(
         requests,

@@ -130,6 +130,7 @@ def _figures(args: argparse.Namespace) -> int:
     from skymemory.view.figures import FIGURES, check_figure, write_figure
 
     numbers: list[int] = list(dict.fromkeys(args.numbers)) or sorted(FIGURES)
+    # All numbers before the first drawing, which takes seconds.
     for number in numbers:
         check_figure(number)
     for number in numbers:

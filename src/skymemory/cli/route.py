@@ -274,6 +274,7 @@ def _pick(args: argparse.Namespace) -> int:
     settings = read_settings(args.settings, flags)
 
     def started(picker: EndpointPicker) -> None:
+        # Called once, when the sockets listen: addresses are those of the start.
         at_start = settings.picker
         host = at_start.listen.rpartition(":")[0]
         at = f"{host}:{picker.server.port}"
@@ -335,6 +336,7 @@ def _replicas(text: str | None) -> str | None:
     if text is None:
         return None
     kind, _, rest = text.partition("://")
+    # Removed in favour of Redis; old deployments still pass it.
     if kind == "gossip":
         raise InvalidInput(f"--replicas {text!r}: gossip was removed; expected redis://HOST:PORT/DB")
     if kind not in ("redis", "rediss", "unix") or not rest:
@@ -347,6 +349,7 @@ def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -
     from skymemory.router.envoy.endpoints import as_endpoint
 
     host, _, port = at.rpartition(":")
+    # An address to listen at is none to connect to where it means every interface.
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     entrance = Entrance(
         "inference",
@@ -380,6 +383,7 @@ def _print(line: str) -> None:
 def _without_unset(table: dict[str, Any]) -> dict[str, Any]:
     """Flags of `route` and `epp` as a table of settings, without those that were not given."""
     tables = {key: _without_unset(value) if isinstance(value, dict) else value for key, value in table.items()}
+    # An empty table would replace the file's.
     return {key: value for key, value in tables.items() if value is not None and value != {}}
 
 

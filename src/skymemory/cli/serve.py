@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
 
 
+# Upper limits of what a test engine sensibly runs; beyond them a typing error is likelier than an intention.
 _MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "waiting": 1 << 20, "engines": 64}
 
 

@@ -29,7 +29,9 @@ from skymemory.units import format_size
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
 PROBE_TOKENS = 2 * STEP_TOKENS
 SIDES = (("compute", "compute"), ("load", "load"), ("both", "cake"))
+# The even rate first: it is the one that is drawn, and must not fall to the time limit.
 RATIOS = (1.0, 0.25, 0.5, 2.0, 4.0)
+# Bytes per second; faster than memory, so that nothing waits.
 _UNLIMITED = 1e12
 
 
@@ -81,6 +83,7 @@ class CakeRuns:
 
     def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> Prompt:
         """Bring the first ``tokens`` of the prompt, and a few more, to their first new token."""
+        # Bytes still owed to the limited link by the run before would slow down this one.
         time.sleep(self.link.backlog_s)
         self.link.bytes_per_s = bytes_per_s
         kvc, ids = self.kvc, self.ids[:, : tokens + TAIL_TOKENS]
@@ -134,6 +137,11 @@ def run_cake(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
     runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
+    # 1. Probe: how long a short prompt takes (the second time counts), which decides how long the shown one may be.
+    # 2. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
+    #    as long as computing, where doing both gains most.
+    # 3. For each rate: learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
+    # Rates that no longer fit into the time that --help promises are skipped, and said to be.
     for _ in range(2):
         probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
     aim_s, ends_s = (0.8, began_s + 15) if args.quick else (2.0, began_s + 45)

@@ -122,6 +122,7 @@ def run_drive(
     set_moves = clock.moves(cells.now_s)
     placement = sky.placement(STRATEGY_CODES[strategy], town.servers)
     chunks = -(-len(value) // town.chunk_bytes)
+    # Chunk i lies on server i mod servers.
     chunks_on = [len(range(server, chunks, town.servers)) for server in range(town.servers)]
     times_s, hits, wrong, farthest, least_chunks, crossings, before = [], 0, 0, 0, 0, 0, set_moves
     while cells.now_s < path[-1].time_s:
@@ -135,7 +136,10 @@ def run_drive(
         farthest = max(farthest, *(sky.torus.hops(here, there) for there in placement.locate_all(set_moves, now)))
         if passed is not None:
             passed(began_s, len(times_s), hits)
+        # Reads are due at fixed times, not a fixed pause apart: both schemes read at the same places.
         until_s = READ_EVERY_S * len(times_s)
+        # Borders crossed before the next read. The least that could be moved: the chunks of just those servers whose
+        # cell changes; what the machines moved in fact is compared with it at the end.
         while (at_s := clock.next_move_s(began_s)) is not None and at_s < until_s:
             after = clock.moves(at_s)
             least_chunks += sum(chunks_on[line.server] for line in server_moves(placement, set_moves, before, after))

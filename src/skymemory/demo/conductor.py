@@ -45,6 +45,7 @@ def run_conductor(args: argparse.Namespace) -> int:
     options_of(args.admission)  # an unknown rule, or a wrong suffix, is refused before the simulation
     if args.report is not None:
         drawing_path(args.report)
+    # The same requests for each scheduler: what differs between the rows is the scheduler.
     source = Source(args.trace, args.seed, quick=True)
     spans = args.chart is not None
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
@@ -87,6 +88,7 @@ def run_conductor(args: argparse.Namespace) -> int:
 def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, played_s: float) -> None:
     """Play all runs back side by side, moment by moment, until the last request has arrived."""
     players = [Playback(run, PREFILL, DECODE, setup.slo) for run in runs]
+    # To the last arrival, not the last answer: behind it queues only drain.
     last_s = max(one.at_s for one in runs[0].outcomes)
     speed = last_s / played_s
     began_s = time.monotonic()
@@ -239,6 +241,9 @@ class Moment:
         return self.loaded_tokens / max(1, self.prompt_tokens)
 
 
+# A run is a list of outcomes with times, not a log of events: ``_steps`` turns each into at most four events (arrives,
+# begins, first token, ends), and a heap merges them. ``at`` applies all up to a time to one ``Moment``, so that a frame
+# costs what happened since the last one, not the whole run.
 class Playback:
     """A run, moment by moment. Time only goes on."""
 

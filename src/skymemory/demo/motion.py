@@ -37,11 +37,16 @@ KILL_AT, DOWN_FOR = 0.4, 0.2
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
+# A client waits this long for a satellite before the read counts as a miss; a dead plane never answers.
 GIVE_UP_S = 0.5
 PATIENCE_S = 20.0
 """Timeout for the first stores, and for the last values and satellites to come back; 5 s suffice on an idle machine."""
 
 
+# The run: store known values (four with one copy, four with two), read them continuously in two threads, kill the
+# process of the plane overhead at 40 % of the time, start it again at 60 %, read to the end. A read's bytes are
+# compared with the value's; a miss is stored again, as an engine would that computes a missing block. At the end
+# everything must be readable and every satellite must answer.
 @dataclass(slots=True)
 class _Flight:
     """One run in progress."""
@@ -140,10 +145,12 @@ def _planes(host: HostShare) -> str:
 def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
     """Kills the process of the plane overhead: ``(host, chunks lost, bytes lost)``."""
     flight.watch.ask()
+    # The plane overhead: its satellites hold chunks for certain.
     host = _host_of(flight.plan, flight.placement.centre_at(flight.moves()).plane)
     child = flight.children[host.name]
     child.process.kill()
     child.process.wait()
+    # Its supervisor line, too: the restarted process gets a new one.
     child.line.close()
     flight.dead = host
     chunks, size_bytes = flight.watch.died(_satellites_of(flight.plan, host))

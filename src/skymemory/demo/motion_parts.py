@@ -77,6 +77,7 @@ class Reader(threading.Thread):
                     self.read(key)
                     if self._stopping.wait(self._pause_s):
                         break
+        # Kept for the main thread, which raises it: a thread's own trace would be drawn over.
         except Exception as error:
             self.error = error
 
@@ -91,6 +92,7 @@ class Reader(threading.Thread):
         tally, value = self.tally, self._values[key]
         began_s = time.perf_counter()
         ticket = self._store.prepare_load([key])
+        # The view is memory of the store: compare before it is released.
         view = self._store.complete_load(ticket)[0]
         seconds = time.perf_counter() - began_s
         right = view is not None and bytes(view) == value
@@ -283,6 +285,7 @@ class Watch(threading.Thread):
             for satellite, found in answers.items():
                 if found is not None:
                     before = self._latest.get(satellite)
+                    # A counter that fell: the process was restarted between two answers, and counts from 0 again.
                     if before is not None and any(found[name] < before[name] for name in _COUNTED):
                         self._keep(before)
                     self._latest[satellite] = found

@@ -18,6 +18,7 @@ START_S = 90.0
 """Start timeout: four engines import torch at the same time."""
 GRACE_S = 5.0
 _ADDRESS = re.compile(r"http://[^\s/]+:\d+")
+# Four engines share the cores: with a pool of threads each they would slow each other down, and unevenly.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -42,6 +43,7 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
             env={**os.environ, **_ONE_THREAD},
+            # Ctrl-C goes to every process of the terminal's group; the demo ends its children itself, in order.
             start_new_session=True,
         )
         try:

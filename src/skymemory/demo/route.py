@@ -32,6 +32,9 @@ from skymemory.serving.replay.prompts import PlannedRequest
 from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
 
+# 1. Generate prompts of the workload, scaled to the small model; 2. start four engines and measure what they compute
+# together with nothing cached; 3. offer 85 % of that, so that queues form but do not grow without end; 4. for each
+# strategy: clear the caches, start a router, send the same requests at the same times, watch the engines' own counters.
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
 """Requests of a round. In the second one other prompts are sent and the strategies come in reverse order: what drifts
@@ -86,6 +89,7 @@ def make_load(workload: str, requests: int, seed: int) -> Load:
     rate = kind.conversations_per_s
     drawn: list[Any] = []
     kind = replace(kind, batch_s=0.0, most_tokens=MOST_TOKENS)
+    # Conversations are drawn at a rate, so their requests vary in number.
     for _ in range(8):  # the number of requests is drawn, too: ask for more conversations until there are enough
         drawn = generate(replace(kind, conversations_per_s=rate), span_s, seed)
         if requests <= len(drawn) <= 1.3 * requests:
@@ -101,6 +105,7 @@ def make_load(workload: str, requests: int, seed: int) -> Load:
         ids = tokenizer.encode(prompt).ids
         blocks = hash_blocks(_CONTEXT, ids, BLOCK_TOKENS)
         held = sum(block in known for block in blocks)
+        # Of one cache with room for everything; at least the last token is computed, as engines do.
         supplied += min(held * BLOCK_TOKENS, len(ids) - 1)
         known.update(blocks)
         at = (request.at_s - drawn[0].at_s) / max(1e-9, drawn[-1].at_s - drawn[0].at_s)
@@ -265,6 +270,7 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
         await write_settings(client, urls, args.seed, folder)
         order = list(args.strategies)
         random.Random(args.seed).shuffle(order)
+        # A shuffled order: no strategy always runs first, on a cold machine.
         stage = Stage(client, urls, screen, order, sum(len(load.asked) for load in loads))
         await stage.measure(args.seed)  # what is slow only the first time
         speed = await stage.measure(args.seed + 1)

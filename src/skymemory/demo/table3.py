@@ -28,6 +28,7 @@ def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPl
     """The testbed with real delays, in a run directory of its own, its processes on lines to us: gone at the end
     whatever happens.
     """
+    # KeyboardInterrupt unwinds the stack, so that the children are ended and the directory removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is below runs before we end
     with temporary_run_directory() as folder:
         directory = RunDirectory(folder)
@@ -36,6 +37,7 @@ def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPl
             started = start_on_free_ports(
                 directory,
                 lambda ports: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, ports), delay_scale=1.0),
+                # one UDP port per satellite
                 preset_named(DEFAULT_PRESET).torus.size,
                 foreground=True,
                 confirm=confirm_all_answer,

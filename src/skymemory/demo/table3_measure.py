@@ -151,16 +151,24 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, do
     return ids[:, :wanted]
 
 
+# One codec after the other, over the same constellation:
+# 1. generate with an empty cache: the time without it (get_cache finds nothing, so its cost is included);
+# 2. add_blocks stores what was computed; the first time, the constellation then moves by one slot, so that every
+#    codec is read back across a migration;
+# 3. generate again with the cache: the time with it, and the tokens that came from the sky;
+# 4. once more for the logits, which generate() does not give.
 def table_rows(
     args: argparse.Namespace, plan: ConstellationPlan, directory: RunDirectory, say: Say, document: str
 ) -> tuple[list[Row], dict[str, Any]]:
     model, tokenizer = _load(args, say)
     ids = _prompt_ids(args, tokenizer, document)
     new_tokens = 10 if args.quick else 30
+    # The first call of a model allocates and picks kernels; no row should pay for it.
     _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warm-up
     rows: list[Row] = []
     moved: dict[str, Any] = {}
     reference, block = None, b""
+    # Once: hashing gigabytes of weights takes seconds, and each manager would do it again.
     revision = weights_digest(model)
     for codec in CODECS:
         with _store(plan, directory) as store:

@@ -93,6 +93,7 @@ def load_with_cake(
         budget_tokens=budget_tokens,
         max_in_flight_bytes=max_in_flight_bytes,
         pace=pace,
+        # With a share of the GPU, other prompts take the rest of each step, so a step is as long as a whole one.
         others_fill=budget_tokens < PAPER_STEP_TOKENS,
         timer=timer,
     )
@@ -106,6 +107,7 @@ def cake_run(
     model, budget = with_share(gpu, share), share_tokens(share)
     size, trace = chunk_tokens or budget, LinkTrace.constant(mbit_per_s * MBIT_BYTES)
     pace = Pace()
+    # The last of the prompts counts: by then the loader knows both speeds, as one that has served does.
     for _ in range(_KNOWN):
         run = load_with_cake(model, tokens, trace, budget_tokens=budget, chunk_tokens=size, pace=pace, codec=codec)
     chunks = prompt_chunks(tokens, size, PAPER_TOKEN_BYTES / CODECS[codec])
@@ -121,6 +123,8 @@ def cake_run(
 def fluid_run(gpu: PrefillModel, tokens: int, mbit_per_s: int) -> CakeRun:
     """``cake_run`` on a whole GPU without chunks: both sides meet at any token."""
     load_token_s = PAPER_TOKEN_BYTES / (mbit_per_s * MBIT_BYTES)
+    # Computing x tokens from the front takes token_s·x + pair_s·x² (attention grows with what stands before);
+    # loading the others takes load_token_s each. Both end together at the positive root of:
     # token_s·x + pair_s·x² = load_token_s·(tokens − x)
     linear = gpu.token_s + load_token_s
     root = (linear * linear + 4 * gpu.pair_s * load_token_s * tokens) ** 0.5
@@ -230,6 +234,7 @@ def figure_5() -> Reproduction:
         "128": lambda tokens: cake_run(A100, 1.0, tokens, 10_000, chunk_tokens=128),
         "none": lambda tokens: fluid_run(A100, tokens, 10_000),
     }
+    # The paper does not say whether it counts whole chunks: at three grains, to show how much of the fall that is.
     falls: dict[str, tuple[float, float]] = {}
     for grain, of in grains.items():
         for tokens in _LENGTHS:
@@ -352,6 +357,7 @@ def figure_8(seed: int = 0) -> Reproduction:
 
     The paper does not state the settings of its averages; ours: all rates, and 10, 50 and 90 % of the A100.
     """
+    # Seeded, so that the printed averages are the same on every computer.
     draw = random.Random(seed)
     lengths = [draw.randint(5_000, 16_000) for _ in range(20)]
     runs = [cake_run(A100, share, tokens, mbit) for tokens in lengths for share in SHARES for mbit in PAPER_MBIT]
@@ -374,6 +380,7 @@ def figure_7(repeats: int = 3) -> Reproduction:
     for gpu in GPUS:
         trace = LinkTrace.constant(1.0)  # so slow that everything is computed
         takes = [load_with_cake(gpu, _32K, trace, timer=time.perf_counter).scheduling_s for _ in range(repeats)]
+        # The least of the repeats for each step: what else runs on this computer only adds.
         ours = [min(step) for step in zip(*takes, strict=True)]
         plain = [gpu.step_s(first, PAPER_STEP_TOKENS) for first in range(0, _32K, PAPER_STEP_TOKENS)]
         rows += [
@@ -430,6 +437,7 @@ def _bars(axes: Any, groups: Iterable[tuple[str, Record]]) -> None:
         at = [number + (offset - 1) * 0.27 for number in range(len(listed))]
         axes.bar(at, [record[key] for _, record in listed], 0.25, color=colour, label=label)
     axes.set_xticks(range(len(listed)), [name for name, _ in listed])
+    # Logarithmic: at a tenth of the GPU and 2000 Mbit/s the bars differ by more than ten times.
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -461,6 +469,7 @@ def _steps(result: Reproduction) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("chunk of 512 tokens")
     axes.set_ylabel("step, ms")
+    # A second axis: the cache grows linearly, which is why late steps favour loading and early ones computing.
     memory: Any = axes.twinx()
     memory.plot(at, [r["kv_gb"] for r in records], color="#93a1ad", linestyle=":", label="KV cache")
     memory.set_ylabel("KV cache, GB")

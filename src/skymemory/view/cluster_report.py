@@ -35,6 +35,7 @@ def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) ->
         minutes = [one.t_s / 60 for one in run.loads]
         waiting.plot(minutes, [one.waiting for one in run.loads], color=colour, lw=0.9, label=name)
         loads.plot([one.prefill for one in run.loads], [one.decode for one in run.loads], ".", color=colour, ms=2)
+    # Distributions on a logarithmic axis: queues stretch the tail by factors, not by seconds.
     for axes, promised, label in ((ttft, slo.ttft_s, "TTFT, s"), (tbt, 1e3 * slo.tbt_s, "a request's mean TBT, ms")):
         axes.axvline(promised, color=INK, linestyle=":", lw=1)
         axes.set_xscale("log")
@@ -101,5 +102,6 @@ def _count(one: ClusterMetrics, key: str) -> int:
     }[key]
 
 
+# The bars' lowest part is what costs nothing to fetch.
 def _nearest_first(source: str) -> tuple[int, str]:
     return (0 if source == "local" else 1, source)

@@ -39,7 +39,9 @@ _STYLE: dict[str, Any] = {
     "font.size": 9.5,
     "grid.color": "#e8ecef",
     "legend.frameon": False,
+    # Text stays text: searchable, and small files.
     "svg.fonttype": "none",
+    # Ids in an SVG are hashes with a salt, random by default: files would differ at every run.
     "svg.hashsalt": "skymemory",
     "text.color": INK,
     "xtick.color": INK,
@@ -121,6 +123,7 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    # Arrows along a row would lie over the squares between: they are bent more.
     bend = 0.22 if start[1] == end[1] else 0.1
     axes.annotate(
         "",

@@ -27,6 +27,7 @@ LAYOUT_FIGURES: dict[int, tuple[Strategy, str]] = {
     14: ("hop", "Hop-aware"),
     15: ("rotation_hop", "Rotation- and hop-aware"),
 }
+# The ranges of the paper's axes.
 SATELLITE_COUNTS = tuple(range(10, 101))
 ALTITUDES_KM = tuple(range(160, 2001, 40))
 _PANELS: dict[Parameter, tuple[str, str, float, Sequence[int]]] = {
@@ -78,6 +79,7 @@ def draw_link_delay_contours() -> Figure:
     axes.set_xlabel("altitude h, km")
     axes.set_ylabel("satellites in a plane, M")
     axes.set_title("Figure 2. Under 2 ms takes 73 satellites in a plane at 550 km")
+    # The paper says 50 satellites give 2 ms; by its own equation 1 it takes 73 at 550 km.
     axes.plot([550], [73], "o", color=INK, markersize=5)
     axes.axhline(50, color=INK, linewidth=0.8, linestyle=":")
     axes.annotate("the paper's 50", (165, 50), (3, 3), textcoords="offset points", fontsize=8)

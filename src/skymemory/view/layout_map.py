@@ -100,6 +100,8 @@ def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
     centre = placement.centre_of((0, 0), now_moves)
     north, south = box.rows[0] - SURROUNDINGS, box.rows[-1] + SURROUNDINGS
     west, east = box.columns[0] - SURROUNDINGS, box.columns[-1] + SURROUNDINGS
+    # Planes and slots wrap around: indices are taken modulo the torus only after the range is fixed, and a box near
+    # the seam is shown whole; never more rows than there are planes.
     rows = range(centre.plane + north, centre.plane + min(south, north + torus.planes - 1) + 1)
     columns = range(centre.slot + west, centre.slot + min(east, west + torus.slots_per_plane - 1) + 1)
     return LayoutMap(
@@ -128,6 +130,7 @@ def title(shown: LayoutMap) -> str:
 def render(shown: LayoutMap, colour: bool = False) -> str:
     """The map as text; with ``colour``, the box in orange and the satellite overhead in green."""
     torus = shown.placement.torus
+    # Wide enough for the largest number in parentheses.
     width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
     left = len(f"orb {torus.planes} ")
     lines = [title(shown), ""]

@@ -70,6 +70,7 @@ class Experiment:
             "title": self.title,
             "requests": self.source,
             "assumed": list(self.assumed),
+            # Kept for programs that read this JSON.
             "told": [  # words: keep
                 {
                     "what": one.what,

@@ -64,6 +64,7 @@ def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, floa
     seen: set[int] = set()
     ttft_s = tbt_s = 0.0
     for request in requests:
+        # The longest prefix of earlier prompts is cached, as on one machine whose memory never fills.
         blocks = request.blocks()
         cached = next((at for at, block in enumerate(blocks) if block not in seen), len(blocks)) * BLOCK_TOKENS
         seen.update(blocks)
@@ -84,6 +85,9 @@ def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[
     return {name: ClusterCell(nothing, setup, who) for name, (setup, who) in cells.items()}
 
 
+# For every workload and decode model, a search for the highest rate that keeps both SLOs, over four systems and two
+# readings of the TBT. SLOs are multiples of the times of an unloaded machine with the same cost model, as in the paper:
+# an absolute SLO would favour the model whose steps are short.
 def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, published_as: str) -> Experiment:
     count = QUICK_COUNT if setting.quick else COUNT
     costs = {**BOTH, "fast contexts": FAST_CONTEXTS}
@@ -99,6 +103,7 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
             setup = replace(cell.setup, slo=slo, seed=setting.seed, cost=cost)
             ready = replace(cell, source=source, setup=setup)
             for rule in RULES:
+                # From a twentieth of what one idle machine serves to forty times that: no system lies outside.
                 searches.append(CapacityCell(ready, 0.05 / ttft_s, 40.0 / ttft_s, rule=rule))
                 labels.append((workload, decoding, system, rule))
     answers = dict(zip(labels, sweep(capacity, searches, setting.way, setting.jobs, setting.progress), strict=True))
@@ -156,9 +161,11 @@ def real(setting: Setting) -> Experiment:
             setup = replace(cell.setup, slo=REAL_SLO, seed=setting.seed, cost=cost)
             labels.append((decoding, name))
             cells.append(replace(cell, source=setting.source, setup=setup, until_part=SEARCHED_PART))
+    # Only the published systems are measured at fixed rates; the other splits are searched, to see what 10P+10D leaves.
     flat = [(label, rate) for label in labels if label[1] in PUBLISHED_SYSTEMS for rate in RATES]
     runs = [replace(at_rate(cells[labels.index(label)], rate), until_part=1.0) for label, rate in flat]
     searches = [CapacityCell(cell, 0.5, 8.0, 4 if setting.quick else 6, "attainment") for cell in cells]
+    # Two sweeps, one progress: searches take far longer than single runs.
     total = len(runs) + len(searches)
     found = sweep(capacity, searches, setting.way, setting.jobs, lambda done, of: setting.progress(done, total))
     measured = sweep(
@@ -361,6 +368,7 @@ def ratio(setting: Setting) -> Experiment:
     for name in DECODINGS:
         for rate in rates:
             most = max(met[name, rate, count] for count in counts)
+            # The best split is often one of several that differ by less than noise: they are named.
             near = [count for count in counts if met[name, rate, count] >= most * (1 - NEAR)]
             best = next(count for count in near if met[name, rate, count] == most)
             words = f"{near[0]} to {near[-1]} keep as many within {NEAR:.1%}" if len(near) > 1 else ""

@@ -87,6 +87,9 @@ def replayed(cell: _Replay) -> float:
     depth = {block: at for prompt in prompts for at, block in enumerate(prompt)}
     names = {block: block.to_bytes(8) for block in depth}
     depth_of = {name: depth[block] for block, name in names.items()}
+    # The store's own policies over one memory, block by block: hits are the prompt's longest stored prefix; they are
+    # touched from the end, so that the beginning, which more prompts share, is the most recent. What is missing is
+    # stored likewise, end first, one victim for each when full.
     policy = policy_named(cell.policy, depth_of.__getitem__)
     here: set[bytes] = set()
     hits = 0
@@ -122,6 +125,7 @@ def hits(setting: Setting) -> Experiment:
     ]
     found = sweep(replayed, cells, setting.way, setting.jobs, setting.progress)
     table = {policy: found[at * len(CAPACITIES) :][: len(CAPACITIES)] for at, policy in enumerate(policies)}
+    # Found in the order of ``cells``: by policy, the 3 million tokens, then whole blocks only.
     three_million, whole = found[len(policies) * len(CAPACITIES)], found[-len(CAPACITIES) :]
     whole_hits, whole_blocks = ideal_hits(requests)
     rows: list[tuple[object, ...]] = [("lru, whole blocks only", whole_hits / whole_blocks, *whole)]
@@ -151,6 +155,7 @@ def hits(setting: Setting) -> Experiment:
     )
 
 
+# Absolute hits differ between traces; what a capacity keeps of all possible hits can be compared.
 def _compared(table: dict[str, list[float]], most: float) -> list[Value]:
     """Relative to the hits of an unlimited cache, which is comparable between traces."""
     values = [Value("most there is to hit", "% of blocks", 51.0, 100 * most, _OTHER_TRACE, digits=1)]
@@ -175,6 +180,7 @@ def layer_wise(setting: Setting) -> Experiment:
     for thousand in LENGTHS:
         tokens = thousand * 1024
         compute_s, transfer_s = cost.prefill_s(tokens), network.seconds(cost.kv_bytes(tokens))
+        # Each layer is sent while the next is computed: visible is what outlasts the prefill.
         visible_s = stored_s(transfer_s, compute_s, cost.shape.layers)
         rows.append((thousand, compute_s, transfer_s * 1e3, visible_s * 1e3, visible_s / transfer_s))
     worst = max(row[4] for row in rows)

@@ -89,6 +89,7 @@ def _scheduling(experiment: Experiment) -> Figure:
     for axes, label in ((left, "mean TTFT, s"), (right, "tokens that hit, %")):
         axes.set_xticks(list(at), [str(r["scheduler"]) for r in records], rotation=15, fontsize=8)
         axes.set_ylabel(label)
+    # Logarithmic: random is several times slower than the others, whose order is what counts.
     left.set_yscale("log")
     left.set_ylim(bottom=0.5)
     left.yaxis.set_major_formatter("{x:g}")
@@ -131,6 +132,7 @@ def _ratio(experiment: Experiment) -> Figure:
     return figure
 
 
+# One panel for each reading of the TBT and each decode model; bars are systems.
 def _capacities(experiment: Experiment) -> Figure:
     records = _records(experiment)
     workloads, kinds, rules, names = (
@@ -210,6 +212,7 @@ def _swings(experiment: Experiment) -> Figure:
     figure = new_figure(9.0, 1.9 * len(shown))
     for axes, name in zip(figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
         times_s, prefill, decode = experiment.series[name]
+        # The first twenty minutes: later swings repeat, and would be too narrow to see.
         inside = [at for at, time_s in enumerate(times_s) if time_s <= 1_200]
         minutes = [times_s[at] / 60 for at in inside]
         axes.plot(minutes, [prefill[at] for at in inside], color=RED, lw=0.9, label="prefill")

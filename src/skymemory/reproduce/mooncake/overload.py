@@ -66,6 +66,7 @@ def rejections(setting: Setting) -> Experiment:
                     digits=1,
                 )
             )
+        # Wasted: prefills whose request was refused afterwards, the cost that early rejection avoids.
         base = ours[situation.name, "baseline"]
         for rule in RULES[1:]:
             one = ours[situation.name, rule]
@@ -167,6 +168,7 @@ def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
 def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell:
     """The cell of one of ``RULES``."""
     name, _, long = rule.partition(", ")
+    # With an endless decoding time no request is forecast to leave: the most cautious prediction.
     options = (("decode_s", INFINITE_S),) if long else ()
     return ClusterCell(source, setup, scheduler_options=options, admission=name, curves=True)
 

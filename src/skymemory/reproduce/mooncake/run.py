@@ -30,6 +30,7 @@ def run_mooncake(args: argparse.Namespace) -> int:
             " Mooncake's conversation trace, not its requests",
             file=sys.stderr,
         )
+    # Each experiment is printed when it is done: all of them take long.
     results: list[Experiment] = []
     for name in names:
         progress = Progress(sys.stderr, name)
