@@ -67,6 +67,7 @@ def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.brief("options1")
 @pytest.mark.parametrize("options", [["--tokens", "128"], ["--model", "no-such-folder"]])
 def test_bad_options_are_refused_before_anything_is_started(options: list[str]) -> None:
     answer = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=280)

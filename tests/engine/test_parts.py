@@ -154,6 +154,9 @@ def test_whatever_is_gone_the_tokens_are_the_same(
         assert torch.equal(answer(model, longer, kvc.get_cache_ids(longer)), answer(model, longer))
 
 
+@pytest.mark.brief(
+    "True-1-Mistral 0.1", "True-17-Gemma 3", "True-98-Mistral 0.1", "False-40-Mistral 0.1", "False-80-Gemma 3"
+)
 @pytest.mark.parametrize("name", WINDOWED[:2])
 @pytest.mark.parametrize("at", [1, 17, 40, 80, 98])
 @pytest.mark.parametrize("there", [True, False])

@@ -249,6 +249,7 @@ def test_on_board_nothing_moves_and_ground_modes_are_refused() -> None:
         check_access(plan, "radio")
 
 
+@pytest.mark.brief("-0.9", "0.9")
 @pytest.mark.parametrize("share", [-0.9, -0.4, 0.4, 0.9])
 def test_a_satellite_whose_clock_is_off_by_less_than_a_move_loses_nothing(share: float) -> None:
     """Every third satellite of the box is early or late by so much of a slot move; at 200 times the pace of flight."""

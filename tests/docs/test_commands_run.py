@@ -1,0 +1,88 @@
+"""Every `skymemory` command in a block of the pages runs as it is written, or a test that runs its verb is named here.
+
+test_documentation parses the same commands; a command can parse and still fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.docs.test_documentation import FENCE, PAGES, ROOT, SHELL_LANGUAGES
+
+ELSEWHERE = {
+    "serve": "end_to_end/test_serve.py",
+    "route": "router/http/test_command.py",
+    "epp": "router/envoy/test_command.py",
+    "replay": "serving/replay/test_command.py",
+    "fit": "serving/test_fitting.py",
+    "demo route": "end_to_end/test_demo_route.py",
+    "demo conductor": "demo/test_conductor.py",
+    "reproduce mooncake": "cli/test_reproduce.py",
+    "satellite": "end_to_end/test_constellation_processes.py",
+    "constellation attach": "end_to_end/test_constellation_processes.py",
+}
+"""Commands that serve until stopped, take minutes or need other hosts, by their first words, and what runs them."""
+UP = "skymemory constellation up --base-port auto"
+
+
+def documented(page: Path) -> list[str]:
+    """The commands of a page's blocks, without their comments."""
+    lines: list[str] = []
+    for _, _, language, body in FENCE.findall(page.read_text("utf-8")):
+        if language.lower() in SHELL_LANGUAGES:
+            lines += [line.strip().removeprefix("$ ") for line in body.replace("\\\n", " ").splitlines()]
+    return [line.partition(" #")[0].strip() for line in lines if line.startswith("skymemory ")]
+
+
+def runs_elsewhere(command: str) -> bool:
+    words = shlex.split(command)[1:]
+    return words[0] in ELSEWHERE or " ".join(words[:2]) in ELSEWHERE
+
+
+def runnable(page: Path) -> list[str]:
+    return [command for command in documented(page) if not runs_elsewhere(command)]
+
+
+def test_the_tests_named_here_exist() -> None:
+    assert [name for name in ELSEWHERE.values() if not (ROOT / "tests" / name).is_file()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.stem)
+def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
+    """In the page's order and in one folder; a constellation is up throughout, as the text assumes."""
+    for name in ("report.pdf", "notes.txt"):
+        (tmp_path / name).write_bytes(os.urandom(100_000))
+    environment = {**os.environ, "SKYMEMORY_RUN_DIR": str(tmp_path / "run")}
+
+    def run(command: str) -> None:
+        ran = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert ran.returncode == 0, f"{command}: {ran.stdout}{ran.stderr}"
+
+    commands = runnable(page)
+    in_the_sky = any(command.startswith(("skymemory kv", "skymemory constellation")) for command in commands)
+    try:
+        if in_the_sky:
+            run(UP)
+        for command in commands:
+            if command.startswith("skymemory constellation up"):
+                run("skymemory constellation down")
+                command = command.replace("constellation up", "constellation up --base-port auto")
+            run(command)
+            if command.startswith("skymemory constellation down"):
+                run(UP)
+    finally:
+        if in_the_sky:
+            run("skymemory constellation down")
