@@ -1,4 +1,4 @@
-"""What names a model in the context of its blocks, and whether it is still the same model.
+"""The identity of a model in the context of its blocks, and whether the model has changed since.
 
 ``Identity`` is asked before each use. A digest of all weights takes about a second, a check for changes about 0.1 ms:
 so each use checks, and only changed tensors are hashed again (``Fingerprint``).

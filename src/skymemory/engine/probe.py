@@ -1,4 +1,4 @@
-"""Probes that refuse a model which a cache would change.
+"""Probes that refuse models whose output a cache would change.
 
 ``check_supported`` reads its configuration, ``probe_layout`` runs it over two tokens (what does it write?), and
 ``check_goes_on`` compares its logits with a cache and without.

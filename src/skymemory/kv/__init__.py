@@ -1,1 +1,1 @@
-"""What is cached: contexts, block hashes, layouts, stored values and their codecs. Pure."""
+"""The cached data: contexts, block hashes, layouts, stored values and their codecs. Pure."""

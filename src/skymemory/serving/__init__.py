@@ -1,1 +1,1 @@
-"""What engines and router have above themselves: a small engine behind the OpenAI protocol, and a client of any."""
+"""Above the engine and the router: a small engine behind the OpenAI protocol, and a client of any."""

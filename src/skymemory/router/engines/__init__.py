@@ -1,1 +1,1 @@
-"""What comes in from engines: their metrics, and the events of their KV caches."""
+"""Input from engines: their metrics, and the events of their KV caches."""
