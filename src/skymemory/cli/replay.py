@@ -327,7 +327,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     planned = one.plan.requests
     unit = "characters" if args.prompt_unit == "characters" else "tokens"
     prompt, output = (
-        total / len(requests) for total in (one.plan.prompt_tokens, sum(request.output_tokens for request in requests))
+        total / len(planned) for total in (one.plan.prompt_tokens, sum(request.output_tokens for request in planned))
     )
     words = (
         f"{len(planned):,} requests due within {planned[-1].due_s:.1f} s, prompts of {prompt:,.0f} {unit} and "

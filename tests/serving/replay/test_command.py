@@ -64,6 +64,7 @@ def test_the_generator_and_characters_and_a_table_for_people(door: Door, capsys:
     url = ("--url", f"http://127.0.0.1:{door.port}", "--prompt-unit", "characters", "--ttft-slo", "20s")
     assert main(["replay", *words, *url]) == 0
     said = capsys.readouterr().out
+    assert "3 requests due within" in said and "answers of 2 tokens on average" in said
     assert "3 requests in" in said and "3 completed, 0 refused, 0 failed" in said
     assert "TTFT ≤ 20 s: 100.0%" in said and "prompt lengths" not in said
 
