@@ -413,10 +413,9 @@ def _chosen(args: argparse.Namespace, plan: ConstellationPlan) -> list[Satellite
 
 def _disable(args: argparse.Namespace) -> int:
     from skymemory.testbed import control
-    from skymemory.testbed.run_directory import RunDirectory
 
     _check_some_are_named(args)
-    directory = RunDirectory(args.run_dir)
+    directory = _directory(args)
     dead = control.disable(directory, _chosen(args, directory.running_plan()))
     print(f"{_satellites(len(dead))} disabled")
     return 0
@@ -424,13 +423,12 @@ def _disable(args: argparse.Namespace) -> int:
 
 def _enable(args: argparse.Namespace) -> int:
     from skymemory.testbed import control
-    from skymemory.testbed.run_directory import RunDirectory
 
     if not args.all:
         _check_some_are_named(args)
     elif args.satellites or args.plane:
         raise InvalidInput("--all with named satellites: leave one of them out")
-    directory = RunDirectory(args.run_dir)
+    directory = _directory(args)
     dead = control.enable(directory, None if args.all else _chosen(args, directory.running_plan()))
     print(f"{_satellites(len(dead))} disabled" if dead else "no satellite is disabled")
     return 0
@@ -441,10 +439,9 @@ def _satellites(count: int) -> str:
 
 
 def _revive(args: argparse.Namespace) -> int:
-    from skymemory.testbed.run_directory import RunDirectory
     from skymemory.testbed.supervisor import revive as start_again
 
-    hosts = start_again(RunDirectory(args.run_dir))
+    hosts = start_again(_directory(args))
     print(f"started again, empty: {', '.join(hosts)}" if hosts else "no host process is dead")
     return 0
 
@@ -513,7 +510,6 @@ def _run_satellite(args: argparse.Namespace) -> int:
     from skymemory.testbed.host_process import run_host
     from skymemory.testbed.plan import check_ip
     from skymemory.testbed.plan_file import load_plan
-    from skymemory.testbed.run_directory import RunDirectory
 
     plan = load_plan(args.plan)
     if args.listen is not None:
@@ -523,7 +519,7 @@ def _run_satellite(args: argparse.Namespace) -> int:
         plan.host_named(args.host),
         listen=args.listen,
         say=print,
-        directory=RunDirectory(args.run_dir) if args.run_dir else None,
+        directory=_directory(args) if args.run_dir else None,
         supervisor_fd=args.supervisor_fd,
         insecure=args.insecure,
     )
@@ -601,7 +597,6 @@ def _check_has_an_orbit(args: argparse.Namespace) -> None:
 def _auth_of(args: argparse.Namespace) -> dict[str, str]:
     """Fields ``auth`` and ``keys_file`` of a plan. New keys go into the run directory, or beside a written plan."""
     from skymemory.testbed.key_file import read_keys
-    from skymemory.testbed.run_directory import RunDirectory
 
     # Order of precedence: --auth, then --keys (which imply MACs), then --insecure (which implies none), then on.
     insecure = getattr(args, "insecure", False) and args.keys is None
@@ -619,4 +614,4 @@ def _auth_of(args: argparse.Namespace) -> dict[str, str]:
         if keys_path == args.out.absolute():
             raise InvalidInput(f"--out {args.out}: the plan's keys need this name; choose another for the plan")
         return {"auth": auth, "keys_file": str(keys_path)}
-    return {"auth": auth, "keys_file": str(RunDirectory(args.run_dir).keys_path)}
+    return {"auth": auth, "keys_file": str(_directory(args).keys_path)}
