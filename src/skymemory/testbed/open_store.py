@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from skymemory.cache.tiers.breaker import BreakerConfig
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.circuit_breaker import BreakerConfig
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.files import read_toml

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from tests.cache.tiers.faulty_tier import FaultyTier, sealed, whole
 from tests.contract.store_contract import key, value
 
-from skymemory.cache.tiers.breaker import BreakerConfig
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.circuit_breaker import BreakerConfig
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 

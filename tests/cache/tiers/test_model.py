@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.cache.tiers.faulty_tier import TROUBLES, FaultyTier, sealed, whole
 from tests.contract.store_contract import key
 
-from skymemory.cache.tiers.breaker import BreakerConfig
 from skymemory.cache.tiers.store import PROMOTIONS, HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.circuit_breaker import BreakerConfig
 
 KEYS = [key(number) for number in range(8)]
 BREAKER = BreakerConfig(failures=2, first_wait_s=0.005, last_wait_s=0.02, probe_limit_s=0.1)

@@ -26,10 +26,10 @@ from skymemory.cache.patience import (
     recompute_cost,
 )
 from skymemory.cache.tiers import workers as tier_workers
-from skymemory.cache.tiers.breaker import TierBreaker
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
+from skymemory.circuit_breaker import CircuitBreaker
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 
@@ -226,7 +226,7 @@ def test_how_long_computing_takes_is_what_passes_took() -> None:
 
 
 def test_a_hang_opens_a_breaker_at_once() -> None:
-    breaker = TierBreaker()
+    breaker = CircuitBreaker()
     breaker.timed_out(1.0)
     assert breaker.state == "open" and breaker.times_opened == 1
     breaker.timed_out(1.1)

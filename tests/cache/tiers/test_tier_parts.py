@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 from tests.contract.store_contract import key
 
-from skymemory.cache.tiers.breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tiers.load import InFlightBudget
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Backlog, DirtyKeys, Tier, TierSettings
 from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
+from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
@@ -23,15 +23,15 @@ from skymemory.store.memory import MemoryStore
 CONFIG = BreakerConfig(failures=3, first_wait_s=1.0, last_wait_s=4.0, probe_limit_s=10.0)
 
 
-def opened(now_s: float = 0.0) -> TierBreaker:
-    breaker = TierBreaker(CONFIG)
+def opened(now_s: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker(CONFIG)
     for _ in range(3):
         breaker.failed(now_s)
     return breaker
 
 
 def test_a_breaker_opens_after_failures_in_a_row() -> None:
-    breaker = TierBreaker(CONFIG)
+    breaker = CircuitBreaker(CONFIG)
     for outcome in "ffsff":
         breaker.succeeded() if outcome == "s" else breaker.failed(0.0)
     assert breaker.closed

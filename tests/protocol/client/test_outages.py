@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skymemory.circuit_breaker import CircuitBreaker
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import Counters
 from skymemory.protocol.client.gateway import Gateway, first_responsive, nearest
-from skymemory.protocol.client.peers import CircuitBreaker, witnesses
+from skymemory.protocol.client.peers import _NO_SATELLITE_ANSWERS, witnesses
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 
@@ -55,9 +56,9 @@ def test_a_gateway_that_was_silent_is_tried_again_after_a_while(time_scale):
 
 
 def test_probes_come_at_growing_intervals():
-    breaker, probes, now_s = CircuitBreaker(Counters()), [], 0.0
-    assert not breaker.is_open
-    breaker.timed_out(0.0)
+    breaker, probes, now_s = CircuitBreaker(_NO_SATELLITE_ANSWERS), [], 0.0
+    assert breaker.closed
+    breaker.timed_out(0.0, probe_at_once=True)
     assert breaker.state == "open"
     while now_s < 10.0:
         if breaker.probe_due(now_s):
@@ -66,13 +67,13 @@ def test_probes_come_at_growing_intervals():
     gaps = [b - a for a, b in pairwise(probes)]
     assert gaps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0], abs=0.02) and breaker.state == "half-open"
     assert breaker.answered() and not breaker.answered()
-    assert not breaker.is_open and breaker.next_probe_s == math.inf
+    assert breaker.closed and breaker.next_probe_s == math.inf
 
 
 def test_probes_of_a_breaker_that_opens_again_restart():
-    breaker = CircuitBreaker(Counters())
+    breaker = CircuitBreaker(_NO_SATELLITE_ANSWERS)
     for opened_s in (0.0, 100.0):
-        breaker.timed_out(opened_s)
+        breaker.timed_out(opened_s, probe_at_once=True)
         probes = [opened_s + n / 100 for n in range(80) if breaker.probe_due(opened_s + n / 100)]
         assert [round(at_s - opened_s, 2) for at_s in probes] == pytest.approx([0.0, 0.1, 0.3, 0.7], abs=0.011)
         assert breaker.answered()
@@ -87,7 +88,7 @@ def test_with_the_constellation_gone_only_the_first_waits_and_it_heals(world, va
         sky.sim.kill(satellite)
     first, _ = sky.get(info)
     assert first.report.failure == "timeout" and first.report.seconds < 1.0
-    assert sky.host.machine.breaker.is_open
+    assert not sky.host.machine.breaker.closed
     sent = sky.sim.datagrams_sent
     for _ in range(100):
         assert sky.get(info)[0].report.seconds == 0.0
@@ -101,7 +102,7 @@ def test_with_the_constellation_gone_only_the_first_waits_and_it_heals(world, va
     for _ in range(3):
         sky.get(info)
         sky.settle(1.0)
-    assert not sky.host.machine.breaker.is_open
+    assert sky.host.machine.breaker.closed
     stored, info = sky.put("v", value)
     read, out = sky.get(info)
     assert stored.ok and read.ok and out == value

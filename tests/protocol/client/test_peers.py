@@ -53,10 +53,10 @@ def test_when_the_constellation_is_back_all_suspects_are_asked_at_once(world, va
     assert not sky.get(info)[0].ok
     sky.settle(60.0)
     suspects = sky.host.machine._peers.suspects
-    assert sky.host.machine.breaker.is_open and len(suspects) >= 5
+    assert not sky.host.machine.breaker.closed and len(suspects) >= 5
     for satellite in sky.torus.satellites():
         sky.sim.revive(satellite)
-    while sky.host.machine.breaker.is_open:
+    while not sky.host.machine.breaker.closed:
         sky.sim.step(math.inf)
     sky.settle(0.1)
     assert not len(suspects)
@@ -124,7 +124,7 @@ def test_the_breaker_closes_without_a_call(world, value_of, access):
     _, info = sky.put("v", value)
     for satellite in sky.torus.satellites():
         sky.sim.kill(satellite)
-    assert not sky.get(info)[0].ok and sky.host.machine.breaker.is_open
+    assert not sky.get(info)[0].ok and not sky.host.machine.breaker.closed
     sky.settle(4.0)
     sent = sky.sim.datagrams_sent
     sky.settle(60.0)
@@ -132,7 +132,7 @@ def test_the_breaker_closes_without_a_call(world, value_of, access):
     for satellite in sky.torus.satellites():
         sky.sim.revive(satellite)
     sky.settle(5.0)
-    assert not sky.host.machine.breaker.is_open and not sky.host.machine.probing
+    assert sky.host.machine.breaker.closed and not sky.host.machine.probing
     stored, info = sky.put("v", value)
     read, out = sky.get(info)
     assert stored.ok and read.ok and out == value
@@ -152,7 +152,7 @@ def test_an_operation_under_way_stops_waiting_for_whom_another_has_found_silent(
     finished = sky.host.run([first, second])
     assert finished[first].report.failure == "timeout" and finished[second].report.failure == "unreachable"
     assert finished[second].report.seconds < 0.45
-    assert not machine.breaker.is_open
+    assert machine.breaker.closed
 
 
 def test_satellites_that_answer_late_are_found_alive_and_reads_go_on(world, value_of):

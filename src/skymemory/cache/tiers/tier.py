@@ -28,8 +28,8 @@ from typing import Literal, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.patience import Latencies, patience_s
-from skymemory.cache.tiers.breaker import BreakerConfig, TierBreaker
 from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
+from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
 from skymemory.store.base import Presence, Store, keeps
@@ -102,7 +102,7 @@ class Tier:
         self.backlog = Backlog(_BACKLOG_LIMIT)
         self.backlog_retry = RetryTimer()
         self.counters = counters
-        self.breaker = TierBreaker(settings.breaker)
+        self.breaker = CircuitBreaker(settings.breaker)
         self.mean_value_bytes = 1e6
         """Moving average over the values loaded: the expected size of the next ones."""
         self._locks = locks

@@ -13,6 +13,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass
 
+from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.protocol.client.gateway import Gateway, nearest
@@ -215,11 +216,14 @@ Probes = list[tuple[SatelliteId, bool]]
 """PINGs to send: the satellite, and whether it is sent once only."""
 
 
+_NO_SATELLITE_ANSWERS = BreakerConfig(failures=1, first_wait_s=0.1, last_wait_s=2.0, probe_limit_s=None)
+
+
 class FailureDetector:
     """Decides whom to probe, when the gateway is dead, and when the whole constellation is (``breaker``)."""
 
     def __init__(self, sky: SkyMap, peers: Peers, gateway: Gateway | None, counters: Counters) -> None:
-        self.breaker = CircuitBreaker(counters)
+        self.breaker = CircuitBreaker(_NO_SATELLITE_ANSWERS)
         self._sky = sky
         self._peers = peers
         self._gateway = gateway
@@ -230,17 +234,23 @@ class FailureDetector:
 
     def refuses(self, satellite: SatelliteId | None) -> bool:
         """Whether to fail at once, because the constellation, or this satellite, is silent."""
-        return self.breaker.refuses() or (satellite is not None and satellite in self._peers.suspects)
+        if not self.breaker.closed:
+            self._counters.add("breaker_refused")
+            return True
+        return satellite is not None and satellite in self._peers.suspects
 
     @property
     def next_s(self) -> float:
         """When ``due`` has probes to send; infinite while all is well."""
-        return self.breaker.next_probe_s if self.breaker.is_open else self._peers.suspects.next_s
+        return self._peers.suspects.next_s if self.breaker.closed else self.breaker.next_probe_s
 
     def due(self, centre: SatelliteId, now_s: float) -> Probes:
         """Probes of suspects and their neighbours; of a few witnesses where no satellite answers."""
-        if self.breaker.is_open:
-            return self._to_witnesses(None, centre, once=True) if self.breaker.probe_due(now_s) else []
+        if not self.breaker.closed:
+            if not self.breaker.probe_due(now_s):
+                return []
+            self._counters.add("breaker_probes")
+            return self._to_witnesses(None, centre, once=True)
         suspects = self._peers.suspects
         probes: Probes = [(satellite, True) for satellite in suspects.due(now_s)]
         if probes:
@@ -288,12 +298,15 @@ class FailureDetector:
     def succeeded(self, now_s: float) -> None:
         """An operation has ended well: what was silent may be back, too."""
         if self.breaker.answered():
+            self._counters.add("breaker_closed")
             self._peers.suspects.probe_all(now_s)
 
     def timed_out(self, started_s: float, now_s: float) -> None:
         """An operation that began at ``started_s`` has timed out."""
         if not self._peers.any_heard_since(started_s):
-            self.breaker.timed_out(now_s)
+            if self.breaker.closed:
+                self._counters.add("breaker_opened")
+            self.breaker.timed_out(now_s, probe_at_once=True)
 
     def _to_witnesses(self, silent: SatelliteId | None, centre: SatelliteId, once: bool) -> Probes:
         gateway = [] if self._gateway is None or self._gateway.current is None else [self._gateway.current]
@@ -305,60 +318,3 @@ def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> l
     near = [satellite for satellite in nearest(centre, sky.torus) if silent is None or satellite.plane != silent.plane]
     by_plane = {satellite.plane: satellite for satellite in reversed(near)}
     return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or [centre]
-
-
-_FIRST_PROBE_S = 0.1
-_LAST_PROBE_S = 2.0
-"""Waits between probes: 0.1, 0.2, 0.4, … 2, 2 s."""
-
-
-class CircuitBreaker:
-    """Opens when an operation has timed out and no satellite at all was heard meanwhile. Until any answer closes it,
-    operations fail at once, and the client's timer sends probes. ``state``: ``closed``, ``open``, or ``half-open``
-    (probes are in flight).
-    """
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self._next_probe_s = 0.0
-        self._wait_s = _FIRST_PROBE_S
-        self.state = "closed"
-
-    @property
-    def is_open(self) -> bool:
-        return self.state != "closed"
-
-    @property
-    def next_probe_s(self) -> float:
-        """When to send the next probes; infinite while it is closed."""
-        return self._next_probe_s if self.is_open else math.inf
-
-    def timed_out(self, now_s: float) -> None:
-        if self.state == "closed":
-            self._counters.add("breaker_opened")
-            self._wait_s, self._next_probe_s = _FIRST_PROBE_S, now_s
-        self.state = "open"
-
-    def refuses(self) -> bool:
-        """Whether to refuse an operation, which is counted."""
-        if self.is_open:
-            self._counters.add("breaker_refused")
-        return self.is_open
-
-    def probe_due(self, now_s: float) -> bool:
-        """Whether to send probes now; the next are due later."""
-        if now_s < self.next_probe_s:
-            return False
-        self._counters.add("breaker_probes")
-        self._next_probe_s = now_s + self._wait_s
-        self._wait_s = min(2 * self._wait_s, _LAST_PROBE_S)
-        self.state = "half-open"
-        return True
-
-    def answered(self) -> bool:
-        """Close it; returns whether it was open."""
-        if self.state == "closed":
-            return False
-        self._counters.add("breaker_closed")
-        self.state = "closed"
-        return True

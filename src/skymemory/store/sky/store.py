@@ -187,7 +187,7 @@ class ConstellationStore(RemoteStore):
         ticket.state = buffer
         outcomes, values = self._fetch(unique, buffer.data)
         seconds = self._driver.now_s() - started_s
-        silent = "unreachable" if self._driver.machine.breaker.is_open else "uncertain"
+        silent = "uncertain" if self._driver.machine.breaker.closed else "unreachable"
         absent = KeyReport(reason="absent" if certain else silent)
         reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
@@ -399,7 +399,7 @@ class ConstellationStore(RemoteStore):
             **self._counters.as_dict(),
             **{f"client_{k}": v for k, v in self._driver.machine.counters.as_dict().items()},
         }
-        figures["breaker_open"] = int(self._driver.machine.breaker.is_open)
+        figures["breaker_open"] = int(not self._driver.machine.breaker.closed)
         figures["satellites_ahead_s"] = self._clock_ahead_s
         figures.update(self._catalog.probing())
         if self._catalog.index is not None:

@@ -1,10 +1,14 @@
-"""Circuit breaker of one tier: opens when it fails or hangs, closes again after a successful probe.
+"""The circuit breaker of something that may fail as a whole: a tier, or the constellation.
 
-Pure: time comes in as ``now_s``; the owner makes the calls and does the locking.
+It opens when calls fail or hang; then calls are not made, and probes at growing intervals find out whether it is back.
+Pure: time comes in as ``now_s``; the owner makes the calls, sends the probes and does the locking.
+
+States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is under way).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from skymemory.errors import InvalidInput
@@ -19,18 +23,23 @@ class BreakerConfig:
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
     """Wait before a probe: ``first_wait_s``, doubled after each failed probe up to ``last_wait_s``."""
-    probe_limit_s: float = 10.0
-    """A probe without an answer for this long has failed."""
+    probe_limit_s: float | None = 10.0
+    """A probe without an answer for this long has failed. None: probes are packets, and nothing waits for each; the
+    next one is sent after its wait.
+    """
 
     def __post_init__(self) -> None:
-        if self.failures < 1 or not 0 < self.first_wait_s <= self.last_wait_s or self.probe_limit_s <= 0:
+        limit_s = 1.0 if self.probe_limit_s is None else self.probe_limit_s
+        if self.failures < 1 or not 0 < self.first_wait_s <= self.last_wait_s or limit_s <= 0:
             raise InvalidInput(
                 f"a circuit breaker needs failures >= 1, 0 < first_wait <= last_wait and probe_limit > 0, got {self}"
             )
 
 
-class TierBreaker:
-    """``closed`` (calls pass), ``open`` (skipped) or ``half-open`` (skipped, one probe under way)."""
+class CircuitBreaker:
+    """What closes it differs. Calls that hang may be answered long afterwards, so of a tier only the result of a probe
+    counts (``probed``). A packet from a satellite was sent just now: any (``answered``).
+    """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
@@ -44,6 +53,11 @@ class TierBreaker:
     @property
     def closed(self) -> bool:
         return self.state == "closed"
+
+    @property
+    def next_probe_s(self) -> float:
+        """When to ask ``probe_due`` again; infinite while it is closed."""
+        return math.inf if self.closed else self._until_s
 
     def succeeded(self) -> None:
         """A call was answered in time. Ignored unless closed, as the call may be an old one: only probes close it."""
@@ -60,24 +74,32 @@ class TierBreaker:
         if self._failures >= self._config.failures or self._on_trial:
             self._open(now_s)
 
-    def timed_out(self, now_s: float) -> None:
-        """A call was not answered within the longest deadline: opens at once."""
+    def timed_out(self, now_s: float, *, probe_at_once: bool = False) -> None:
+        """A call was not answered within the longest deadline: opens at once. ``probe_at_once``: the first probe does
+        not wait.
+        """
         if self.closed:
             self._open(now_s)
+            if probe_at_once:
+                self._until_s, self._wait_s = now_s, self._config.first_wait_s
 
     def probe_due(self, now_s: float) -> bool:
-        """Whether the caller must send a probe now; if so, it is half-open until ``probed``."""
+        """Whether the owner must send a probe now; if so, it is half-open until the probe is answered or given up."""
         if self.closed or now_s < self._until_s:
             return False
-        if self.state == "half-open":  # the last probe was not answered
+        limit_s = self._config.probe_limit_s
+        if limit_s is not None and self.state == "half-open":  # the last probe was not answered
             self._open(now_s)
             return False
         self.state = "half-open"
-        self._until_s = now_s + self._config.probe_limit_s
+        if limit_s is None:
+            self._wait(now_s)
+        else:
+            self._until_s = now_s + limit_s
         return True
 
     def probed(self, answered: bool, now_s: float) -> None:
-        """The outcome of a probe. A success is ignored if the probe was already given up."""
+        """The result of a probe. A success is ignored if the probe was already given up."""
         if self.state != "half-open":
             return
         if not answered:
@@ -87,8 +109,19 @@ class TierBreaker:
         self._failures = 0
         self._on_trial = True
 
+    def answered(self) -> bool:
+        """It has answered something: closes; returns whether it was not closed."""
+        was_closed = self.closed
+        self.state = "closed"
+        self.succeeded()
+        return not was_closed
+
     def _open(self, now_s: float) -> None:
         self.times_opened += self.closed
         self.state = "open"
+        self._wait(now_s)
+
+    def _wait(self, now_s: float) -> None:
+        """No probe before the next wait is over; each wait is twice the one before."""
         self._until_s = now_s + self._wait_s
         self._wait_s = min(2 * self._wait_s, self._config.last_wait_s)
