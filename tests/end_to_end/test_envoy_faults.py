@@ -75,7 +75,7 @@ def test_no_endpoint_is_503_and_no_room_is_429_and_endpoints_may_come_later(serv
             none = ask(port, "/v1/completions", a_completion())
             assert none.status == 503 and none.headers["retry-after"] == "1" and b"has no server" in none.body
             file.write_text(f"{servers.endpoints[0]}\n")
-            picker.wait_for("1 endpoints: 1 came")
+            picker.wait_for("1 endpoints: 1 added")
             body = a_completion(stream=True)
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
                 client.sendall(

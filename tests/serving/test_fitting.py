@@ -176,7 +176,7 @@ def test_the_small_model_is_foretold_by_processor_time(capsys: pytest.CaptureFix
         (["--engine", "small", "--lengths", "64-100"], "prompts of 64 to 100 tokens"),
         (["--engine", "small", "--shares", "0,1"], "must be >= 0 and < 1"),
         (["--engine", "small", "--clock", "processor", "--threads", "2"], "with --threads 1"),
-        (["--url", "http://x", "--shape", "/nowhere/config.json"], "--shape /nowhere/config.json"),
+        (["--url", "http://x", "--shape", "/nowhere/config.json"], "cannot read /nowhere/config.json"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
