@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.peers import Peers
+from skymemory.protocol.client.liveness import Peers
 from skymemory.protocol.client.requests import InFlight, Operation
 from skymemory.protocol.client.transfer import TransferReport
 from skymemory.protocol.congestion import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window

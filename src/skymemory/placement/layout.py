@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, assert_never, get_args
 
 from skymemory.config import suggestion
 from skymemory.constellation.torus import Torus
@@ -123,15 +123,18 @@ def layout(
 @lru_cache(maxsize=256)
 def _layout(strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> Layout:
     box = Box.centred(*box_shape(servers, torus))
-    if strategy in ("rotation", "baseline"):
-        cells = tuple(box.cells[:servers])
-    elif strategy == "rotation_hop":
-        cells = _walk(torus, box)[:servers]
-    elif strategy == "hop":
-        cells = _walk(torus, _whole(torus))[:servers]
-        box = _around(cells)
-    else:
-        box, cells = _cheapest(servers, torus, slot_link_s, plane_link_s)
+    match strategy:
+        case "rotation" | "baseline":
+            cells = tuple(box.cells[:servers])
+        case "rotation_hop":
+            cells = _walk(torus, box)[:servers]
+        case "hop":
+            cells = _walk(torus, _whole(torus))[:servers]
+            box = _around(cells)
+        case "cost":
+            box, cells = _cheapest(servers, torus, slot_link_s, plane_link_s)
+        case _:
+            assert_never(strategy)
     server_of = {cell: server for server, cell in enumerate(cells)}
     return Layout(strategy, servers, torus, slot_link_s, plane_link_s, box, cells, server_of)
 

@@ -13,7 +13,7 @@ from skymemory.circuit_breaker import CircuitBreaker
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import Counters
 from skymemory.protocol.client.gateway import Gateway, first_responsive, nearest
-from skymemory.protocol.client.peers import _NO_SATELLITE_ANSWERS, witnesses
+from skymemory.protocol.client.liveness import _NO_SATELLITE_ANSWERS, witnesses
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
 from skymemory.protocol.wire import Op
 

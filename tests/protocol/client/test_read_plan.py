@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Moves
-from skymemory.protocol.client.peers import Suspects
+from skymemory.protocol.client.liveness import Suspects
 from skymemory.protocol.client.transfer import Absence, Burst, ReadTransfer, StandIns, ValueInfo
 from skymemory.protocol.clock import PROOF_S
 from skymemory.protocol.messages import MAX_SELECTION_BITS, Selection, pack_steps

@@ -12,7 +12,7 @@ The transport drives it:
 ==============================  ======================================================================================
 
 A transfer (``transfer``) knows which chunks are missing and where to look for them. ``requests.InFlight`` packs
-requests, keeps their deadlines and retransmits. ``peers`` decides which satellites are dead.
+requests, keeps their deadlines and retransmits. ``liveness`` decides which satellites are dead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
 from skymemory.protocol.client.gateway import Access, Gateway
-from skymemory.protocol.client.peers import FailureDetector, Peers, Probes
+from skymemory.protocol.client.liveness import FailureDetector, Peers, Probes
 from skymemory.protocol.client.requests import ALWAYS_SENT, InFlight, Operation, Request
 from skymemory.protocol.client.transfer import (
     CHUNK_OVERHEAD_BYTES,

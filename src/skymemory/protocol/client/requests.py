@@ -22,7 +22,7 @@ from skymemory.native import Landing
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.gateway import Gateway
-from skymemory.protocol.client.peers import Peer, Peers
+from skymemory.protocol.client.liveness import Peer, Peers
 from skymemory.protocol.client.transfer import ReadTransfer, ReplicatedRead, TransferReport, WriteTransfer
 from skymemory.protocol.congestion import Window
 from skymemory.protocol.messages import Selection

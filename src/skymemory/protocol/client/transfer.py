@@ -22,7 +22,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.native import Landing
 from skymemory.placement.locate import Moves
-from skymemory.protocol.client.peers import Suspects
+from skymemory.protocol.client.liveness import Suspects
 from skymemory.protocol.clock import PROOF_S
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, WRITING_S, Retain, pack_retain, pack_steps
 from skymemory.protocol.wire import (

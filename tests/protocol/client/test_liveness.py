@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.peers import MAX_SUSPECTS, Suspects
+from skymemory.protocol.client.liveness import MAX_SUSPECTS, Suspects
 from skymemory.protocol.wire import Op
 from skymemory.transport.faults import FaultInjector
 
