@@ -19,6 +19,14 @@ def test_of_each_name_the_first_value_is_found(impl: ModuleType) -> None:
     assert impl.first_values(()) == {}
 
 
+def test_a_name_of_one_letter_changes_no_byte_elsewhere(impl: ModuleType) -> None:
+    """The interpreter has one object for each single byte: lowered in place, every ``b"Q"`` would be a ``b"q"``."""
+    letter = bytes((81,))
+    assert impl.first_values([(letter, b"1")]) == {bytes((113,)): b"1"}
+    assert impl.header_lines([(letter, b"1")], frozenset([b"host"])) == b"\x51: 1\r\n"
+    assert (letter[0], bytes((81,))[0]) == (81, 81)
+
+
 def test_lines_are_as_they_came_but_for_those_left_out(impl: ModuleType) -> None:
     came = [(b"Host", b"a"), (b"X-A", b"1"), (b"Empty", b""), (b"x-a", b"2")]
     assert impl.header_lines(came, frozenset([b"host"])) == b"X-A: 1\r\nEmpty: \r\nx-a: 2\r\n"

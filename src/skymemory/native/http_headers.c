@@ -26,8 +26,9 @@ static PyObject *lowered(PyObject *name)
         at++;
     if (at == size)
         return Py_NewRef(name);
-    PyObject *low = PyBytes_FromStringAndSize(from, size);
-    for (; low && at < size; at++)
+    /* Without its content: made from one byte it would be the interpreter's own object for that byte, shared by all. */
+    PyObject *low = PyBytes_FromStringAndSize(NULL, size);
+    for (at = 0; low && at < size; at++)
         PyBytes_AS_STRING(low)[at] = Py_TOLOWER(from[at]);
     return low;
 }
