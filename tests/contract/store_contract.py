@@ -205,6 +205,16 @@ class StoreContract:
         store.put_many([(chain[3], value(3))])
         assert store.prefix(chain) == 6
 
+    def test_sizes_are_known_without_loading(self, tier: Tier) -> None:
+        sizes = dict(enumerate(tier.sizes))
+        tier.store.put_many([(key(at), value(at, size)) for at, size in sizes.items()])
+        asked = [key(at) for at in (*sizes, 1000)]
+        with tier.asked_by_another() as other:
+            assert other.sizes(asked) == [*sizes.values(), None]
+            assert other.sizes([key(1000), key(1), key(1)]) == [None, sizes[1], sizes[1]] and other.sizes([]) == []
+            with pytest.raises(InvalidInput):
+                other.sizes([b"short"])
+
     def test_delete_says_what_was_there(self, store: Store) -> None:
         store.put_many([(key(i), value(i)) for i in range(3)])
         assert store.delete([key(1), key(7)]) == [True, False]

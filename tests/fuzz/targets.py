@@ -12,6 +12,7 @@ from collections.abc import Callable
 from tests.fuzz.engine_targets import EventsTarget, metrics
 from tests.fuzz.grpc_target import GrpcTarget
 from tests.fuzz.mutations import mutate, resealed
+from tests.fuzz.resp_target import RespTarget
 from tests.properties.wire_traffic import (
     CHUNK_BYTES,
     GROUND,
@@ -224,7 +225,7 @@ def _values(part: object) -> list[object]:
 
 
 TARGETS: dict[str, tuple[Callable[[], Target], float]] = {
-    "satellite": (SatelliteTarget, 0.31),
+    "satellite": (SatelliteTarget, 0.29),
     "client": (ClientTarget, 0.23),
     "bodies": (lambda: bodies, 0.19),
     "journal": (lambda: journal, 0.15),
@@ -232,6 +233,7 @@ TARGETS: dict[str, tuple[Callable[[], Target], float]] = {
     "events": (EventsTarget, 0.03),
     "metrics": (lambda: metrics, 0.02),
     "grpc": (GrpcTarget, 0.02),
+    "resp": (RespTarget, 0.02),
 }
 """Each with its share of the inputs."""
 

@@ -35,6 +35,9 @@ PyObject *sky_py_piece_hashes(PyObject *self, PyObject *args);
 PyObject *sky_py_seal_headers(PyObject *self, PyObject *args);
 PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args);
 
+/* receive.c */
+PyObject *sky_py_receive_all(PyObject *self, PyObject *args);
+
 /* http_headers.c */
 PyObject *sky_py_first_values(PyObject *self, PyObject *headers);
 PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -508,6 +508,16 @@ class BudgetedStore(TwoPhase):
                 Presence.HIT if key in there else Presence.PENDING if key in pending else Presence.MISS for key in keys
             ]
 
+    @property
+    def leases(self) -> bool:
+        return True
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        keys = check_keys(keys)
+        with self._open():
+            found = [self._inventory.entries.get(key) for key in keys]
+        return [None if entry is None else entry.size_bytes for entry in found]
+
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = check_keys(keys)
         with self._open():

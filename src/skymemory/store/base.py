@@ -135,6 +135,13 @@ class Store(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         """Presence of each key; refreshes nothing and protects nothing."""
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        """Bytes of each value that is present, without loading it; None: absent, or not known without loading it."""
+
+    @property
+    def leases(self) -> bool:
+        """Whether a lease always protects: what is present when a load begins is there when it completes."""
+
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys that are all present (HIT), correct with holes behind them."""
 
@@ -407,6 +414,11 @@ class RemoteStore(TwoPhase):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def leases(self) -> bool:
+        """Redis leases nothing; satellites lease a part of their memory."""
+        return False
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         now_s = self._clock()

@@ -80,17 +80,23 @@ def get_named(store: Store, name: str) -> NamedOutcome:
     if value is None:
         reason = report.keys[0].reason if report is not None else ""
         return NamedOutcome(False, None, seconds, retransmitted, reason or "absent")
+    payload = named_payload(value, name)
+    if isinstance(payload, str):
+        return NamedOutcome(False, None, seconds, retransmitted, payload)
+    return NamedOutcome(True, payload, seconds, retransmitted)
+
+
+def named_payload(value: memoryview, name: str) -> memoryview | str:
+    """The bytes in a stored value, as they were put under ``name``; or the reason why it is a miss."""
     if is_sealed(value):
-        return NamedOutcome(False, None, seconds, retransmitted, SEALED)
+        return SEALED
     try:
         header, payload = unpack_value(value)
     except LaterVersion:
-        return NamedOutcome(False, None, seconds, retransmitted, LATER_VERSION)
+        return LATER_VERSION
     except MalformedPacket as error:
-        return NamedOutcome(False, None, seconds, retransmitted, f"corrupt: {error}")
-    if header.name != name:
-        return NamedOutcome(False, None, seconds, retransmitted, f"foreign: its name is {header.name!r}")
-    return NamedOutcome(True, payload, seconds, retransmitted)
+        return f"corrupt: {error}"
+    return payload if header.name == name else f"foreign: its name is {header.name!r}"
 
 
 def bare(store: Store) -> Store:

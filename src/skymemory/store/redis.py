@@ -33,8 +33,8 @@ from skymemory.units import format_size
 NAMESPACE = b"skymemory:"
 _MARK = b"SKV1"
 """The last byte is the version, a digit."""
-_TRAILER_BYTES = 8
-_LARGEST_BYTES = (512 << 20) - _TRAILER_BYTES
+TRAILER_BYTES = 8
+_LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
 """A string in Redis has at most 512 MiB (``proto-max-bulk-len``)."""
 
 _VALUES_AT_ONCE = 8
@@ -68,7 +68,7 @@ class RedisStore(RemoteStore):
         """Keys under which a later release's values were seen: they are not overwritten."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        sizes = self._sizes(self._check(keys))
+        sizes = self.sizes(keys)
         pending = self._pending()
         return [
             Presence.HIT if size is not None else Presence.PENDING if key in pending else Presence.MISS
@@ -76,14 +76,13 @@ class RedisStore(RemoteStore):
         ]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        sizes = self._sizes(self._check(keys))
+        sizes = self.sizes(keys)
         return next((i for i, size in enumerate(sizes) if size is None), len(sizes))
 
-    def _sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Size of each value in bytes; None where it is absent or the server unreachable."""
-        replies = self._ask_each(b"STRLEN", keys)
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        replies = self._ask_each(b"STRLEN", self._check(keys))
         return [
-            reply - _TRAILER_BYTES if isinstance(reply, int) and reply >= _TRAILER_BYTES else None for reply in replies
+            reply - TRAILER_BYTES if isinstance(reply, int) and reply >= TRAILER_BYTES else None for reply in replies
         ]
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
@@ -92,7 +91,7 @@ class RedisStore(RemoteStore):
         started_s = self._clock()
         unique = list(dict.fromkeys(ticket.keys))
         replies = self._link.ask([pack(b"GET", NAMESPACE + key) for key in unique], _VALUES_AT_ONCE)
-        found = {key: _open(key, reply) for key, reply in zip(unique, replies, strict=True)}
+        found = {key: opened(key, reply) for key, reply in zip(unique, replies, strict=True)}
         seconds = self._clock() - started_s
         loaded_bytes = 0
         corrupt: list[bytes] = []
@@ -143,7 +142,7 @@ class RedisStore(RemoteStore):
             for key, value in ticket.items:
                 if key not in later:
                     data = memoryview(value).cast("B")
-                    commands.append(pack(b"SET", NAMESPACE + key, (data, _trailer(key, data))))
+                    commands.append(pack(b"SET", NAMESPACE + key, (data, trailer_of(key, data))))
             replies = iter(self._link.ask(commands, _VALUES_AT_ONCE))
         stored, unanswered = [], set()
         for key, _ in ticket.items:
@@ -191,7 +190,7 @@ class RedisStore(RemoteStore):
         }
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        sizes = self._sizes(self._check(keys))
+        sizes = self.sizes(keys)
         return sum(math.inf if size is None else size for size in sizes) / self._rate.bytes_per_s
 
     def close(self) -> None:
@@ -199,11 +198,11 @@ class RedisStore(RemoteStore):
         self._link.close()
 
 
-def _trailer(key: bytes, value: memoryview) -> bytes:
+def trailer_of(key: bytes, value: memoryview) -> bytes:
     return _MARK + crc32(value, crc32(key)).to_bytes(4, "little")
 
 
-def _open(key: bytes, reply: object) -> memoryview | str:
+def opened(key: bytes, reply: object) -> memoryview | str:
     """The value in a reply, without a copy; or the reason of the miss."""
     if reply is None:
         return "absent"
@@ -212,8 +211,8 @@ def _open(key: bytes, reply: object) -> memoryview | str:
     if not isinstance(reply, bytes):
         return "refused"
     whole = memoryview(reply)
-    value, trailer = whole[:-_TRAILER_BYTES], whole[-_TRAILER_BYTES:]
-    if len(whole) < _TRAILER_BYTES or trailer != _trailer(key, value):
+    value, trailer = whole[:-TRAILER_BYTES], whole[-TRAILER_BYTES:]
+    if len(whole) < TRAILER_BYTES or trailer != trailer_of(key, value):
         later = trailer[:3] == _MARK[:3] and _MARK[3] < trailer[3] <= ord("9")
         return LATER_VERSION if later else "corrupt"
     return value

@@ -180,6 +180,9 @@ class SealedStore(Wrapped):
 
     # --- storing ---
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        return [None if size is None else max(0, size - OVERHEAD_BYTES) for size in self.store.sizes(keys)]
+
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         self._owner.check()
         items = check_items(items)

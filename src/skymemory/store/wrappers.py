@@ -44,6 +44,13 @@ class Wrapped(TwoPhase):
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         return self.store.lookup(keys)
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        return self.store.sizes(keys)
+
+    @property
+    def leases(self) -> bool:
+        return self.store.leases
+
     def prefix(self, keys: Sequence[bytes]) -> int:
         return self.store.prefix(keys)
 

@@ -134,6 +134,20 @@ class TieredStore(TwoPhase):
         pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
         return [Presence.HIT if key in found else Presence.PENDING if key in pending else Presence.MISS for key in keys]
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        """From the nearest tier that has each key, or from what is moving between tiers."""
+        keys = self._check(keys)
+        found: dict[bytes, int] = {key: len(moving.value) for key, moving in self._outbound.get(keys).items()}
+        for tier in self.tiers:
+            rest = [key for key in keys if key not in found]
+            found.update({key: size for key, size in zip(rest, tier.sizes(rest), strict=True) if size is not None})
+        return [found.get(key) for key in keys]
+
+    @property
+    def leases(self) -> bool:
+        """Only where all tiers do, and are not given up: a value may be in any of them."""
+        return all(tier.store.leases and tier.settings.local for tier in self.tiers)
+
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Each tier's own prefix first, as that is cheap; then the keys behind, from all tiers together."""
         keys = self._check(keys)

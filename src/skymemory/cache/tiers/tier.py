@@ -322,6 +322,13 @@ class Tier:
             return missing
         return [Presence.MISS if key in self.dirty_keys else one for key, one in zip(keys, presence, strict=True)]
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        """As ``lookup``: None where the tier does not answer, or may have an older value."""
+        sizes = self.ask(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
+        if sizes is None or len(sizes) != len(keys):
+            return [None] * len(keys)
+        return [None if key in self.dirty_keys else size for key, size in zip(keys, sizes, strict=True)]
+
     def prefix(self, keys: Sequence[bytes]) -> int:
         trusted = len(keys)
         if self.dirty_keys:

@@ -6,6 +6,7 @@ All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers
 ``segments``   packets: verify, place payloads; MACs
 ``runs``       runs of packets as receive offload delivers them: a client's answers, a satellite's plain GETs and SETs
 ``udp``        batched socket calls, small packets
+``streams``    values from stream sockets
 ``prefix``     which servers hold which blocks of prompts
 ``queues``     prefills sent to servers, and when they end
 ``ttft``       estimates of the time to a first token
@@ -32,6 +33,7 @@ from skymemory.native.twin.segments import (
     strip_macs,
     verify_segments,
 )
+from skymemory.native.twin.streams import receive_all
 from skymemory.native.twin.ttft import DelayPrice, ShareGuard, TtftRanker, fit_prefills, fit_whole
 from skymemory.native.twin.udp import command_packets, open_ack, recv_batch, send_batch, send_each, send_slices
 
@@ -58,6 +60,7 @@ __all__ = [
     "open_runs",
     "place_runs",
     "place_segments",
+    "receive_all",
     "recv_batch",
     "recv_runs",
     "seal_headers",

@@ -154,6 +154,12 @@ class ConstellationStore(RemoteStore):
         self._process_notices()
         return self._catalog.prefix(keys)
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
+        keys = self._check(keys)
+        self._process_notices()
+        infos = self._catalog.find(keys)
+        return [infos[key].value_bytes if key in infos else None for key in keys]
+
     def _process_notices(self) -> None:
         """Remove values from the index that satellites have reported as gone (GONE), unless they were set again."""
         if dead := dict(self._driver.machine.take_gone()):

@@ -1,0 +1,140 @@
+"""``skymemory store serve``: any store as a daemon that speaks the Redis protocol."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import duration, size
+from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen, cannot_read, os_reason
+from skymemory.files import read_bounded
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+    from skymemory.serving.resp.server import Address
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("store", help="serve a store to other processes by the Redis protocol")
+    actions = parser.add_subparsers(dest="action", metavar="serve", required=True)
+    serve = actions.add_parser(
+        "serve",
+        help="serve a store until Ctrl-C",
+        description="Serve a store by the Redis protocol (RESP2 and RESP3) until Ctrl-C: to vLLM, LMCache, redis-cli "
+        "and all that speak it. A memory or disk store becomes one that several processes share.",
+    )
+    add = serve.add_argument
+    add(
+        "address",
+        metavar="ADDRESS",
+        help="the store, such as memory://4GiB, disk:///directory?budget=60GiB, constellation or tiers:///FILE.toml",
+    )
+    add(
+        "--listen",
+        action="append",
+        metavar="ADDRESS",
+        help="unix:///PATH or tcp://HOST:PORT; may be repeated (default: store.sock in this user's run directory)",
+    )
+    add("--password-file", type=Path, metavar="FILE", help="a file with the password that AUTH asks for")
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM) for tcp addresses")
+    add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    add("--connections", type=int, default=1024, metavar="N", help="limit of open connections (default: 1024)")
+    add(
+        "--in-flight",
+        type=size,
+        default=256 << 20,
+        metavar="SIZE",
+        help="bytes of values being sent and received (default: 256MiB)",
+    )
+    add(
+        "--hold",
+        type=size,
+        default=256 << 20,
+        metavar="SIZE",
+        help="memory for values that EXISTS has announced, of stores that lease nothing (default: 256MiB)",
+    )
+    add("--largest", type=size, default=512 << 20, metavar="SIZE", help="limit of a value (default: 512MiB)")
+    add(
+        "--stall",
+        type=duration,
+        default=30.0,
+        metavar="TIME",
+        help="how long a client may stall in the middle of a value (default: 30s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from skymemory.serving.resp.commands import Commands
+    from skymemory.serving.resp.server import Address, Daemon, Limits
+    from skymemory.testbed.open_store import open_store
+    from skymemory.testbed.run_directory import RunDirectory
+
+    if args.listen is None:
+        own = RunDirectory()
+        own.create()
+        args.listen = [f"unix://{own.path / 'store.sock'}"]
+    addresses = [Address.parse(text) for text in args.listen]
+    password = _password(args.password_file)
+    tls = _tls(args)
+    for address in addresses:
+        if not address.is_local and (password is None or tls is None):
+            raise InvalidInput(
+                f"--listen {address} is reachable from other computers: it needs --password-file, --tls-cert "
+                "and --tls-key"
+            )
+    if args.connections < 1:
+        raise InvalidInput(f"--connections {args.connections}: expected 1 or more")
+    with open_store(args.address) as store:
+        commands = Commands(
+            store, password=password, in_flight_bytes=args.in_flight, held_bytes=args.hold, wait_s=args.stall
+        )
+        daemon = Daemon(commands, Limits(args.connections, args.largest, args.stall), tls)
+        listeners = [(address, _listen(address)) for address in addresses]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: daemon.stop())
+        for address, listener in listeners:
+            where = address if address.path else f"tcp://{address.host}:{listener.getsockname()[1]}"
+            print(f"the store {store.name} is served at {where} until Ctrl-C", flush=True)
+        try:
+            daemon.serve([listener for _, listener in listeners])
+        finally:
+            for address in addresses:
+                if address.path:
+                    Path(address.path).unlink(missing_ok=True)
+    return 0
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        return address.listen()
+    except OSError as error:
+        raise SkyMemoryError(cannot_listen(str(address), error)) from error
+
+
+def _password(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        password = read_bounded(path).strip()
+    except OSError as error:
+        raise InvalidInput(cannot_read(path, error)) from error
+    if not password:
+        raise InvalidInput(f"--password-file {path}: the file is empty")
+    return password
+
+
+def _tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise InvalidInput("--tls-cert and --tls-key go together")
+    if args.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.tls_cert, args.tls_key)
+    except OSError as error:
+        raise InvalidInput(f"--tls-cert {args.tls_cert}, --tls-key {args.tls_key}: {os_reason(error)}") from error
+    return context

@@ -1,0 +1,1 @@
+"""Any store as a server that speaks the Redis protocol (RESP2 and RESP3)."""

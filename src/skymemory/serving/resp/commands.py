@@ -1,0 +1,646 @@
+"""The commands of the Redis protocol over any store: what ``redis-cli``, redis-py, LMCache and others ask of a cache.
+
+Two kinds of keys:
+
+- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. Its value lies in the store as every other
+  door of SkyMemory stores it, without the trailer (a mark and a CRC) that ``store.redis`` puts behind it: the trailer
+  is checked and taken off here, and made again for each reader. So blocks stored through the daemon, by transformers
+  or in the sky are the same blocks.
+- Any other key is a name, and its value a named value (``store.named``), as ``skymemory kv`` stores it.
+
+**EXISTS leases.** Clients ask EXISTS and then GET; LMCache's native client waits without end on a GET that misses. So a
+key for which EXISTS said 1 is leased for ``LEASE_S`` or until the next GET. A store that leases nothing itself (Redis;
+satellites lease part of their memory) is read at once: the value is held in the daemon's own bounded memory, and where
+that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it never says nil. Only a SET, a
+DEL or an EXPIRE of 0 end a lease before: what a client deletes is gone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from skymemory import __version__
+from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
+from skymemory.kv.codec.base import RAW
+from skymemory.kv.value import ValueHeader
+from skymemory.metrics import SharedCounters
+from skymemory.serving.resp import protocol
+from skymemory.serving.resp.protocol import Framed, Reply, Word
+from skymemory.store.base import KEY_BYTES, Buffer, Expiring, LoadTicket, Presence, Store
+from skymemory.store.memory import MemoryStore
+from skymemory.store.named import Listing, bare, named_key, named_payload
+from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, opened, trailer_of
+
+LEASE_S = 30.0
+_VALUES_AT_ONCE = 8
+_MAX_LEASES = 1 << 16
+_REDIS_VERSION = b"7.2.0"
+"""Clients choose by it what they may ask."""
+_OK = b"+OK\r\n"
+_CRLF = b"\r\n"
+
+
+class Close(Exception):
+    """The connection ends without another word."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection's state."""
+
+    number: int
+    authenticated: bool
+    reply: Reply = field(default_factory=Reply)
+    name: bytes = b""
+    quits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the protocol as the store knows it. ``name`` is empty for a block's key."""
+
+    stored: bytes
+    name: str = ""
+
+    @classmethod
+    def of(cls, given: Word) -> Key:
+        key = _bytes(given)
+        if key.startswith(NAMESPACE) and len(key) == len(NAMESPACE) + KEY_BYTES:
+            return cls(key[len(NAMESPACE) :])
+        try:
+            name = key.decode()
+        except UnicodeDecodeError:
+            name = "\0bytes:" + key.decode("latin-1")  # one name for each key; no text begins with a NUL
+        return cls(named_key(name), name)
+
+    def overhead(self) -> int:
+        """Bytes that the stored value has more than the client's (a block's: fewer)."""
+        return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
+
+    def front(self, size_bytes: int) -> bytes:
+        """What is stored in front of ``size_bytes`` bytes of a client's value."""
+        return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
+
+
+class ByteBudget:
+    """Bytes in flight over all connections. A single value larger than the whole budget is admitted alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._freed = threading.Condition()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def take(self, size_bytes: int, timeout_s: float) -> bool:
+        """Waits for room; False where none came within ``timeout_s``."""
+        with self._freed:
+            fits = self._freed.wait_for(
+                lambda: not self._used_bytes or self._used_bytes + size_bytes <= self._limit_bytes, timeout_s
+            )
+            self._used_bytes += size_bytes if fits else 0
+            return fits
+
+    def give_back(self, size_bytes: int) -> None:
+        with self._freed:
+            self._used_bytes -= size_bytes
+            self._freed.notify_all()
+
+
+class Leases:
+    """Keys for which EXISTS said 1: a load that has begun, or the value itself. Bounded; thread-safe."""
+
+    def __init__(self, store: Store, held_bytes: int, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._protects = bare(store).leases
+        self._held_bytes, self._used_bytes = held_bytes, 0
+        self._clock = clock
+        self._leases: dict[bytes, Lease] = {}
+        """By stored key, the one that ends first in front."""
+        self._lock = threading.Lock()
+
+    def begin(self, keys: Sequence[bytes]) -> list[bool]:
+        """Lease those that are there; per key, whether the next GET will find it."""
+        there = [presence is Presence.HIT for presence in self._store.lookup(keys)]
+        return [yes and self._begin(key) for key, yes in zip(keys, there, strict=True)]
+
+    def _begin(self, key: bytes) -> bool:
+        now_s = self._clock()
+        with self._lock:
+            self._expire(now_s)
+            lease = self._leases.get(key)
+            if lease is not None and lease.value is not None:
+                lease.until_s = now_s + LEASE_S
+                self._leases[key] = self._leases.pop(key)  # it is the one that ends last
+                return True
+            if len(self._leases) >= _MAX_LEASES:
+                return False
+        ticket = self._store.prepare_load([key])
+        if self._protects:
+            # It may have been evicted since the lookup: only what is there now is protected.
+            if self._store.lookup([key]) != [Presence.HIT]:
+                self._store.release(ticket)
+                return False
+            return self._add(key, Lease(now_s + LEASE_S, ticket))
+        (value,) = self._store.complete_load(ticket)
+        if value is None:
+            return False
+        return self._add(key, Lease(now_s + LEASE_S, ticket, value))
+
+    def _add(self, key: bytes, lease: Lease) -> bool:
+        size_bytes = 0 if lease.value is None else lease.value.nbytes
+        with self._lock:
+            fits = self._used_bytes + size_bytes <= self._held_bytes
+            if fits:
+                self._drop(key)
+                self._leases[key] = lease
+                self._used_bytes += size_bytes
+        if not fits:
+            self._store.release(lease.ticket)
+        return fits
+
+    def take(self, key: bytes) -> Lease | None:
+        """The lease of ``key``, which ends: the caller completes or releases its ticket."""
+        with self._lock:
+            self._expire(self._clock())
+            return self._pop(key)
+
+    def end(self, key: bytes) -> None:
+        """Another value is stored under ``key``, or none."""
+        with self._lock:
+            self._drop(key)
+
+    def _expire(self, now_s: float) -> None:
+        for key in [key for key, lease in self._first() if lease.until_s <= now_s]:
+            self._drop(key)
+
+    def _first(self) -> Iterator[tuple[bytes, Lease]]:
+        """The oldest few: enough that all expire over time, without walking all at each call."""
+        for number, item in enumerate(self._leases.items()):
+            if number == 64:
+                return
+            yield item
+
+    def _pop(self, key: bytes) -> Lease | None:
+        lease = self._leases.pop(key, None)
+        if lease is not None and lease.value is not None:
+            self._used_bytes -= lease.value.nbytes
+        return lease
+
+    def _drop(self, key: bytes) -> None:
+        lease = self._pop(key)
+        if lease is not None:
+            self._store.release(lease.ticket)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._used_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """``value`` is set where the store protects nothing: then the load has ended, and the ticket keeps its views."""
+
+    until_s: float
+    ticket: LoadTicket
+    value: memoryview | None = None
+
+
+Pieces = list[Buffer]
+"""Buffers to send one after the other."""
+
+
+class Commands:
+    """The commands over ``store``, shared by all connections; every call may come from any thread.
+
+    ``password``: what AUTH must give (and ``user``, where it names one); None: no AUTH.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        password: bytes | None = None,
+        in_flight_bytes: int = 256 << 20,
+        held_bytes: int = 256 << 20,
+        wait_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._password = password
+        self._clock = clock
+        self._wait_s = wait_s
+        self.budget = ByteBudget(in_flight_bytes)
+        self.leases = Leases(store, held_bytes, clock)
+        inner: object = bare(store)
+        self._expiring = inner if isinstance(inner, Expiring) else None
+        self._expires = self._expiring is not None or isinstance(inner, MemoryStore)
+        self._deadlines: dict[bytes, float] = {}
+        """When values expire that were stored here with a lifetime."""
+        self._writing = threading.Lock()
+        """SET with NX looks up and then stores."""
+        self.counters = SharedCounters()
+
+    @property
+    def asks_password(self) -> bool:
+        return self._password is not None
+
+    def front(self, words: Sequence[Word], size_bytes: int) -> bytes:
+        """What is stored in front of the value of ``size_bytes`` that is the next word; its owner receives the value
+        right behind it. Empty for any other word.
+        """
+        verb = _bytes(words[0]).upper() if words else b""
+        value = (verb == b"SET" and len(words) == 2) or (verb == b"MSET" and len(words) % 2 == 0)
+        return Key.of(words[-1]).front(size_bytes) if value else b""
+
+    def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        """Replies to one request, in parts: what holds a part's memory is given back when the next is asked for.
+
+        Raises:
+            Close: the connection ends.
+        """
+        if not words:
+            return
+        verb = _bytes(words[0]).upper().decode("latin-1")
+        self.counters.add("commands")
+        try:
+            known = _COMMANDS.get(verb)
+            if known is None:
+                raise _Refused(f"unknown command '{verb[:64]}', expected one of {', '.join(_COMMANDS)}")
+            least, most, run = known
+            if not least <= len(words) - 1 <= most:
+                raise _Refused(f"wrong number of arguments for '{verb.lower()}' command")
+            if not session.authenticated and verb not in ("AUTH", "HELLO", "QUIT"):
+                raise _Refused("Authentication required.", "NOAUTH")
+            yield from run(self, session, words[1:])
+        except _Refused as refused:
+            yield [protocol.error(str(refused), refused.code)]
+        except (InvalidInput, ValueTooLarge) as wrong:
+            yield [protocol.error(str(wrong))]
+        except SkyMemoryError as failed:
+            yield [protocol.error(f"{type(failed).__name__}: {failed}")]
+
+    # --- connections ---
+
+    def _ping(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield [protocol.bulk(_bytes(words[0])) if words else protocol.simple("PONG")]
+
+    def _hello(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        version = _bytes(words[0]) if words else b"%d" % session.reply.version
+        if version not in (b"2", b"3"):
+            raise _Refused("unsupported protocol version", "NOPROTO")
+        rest = [_bytes(word) for word in words[1:]]
+        name = session.name
+        while rest:
+            what = rest[0].upper()
+            if what == b"AUTH" and len(rest) >= 3:
+                self._check_password(session, rest[1], rest[2])
+                rest = rest[3:]
+            elif what == b"SETNAME" and len(rest) >= 2:
+                name, rest = rest[1], rest[2:]
+            else:
+                raise _Refused("syntax error in HELLO: expected [2|3 [AUTH user password] [SETNAME name]]")
+        if not session.authenticated:
+            raise _Refused("HELLO must be called with the client already authenticated, or with AUTH", "NOAUTH")
+        session.name, session.reply.version = name, int(version)
+        facts = {
+            b"server": protocol.bulk(b"redis"),  # clients look for this word
+            b"version": protocol.bulk(_REDIS_VERSION),
+            b"proto": protocol.integer(session.reply.version),
+            b"id": protocol.integer(session.number),
+            b"mode": protocol.bulk(b"standalone"),
+            b"role": protocol.bulk(b"master"),
+            b"modules": protocol.array(()),
+        }
+        yield [session.reply.mapping(facts)]
+
+    def _auth(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        user = _bytes(words[0]) if len(words) == 2 else b"default"
+        self._check_password(session, user, _bytes(words[-1]))
+        yield [_OK]
+
+    def _check_password(self, session: Session, user: bytes, password: bytes) -> None:
+        if self._password is None:
+            raise _Refused("AUTH called without any password configured: start the daemon with --password-file")
+        if user != b"default" or not hmac.compare_digest(password, self._password):
+            raise _Refused("invalid username-password pair", "WRONGPASS")
+        session.authenticated = True
+
+    def _select(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if _bytes(words[0]) != b"0":
+            raise _Refused("DB index is out of range: this store has one database, 0")
+        yield [_OK]
+
+    def _client(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        what = _bytes(words[0]).upper()
+        if what == b"SETNAME" and len(words) == 2:
+            session.name = _bytes(words[1])
+            yield [_OK]
+        elif what == b"SETINFO" and len(words) == 3:
+            yield [_OK]
+        elif what == b"GETNAME" and len(words) == 1:
+            yield [protocol.bulk(session.name) if session.name else session.reply.null()]
+        elif what == b"ID" and len(words) == 1:
+            yield [protocol.integer(session.number)]
+        else:
+            raise _Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
+
+    def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        """What a client asks at its start; an empty list is a valid answer for all that we know of."""
+        if words and _bytes(words[0]).upper() == b"COUNT":
+            yield [protocol.integer(len(_COMMANDS))]
+        else:
+            yield [protocol.array(())]
+
+    def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        """GET of what benchmarks ask for; nothing can be set."""
+        if _bytes(words[0]).upper() != b"GET":
+            raise _Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
+        known = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
+        asked = {_bytes(word).lower() for word in words[1:]}
+        found = {key: protocol.bulk(value) for key, value in known.items() if key in asked or b"*" in asked}
+        yield [session.reply.mapping(found)]
+
+    def _info(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        lines = [
+            "# Server",
+            f"redis_version:{_REDIS_VERSION.decode()}",
+            f"skymemory_version:{__version__}",
+            "redis_mode:standalone",
+            "# Clients",
+            f"in_flight_bytes:{self.budget.used_bytes}",
+            f"leased_bytes:{self.leases.held_bytes}",
+            "# Stats",
+            *(f"{name}:{count}" for name, count in self.counters.as_dict().items()),
+            "# Store",
+            f"store:{self._store.name}",
+            *(f"{name}:{value}" for name, value in self._store.stats().items()),
+        ]
+        yield [protocol.bulk("\r\n".join(lines).encode() + _CRLF)]
+
+    def _quit(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        session.quits = True
+        yield [_OK]
+
+    # --- values ---
+
+    def _get(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield from self._values(session, [Key.of(words[0])])
+
+    def _mget(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        keys = [Key.of(word) for word in words]
+        yield [protocol.array_head(len(keys))]
+        for first in range(0, len(keys), _VALUES_AT_ONCE):
+            try:
+                yield from self._values(session, keys[first : first + _VALUES_AT_ONCE])
+            except (_Refused, SkyMemoryError):
+                raise Close from None  # an array that has begun cannot end in an error
+
+    def _values(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
+        stored = [key.stored for key in keys]
+        unique = list(dict.fromkeys(stored))
+        leases = {key: self.leases.take(key) for key in unique}
+        sizes = self._store.sizes(unique)
+        wanted_bytes = sum(size or 0 for size in sizes)
+        if not self.budget.take(wanted_bytes, self._wait_s):
+            for lease in filter(None, leases.values()):
+                self._store.release(lease.ticket)
+            raise _Refused("too many bytes in flight: other clients read slowly", "BUSY")
+        ticket = self._store.prepare_load(stored)
+        try:
+            pieces: Pieces = []
+            for key, value in zip(keys, self._loaded(ticket, leases), strict=True):
+                shown = None if value is None or self._expired(key) else self._shown(key, value)
+                if shown is None and leases[key.stored] is not None:
+                    self.counters.add("lost_leases")
+                    raise Close
+                self.counters.add("misses" if shown is None else "hits")
+                pieces += [session.reply.null()] if shown is None else _bulk_pieces(shown)
+            yield pieces
+        finally:
+            self._store.release(ticket)
+            for lease in filter(None, leases.values()):
+                self._store.release(lease.ticket)
+            self.budget.give_back(wanted_bytes)
+
+    def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
+        """The values of a load; one that a lease holds is not read again."""
+        held = {key: lease.value for key, lease in leases.items() if lease is not None and lease.value is not None}
+        if len(held) == len(ticket.keys):
+            self._store.release(ticket)
+            return [held[key] for key in ticket.keys]
+        return [held.get(key, value) for key, value in zip(ticket.keys, self._store.complete_load(ticket), strict=True)]
+
+    def _shown(self, key: Key, value: memoryview) -> Pieces | None:
+        """A stored value as the client gave it; None where it is not what its key says."""
+        if key.name:
+            payload = named_payload(value, key.name)
+            return None if isinstance(payload, str) else [payload]
+        return [value, trailer_of(key.stored, value)]
+
+    def _set(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        key, value, *options = words
+        only_new, ttl_s = _set_options([_bytes(option).upper() for option in options])
+        self._check_ttl(ttl_s)
+        if only_new:
+            with self._writing:
+                there = self._store.lookup([Key.of(key).stored]) != [Presence.MISS]
+                done = not there and self._put([(Key.of(key), value)], ttl_s)
+            yield [_OK if done else session.reply.null()]
+            return
+        if not self._put([(Key.of(key), value)], ttl_s):
+            raise _Refused("the store has no room, or did not answer: the value is not stored", "OOM")
+        yield [_OK]
+
+    def _mset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if len(words) % 2:
+            raise _Refused("wrong number of arguments for 'mset' command")
+        items = [(Key.of(key), value) for key, value in zip(words[::2], words[1::2], strict=True)]
+        if not self._put(items, None):
+            raise _Refused("the store has no room, or did not answer: not all values are stored", "OOM")
+        yield [_OK]
+
+    def _put(self, items: Sequence[tuple[Key, Word]], ttl_s: float | None) -> bool:
+        stored = [(key.stored, _to_store(key, value)) for key, value in items]
+        for key, _ in stored:
+            self.leases.end(key)
+        done = all(self._store.put_many(stored))
+        self.counters.add("stored" if done else "refused", len(items))
+        for key, _ in stored:
+            self._deadlines.pop(key, None)
+            if done and ttl_s is not None:
+                done = self._expire_after(key, ttl_s)
+        return done
+
+    def _check_ttl(self, ttl_s: float | None) -> None:
+        if ttl_s is not None and not self._expires:
+            raise _Refused(f"a {self._store.name} store does not expire values: store it without EX, PX or EXPIRE")
+
+    def _expire_after(self, key: bytes, ttl_s: float) -> bool:
+        if self._expiring is not None and not self._expiring.expire([key], ttl_s)[0]:
+            return False
+        self._deadlines[key] = self._clock() + ttl_s
+        return True
+
+    def _expired(self, key: Key) -> bool:
+        """Whether its lifetime has ended; then it is deleted."""
+        if self._deadlines.get(key.stored, math.inf) > self._clock():
+            return False
+        self._deadlines.pop(key.stored, None)
+        self._store.delete([key.stored])
+        return True
+
+    def _exists(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        keys = [Key.of(word) for word in words]
+        alive = [not self._expired(key) for key in keys]
+        leased = self.leases.begin([key.stored for key in keys])
+        yield [protocol.integer(sum(yes and there for yes, there in zip(alive, leased, strict=True)))]
+
+    def _strlen(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        key = Key.of(words[0])
+        (size,) = self._store.sizes([key.stored])
+        yield [protocol.integer(0 if size is None or self._expired(key) else size - key.overhead())]
+
+    def _del(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        keys = [Key.of(word).stored for word in words]
+        for key in keys:
+            self.leases.end(key)
+            self._deadlines.pop(key, None)
+        yield [protocol.integer(sum(gone is True for gone in self._store.delete(keys)))]
+
+    def _touch(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        keys = [Key.of(word).stored for word in words]
+        self._store.touch(keys)
+        yield [protocol.integer(sum(one is Presence.HIT for one in self._store.lookup(keys)))]
+
+    def _expire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        key, ttl_s = Key.of(words[0]), _whole(words[1])
+        self._check_ttl(ttl_s)
+        if self._expired(key) or self._store.lookup([key.stored]) != [Presence.HIT]:
+            yield [protocol.integer(0)]
+        elif ttl_s <= 0:
+            self.leases.end(key.stored)
+            yield [protocol.integer(int(self._store.delete([key.stored])[0] is True))]
+        else:
+            yield [protocol.integer(int(self._expire_after(key.stored, ttl_s)))]
+
+    def _ttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        """-2: no such key; -1: no lifetime that was given here."""
+        key = Key.of(words[0])
+        if self._expired(key) or self._store.lookup([key.stored]) != [Presence.HIT]:
+            yield [protocol.integer(-2)]
+            return
+        until_s = self._deadlines.get(key.stored)
+        yield [protocol.integer(-1 if until_s is None else math.ceil(until_s - self._clock()))]
+
+    # --- the whole store ---
+
+    def _dbsize(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        entries = self._store.stats().get("entries")
+        if entries is None:
+            raise _Refused(f"a {self._store.name} store does not count its values")
+        yield [protocol.integer(int(entries))]
+
+    def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        """All names in one answer, with the cursor 0: a listing of satellites has no position to go on from."""
+        store = bare(self._store)
+        if not isinstance(store, Listing):
+            raise _Refused(f"a {self._store.name} store cannot list names: a constellation can")
+        pattern = b"*"
+        options = [_bytes(word) for word in words[1:]]
+        for option, value in zip(options[::2], options[1::2], strict=False):
+            pattern = value if option.upper() == b"MATCH" else pattern
+        names = [one.name.encode() for one in store.names()] if _bytes(words[0]) == b"0" else []
+        found = [name for name in names if fnmatchcase(name.decode("latin-1"), pattern.decode("latin-1"))]
+        yield [protocol.array([protocol.bulk(b"0"), protocol.array(map(protocol.bulk, found))])]
+
+
+class _Refused(Exception):
+    """An error reply, with its code."""
+
+    def __init__(self, text: str, code: str = "ERR") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def _bulk_pieces(shown: Pieces) -> Pieces:
+    size_bytes = sum(memoryview(piece).nbytes for piece in shown)
+    return [protocol.bulk_head(size_bytes), *shown, _CRLF]
+
+
+def _bytes(word: Word) -> bytes:
+    if isinstance(word, Framed):
+        raise _Refused("a key or an option that is larger than any key may be")
+    return bytes(word)
+
+
+def _to_store(key: Key, value: Word) -> Buffer:
+    """A client's value as it is stored."""
+    if isinstance(value, Framed):
+        return value.data
+    if key.name:
+        return key.front(memoryview(value).nbytes) + bytes(value)
+    found = opened(key.stored, value)
+    if isinstance(found, str):
+        raise _Refused("a block's value ends in a mark and a CRC of key and value, as the redis:// store sends it")
+    return found
+
+
+def _set_options(options: Sequence[bytes]) -> tuple[bool, float | None]:
+    """Whether only a new key is set, and the lifetime."""
+    only_new, ttl_s = False, None
+    rest = list(options)
+    while rest:
+        option = rest.pop(0)
+        if option == b"NX" and not only_new:
+            only_new = True
+        elif option in (b"EX", b"PX") and rest and ttl_s is None:
+            ttl_s = _whole(rest.pop(0)) / (1 if option == b"EX" else 1000)
+            if ttl_s <= 0:
+                raise _Refused("invalid expire time in 'set' command")
+        else:
+            raise _Refused("syntax error: SET key value [NX] [EX seconds | PX milliseconds]")
+    return only_new, ttl_s
+
+
+def _whole(word: Word) -> int:
+    text = _bytes(word)
+    if not (text.removeprefix(b"-").isdigit() and len(text) <= 15):
+        raise _Refused("value is not an integer or out of range")
+    return int(text)
+
+
+_MANY = protocol.MAX_ARGUMENTS
+_COMMANDS: dict[str, tuple[int, int, Callable[[Commands, Session, Sequence[Word]], Iterator[Pieces]]]] = {
+    "PING": (0, 1, Commands._ping),
+    "HELLO": (0, 6, Commands._hello),
+    "AUTH": (1, 2, Commands._auth),
+    "SELECT": (1, 1, Commands._select),
+    "CLIENT": (1, 3, Commands._client),
+    "COMMAND": (0, _MANY, Commands._command),
+    "CONFIG": (2, _MANY, Commands._config),
+    "INFO": (0, _MANY, Commands._info),
+    "QUIT": (0, 0, Commands._quit),
+    "GET": (1, 1, Commands._get),
+    "MGET": (1, _MANY, Commands._mget),
+    "SET": (2, 5, Commands._set),
+    "MSET": (2, _MANY, Commands._mset),
+    "EXISTS": (1, _MANY, Commands._exists),
+    "STRLEN": (1, 1, Commands._strlen),
+    "DEL": (1, _MANY, Commands._del),
+    "UNLINK": (1, _MANY, Commands._del),
+    "TOUCH": (1, _MANY, Commands._touch),
+    "EXPIRE": (2, 2, Commands._expire),
+    "TTL": (1, 1, Commands._ttl),
+    "DBSIZE": (0, 0, Commands._dbsize),
+    "SCAN": (1, 7, Commands._scan),
+}
+"""By name: the least and the most arguments, and what runs it."""

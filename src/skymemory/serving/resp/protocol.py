@@ -1,0 +1,220 @@
+"""The Redis serialization protocol, versions 2 and 3, a server's side: requests in, replies out. No I/O.
+
+A request is an array of bulk strings, ``*2\r\n$3\r\nGET\r\n$1\r\nk\r\n``, or a line of words (an *inline command*, as
+telnet sends it). ``RequestParser`` takes bytes as they arrive. An argument of ``LARGE_BYTES`` or more is not collected
+here: ``next`` returns a ``LargeArgument``, and the owner of the socket receives the rest of it right into its place.
+
+Source: redis.io/docs/latest/develop/reference/protocol-spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from skymemory.errors import SkyMemoryError
+from skymemory.store.base import Buffer
+
+LARGE_BYTES = 32 << 10
+"""Smaller arguments arrive with their request in one or two reads; copying them costs less than a call."""
+MAX_LINE_BYTES = 64 << 10
+MAX_ARGUMENTS = 1 << 16
+MAX_SMALL_BYTES = 64 << 20
+"""Of all arguments of one request that are smaller than ``LARGE_BYTES``, together."""
+
+_CRLF = b"\r\n"
+
+
+class ProtocolError(SkyMemoryError):
+    """What a client sent is not the protocol, or exceeds a limit. The connection ends after the error is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """A value that was received behind the header it is stored with (``Commands.front``)."""
+
+    data: bytes
+
+
+Word = Buffer | Framed
+"""An argument of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargeArgument:
+    """An argument of ``size_bytes`` follows. ``head``: its first bytes, which have arrived already."""
+
+    words: tuple[Word, ...]
+    """The arguments before it."""
+    size_bytes: int
+    head: bytes
+
+
+class NeedData:
+    """``next`` has no whole request: read from the socket and ``feed``."""
+
+
+NEED_DATA = NeedData()
+
+
+class RequestParser:
+    """Requests from bytes, one at a time: ``feed``, then ``next`` until it needs data."""
+
+    def __init__(self, max_bulk_bytes: int) -> None:
+        self._max_bulk_bytes = max_bulk_bytes
+        self._data = bytearray()
+        self._at = 0
+        self._words: list[Word] = []
+        self._missing = 0
+        """Arguments of the request under way that have not been read."""
+        self._small_bytes = 0
+        self._large: LargeArgument | None = None
+        self._ends = False
+        """The CRLF behind a large argument is due."""
+
+    def feed(self, data: Buffer) -> None:
+        if self._at:
+            del self._data[: self._at]
+            self._at = 0
+        self._data += data
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is between two requests."""
+        return not self._missing and self._at == len(self._data)
+
+    def deliver(self, value: Word) -> None:
+        """The whole value of the last ``LargeArgument``."""
+        self._large = None
+        self._words.append(value)
+        self._missing -= 1
+        self._ends = True
+
+    def next(self) -> list[Word] | LargeArgument | NeedData:
+        """The next request's words (an empty list for an empty line), or what is needed for it.
+
+        Raises:
+            ProtocolError: the message is for the client.
+        """
+        if self._large is not None:
+            return self._large
+        while True:
+            if self._ends:
+                if len(self._data) - self._at < 2:
+                    return NEED_DATA
+                self._expect_crlf(self._at)
+                self._at += 2
+                self._ends = False
+            elif self._missing:
+                step = self._argument()
+                if step is not None:
+                    return step
+            else:
+                line = self._line()
+                if line is None:
+                    return NEED_DATA
+                if not line.startswith(b"*"):
+                    return list(line.split())
+                self._missing = self._number(line, MAX_ARGUMENTS, "multibulk")
+                self._words, self._small_bytes = [], 0
+            if not self._missing and not self._ends:
+                words, self._words = self._words, []
+                return words
+
+    def _argument(self) -> LargeArgument | NeedData | None:
+        """Reads one argument; None once it is read."""
+        begin = self._at
+        line = self._line()
+        if line is None:
+            return NEED_DATA
+        if not line.startswith(b"$"):
+            raise ProtocolError(f"expected '$', got '{chr(line[0]) if line else ''}'")
+        size_bytes = self._number(line, self._max_bulk_bytes, "bulk")
+        here = len(self._data) - self._at
+        if size_bytes >= LARGE_BYTES:
+            head = bytes(self._data[self._at : self._at + size_bytes])
+            self._at += len(head)
+            self._large = LargeArgument(tuple(self._words), size_bytes, head)
+            return self._large
+        if here < size_bytes + 2:
+            self._at = begin
+            return NEED_DATA
+        self._expect_crlf(self._at + size_bytes)
+        self._small_bytes += size_bytes
+        if self._small_bytes > MAX_SMALL_BYTES:
+            raise ProtocolError(f"the arguments of one command exceed {MAX_SMALL_BYTES} bytes")
+        self._words.append(bytes(self._data[self._at : self._at + size_bytes]))
+        self._at += size_bytes + 2
+        self._missing -= 1
+        return None
+
+    def _line(self) -> bytes | None:
+        end = self._data.find(b"\n", self._at, self._at + MAX_LINE_BYTES)
+        if end < 0:
+            if len(self._data) - self._at >= MAX_LINE_BYTES:
+                raise ProtocolError("too big inline request")
+            return None
+        line = bytes(self._data[self._at : end])
+        self._at = end + 1
+        return line.removesuffix(b"\r")
+
+    def _expect_crlf(self, at: int) -> None:
+        if self._data[at : at + 2] != _CRLF:
+            raise ProtocolError("expected CRLF behind a bulk string")
+
+    @staticmethod
+    def _number(line: bytes, most: int, what: str) -> int:
+        digits = line[1:]
+        if not (digits.isdigit() and len(digits) <= 12 and int(digits) <= most):
+            raise ProtocolError(f"invalid {what} length")
+        return int(digits)
+
+
+# --- replies ---
+
+
+class Reply:
+    """Replies of one connection in its version of the protocol, as buffers to send in order."""
+
+    def __init__(self, version: int = 2) -> None:
+        self.version = version
+
+    def null(self) -> bytes:
+        return b"_\r\n" if self.version == 3 else b"$-1\r\n"
+
+    def mapping(self, pairs: Mapping[bytes, bytes]) -> bytes:
+        """A map; in version 2 an array of keys and values."""
+        head = b"%%%d\r\n" % len(pairs) if self.version == 3 else array_head(2 * len(pairs))
+        return head + b"".join(bulk(key) + value for key, value in pairs.items())
+
+
+def simple(text: str) -> bytes:
+    return b"+%s\r\n" % text.encode()
+
+
+def error(text: str, code: str = "ERR") -> bytes:
+    """An error; ``text`` becomes one line."""
+    return f"-{code} {' '.join(text.split())}\r\n".encode()
+
+
+def integer(number: int) -> bytes:
+    return b":%d\r\n" % number
+
+
+def bulk_head(size_bytes: int) -> bytes:
+    """What goes before ``size_bytes`` bytes; CRLF goes behind them."""
+    return b"$%d\r\n" % size_bytes
+
+
+def bulk(data: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(data), data)
+
+
+def array_head(length: int) -> bytes:
+    return b"*%d\r\n" % length
+
+
+def array(items: Iterable[bytes]) -> bytes:
+    """An array of replies."""
+    items = list(items)
+    return array_head(len(items)) + b"".join(items)

@@ -1,0 +1,74 @@
+"""``skymemory store serve``: what it refuses; the daemon itself is tested in tests/serving/resp."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skymemory.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["memory", "--listen", "tcp://0.0.0.0:0"], "needs --password-file, --tls-cert and --tls-key"),
+        (["memory", "--listen", "127.0.0.1:1"], "expected unix:///PATH or tcp://HOST:PORT"),
+        (["memory", "--connections", "0"], "expected 1 or more"),
+        (["memory", "--password-file", "/nowhere/file"], "cannot read /nowhere/file: No such file"),
+        (["memory", "--tls-cert", "a.pem"], "go together"),
+        (["nothing://", "--listen", "unix:///tmp/never"], "store 'nothing://'"),
+    ],
+)
+def test_what_is_refused(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "serve", *words]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and said.count("\n") == 1
+
+
+def test_a_taken_port_is_said_as_by_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["store", "serve", "memory", "--listen", address]) == 1
+    assert "the port is taken by another process" in capsys.readouterr().err
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """Port and certificate of a daemon with TLS and a password."""
+    from skymemory.router.tls import self_signed
+
+    pair = self_signed()
+    (tmp_path / "chain.pem").write_bytes(pair.chain)
+    (tmp_path / "key.pem").write_bytes(pair.key)
+    (tmp_path / "password").write_text("secret\n")
+    command = [sys.executable, "-m", "skymemory", "store", "serve", "memory", "--listen", "tcp://127.0.0.1:0"]
+    command += ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem"), "--stall", "300ms"]
+    with subprocess.Popen([*command, "--password-file", str(tmp_path / "password")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline().split(b"127.0.0.1:")[1].split()[0]), tmp_path / "chain.pem"
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_over_tls_with_a_password(secured: tuple[int, Path]) -> None:
+    import time
+
+    import redis
+
+    port, chain = secured
+    how = {"port": port, "ssl": True, "ssl_ca_certs": str(chain), "ssl_check_hostname": False}
+    client = redis.Redis(host="127.0.0.1", password="secret", ssl_cert_reqs="none", **how)
+    value = bytes(range(256)) * 20_000
+    assert client.set("large", value) and client.get("large") == value and client.set("small", b"x")
+    time.sleep(0.5)  # longer than a client may stall in the middle of a value
+    assert client.get("small") == b"x"
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis(host="127.0.0.1", ssl_cert_reqs="none", **how).ping()
+    with pytest.raises((redis.ConnectionError, ssl.SSLError)):
+        redis.Redis(host="127.0.0.1", port=port, retry=None).ping()

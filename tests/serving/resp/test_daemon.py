@@ -1,0 +1,299 @@
+"""The store daemon over real sockets: redis-py and our own client, leases, limits, clients that stall or lie."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from tests.contract.store_contract import StoreContract, Tier, key, value
+
+from skymemory.errors import InvalidInput
+from skymemory.serving.resp.commands import Commands
+from skymemory.serving.resp.server import Address, Daemon, Limits
+from skymemory.store.base import Store
+from skymemory.store.memory import MemoryStore
+from skymemory.store.named import get_named, put_named
+from skymemory.store.redis import RedisStore
+
+
+@contextmanager
+def serving(
+    store: Store, folder: Path, limits: Limits | None = None, **options: Any
+) -> Iterator[tuple[str, Daemon, Commands]]:
+    """The path of the socket, the daemon and its commands."""
+    address = Address.parse(f"unix://{folder / 'store.sock'}")
+    commands = Commands(store, **options)
+    daemon = Daemon(commands, limits or Limits())
+    thread = threading.Thread(target=daemon.serve, args=([address.listen()],))
+    thread.start()
+    try:
+        yield address.path, daemon, commands
+    finally:
+        daemon.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path, as sockets need."""
+    folder = Path(tempfile.mkdtemp())
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[str]:
+    """The socket of a daemon in a process of its own."""
+    folder = Path(tempfile.mkdtemp())
+    command = [sys.executable, "-m", "skymemory", "store", "serve", "memory://64MiB", "--listen", f"unix://{folder}/s"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "is served at" in process.stdout.readline()
+        yield f"{folder}/s"
+        process.terminate()
+        assert process.wait(10) == 0 and not (folder / "s").exists()
+    shutil.rmtree(folder)
+
+
+class TestOurClientThroughIt(StoreContract):
+    """The contract, through the daemon over a memory store; asked by another client, too."""
+
+    can = frozenset[str]()
+
+    @pytest.fixture
+    def tier(self, running: str) -> Iterator[Tier]:
+        with RedisStore(f"unix://{running}") as store:
+            for number in range(80):
+                store.delete([key(number)])
+            yield Tier(store, pins=False, leases=False, another=lambda: RedisStore(f"unix://{running}"))
+
+
+def test_blocks_are_the_store_s_own(short: Path) -> None:
+    """What one process stores in the daemon another finds in the store itself, and the other way round."""
+    with MemoryStore(1 << 24) as memory, serving(memory, short) as (path, _, _), RedisStore(f"unix://{path}") as client:
+        assert client.put_many([(key(1), value(1)), (key(2), value(2, 100_000))]) == [True, True]
+        assert [bytes(one) for one in memory.get_many([key(1), key(2)]) if one is not None] == [
+            value(1),
+            value(2, 100_000),
+        ]
+        memory.put_many([(key(3), value(3, 70_000))])
+        (found,) = client.get_many([key(3)])
+        assert found == value(3, 70_000)
+        assert memory.sizes([key(2), key(4)]) == client.sizes([key(2), key(4)]) == [100_000, None]
+
+
+def test_names_are_named_values(short: Path) -> None:
+    with MemoryStore(1 << 24) as memory, serving(memory, short) as (path, _, _):
+        client = redis.Redis(unix_socket_path=path)
+        for size in (0, 5, 40_000):
+            assert client.set(f"name {size}", value(size, size))
+            assert get_named(memory, f"name {size}").value == value(size, size)
+            assert client.get(f"name {size}") == value(size, size) and client.strlen(f"name {size}") == size
+        put_named(memory, "é", b"from the other door")
+        assert client.get("é") == b"from the other door"
+        odd = b"\xff\xfe\0"
+        assert client.set(odd, b"odd") and client.get(odd) == b"odd" and client.get(b"\xff\xfe") is None
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_the_commands_as_redis_py_asks_them(short: Path, protocol: int) -> None:
+    with MemoryStore(1 << 24) as memory, serving(memory, short) as (path, _, _):
+        client = redis.Redis(unix_socket_path=path, protocol=protocol, client_name="me")
+        assert client.ping() and client.client_getname() in (b"me", "me")
+        assert client.mset({"a": b"1", "b": b"2"}) and client.mget("a", "c", "b") == [b"1", None, b"2"]
+        assert client.exists("a", "b", "c") == 2 and client.touch("a", "c") == 1 and client.dbsize() == 2
+        assert client.delete("a", "c") == 1 and client.unlink("b") == 1 and client.get("a") is None
+        assert client.set("k", b"v", nx=True) and client.set("k", b"w", nx=True) is None and client.get("k") == b"v"
+        assert client.ttl("k") == -1 and client.ttl("absent") == -2
+        assert client.expire("k", 100) and 99 <= client.ttl("k") <= 100
+        assert client.set("k", b"x", px=40) and client.get("k") == b"x"
+        time.sleep(0.06)
+        assert client.get("k") is None and client.exists("k") == 0 and client.ttl("k") == -2
+        assert client.info()["store"] == "memory" and client.config_get("save") == {"save": ""}
+        for wrong in (
+            ("FLUSHALL",),
+            ("GET",),
+            ("SET", "k", "v", "KEEPTTL"),
+            ("SELECT", "1"),
+            ("SET", "k", "v", "EX", "0"),
+        ):
+            with pytest.raises(redis.ResponseError):
+                client.execute_command(*wrong)
+        assert client.ping()
+        with client.pipeline(transaction=False) as pipe:
+            for number in range(500):
+                pipe.set(f"p{number}", value(number, 100))
+                pipe.get(f"p{number}")
+            assert pipe.execute()[1::2] == [value(number, 100) for number in range(500)]
+
+
+def test_a_lease_protects_from_eviction(short: Path) -> None:
+    with MemoryStore(400_000) as memory, serving(memory, short) as (path, _, _):
+        client = redis.Redis(unix_socket_path=path)
+        client.set("leased", value(0, 100_000))
+        client.set("other", value(1, 100_000))
+        assert client.exists("leased") == 1
+        for number in range(20):
+            client.set(f"flood {number}", value(number, 100_000))
+        assert client.exists("other") == 0 and client.get("leased") == value(0, 100_000)
+        for number in range(20):
+            client.set(f"flood {number}", value(number, 100_000))
+        assert client.get("leased") is None  # the GET ended the lease
+
+
+class Forgetful(MemoryStore):
+    """Leases nothing, and loses all that it holds on demand."""
+
+    @property
+    def leases(self) -> bool:
+        return False
+
+    def lose(self) -> None:
+        self.delete(list(self._values))
+
+
+def test_where_the_store_leases_nothing_the_daemon_holds_the_value(short: Path) -> None:
+    with Forgetful(1 << 24) as memory, serving(memory, short, held_bytes=150_000) as (path, _, commands):
+        client = redis.Redis(unix_socket_path=path)
+        client.set("a", value(1, 100_000))
+        client.set("b", value(2, 100_000))
+        assert client.exists("a") == 1 and client.exists("a") == 1
+        assert client.exists("b") == 0  # the memory for held values is full
+        memory.lose()
+        assert client.get("a") == value(1, 100_000) and commands.leases.held_bytes == 0
+        assert client.get("a") is None and client.get("b") is None
+
+
+def test_a_leased_get_that_misses_ends_the_connection(short: Path) -> None:
+    with Forgetful(1 << 24) as memory, serving(memory, short) as (path, _, commands):
+        commands.leases._protects = True
+        client = redis.Redis(unix_socket_path=path, retry=None)
+        client.set("a", b"v")
+        assert client.exists("a") == 1
+        memory.lose()
+        with pytest.raises(redis.ConnectionError):
+            client.get("a")
+        assert commands.counters.get("lost_leases") == 1 and client.get("a") is None
+
+
+def test_leases_end_by_themselves(short: Path) -> None:
+    now = [0.0]
+    with MemoryStore(1 << 20) as memory, serving(memory, short, clock=lambda: now[0]) as (path, _, _):
+        client = redis.Redis(unix_socket_path=path)
+        client.set("a", b"v")
+        assert client.exists("a") == 1 and memory.stats()["open_leases"] == 1
+        now[0] = 31.0
+        client.set("b", b"v")
+        assert client.exists("b") == 1 and memory.stats()["open_leases"] == 1
+
+
+def test_a_password(short: Path) -> None:
+    with MemoryStore(1 << 20) as memory, serving(memory, short, password=b"secret") as (path, _, _):
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(unix_socket_path=path).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(unix_socket_path=path, password="wrong").ping()
+        for protocol in (2, 3):
+            assert redis.Redis(unix_socket_path=path, password="secret", protocol=protocol).ping()
+        # A large value before AUTH: not received.
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(path)
+            sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$50000\r\n")
+            assert sock.recv(100) == b""
+
+
+def test_too_many_connections(short: Path) -> None:
+    with MemoryStore(1 << 20) as memory, serving(memory, short, Limits(connections=2)) as (path, daemon, _):
+        first, second = redis.Redis(unix_socket_path=path), redis.Redis(unix_socket_path=path)
+        assert first.ping() and second.ping()
+        with pytest.raises(redis.ConnectionError, match=r"max number of clients|Broken pipe|closed"):
+            redis.Redis(unix_socket_path=path, retry=None).ping()
+        first.close()
+        _until(lambda: daemon.connections == 1)
+        assert redis.Redis(unix_socket_path=path).ping()
+
+
+def test_a_client_that_stalls_in_the_middle_of_a_value_is_disconnected(short: Path) -> None:
+    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.2)) as (path, _, commands):
+        other = redis.Redis(unix_socket_path=path)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(path)
+            sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$50000\r\nabc")
+            assert other.set("other", value(1, 100_000))  # no other client waits for it
+            assert sock.recv(100) == b""
+        _until(lambda: commands.budget.used_bytes == 0)
+        # One that does not read what it asked for: as soon as the socket is full.
+        other.set("large", value(1, 4 << 20))
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(path)
+            sock.sendall(b"*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n")
+            _until(lambda: commands.budget.used_bytes > 0)
+            assert other.get("other") == value(1, 100_000)
+            _until(lambda: commands.budget.used_bytes == 0)
+        # One that is idle between requests stays.
+        time.sleep(0.4)
+        assert other.ping()
+
+
+def test_bytes_in_flight_are_bounded(short: Path) -> None:
+    """While one client reads slowly, others wait for room, and are refused in the end."""
+    options = {"in_flight_bytes": 5 << 20, "wait_s": 0.3}
+    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=5), **options) as (path, _, commands):
+        other = redis.Redis(unix_socket_path=path)
+        other.set("large", value(1, 4 << 20))
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(path)
+            sock.sendall(b"*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n")
+            _until(lambda: commands.budget.used_bytes > 0)
+            with pytest.raises(redis.ResponseError, match="in flight"):
+                other.get("large")
+            assert other.ping()
+        _until(lambda: commands.budget.used_bytes == 0)
+        assert other.get("large") == value(1, 4 << 20)
+
+
+def test_hostile_bytes_end_their_connection_only(short: Path) -> None:
+    with MemoryStore(1 << 20) as memory, serving(memory, short, Limits(value_bytes=1 << 20)) as (path, _, _):
+        for data in (b"*1\r\n:5\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2000000\r\n", b"\0" * 70_000):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+                sock.sendall(data)
+                assert sock.makefile("rb").read().startswith(b"-ERR Protocol error: ")
+        assert redis.Redis(unix_socket_path=path).ping()
+
+
+def test_a_socket_file_that_was_left_is_replaced_and_one_in_use_is_not(short: Path) -> None:
+    address = Address.parse(f"unix://{short / 'a.sock'}")
+    left = address.listen()
+    left.close()
+    assert (short / "a.sock").exists()
+    second = address.listen()
+    with pytest.raises(OSError, match="in use"):
+        address.listen()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["/tmp/a.sock", "unix://", "tcp://127.0.0.1", "tcp://:80", "tcp://a:99999", "http://a:1"]
+)
+def test_an_address_that_is_none(text: str) -> None:
+    with pytest.raises(InvalidInput, match="expected unix"):
+        Address.parse(text)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
