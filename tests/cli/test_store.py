@@ -69,6 +69,6 @@ def test_over_tls_with_a_password(secured: tuple[int, Path]) -> None:
     time.sleep(0.5)  # longer than a client may stall in the middle of a value
     assert client.get("small") == b"x"
     with pytest.raises(redis.AuthenticationError):
-        redis.Redis(host="127.0.0.1", ssl_cert_reqs="none", **how).ping()
+        redis.Redis(host="127.0.0.1", ssl_cert_reqs="none", retry=None, **how).ping()
     with pytest.raises((redis.ConnectionError, ssl.SSLError)):
         redis.Redis(host="127.0.0.1", port=port, retry=None).ping()

@@ -64,11 +64,14 @@ def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big:
     put = sky("kv", "put", "big.bin", "--json")
     assert put.returncode == 0, put.stderr
     assert json.loads(put.stdout)["bytes"] == BIG_BYTES
-    for options in ([], ["--no-index"], ["--access", "gateway"], ["--no-index", "--access", "gateway"]):
-        got = sky("kv", "get", "big.bin", "-o", "copy.bin", *options)
-        assert got.returncode == 0, got.stderr
-        assert (sky.folder / "copy.bin").read_bytes() == big
-        (sky.folder / "copy.bin").unlink()
+    got = sky("kv", "get", "big.bin", "-o", "copy.bin")
+    assert got.returncode == 0, got.stderr
+    copy = sky.folder / "copy.bin"
+    assert copy.read_bytes() == big
+    for options in (["--no-index"], ["--access", "gateway"], ["--no-index", "--access", "gateway"]):
+        copy.unlink()
+        code, _, err = skymemory("kv", "get", "big.bin", "-o", str(copy), "--run-dir", str(sky.run_dir), *options)
+        assert code == 0 and copy.read_bytes() == big, err
     assert sky("constellation", "rotate", "--slots", "2", "--planes", "1").returncode == 0
     plan = json.loads((sky.run_dir / "constellation.json").read_text("utf-8"))
     assert (plan["pushed_slot_moves"], plan["pushed_plane_moves"]) == (2, 1)  # for hosts that start later

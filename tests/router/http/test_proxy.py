@@ -294,9 +294,9 @@ def test_an_answer_that_comes_whole_is_no_evidence_of_a_prefill(run: Run) -> Non
         assert answer.status == 200
         return float(json.loads(answer.headers["x-skymemory-decision"])["estimated_ttft_s"])
 
-    before_s = estimated_s(0, mock={"first_byte_s": 0.4})
+    before_s = estimated_s(0, mock={"first_byte_s": 0.15})
     for number in range(1, 10):
-        after_s = estimated_s(number, mock={"first_byte_s": 0.4})
+        after_s = estimated_s(number, mock={"first_byte_s": 0.15})
     assert after_s == pytest.approx(before_s, rel=0.05), "nothing was learnt"
     for number in range(10, 20):
         streamed_s = estimated_s(number, stream=True, mock={"first_byte_s": 0.03, "events": 1})

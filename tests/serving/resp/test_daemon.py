@@ -201,9 +201,9 @@ def test_leases_end_by_themselves(short: Path) -> None:
 def test_a_password(short: Path) -> None:
     with MemoryStore(1 << 20) as memory, serving(memory, short, password=b"secret") as (path, _, _):
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(unix_socket_path=path).ping()
+            redis.Redis(unix_socket_path=path, retry=None).ping()
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(unix_socket_path=path, password="wrong").ping()
+            redis.Redis(unix_socket_path=path, password="wrong", retry=None).ping()
         for protocol in (2, 3):
             assert redis.Redis(unix_socket_path=path, password="secret", protocol=protocol).ping()
         # A large value before AUTH: not received.
