@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     found = list(cells(options.seed, options.quick))
-    rows = []
+    table: list[list[str]] = []
     rows: list[dict[str, object]] = []
     for size in CHUNKS:
         for kind in ("constant", "distant", "satellite", "random"):
@@ -193,12 +193,12 @@ def main() -> None:
                     str(figures["above_goal"]),
                     f"{figures['worst_in_steps']:.2f}",
                 ]
-            rows.append(row)
+            table.append(row)
     missed = [asdict(cell) for cell in found if max(cell.cold, cell.warm) > GOAL]
     print_table(
         f"TTFT over the best split in hindsight, {len(found)} cells (goal: {GOAL})",
         ("link", "chunk", "cells", "cold: mean", "worst", "above", "steps", "warm: mean", "worst", "above", "steps"),
-        rows,
+        table,
     )
     sky = list(over_the_beam(options.quick))
     print_table(

@@ -13,13 +13,16 @@ import hashlib
 import os
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from _bench import constellation, print_table, write_json
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.protocol.satellite import ledgers
 
-from _bench import constellation, print_table, write_json
 from skymemory.metrics import percentile
 from skymemory.placement import locate
 from skymemory.placement.locate import Moves

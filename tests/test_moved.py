@@ -18,6 +18,7 @@ DOCUMENTED = {
     "skymemory.conductor.admission.base": ["Slo"],
     "skymemory.conductor.fleet": ["Fleet"],
     "skymemory.conductor.cost_model": ["LLAMA_70B_8xA800"],
+    "skymemory.conductor.cost_model.written": ["parse"],
     "skymemory.conductor.scheduling.named": ["build"],
     "skymemory.conductor.seeds": ["seed"],
     "skymemory.conductor.strategies.named": ["named"],
@@ -28,9 +29,13 @@ DOCUMENTED = {
     "skymemory.sim.cluster.metrics": ["measured"],
     "skymemory.sim.cluster.pool_settings": ["PoolSettings", "SkySetup"],
     "skymemory.sim.cluster.run": ["run_cluster"],
+    "skymemory.sim.prompt_text": ["render_text"],
     "skymemory.sim.routing_metrics": ["measured"],
     "skymemory.sim.routing_strategies": ["strategy_for"],
     "skymemory.sim.sources": ["Source"],
+    "skymemory.sim.trace_statistics": ["statistics_of"],
+    "skymemory.store.rate_limited": ["RateLimited"],
+    "skymemory.testbed.addresses": ["open_store"],
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skymemory.cli import _options
 from skymemory.cli.main import main
 from skymemory.router.envoy.config import Entrance, bootstrap
 
@@ -110,3 +111,13 @@ def test_envoys_configuration_is_json_with_one_cluster_for_servers_and_one_for_t
     ]
     assert hosts == [{"address": "127.0.0.1", "port_value": 2}, {"address": "::1", "port_value": 3}]
     assert "transport_socket" in picker and "transport_socket" not in servers
+
+
+@pytest.mark.parametrize(("verb", "absent"), [("epp", "zmq"), ("route", "httptools"), ("route", "zmq")])
+def test_a_missing_package_is_said_with_what_to_install(
+    verb: str, absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_options, "find_spec", lambda name: None if name == absent else object())
+    assert main([verb]) == 1
+    said = capsys.readouterr().err
+    assert absent in said and "pip install" in said and said.count("\n") == 1

@@ -16,6 +16,7 @@ from tests.docs.test_documentation import FENCE, PAGES, ROOT, SHELL_LANGUAGES
 
 ELSEWHERE = {
     "serve": "end_to_end/test_serve.py",
+    "store serve": "cli/test_store.py",
     "route": "router/http/test_command.py",
     "epp": "router/envoy/test_command.py",
     "replay": "serving/replay/test_command.py",
@@ -50,6 +51,17 @@ def runnable(page: Path) -> list[str]:
 
 def test_the_tests_named_here_exist() -> None:
     assert [name for name in ELSEWHERE.values() if not (ROOT / "tests" / name).is_file()] == []
+
+
+@pytest.mark.slow
+def test_every_benchmark_starts() -> None:
+    """Those that the pages name, and the others: an import that has moved would be noticed when it is run next."""
+    began = {
+        path.name: subprocess.Popen([sys.executable, path, "--help"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for path in sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
+    }
+    failed = {name: process.communicate()[1].decode()[-300:] for name, process in began.items()}
+    assert {name: said for name, said in failed.items() if began[name].returncode} == {}
 
 
 @pytest.mark.slow

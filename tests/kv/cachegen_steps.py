@@ -6,10 +6,12 @@ import numpy as np
 
 from skymemory.kv.block import Buffer, KVLayout
 from skymemory.kv.codec.cachegen import CacheGen, Steps, _codes, _sections, steps_of
-from skymemory.kv.codec.entropy import PULL_LIMIT
+from skymemory.kv.codec.entropy import MAX_PULL
 
 CACHEGEN = CacheGen()
 
+PULL_LIMIT = MAX_PULL / 64
+"""Of a step: beyond the half of rounding no number moves by more on its account."""
 BOUND = (0.5 + PULL_LIMIT) * 2**0.5
 """Of a step: half of one by rounding, a quarter by the pull; where a pair was turned, both of a pair's in one."""
 

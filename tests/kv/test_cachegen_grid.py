@@ -9,7 +9,7 @@ from tests.kv.cachegen_steps import steps_in
 
 from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.cachegen import BASES, CacheGen, best_base, turn
-from skymemory.kv.codec.entropy import MAX_PULL, PULL_LIMIT, Snapped, pack, packed_bytes, snap, unpack, unsnap
+from skymemory.kv.codec.entropy import MAX_PULL, Snapped, pack, packed_bytes, snap, unpack, unsnap
 
 LLAMA = 1
 
@@ -27,7 +27,7 @@ def test_a_channels_mean_is_a_point_of_its_grid_to_a_sixteenth(step: float) -> N
     snapped = snap(scaled)
     means = scaled.mean(axis=1, dtype=np.float64) - snapped.phases / 8
     assert np.abs(means - np.rint(means)).max() < 1 / 16 + 1e-6
-    assert np.abs(unsnap(snapped) - scaled).max() <= 0.5 + PULL_LIMIT + 1e-6
+    assert np.abs(unsnap(snapped) - scaled).max() <= 0.5 + MAX_PULL / 64 + 1e-6
     assert np.abs(snapped.quotients + snapped.phases[:, None] / 8 - scaled).max() <= 0.5 + 1e-6
 
 

@@ -378,16 +378,18 @@ class BlockCache:
 
     def miss_reason(self, block_hash: BlockHash) -> str:
         """Why a block that the lookup did not find is missing: the reason that a load reports."""
+        ticket = None
         try:
             ticket = self.store.prepare_load([block_hash])
             loaded = self.store.complete_load(ticket)[0] is not None
             report = ticket.report
-            self.store.release(ticket)
         except TIER_FAILURES:
             self.tier_failed()
             reason = "unreachable"
         else:
             reason = "stored just now" if loaded else report.keys[0].reason if report is not None else "absent"
+        finally:
+            self.release(ticket)
         self._log_state(reason not in FAILING_REASONS)
         return reason
 

@@ -59,9 +59,11 @@ def check_serving_installed() -> None:
     _check_installed("serving", "aiohttp", "msgspec", "prometheus_client", "zmq")
 
 
-def check_router_installed(extras: str = "router") -> None:
-    """Raises ``MissingExtra`` where the extra 'router' is not installed; imports nothing of it."""
-    _check_installed("this verb", "aiohttp", "msgspec", "prometheus_client", extras=extras)
+def check_router_installed(*more: str, extras: str = "router") -> None:
+    """Raises ``MissingExtra`` where the extra 'router', or one of the packages ``more``, is not installed; imports
+    nothing of it.
+    """
+    _check_installed("this verb", "aiohttp", "msgspec", "prometheus_client", *more, extras=extras)
 
 
 def _check_installed(what: str, *packages: str, extras: str = "router") -> None:

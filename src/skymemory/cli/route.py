@@ -91,9 +91,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.verb == "epp":
-        check_router_installed("envoy,router")
+        check_router_installed("zmq", extras="envoy,router")
         return _pick(args)
-    check_router_installed()
+    check_router_installed("httptools", "zmq")
     return _route(args)
 
 

@@ -93,16 +93,19 @@ def run(args: argparse.Namespace) -> int:
             store, password=password, in_flight_bytes=args.in_flight, held_bytes=args.hold, wait_s=args.stall
         )
         daemon = Daemon(commands, Limits(args.connections, args.largest, args.stall), tls)
-        listeners = [(address, _listen(address)) for address in addresses]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: daemon.stop())
-        for address, listener in listeners:
-            where = address if address.path else f"tcp://{address.host}:{listener.getsockname()[1]}"
-            print(f"the store {store.name} is served at {where} until Ctrl-C", flush=True)
+        listeners: list[tuple[Address, socket.socket]] = []
         try:
+            for address in addresses:
+                listeners.append((address, _listen(address)))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: daemon.stop())
+            for address, listener in listeners:
+                where = address if address.path else f"tcp://{address.host}:{listener.getsockname()[1]}"
+                print(f"the store {store.name} is served at {where} until Ctrl-C", flush=True)
             daemon.serve([listener for _, listener in listeners])
         finally:
-            for address in addresses:
+            for address, listener in listeners:
+                listener.close()
                 if address.path:
                     Path(address.path).unlink(missing_ok=True)
     return 0

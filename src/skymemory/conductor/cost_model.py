@@ -18,6 +18,8 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
+__path__: list[str] = []  # as of a package, so that ``cost_model.written`` of before is forwarded (``moved``)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

@@ -83,7 +83,6 @@ class Identity:
     ) -> None:
         self._model = model
         self._block_tokens = block_tokens
-        self._named = weights
         self._our_hooks = our_hooks
         self._context_of = context_of
         self._fingerprint = Fingerprint(model)

@@ -45,7 +45,7 @@ def open_store(where: str = "constellation") -> Store:
     metrics.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
-    within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``hierarchy_plan``).
+    within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
 
     Each may end in ``?admit=second`` (stores only what is offered twice), ``?tenant=NAME&quota=SIZE`` (a limit for the
     tenant) and ``?seal=FILE`` (encrypts values with the tenant's key file, from `skymemory keys new`).

@@ -91,21 +91,20 @@ class UdpClient:
 
         An interruption (Ctrl-C) cancels them: nothing is received into their buffers any more.
         """
-        return self._run(set(numbers), math.inf)
+        return self._run(set(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
         """Send and receive until one of these operations has ended, at most until ``until_s`` (of ``now_s``); returns
         those that have. The caller runs the others again, or cancels them; an interruption cancels them all.
         """
-        return self._run(set(numbers), until_s)
+        return self._run(set(numbers), until_s, any_of_them=True)
 
-    def _run(self, waiting: set[int], until_s: float) -> dict[int, Finished]:
-        """Until all have ended; with ``until_s`` until one has, or that time."""
+    def _run(self, waiting: set[int], until_s: float = math.inf, *, any_of_them: bool = False) -> dict[int, Finished]:
+        """Until all have ended; with ``any_of_them`` until one has, or that time."""
         self._clock.follow_wall()
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
         machine, finished = self.machine, dict[int, Finished]()
-        any_of_them = until_s < math.inf
         with self._lock:
             try:
                 for number in waiting & self._unclaimed.keys():
@@ -119,7 +118,7 @@ class UdpClient:
                     while (event := machine.next_event()) is not None:
                         (finished if event.number in waiting else self._unclaimed)[event.number] = event
                         waiting.discard(event.number)
-                    if (finished or self.now_s() >= until_s) if any_of_them else not waiting:
+                    if not waiting or (any_of_them and (finished or self.now_s() >= until_s)):
                         return finished
                     self._receive_or_wait(until_s)
             except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.cache.test_manager import BLOCK, LAYOUT, TOKENS, Engine, context, save
 
@@ -9,6 +11,7 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.cake.cake import StoredChunks
 from skymemory.cache.cake.scheduler import PromptChunk
 from skymemory.cache.patience import Latencies
+from skymemory.store.base import LoadTicket
 from skymemory.store.memory import MemoryStore
 
 
@@ -31,3 +34,20 @@ def test_a_chunk_of_which_a_block_is_lacking_does_not_come_and_keeps_no_lease(la
     assert fetched is not None and fetched.place()
     fetched.release()
     assert len(released) == 2 and set(engine.placed) == {0, 1} and store.stats()["open_leases"] == 0
+
+
+def test_a_fault_in_a_later_part_keeps_no_lease_of_an_earlier_one() -> None:
+    class Faulty(MemoryStore):
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            raise TypeError("a fault of the program")
+
+    sound, faulty = MemoryStore(), Faulty()
+    parts = [BlockCache(context(), LAYOUT, sound), BlockCache(replace(context(), adapter="b"), LAYOUT, faulty)]
+    for part in parts:
+        save(part, TOKENS)
+    chunks, engine = [PromptChunk(0, 2 * BLOCK, 1, True)], Engine(TOKENS)
+    hashes = [part.hashes(TOKENS) for part in parts]
+    source = StoredChunks(parts, hashes, [engine, engine], chunks, Latencies())
+    with pytest.raises(TypeError):
+        source.fetch(0)
+    assert [store.stats()["open_leases"] for store in (sound, faulty)] == [0, 0]

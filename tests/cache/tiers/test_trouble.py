@@ -58,6 +58,19 @@ def test_a_load_that_fails_is_a_miss_and_the_next_tier_is_asked(settings: TierSe
         assert tiers.put_many(items(1)) == [True] and near.put_many(items(2)) == [True]
         assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
         assert tiers.stats()["in_flight_bytes"] == 0
+        assert near.stats()["open_leases"] == 0
+
+
+def test_a_probe_of_a_tier_that_fails_keeps_no_lease() -> None:
+    class Failing(MemoryStore):
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            raise OSError("broken")
+
+    far = Failing(name="far")
+    with TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(**PATIENT))]) as tiers:
+        far.put_many(items(1))
+        tiers.tiers[1]._probe(key(1))
+        assert far.stats()["open_leases"] == 0
 
 
 def test_a_tier_without_requests_comes_back_too() -> None:

@@ -317,18 +317,22 @@ class StoredChunks:
         """Origins of the placed chunks, by index."""
         self._failed: Counter[str] = Counter()
 
-    def fetch(self, index: int) -> FetchedChunk | None:
+    def fetch(self, index: int) -> FetchedParts | None:
         """A chunk's blocks, leased and loaded; None if one of them did not come."""
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
         first = chunk.first_token // tokens
         fetched: list[FetchedBlocks] = []
-        for blocks, chain in self._parts:
-            part = self._fetch_blocks(index, blocks, chain[first : first + chunk.tokens // tokens])
-            if part is None:
-                _release(fetched)
-                return None
-            fetched.append(part)
-        return FetchedChunk(self, index, first, fetched)
+        try:
+            for blocks, chain in self._parts:
+                part = self._fetch_blocks(index, blocks, chain[first : first + chunk.tokens // tokens])
+                if part is None:
+                    _release(fetched)
+                    return None
+                fetched.append(part)
+        except BaseException:
+            _release(fetched)
+            raise
+        return FetchedParts(self, index, first, fetched)
 
     def _fetch_blocks(self, index: int, blocks: BlockCache, hashes: Sequence[BlockHash]) -> FetchedBlocks | None:
         ticket, began_s = None, blocks.clock()
@@ -358,7 +362,7 @@ class StoredChunks:
         tiers = tuple(one.tier or blocks.store.name for one in reports) or (blocks.store.name,) * len(hashes)
         return FetchedBlocks(blocks, hashes, loaded, ticket, tiers, retransmitted)
 
-    def place(self, fetched: FetchedChunk) -> bool:
+    def place(self, fetched: FetchedParts) -> bool:
         """Verify, decode and place a fetched chunk; False at its first invalid block."""
         if (sinks := self._sinks) is None:
             return False
@@ -412,7 +416,7 @@ class FetchedBlocks:
 
 
 @dataclass(slots=True)
-class FetchedChunk:
+class FetchedParts:
     """One chunk's stored values."""
 
     source: StoredChunks

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from skymemory.cache.blocks import FAILING_REASONS
+from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
 from skymemory.cache.tiers.workers import Call
 from skymemory.errors import InvalidInput
-from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence
+from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
 OUTBOUND = "outbound"
 """The tier name reported for values that were on their way between tiers."""
@@ -138,10 +138,21 @@ class TieredLoad:
 def _miss_reason(tier: Tier, key: bytes) -> str:
     """Why a load of the key brings no value; empty where it brings one."""
     ticket = tier.store.prepare_load([key])
-    tier.store.complete_load(ticket)
-    report = ticket.report
-    tier.store.release(ticket)
-    return report.keys[0].reason if report is not None else ""
+    try:
+        tier.store.complete_load(ticket)
+        return ticket.report.keys[0].reason if ticket.report is not None else ""
+    finally:
+        tier.store.release(ticket)
+
+
+def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
+    """In the tier's thread; a load that fails keeps no lease."""
+    try:
+        return store.complete_load(ticket)
+    except BaseException:
+        with suppress(*TIER_FAILURES):
+            store.release(ticket)
+        raise
 
 
 class TierLoad:
@@ -188,7 +199,7 @@ class TierLoad:
         if ticket is None or not self.tier.usable(self.keys):
             return
         if self.tier.settings.local:
-            self._call = self.tier.start(lambda: store.complete_load(ticket))
+            self._call = self.tier.start(lambda: _complete(store, ticket))
             return
         size_bytes = self.expected_bytes
         if not budget.take(size_bytes, until_s - self.tier.clock()):
@@ -200,7 +211,7 @@ class TierLoad:
 
         def work() -> list[memoryview | None]:
             try:
-                return store.complete_load(ticket)
+                return _complete(store, ticket)
             finally:
                 self._give_back()
 

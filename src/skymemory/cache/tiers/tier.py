@@ -8,7 +8,7 @@ What happens to a call:
    blocks sooner (``cache.patience``).
    - In time: the result; its latency is recorded.
    - An error of the store (``TIER_FAILURES``), or an answer that is none: None, a miss; the breaker counts it.
-   - Too late: None, a miss; the call is given up (``_give_up``). Until its answer comes the tier is skipped, so a tier
+   - Too late: None, a miss; the call is given up (``Call.give_up``). Until its answer comes the tier is skipped, so one
      that hangs is waited for once. A late answer is released; its latency is recorded, so that a slow but sound tier
      is waited for longer from then on. Without an answer by the deadline of the settings the breaker opens.
 4. While the breaker is open a background probe finds out whether the tier answers again.
@@ -144,7 +144,9 @@ class Tier:
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def start(self, work: Callable[[], Result]) -> Call[Result] | None:
-        """Hand ``work`` to a thread of the tier; a local tier runs it here. None: no thread is free."""
+        """Hand ``work`` to a thread of the tier; a local tier runs it here. None: too many calls wait for a
+        thread, which counts as a failure.
+        """
         call = Call(work)
         call.started_s = self.clock()
         if self.settings.local:
@@ -287,9 +289,11 @@ class Tier:
         try:
             self.store.lookup([key])
             ticket = self.store.prepare_load([key])
-            self.store.complete_load(ticket)
-            report = ticket.report
-            self.store.release(ticket)
+            try:
+                self.store.complete_load(ticket)
+                report = ticket.report
+            finally:
+                self.store.release(ticket)
         except TIER_FAILURES:
             self._probed(False)
             return

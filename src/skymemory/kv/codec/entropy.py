@@ -261,7 +261,7 @@ def _low_bits(number: int) -> int:
 #
 # Measured on a trained model's values in steps of two deviations: a tenth of a bit per number and a fifth of the
 # squared error less. Both are the encoder's choice and in the payload; the pull moves no number by more than
-# ``PULL_LIMIT``.
+# a quarter of a step.
 
 
 Floats = npt.NDArray[np.float32]
@@ -271,7 +271,6 @@ PHASES = 8
 """Parts of a step by which a grid can be moved."""
 _PULL_PARTS = 64
 MAX_PULL = 16
-PULL_LIMIT = MAX_PULL / _PULL_PARTS
 """A quarter of a step: beyond the half of rounding no number moves by more on its account."""
 
 

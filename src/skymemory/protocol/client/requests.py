@@ -111,8 +111,8 @@ class Request:
     """When it was last transmitted."""
     hedged: bool = False
     """The next copy has been asked, too."""
-    pings_answered: int = 0
-    """Of a question: PINGs sent with its repetitions that were answered while it was not."""
+    heard_beside: int = 0
+    """Times that its satellite answered what was sent with a repetition of it, or later, and not the request."""
     gap_seen: bool = False
     """Later parts of its answer are here, earlier ones are not."""
 
@@ -331,7 +331,7 @@ class InFlight:
                 return ""
         satellite = request.satellite
         ignored = transfer is None and self._ignored(request)
-        if ignored and request.pings_answered >= _UNSUPPORTED_TRIES:
+        if ignored and request.heard_beside >= _UNSUPPORTED_TRIES:
             request.peer.cannot(request.op, now_s)
             return "unsupported"
         # 2. Silence counts from the last answer to anything: a satellite that answers others is busy, not dead.
@@ -358,7 +358,7 @@ class InFlight:
         round_trip = request.peer.round_trip
         request.window.lost(now_s, round_trip.smoothed_s)
         # Back-off is for dead satellites: one that answers gets lost packets again at once.
-        alive = request.pings_answered or request.peer.heard_s > request.sent_s
+        alive = request.heard_beside or request.peer.heard_s > request.sent_s
         backoff = 1 if alive else min(2 ** (request.attempts - 1), _MAX_BACKOFF)
         timeout_s = round_trip.timeout_s()
         wait_s = min(timeout_s * backoff, max(timeout_s, self._silence_s(request.peer) / _MIN_TRIES))
@@ -380,13 +380,13 @@ class InFlight:
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
     def _ignored(self, request: Request) -> bool:
-        """Whether a satellite that may not know this operation has answered the PING sent with its repetition.
-        The first sending does not count: no PING goes with it.
+        """Whether a satellite that may not know this operation has answered a packet sent with its repetition (a PING
+        goes with each) or later. The first sending does not count: no PING goes with it.
         """
         if not request.peer.may_ignore(request.op) or request.attempts == 1 or request.op in ALWAYS_SENT:
             return False
         answered = self._peers.answered_since(request.satellite, request.sent_s)
-        request.pings_answered += answered
+        request.heard_beside += answered
         return answered
 
     def _suspect_all(self, operation: Operation, now_s: float) -> None:
