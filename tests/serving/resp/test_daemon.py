@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import redis
 from tests.contract.store_contract import StoreContract, Tier, key, value
+from tests.serving.resp.daemons import daemon
 
 from skymemory.errors import InvalidInput
 from skymemory.serving.resp.commands import Commands
@@ -56,14 +55,8 @@ def short() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def running() -> Iterator[str]:
     """The socket of a daemon in a process of its own."""
-    folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, "-m", "skymemory", "store", "serve", "memory://64MiB", "--listen", f"unix://{folder}/s"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and "is served at" in process.stdout.readline()
-        yield f"{folder}/s"
-        process.terminate()
-        assert process.wait(10) == 0 and not (folder / "s").exists()
-    shutil.rmtree(folder)
+    with daemon("memory://64MiB") as path:
+        yield path
 
 
 class TestOurClientThroughIt(StoreContract):
