@@ -16,6 +16,7 @@ from skymemory.keys import first_ring
 from skymemory.store.base import Expiring, Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NOT_PROMISED, bare, get_named
+from skymemory.store.redis import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -102,9 +103,10 @@ def test_names_are_listed_but_not_those_under_a_seal(constellation: Constellatio
 
 def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
     values = NamedValues(MemoryStore(1 << 20))
+    in_redis = NamedValues(RedisStore("redis://localhost:1"))
     for call in (
-        lambda: values.put("a", b"x", ttl_s=60.0),
-        lambda: values.expire("a", 60.0),
+        lambda: in_redis.put("a", b"x", ttl_s=60.0),
+        lambda: in_redis.expire("a", 60.0),
         values.names,
         lambda: values.put("a", b"x", ttl_s=0.0),
         lambda: values.put("a", b"x", ttl_s=math.nan),
@@ -129,5 +131,5 @@ def test_a_lifetime_that_a_silent_satellite_did_not_promise_is_said(
 
 def test_what_holds_the_values_is_found_behind_all_that_is_around_it(constellation: ConstellationStore) -> None:
     assert bare(sealed(constellation)) is constellation is bare(constellation)
-    assert isinstance(constellation, Expiring) and not isinstance(MemoryStore(), Expiring)
+    assert isinstance(constellation, Expiring) and not isinstance(RedisStore("redis://localhost:1"), Expiring)
     assert skymemory.NamedValues is NamedValues

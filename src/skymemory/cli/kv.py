@@ -130,7 +130,8 @@ def _open(args: argparse.Namespace) -> Store:
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        raise InvalidInput(f"{only_there}: {store.name} does not support it; a constellation does")
+        others = "a constellation does" if only_there == "list" else "memory, disk and a constellation do"
+        raise InvalidInput(f"{only_there}: {store.name} does not support it; {others}")
     return store
 
 

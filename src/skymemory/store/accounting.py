@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -210,6 +211,11 @@ class Inventory:
         self._pin_ends: list[tuple[float, bytes]] = []
         """A heap; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
+        self._lifetimes: dict[bytes, float] = {}
+        self._lifetime_ends: list[tuple[float, bytes]] = []
+        """A heap; entries that differ from ``_lifetimes`` are stale."""
+        self.next_end_s = math.inf
+        """No lifetime ends before."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -224,8 +230,9 @@ class Inventory:
     # --- entries ---
 
     def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
-        """Enter a value. It replaces an earlier one, whose pin ends; a known place stays."""
+        """Enter a value. It replaces an earlier one, whose pin and lifetime end; a known place stays."""
         self._unpin(key)
+        self._lifetimes.pop(key, None)
         if place is not None:
             self._places[key] = place
         old = self.entries.get(key)
@@ -246,6 +253,7 @@ class Inventory:
         if entry is None:
             return False
         self._unpin(key)
+        self._lifetimes.pop(key, None)
         self.take_place(key)
         del self.entries[key]
         self.used_bytes -= entry.size_bytes
@@ -256,6 +264,7 @@ class Inventory:
     def evict(self, victim: bytes) -> None:
         """Remove what ``in_the_way`` or ``over_budget`` named."""
         self.used_bytes -= self.entries.pop(victim).size_bytes
+        self._lifetimes.pop(victim, None)
         self.order.removed(victim)
         self._policy.gone(victim, evicted=True)
 
@@ -365,6 +374,33 @@ class Inventory:
         if self._pins.pop(key, None) is not None:
             self._pinned_bytes -= self.entries[key].size_bytes
             self.order.free(key)
+
+    # --- lifetimes ---
+
+    def expire(self, key: bytes, until_s: float) -> bool:
+        """The value's lifetime ends at ``until_s`` (infinite: never); False if it is absent."""
+        if key not in self.entries:
+            return False
+        self._lifetimes.pop(key, None)
+        if until_s < math.inf:
+            self._lifetimes[key] = until_s
+            heapq.heappush(self._lifetime_ends, (until_s, key))
+            if len(self._lifetime_ends) > 2 * len(self._lifetimes) + 64:  # mostly stale: rebuild
+                self._lifetime_ends = [(end_s, mortal) for mortal, end_s in self._lifetimes.items()]
+                heapq.heapify(self._lifetime_ends)
+            self.next_end_s = self._lifetime_ends[0][0]
+        return True
+
+    def ended(self, now_s: float) -> list[bytes]:
+        """The values whose lifetimes have ended, each once: the caller removes them."""
+        ended = []
+        while self._lifetime_ends and self._lifetime_ends[0][0] <= now_s:
+            end_s, key = heapq.heappop(self._lifetime_ends)
+            if self._lifetimes.get(key) == end_s:
+                del self._lifetimes[key]
+                ended.append(key)
+        self.next_end_s = self._lifetime_ends[0][0] if self._lifetime_ends else math.inf
+        return ended
 
     # --- reservations and eviction ---
 
@@ -545,6 +581,19 @@ class BudgetedStore(TwoPhase):
             now_s = self._clock()
             return [self._inventory.pin(key, now_s + ttl_s, now_s) for key in keys]
 
+    def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """As in ``base.Expiring``; in spite of leases and pins. Another value stored under a key has no lifetime."""
+        keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
+        with self._open():
+            return [self._promise(key, ttl_s) for key in keys]
+
+    def _promise(self, key: bytes, ttl_s: float) -> bool:
+        return self._inventory.expire(key, self._clock() + ttl_s)
+
+    def _end(self, key: bytes) -> None:
+        """The lifetime of ``key`` has ended: remove it. With the lock held."""
+        raise TypeError(f"{type(self).__name__} does not define _end")
+
     def stats(self) -> dict[str, int | float]:
         with self._lock:
             return {
@@ -559,4 +608,9 @@ class BudgetedStore(TwoPhase):
         """The lock, for a ``with`` statement; InvalidInput once closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
+        if self._inventory.next_end_s < math.inf and self._inventory.next_end_s <= (now_s := self._clock()):
+            with self._lock:
+                for key in self._inventory.ended(now_s):
+                    self._end(key)
+                    self._counters.add("expired")
         return self._lock

@@ -85,11 +85,14 @@ class DiskStore(BudgetedStore):
     def _scan(self) -> None:
         """Enter what the directory holds; evict what exceeds the budget, least recently used first."""
         found = sorted(self._directory.scan(), key=lambda value: value.used_ns)
+        now_s = self._clock()
         for value in found:
             if value.later:
                 self._inventory.keep(value.key, value.size_bytes)
                 continue
             self._inventory.put(value.key, value.size_bytes)
+            if value.until_s < math.inf:
+                self._inventory.expire(value.key, now_s + value.until_s - time.time())
             self._used_ns = max(self._used_ns, value.used_ns)
         self._counters.add("torn", self._directory.torn)
         self._evict(self._inventory.over_budget(self._clock()))
@@ -221,6 +224,16 @@ class DiskStore(BudgetedStore):
             self._counters.add("unremoved")
             return None
         return self._inventory.remove(key)
+
+    def _promise(self, key: bytes, ttl_s: float) -> bool:
+        """Kept with the file, for the next process; not promised where its file system keeps no attributes."""
+        until_s = time.time() + ttl_s
+        there = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
+        return there and super()._promise(key, ttl_s)
+
+    def _end(self, key: bytes) -> None:
+        if self._drop(key) is None:  # the file stays, and is tried again by the next process: it is read by none
+            self._inventory.remove(key)
 
     def _evict(self, victims: Sequence[bytes]) -> bool:
         """Remove their files, up to the first that cannot be removed; returns whether all were. With the lock held, so

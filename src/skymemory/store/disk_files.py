@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import stat
 import struct
@@ -37,6 +38,8 @@ class FoundValue:
     key: bytes
     size_bytes: int
     used_ns: int
+    until_s: float = math.inf
+    """When its lifetime ends, in Unix time."""
     later: bool = False
     """A later release wrote it; ``size_bytes`` is then that of its file."""
 
@@ -130,7 +133,7 @@ class StoreDirectory:
                 try:
                     size_bytes = stored_bytes(path, key)
                     if size_bytes is not None:
-                        yield FoundValue(key, size_bytes, entry.stat().st_mtime_ns)
+                        yield FoundValue(key, size_bytes, entry.stat().st_mtime_ns, lifetime_of(path))
                         continue
                 except LaterVersion:
                     status = entry.stat()
@@ -169,6 +172,28 @@ class StoreDirectory:
         """Record when the value was used. Where that fails, the next process evicts it earlier."""
         with contextlib.suppress(OSError):
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
+
+    def expire(self, key: bytes, until_s: float, *, synced: bool) -> bool:
+        """Record in the file's attributes when the value's lifetime ends, in Unix time (infinite: never); with
+        ``synced``, it is on the disk when this returns. False where the file system keeps no attributes.
+        """
+        try:
+            fd = os.open(self.path_text_of(key), os.O_RDONLY | PLAIN)
+        except OSError:
+            return False
+        try:
+            if until_s < math.inf:
+                os.setxattr(fd, _LIFETIME, b"%d" % (until_s * 1000))
+            else:
+                with contextlib.suppress(OSError):  # it had none
+                    os.removexattr(fd, _LIFETIME)
+            if synced:
+                os.fsync(fd)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     @staticmethod
     def remove(path: Path) -> bool:
@@ -239,6 +264,21 @@ FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.
 """It does not exist, is not readable, or is a link, a pipe or a socket. Other errors have other causes: too many open
 files, too little memory.
 """
+
+
+_LIFETIME = b"user.skymemory.expires_ms"
+"""The attribute of a value's file with the end of its lifetime: Unix time in milliseconds, as digits. The file itself
+has no room for it: it is never changed.
+"""
+
+
+def lifetime_of(path: Path) -> float:
+    """When the lifetime of the value in a file ends, in Unix time; infinite: never."""
+    try:
+        text = os.getxattr(path, _LIFETIME, follow_symlinks=False)
+    except OSError:
+        return math.inf
+    return int(text) / 1000 if text.isdigit() and len(text) <= 18 else math.inf
 
 
 def file_name(key: bytes) -> str:

@@ -101,6 +101,10 @@ class MemoryStore(BudgetedStore):
         with self._open():
             return [self._inventory.remove(key) and self._values.pop(key) is not None for key in keys]
 
+    def _end(self, key: bytes) -> None:
+        self._inventory.remove(key)
+        del self._values[key]
+
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         keys = check_keys(keys)
         with self._open():

@@ -114,7 +114,8 @@ class NamedValues:
             values.put("report.pdf", data, ttl_s=1800)
             values.get("report.pdf")
 
-    The caller closes the store. A constellation supports all of this; other stores may not list, pin or expire.
+    The caller closes the store. A constellation supports all of this; memory and disk do not list, others may not pin
+    or expire either.
     """
 
     def __init__(self, store: Store) -> None:
@@ -176,5 +177,5 @@ class NamedValues:
             raise InvalidInput(f"a lifetime of {ttl_s} s: expected more than 0")
         store = bare(self._store)
         if not isinstance(store, Expiring):
-            raise InvalidInput(f"a {store.name} store cannot expire values: a constellation can")
+            raise InvalidInput(f"a {store.name} store cannot expire values: memory, disk and a constellation can")
         return store
