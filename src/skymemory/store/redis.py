@@ -286,18 +286,28 @@ class _DeadlineSocket:
     def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock
         self._deadline = deadline
+        self._polling = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
+    def settimeout(self, seconds: float | None) -> None:
+        """0 is kept: redis-py before 8 asks so whether a connection that was not in use has bytes to read."""
+        self._polling = seconds == 0
+        self._sock.settimeout(seconds)
+
+    def _wait(self) -> None:
+        if not self._polling:
+            self._sock.settimeout(self._deadline.left_s())
+
     def recv(self, *how: Any) -> bytes:
-        self._sock.settimeout(self._deadline.left_s())
+        self._wait()
         data: bytes = self._sock.recv(*how)
         self._deadline.moved(len(data))
         return data
 
     def recv_into(self, *how: Any) -> int:
-        self._sock.settimeout(self._deadline.left_s())
+        self._wait()
         size_bytes: int = self._sock.recv_into(*how)
         self._deadline.moved(size_bytes)
         return size_bytes

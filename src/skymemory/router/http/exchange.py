@@ -490,6 +490,7 @@ class Exchange:
         its rest.
         """
         log.exception("%s %s", self.incoming.method, self.incoming.path)
+        self._of.metrics.faults.labels("request").inc()
         self._drop_call()
         self._log.outcome = "failed"
         began = self._streaming
