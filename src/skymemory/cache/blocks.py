@@ -35,7 +35,7 @@ from skymemory.errors import (
     ValueTooLarge,
 )
 from skymemory.forks import Owner
-from skymemory.kv.block import BlockHash, KVLayout, Tokens, hash_blocks, places_in
+from skymemory.kv.block import BlockHash, KVLayout, OpaqueLayout, Tokens, hash_blocks, places_in
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import LATER_VERSION, PAYLOAD_AT, ForeignBlock, block_header, open_block
@@ -246,7 +246,7 @@ class BlockCache:
     def __init__(
         self,
         context: CacheContext,
-        layout: KVLayout,
+        layout: KVLayout | OpaqueLayout,
         store: Store,
         codec: Codec = RAW,
         *,
@@ -258,6 +258,8 @@ class BlockCache:
             raise InvalidInput(
                 f"the context has blocks of {context.block_tokens} tokens, the layout of {layout.block_tokens}"
             )
+        if isinstance(layout, OpaqueLayout) and codec is not RAW:
+            raise InvalidInput(f"codec {codec.name!r} cannot read blocks of an opaque layout: store them raw")
         if context.lossless and not codec.lossless:
             raise InvalidInput(
                 f"codec {codec.name!r} loses precision and the context is lossless: make it lossless=False"
@@ -355,7 +357,7 @@ class BlockCache:
                         break
                     items.append((hashes[index], value))
             with phase("store"):
-                done = self._put(items, places_in(hashes, part[: len(items)]))
+                done = self.put(items, places_in(hashes, part[: len(items)]))
             stored += sum(done)
             size_bytes += sum(len(value) for (_, value), ok in zip(items, done, strict=True) if ok)
             if len(items) < len(part):
@@ -468,6 +470,8 @@ class BlockCache:
             if codec is RAW and payload.nbytes == layout.block_bytes:  # straight from the store's memory: one copy less
                 sink.place(index, payload)
                 return ""
+            if isinstance(layout, OpaqueLayout):
+                return "foreign"
             block = memoryview(bytearray(layout.block_bytes))
             codec.decode(payload, layout, block)
             sink.place(index, block)
@@ -485,7 +489,7 @@ class BlockCache:
         """Block ``index`` as a value, in ``buffer`` if it is stored raw. None if the codec refuses it."""
         value = memoryview(buffer)
         source.read(index, value[PAYLOAD_AT:])
-        if self.codec is RAW:
+        if self.codec is RAW or isinstance(self.layout, OpaqueLayout):
             value[:PAYLOAD_AT] = block_header(block_hash, self.layout, RAW.codec_id, value[PAYLOAD_AT:])
             return value
         try:
@@ -495,7 +499,8 @@ class BlockCache:
             return None
         return memoryview(block_header(block_hash, self.layout, self.codec.codec_id, payload) + payload)
 
-    def _put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
+    def put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
+        """Store values that are encoded already; per item, whether it was acknowledged."""
         try:
             with recompute_cost(self.compute.seconds(len(items) * self.layout.block_tokens)):
                 return self.store.put_many(items, places) if items else []

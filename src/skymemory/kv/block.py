@@ -211,6 +211,28 @@ class KVLayout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class OpaqueLayout:
+    """A block whose bytes only engines of the same kind can read: they pack keys and values in a way of their own.
+
+    ``packing`` names all that the bytes depend on. Such blocks are stored raw: no codec can read them.
+    """
+
+    packing: str
+    block_tokens: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "block_bytes"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise InvalidInput(f"opaque layout: {name} must be a whole number from 1 on, got {number!r}")
+
+    def describe(self) -> str:
+        """A stable text for :attr:`CacheContext.layout`."""
+        return f"opaque1[tokens={self.block_tokens},bytes={self.block_bytes}]{self.packing}"
+
+
 def to_float32(raw: Buffer, dtype: str) -> npt.NDArray[np.float32]:
     """The numbers in ``raw`` as a flat float32 array; exact for all three dtypes."""
     if dtype not in ITEM_BYTES:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
-from skymemory.kv.block import Buffer, KVLayout
+from skymemory.kv.block import Buffer, KVLayout, OpaqueLayout
 
 DEFAULT_CHUNK_BYTES = 6144
 """A stored value is cut into chunks of this size (the last may be shorter): chunk ``index`` goes to server
@@ -47,8 +47,8 @@ class ValueHeader:
     """``raw_bytes`` decoded bytes, stored as ``payload_bytes`` by codec ``codec_id``.
 
     ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain
-    bytes. ``name``: the key of a value of the general key-value store, by which a value is checked when it is read and
-    a lost index is rebuilt; or a block's name (``block_name``).
+    bytes and for blocks of an opaque layout. ``name``: the key of a value of the general key-value store, by which a
+    value is checked when it is read and a lost index is rebuilt; or a block's name (``block_name``).
     """
 
     codec_id: int
@@ -163,10 +163,15 @@ def block_name(block_hash: bytes, payload_crc: int) -> str:
     return _BLOCK_NAME.format(base64.urlsafe_b64encode(block_hash).decode().rstrip("="), payload_crc)
 
 
-def block_header(block_hash: bytes, layout: KVLayout, codec_id: int, payload: Buffer) -> bytes:
+def block_header(block_hash: bytes, layout: KVLayout | OpaqueLayout, codec_id: int, payload: Buffer) -> bytes:
     """The ``PAYLOAD_AT`` bytes in front of ``payload``."""
     name = block_name(block_hash, native.crc32(payload))
-    return ValueHeader(codec_id, layout.block_bytes, len(payload), layout, name).pack()
+    return ValueHeader(codec_id, layout.block_bytes, len(payload), _written(layout), name).pack()
+
+
+def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
+    """What the header says of a layout; an opaque one is in the block's hash alone."""
+    return layout if isinstance(layout, KVLayout) else None
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
@@ -182,14 +187,14 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
     return header.name == block_name(block_hash, native.crc32(payload))
 
 
-def open_block(value: memoryview, block_hash: bytes, layout: KVLayout) -> tuple[int, memoryview]:
+def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
     """Codec id and payload of a stored block, after every check.
 
     Raises MalformedPacket for damaged bytes, and its subclasses ForeignBlock for another block or layout, LaterVersion
     for what a later release wrote.
     """
     header, payload = unpack_value(value)
-    if header.layout != layout:
+    if header.layout != _written(layout) or header.raw_bytes != layout.block_bytes:
         raise ForeignBlock(f"a block of {header.layout}, expected {layout}")
     expected = block_name(block_hash, 0)[:-8]
     if header.name[:-8] != expected:

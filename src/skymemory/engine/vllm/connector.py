@@ -1,0 +1,193 @@
+"""``SkyMemoryConnector``: vLLM's KV connector, version 1, by module path and without a patch.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "SkyMemoryConnector",
+      "kv_connector_module_path": "skymemory.engine.vllm", "kv_role": "kv_both",
+      "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "unix:///run/sky.sock"}}'
+
+vLLM makes one in its scheduler and one in each worker, in processes of their own. This class only connects: what is
+decided is in ``scheduler``, what is done in ``worker``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorStats,
+)
+
+import vllm
+from skymemory.cache.blocks import BlockCache
+from skymemory.engine.vllm.copier import copier_of
+from skymemory.engine.vllm.identity import Seeds, context_of, layout_of
+from skymemory.engine.vllm.plan import Outcome, Plan, Shape, added
+from skymemory.engine.vllm.scheduler import SchedulerSide
+from skymemory.engine.vllm.settings import Settings, check_engine
+from skymemory.engine.vllm.worker import WorkerSide
+from skymemory.errors import InvalidInput
+from skymemory.metrics import SharedCounters
+from skymemory.testbed.open_store import open_store
+
+_log = logging.getLogger(__name__)
+
+
+class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Raises InvalidInput at start for a configuration that would give wrong tokens, or lose requests."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.read(transfer.kv_connector_extra_config)
+        check_engine(vllm_config, kv_cache_config.kv_cache_groups, vllm.__version__, settings)
+        (group,) = kv_cache_config.kv_cache_groups
+        block_tokens = group.kv_cache_spec.block_size
+        shape = Shape(block_tokens, settings.blocks_per_value(block_tokens))
+        layout = layout_of(vllm_config, kv_cache_config, shape.blocks_per_value, vllm.__version__)
+        context = context_of(vllm_config, layout)
+        self._settings = settings
+        self._store = open_store(settings.store)
+        blocks = BlockCache(context, layout, self._store, counters=SharedCounters())
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                blocks,
+                shape,
+                Seeds(context).of,
+                self._block_ids,
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+            )
+            _log.info("SkyMemory: context %s, values of %d tokens", context.digest().hex()[:16], shape.value_tokens)
+        else:
+            rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+            self._worker = WorkerSide(blocks, shape, rank=rank, queue_bytes=settings.queue_bytes)
+        self._value_bytes = layout.block_bytes
+        self._block_count = kv_cache_config.num_blocks
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost is a later miss, nothing more."""
+        return False
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close(self._settings.drain_s)
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self._store.close()
+
+    # --- in the scheduler ---
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        (blocks,) = self._kv_cache_manager.get_block_ids(request_id)
+        return list(blocks)
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.new(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        if isinstance(connector_output.kv_connector_worker_meta, Outcome):
+            self._scheduler.update(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    # --- in a worker ---
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._worker is not None
+        copier = copier_of(kv_caches, self._block_count)
+        size_bytes = copier.block_bytes * self._worker.shape.blocks_per_value
+        if size_bytes != self._value_bytes:
+            raise InvalidInput(f"a value has {size_bytes} bytes in the registered caches, expected {self._value_bytes}")
+        self._worker.register(copier)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None
+        self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers of a value come together, before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """All layers of a value are copied out together, after the forward."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return None, self._worker.finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.invalid_blocks()
+
+    def build_connector_worker_meta(self) -> Outcome | None:
+        assert self._worker is not None
+        return self._worker.outcome()
+
+    # --- statistics ---
+
+    def get_kv_connector_stats(self) -> SkyMemoryStats | None:
+        if self._scheduler is None or not (counts := self._scheduler.counts()):
+            return None
+        return SkyMemoryStats(data=dict(counts))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SkyMemoryStats:
+        return SkyMemoryStats(data=data or {})
+
+
+class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last report, by name."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: SkyMemoryStats) -> SkyMemoryStats:
+        self.data = added(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())

@@ -1,0 +1,188 @@
+"""The context of vLLM's blocks: all that makes two engines' keys and values different.
+
+vLLM's own block hashes name neither model nor data type, and its blocks are packed in a way that depends on the
+attention backend. Two engines share blocks where every part below is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skymemory.errors import InvalidInput
+from skymemory.files import write_private
+from skymemory.kv.block import OpaqueLayout
+from skymemory.kv.context import CacheContext
+
+_NOT_WEIGHTS = (".md", ".txt", ".png", ".jpg", ".gitattributes", ".lock", ".py", ".pyc", ".gguf.md")
+_PIECE_BYTES = 8 << 20
+_NOT_IDENTITY = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_KEPT_DIGESTS = 4096
+_KEPT_SEEDS = 65536
+
+
+def context_of(config: Any, layout: OpaqueLayout) -> CacheContext:
+    """The context of a ``VllmConfig`` without adapter and salt, which are each request's."""
+    model = config.model_config
+    fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_IDENTITY}
+    what = json.dumps(
+        [fields, str(model.quantization), str(getattr(model, "quantization_config", None))], sort_keys=True, default=str
+    )
+    return CacheContext(
+        model=f"vllm:{model.hf_config.model_type}:{hashlib.sha256(what.encode()).hexdigest()[:32]}",
+        weights=weights_digest(model, config.load_config.load_format),
+        tokenizer="token ids",
+        kv_dtype=f"{model.dtype} {config.cache_config.cache_dtype}".replace("torch.", ""),
+        layout=layout.describe(),
+        block_tokens=layout.block_tokens,
+    )
+
+
+def layout_of(config: Any, kv_cache_config: Any, blocks_per_value: int, version: str) -> OpaqueLayout:
+    """One worker's part of a value: ``blocks_per_value`` blocks of each layer, layer by layer."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    packing = (
+        f"vllm {version.rpartition('.')[0]}, {len(group.layer_names)} layers of {spec.num_kv_heads} heads of "
+        f"{spec.head_size}, {blocks_per_value} x {spec.block_size} tokens, {spec.dtype}, {_attention(config, spec)}, "
+        f"{kv_cache_config.kv_cache_layout}, tp {config.parallel_config.tensor_parallel_size}"
+    ).replace("torch.", "")
+    return OpaqueLayout(
+        packing,
+        blocks_per_value * spec.block_size,
+        blocks_per_value * spec.page_size_bytes * len(group.layer_names),
+    )
+
+
+def _attention(config: Any, spec: Any) -> str:
+    """The attention backend, and on a CPU the instructions that its packing is for."""
+    from vllm.platforms import current_platform
+
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    name = getattr(backend, "name", backend) or "default"
+    if not current_platform.is_cpu():
+        return f"{current_platform.get_device_name()} {name}"
+    from vllm.v1.attention.backends.cpu_attn import (
+        _get_attn_isa,
+    )
+
+    isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
+    return f"cpu {name} {isa}"
+
+
+def weights_digest(model: Any, load_format: object) -> str:
+    """Names the weights: a digest of their files, or of how they are drawn where there are none."""
+    load_format = str(getattr(load_format, "value", load_format))
+    if load_format == "dummy":
+        return f"dummy weights, seed {model.seed}"
+    folder = Path(model.model)
+    if not folder.is_dir():
+        folder = _downloaded(model.model, model.revision)
+    return f"{load_format} {folder_digest(folder)}"
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The folder of a model that vLLM has loaded from the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(config, str):
+        raise InvalidInput(f"the files of {name!r} are not in the hub's cache: give the model as a folder")
+    return Path(config).parent
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over names and contents of a folder's files of weights and settings; bytes are read once, later looks go
+    by path, size and time.
+    """
+    if not folder.is_dir():
+        raise InvalidInput(f"{folder} is no folder: its files name the weights")
+    found = hashlib.sha256()
+    known = _Digests()
+    for path in sorted(_files(folder)):
+        found.update(f"{path.relative_to(folder)} {known.of(path)}\n".encode())
+    known.keep()
+    return f"sha256:{found.hexdigest()}"
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_NOT_WEIGHTS))
+
+
+class _Digests:
+    """Digests of files by path, size and time, kept from process to process in the user's cache folder."""
+
+    def __init__(self) -> None:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        self._path = Path(base, "skymemory", "digests.json").expanduser()
+        self._known: dict[str, str] = {}
+        with suppress(OSError, ValueError):
+            read = json.loads(self._path.read_text("utf-8"))
+            self._known = {str(key): str(value) for key, value in read.items()}
+        self._before = dict(self._known)
+
+    def of(self, path: Path) -> str:
+        real = path.resolve()
+        at = real.stat()
+        key = f"{real}\n{at.st_size}\n{at.st_mtime_ns}"
+        if key not in self._known:
+            with real.open("rb") as file:
+                digest = hashlib.sha256()
+                while piece := file.read(_PIECE_BYTES):
+                    digest.update(piece)
+            self._known[key] = digest.hexdigest()
+        return self._known[key]
+
+    def keep(self) -> None:
+        if self._known == self._before:
+            return
+        kept = dict(list(self._known.items())[-_KEPT_DIGESTS:])
+        with suppress(OSError):  # only a later start is slower
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(self._path, json.dumps(kept))
+
+
+class Seeds:
+    """Digests of requests' contexts: the engine's, with their adapter and their salt."""
+
+    def __init__(self, context: CacheContext) -> None:
+        self._context = context
+        self._known: dict[tuple[str, str], bytes] = {}
+        self._adapters: dict[tuple[int, str, str], str] = {}
+
+    def of(self, request: Any) -> bytes | None:
+        """None for a request whose tokens do not say what is computed: embeddings, or a prompt that is still sent."""
+        if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
+            return None
+        adapter = ""
+        if (lora := request.lora_request) is not None:
+            adapter = self._adapter(lora)
+            if not adapter:
+                return None
+        salt = request.cache_salt or ""
+        if (adapter, salt) not in self._known:
+            if len(self._known) >= _KEPT_SEEDS:
+                self._known.clear()
+            context = replace(self._context, adapter=adapter, tenant_salt=salt.encode())
+            self._known[adapter, salt] = context.digest()
+        return self._known[adapter, salt]
+
+    def _adapter(self, lora: Any) -> str:
+        """Name and digest of an adapter's files as they were when it was first requested, which is when vLLM reads
+        them; empty where they cannot be read.
+        """
+        known = lora.lora_int_id, lora.lora_name, lora.lora_path
+        if lora.load_inplace:
+            self._adapters.pop(known, None)
+        if known not in self._adapters:
+            try:
+                self._adapters[known] = f"{lora.lora_name} {folder_digest(Path(lora.lora_path))}"
+            except (OSError, InvalidInput):
+                return ""
+        return self._adapters[known]

@@ -1,0 +1,123 @@
+"""What the scheduler's side of the connector and the workers' side tell each other with each step.
+
+Block numbers are vLLM's (of its block table); a *value* is what is stored under one key: ``blocks_per_value``
+consecutive blocks of a prompt, over all layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How prompts are cut."""
+
+    block_tokens: int
+    """Of vLLM's blocks."""
+    blocks_per_value: int
+
+    @property
+    def value_tokens(self) -> int:
+        return self.block_tokens * self.blocks_per_value
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Consecutive values of one request's prompt, to be put into its blocks."""
+
+    request: str
+    keys: tuple[bytes, ...]
+    """Of the values that are read, in order."""
+    skipped_blocks: int
+    """Leading blocks of the first value that vLLM has already."""
+    blocks: tuple[int, ...]
+    """Where the others go; the last value's may end early, since a prompt's last token is always computed."""
+    sync: bool
+    """Before the forward of this step; else beside this and the following steps."""
+
+    def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[int, ...]]:
+        """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go."""
+        first = value * blocks_per_value - self.skipped_blocks
+        return max(0, -first), self.blocks[max(0, first) : max(0, first + blocks_per_value)]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One whole value, to be copied out after the forward of this step."""
+
+    request: str
+    key: bytes
+    depth: int
+    """Values of the prompt before it."""
+    parent: bytes | None
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """For one step, from the scheduler to every worker."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    tokens: int = 0
+    """That the step computes."""
+    failures_seen: int = 0
+    """Loads whose failure the scheduler knows of. Steps planned before compute on blocks that were not loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The end of one load."""
+
+    values: int
+    """Of its keys, how many leading ones are in place."""
+    reason: str
+    """Why the next one is not; empty if all are."""
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Since the last step, from the workers to the scheduler."""
+
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+    """By request."""
+    dropped: list[bytes] = field(default_factory=list)
+    """Keys whose saves had no room in the queue."""
+    unsaved: list[tuple[str, int]] = field(default_factory=list)
+    """Request and depth of saves that were not made, since a load of their step had failed."""
+    step_s: float = 0.0
+    step_tokens: int = 0
+    counts: dict[str, float] = field(default_factory=dict)
+    """Since the last step, by name."""
+
+    def aggregate(self, other: Outcome) -> Outcome:
+        """As of one worker: a value is loaded where all have their part of it (called by vLLM)."""
+        loaded: dict[str, Loaded] = dict(self.loaded)
+        for request, theirs in other.loaded.items():
+            ours = loaded.get(request, theirs)
+            fewer = min(ours, theirs, key=lambda one: one.values)
+            size_bytes = ours.size_bytes + theirs.size_bytes if request in self.loaded else theirs.size_bytes
+            loaded[request] = Loaded(fewer.values, fewer.reason, size_bytes, max(ours.seconds, theirs.seconds))
+        return Outcome(
+            loaded,
+            self.dropped + other.dropped,
+            self.unsaved + other.unsaved,
+            max(self.step_s, other.step_s),
+            max(self.step_tokens, other.step_tokens),
+            added(self.counts, other.counts),
+        )
+
+
+def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Sums by name."""
+    return {name: ours.get(name, 0) + theirs.get(name, 0) for name in {**ours, **theirs}}
+
+
+def rank_key(key: bytes, rank: int) -> bytes:
+    """Under which a tensor-parallel rank stores its part of a value."""
+    return key if rank == 0 else hashlib.sha256(b"rank %d of " % rank + key).digest()

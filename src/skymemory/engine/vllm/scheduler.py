@@ -1,0 +1,301 @@
+"""The connector in vLLM's scheduler: which blocks of a request the store has, and which are to be loaded and saved.
+
+For each request: ``matched`` (how many tokens the store has; asked until the request is scheduled), ``allocated`` (its
+blocks are reserved: the load is planned), ``plan`` (with each step: loads, and saves of the values that this step
+completes), ``update`` (what the workers report), ``finished``.
+
+A look-up runs in a thread: a store that hangs must not hold up the scheduler, so a request whose look-up is not
+answered at once is asked about again, and is computed if the answer takes too long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skymemory.cache.blocks import BlockCache
+from skymemory.cache.patience import Latencies, patience_s, recompute_cost
+from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.kv.block import hash_blocks
+
+_ANSWERED_S = 0.002
+"""So long the scheduler waits for a look-up; a store on the same machine answers within."""
+_PATIENCE_S = 0.5
+"""For a look-up, where it is not known how long computing takes."""
+_FRESH_S = 1.0
+"""So long an answer is believed, if the request is not scheduled at once."""
+_KEPT_SENT = 1 << 17
+_OPTIMISM = 0.98
+"""For each prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One question to the store: from value ``first`` on, how many are there."""
+
+    first: int
+    asked_s: float
+    call: Call[object]
+    found: int | None = None
+    overdue: bool = False
+
+
+@dataclass(slots=True)
+class Known:
+    """One request."""
+
+    request: Any
+    seed: bytes
+    """Digest of its context: with its adapter and its salt."""
+    content: dict[int, bytes]
+    """Digests of images and sound by the position of their first placeholder."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of the full values of its tokens."""
+    settled: int = 0
+    """Leading values that need no saving: loaded, or handed to the workers."""
+    lookup: Lookup | None = None
+    computed_tokens: int = 0
+    """Where a load would begin."""
+    sync: bool = False
+    first: int = 0
+    """Value at which its last load began."""
+
+
+class SchedulerSide:
+    """Not thread-safe: vLLM's scheduler is one thread."""
+
+    def __init__(
+        self,
+        blocks: BlockCache,
+        shape: Shape,
+        seed_of: Callable[[Any], bytes | None],
+        block_ids: Callable[[str], Sequence[int]],
+        *,
+        ranks: int = 1,
+        loads: bool = True,
+        saves: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table."""
+        self._blocks = blocks
+        self._shape = shape
+        self._seed_of = seed_of
+        self._block_ids = block_ids
+        self._ranks = ranks
+        self._loads, self._saves = loads, saves
+        self._clock = clock
+        self._known: dict[str, Known] = {}
+        self._planned: list[Load] = []
+        self._sent: OrderedDict[bytes, None] = OrderedDict()
+        """Keys handed to the workers, as far as is known still stored."""
+        self._lookups = TierWorkers("vllm lookup", 2)
+        self._latencies = Latencies()
+        self._loading = LoadRate()
+        self._failures = 0
+        self._step_s = 0.0
+        self._counts: Counter[str] = Counter()
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded behind the first ``computed_tokens``, and whether beside other steps; None: ask
+        again.
+        """
+        known = self._of(request) if self._loads else None
+        if known is None:
+            return 0, False
+        shape = self._shape
+        limit = (request.num_tokens - 1) // shape.block_tokens * shape.block_tokens
+        first = computed_tokens // shape.value_tokens
+        wanted = -(-limit // shape.value_tokens)
+        keys = known.keys[first:wanted]
+        if limit <= computed_tokens or not keys:
+            return 0, False
+        found = self._found(known, first, keys)
+        if found is None:
+            return None, False
+        for missing in keys[found:]:
+            self._sent.pop(missing, None)
+        tokens = min((first + found) * shape.value_tokens, limit) - computed_tokens
+        if tokens <= 0:
+            return 0, False
+        load_s = self._loading.seconds(found * self._blocks.layout.block_bytes)
+        compute_s = self._blocks.compute.seconds(tokens)
+        if load_s is not None and compute_s is not None and load_s > compute_s:
+            self._loading.passed_over()
+            self._counts["slower_than_computing_tokens"] += tokens
+            return 0, False
+        known.computed_tokens = computed_tokens
+        known.sync = load_s is not None and load_s < self._step_s
+        return tokens, not known.sync
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """Blocks of the request are reserved; those of ``external_tokens`` behind its own are to be loaded."""
+        known = self._known.get(request.request_id)
+        if known is None or not external_tokens:
+            return
+        shape = self._shape
+        first_block = known.computed_tokens // shape.block_tokens
+        first = known.computed_tokens // shape.value_tokens
+        last_block = first_block + external_tokens // shape.block_tokens
+        keys = tuple(known.keys[first : -(-last_block // shape.blocks_per_value)])
+        blocks = tuple(self._block_ids(request.request_id)[first_block:last_block])
+        skipped = first_block - first * shape.blocks_per_value
+        self._planned.append(Load(request.request_id, keys, skipped, blocks, known.sync))
+        known.first = first
+        known.settled = max(known.settled, first + len(keys))
+        known.lookup = None
+        self._counts["loads"] += 1
+        self._counts["requested_tokens"] += external_tokens
+
+    def plan(self, output: Any) -> Plan:
+        """Of the step that ``output`` (a ``SchedulerOutput``) describes."""
+        plan = Plan(self._planned, tokens=output.total_num_scheduled_tokens, failures_seen=self._failures)
+        self._planned = []
+        if self._saves:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                if (known := self._known.get(request_id)) is not None:
+                    plan.saves += self._completed(known, tokens)
+        return plan
+
+    def _completed(self, known: Known, tokens: int) -> list[Save]:
+        """The values that are complete once ``tokens`` more are computed, of tokens that are known by now."""
+        request, size = known.request, self._shape.blocks_per_value
+        whole = min(request.num_computed_tokens + tokens, request.num_tokens) // self._shape.value_tokens
+        if whole <= known.settled:
+            return []
+        self._extend(known)
+        blocks, saves = self._block_ids(request.request_id), []
+        for depth in range(known.settled, whole):
+            key = known.keys[depth]
+            if key not in self._sent:
+                self._sent[key] = None
+                parent = known.keys[depth - 1] if depth else None
+                saves.append(
+                    Save(request.request_id, key, depth, parent, tuple(blocks[depth * size : (depth + 1) * size]))
+                )
+        while len(self._sent) > _KEPT_SENT:
+            self._sent.popitem(last=False)
+        known.settled = whole
+        return saves
+
+    def update(self, outcome: Outcome) -> None:
+        """What the workers report of a step."""
+        if outcome.step_tokens:
+            self._blocks.compute.took(outcome.step_tokens, outcome.step_s)
+            self._step_s = max(outcome.step_s, self._step_s * 0.9)
+        for request_id, loaded in outcome.loaded.items():
+            self._loading.took(loaded)
+            known = self._known.get(request_id)
+            if loaded.reason:
+                self._failures += 1
+                self._counts[f"failed_loads {loaded.reason}"] += 1
+                if known is not None:
+                    self._unsettle(known, known.first + loaded.values)
+        for request_id, depth in outcome.unsaved:
+            if (known := self._known.get(request_id)) is not None:
+                self._unsettle(known, depth)
+        for key in outcome.dropped:
+            self._sent.pop(key, None)
+        self._counts.update({name: int(count) for name, count in outcome.counts.items()})
+
+    def _unsettle(self, known: Known, depth: int) -> None:
+        """Values from ``depth`` on are computed again, then to be saved."""
+        for key in known.keys[depth : known.settled]:
+            self._sent.pop(key, None)
+        known.settled = min(known.settled, depth)
+
+    def finished(self, request: Any) -> None:
+        """Nothing more comes of it."""
+        self._known.pop(request.request_id, None)
+
+    def counts(self) -> dict[str, int]:
+        """Since the last call, by name."""
+        counts, self._counts = dict(self._counts), Counter()
+        return counts
+
+    def close(self) -> None:
+        self._lookups.close()
+
+    def new(self, request: Any) -> None:
+        """A request has come."""
+        self._of(request)
+
+    def _of(self, request: Any) -> Known | None:
+        """The request with the keys of all tokens known by now; None if it takes no part."""
+        known = self._known.get(request.request_id)
+        if known is None:
+            if (seed := self._seed_of(request)) is None:
+                return None
+            content = {
+                feature.mm_position.offset: hashlib.sha256(feature.identifier.encode()).digest()
+                for feature in request.mm_features
+            }
+            known = self._known[request.request_id] = Known(request, seed, content)
+        self._extend(known)
+        return known
+
+    def _extend(self, known: Known) -> None:
+        size, have = self._shape.value_tokens, len(known.keys)
+        if known.request.num_tokens // size > have:
+            before = known.keys[-1] if have else known.seed
+            count = known.request.num_tokens // size
+            tokens = known.request.all_token_ids[have * size : count * size]
+            content = {at - have * size: one for at, one in known.content.items() if have * size <= at < count * size}
+            known.keys += hash_blocks(before, tokens, size, content)
+
+    def _found(self, known: Known, first: int, keys: list[bytes]) -> int | None:
+        """How many of ``keys``, from value ``first`` on, the store has; None: not answered yet."""
+        now_s = self._clock()
+        lookup = known.lookup
+        if lookup is None or lookup.first != first or (lookup.found is not None and now_s > lookup.asked_s + _FRESH_S):
+            lookup = known.lookup = Lookup(first, now_s, Call(lambda: self._prefix(keys)))
+            self._counts["lookups"] += 1
+            if self._lookups.all_hung or not self._lookups.submit(lookup.call):
+                lookup.found = 0
+        if lookup.found is None and lookup.call.wait(_ANSWERED_S):
+            if lookup.call.error is not None:
+                raise lookup.call.error
+            lookup.found = int(str(lookup.call.result))
+            self._latencies.took(now_s - lookup.asked_s)
+        if lookup.found is None:
+            with recompute_cost(self._blocks.compute.seconds(len(keys) * self._shape.value_tokens)):
+                patience = min(_PATIENCE_S, patience_s(self._latencies))
+            if now_s > lookup.asked_s + patience and lookup.call.give_up(lambda result: None):
+                self._counts["lookups_given_up"] += 1
+                lookup.found = 0
+        return min(lookup.found, len(keys)) if lookup.found is not None else None
+
+    def _prefix(self, keys: list[bytes]) -> int:
+        """Leading values of which every rank has stored its part."""
+        found = len(keys)
+        for rank in range(self._ranks):
+            found = self._blocks.prefix([rank_key(key, rank) for key in keys[:found]])
+        return found
+
+
+class LoadRate:
+    """What loads take: a fixed part and one by bytes, from the loads seen; later ones count more."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = 0.0
+        self._passed_over = 0
+
+    def took(self, loaded: Loaded) -> None:
+        self._passed_over = 0
+        if loaded.size_bytes and loaded.seconds > 0:
+            rate = loaded.size_bytes / loaded.seconds
+            self._bytes_per_s += (rate - self._bytes_per_s) / 4 if self._bytes_per_s else rate
+
+    def passed_over(self) -> None:
+        """A prompt was computed since loading it seemed slower."""
+        self._passed_over += 1
+
+    def seconds(self, size_bytes: int) -> float | None:
+        """None before the first load."""
+        if not self._bytes_per_s:
+            return None
+        return size_bytes / self._bytes_per_s * _OPTIMISM**self._passed_over

@@ -1,0 +1,86 @@
+"""What ``kv_connector_extra_config`` may say, and what of vLLM's own configuration is refused, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skymemory.config import duration, filled, setting, size, text, whole, yes_or_no
+from skymemory.errors import InvalidInput
+
+TESTED_VERSIONS = ("0.32",)
+"""Of vLLM: the connector depends on how its scheduler behaves, not on the interface alone."""
+_ONE_PROCESS = ("memory", "disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``kv_connector_extra_config``."""
+
+    store: str = setting("store", text, "", "address of the store, such as unix:///run/sky.sock of a store daemon")
+    value_tokens: int = setting("value_tokens", whole, 128, "tokens stored under one key; whole blocks of vLLM's")
+    queue_bytes: int = setting("queue", size, 512 << 20, "bound on bytes that wait to be saved; more are not saved")
+    drain_s: float = setting("drain", duration, 3.0, "how long a stopping engine goes on saving what waits")
+    untested_version: bool = setting("untested_version", yes_or_no, False, "run with a version that was not tested")
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise InvalidInput("store is missing: expected an address, such as unix:///run/sky.sock of a store daemon")
+        if self.store.partition(":")[0] in _ONE_PROCESS or "tier=" in self.store:
+            raise InvalidInput(
+                f"store {self.store!r} belongs to one process, and vLLM's scheduler and workers are several: serve it "
+                f"by `skymemory store serve '{self.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"
+            )
+        if self.queue_bytes < 1:
+            raise InvalidInput("queue: expected a size above 0")
+
+    @classmethod
+    def read(cls, extra_config: Mapping[str, Any]) -> Settings:
+        """Raises InvalidInput for an unknown key or a wrong value."""
+        return filled(cls, extra_config, "kv_connector_extra_config")
+
+    def blocks_per_value(self, block_tokens: int) -> int:
+        """At least one block; raises InvalidInput unless a value is whole blocks."""
+        if self.value_tokens % block_tokens and self.value_tokens > block_tokens:
+            raise InvalidInput(
+                f"kv_connector_extra_config: value_tokens is {self.value_tokens}: expected a multiple of vLLM's block "
+                f"size of {block_tokens} tokens"
+            )
+        return max(1, self.value_tokens // block_tokens)
+
+
+def check_engine(config: Any, groups: Any, version: str, settings: Settings) -> None:
+    """Raises InvalidInput for what would give wrong tokens, lost requests or nothing at all.
+
+    ``config`` is a ``VllmConfig``, ``groups`` are its KV cache groups.
+    """
+    if not settings.untested_version and not version.startswith(tuple(f"{one}." for one in TESTED_VERSIONS)):
+        raise InvalidInput(
+            f"vLLM {version} was not tested with this connector, {', '.join(TESTED_VERSIONS)} was: install that, or "
+            'try it with "untested_version": true in kv_connector_extra_config'
+        )
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise InvalidInput(
+            f'kv_load_failure_policy is "{policy}": a block that fails to load would end its request without tokens. '
+            'Write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+        )
+    if len(groups) != 1:
+        raise InvalidInput(
+            f"this model has {len(groups)} groups of KV caches (such as sliding windows beside full attention): vLLM "
+            "reports no failed blocks there; run it without this connector, or with --disable-hybrid-kv-cache-manager"
+        )
+    kind = type(groups[0].kv_cache_spec).__name__
+    if kind != "FullAttentionSpec":
+        raise InvalidInput(f"this model's KV cache is of kind {kind}: only full attention is supported")
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (ranks := getattr(parallel, name, 1)) != 1:
+            raise InvalidInput(f"{name} is {ranks}: only tensor parallelism is supported")
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        raise InvalidInput(
+            f"speculative decoding by {speculative.method!r}: a drafting model has keys and values of its own; only "
+            "ngram and suffix are supported"
+        )

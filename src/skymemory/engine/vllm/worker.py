@@ -1,0 +1,342 @@
+"""The connector in a worker of vLLM: loads values into its blocks and saves blocks as values, beside its steps.
+
+Each step, in this order: ``begin`` (asynchronous loads start), ``load`` (those that the step's forward needs, waited
+for), the forward, ``end`` (completed values are copied out; a thread stores them), ``outcome``.
+
+A load that takes longer than computing its tokens is given up. Its thread may hang in the store, but writes no block
+any more: ``_Job`` has a lock for that, since vLLM hands the blocks to another request then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skymemory.cache.blocks import TIER_FAILURES, BlockCache, LoadTally, PhaseClock
+from skymemory.cache.patience import Latencies, patience_while_computing_s
+from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.engine.vllm.copier import BlockCopier
+from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.kv.block import Place
+from skymemory.kv.value import PAYLOAD_AT, block_header
+from skymemory.store.base import Presence
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 4
+_UNKNOWN_S = 10.0
+_UNKNOWN_BYTES_PER_S = 1e6
+"""A load is given up after so long, where it is not known how long computing takes."""
+_IDLE_S = 0.002
+"""So long a step that computes nothing waits for a load to end: else vLLM would spin, and slow the loads."""
+_SAVED_AT_ONCE = 16
+_WAITING = 1 << 16
+
+
+class _Closed(RuntimeError):
+    """The load was given up: its blocks are no longer its own."""
+
+
+class _Job:
+    """One load under way: a sink that writes into the request's blocks, until it is closed."""
+
+    def __init__(self, load: Load, copier: BlockCopier, blocks_per_value: int, began_s: float, due_s: float) -> None:
+        self.load = load
+        self._copier = copier
+        self._size = blocks_per_value
+        self.began_s, self.due_s = began_s, due_s
+        self._lock = threading.Lock()
+        self._closed = False
+        self.placed = 0
+        """Leading values in place."""
+        self.end: Loaded | None = None
+
+    def place(self, index: int, block: memoryview) -> None:
+        skipped, blocks = self.load.places(index, self._size)
+        with self._lock:
+            if self._closed:
+                raise _Closed("the load was given up")
+            if blocks:
+                self._copier.write(blocks, block, skipped, self._size)
+            self.placed = index + 1
+
+    def close(self) -> None:
+        """When this returns, nothing is written any more."""
+        with self._lock:
+            self._closed = True
+
+    def missing(self) -> tuple[int, ...]:
+        """The blocks that were not written."""
+        return self.load.blocks[max(0, self.placed * self._size - self.load.skipped_blocks) :]
+
+
+class WorkerSide:
+    """Called by one thread of vLLM's; its own threads load and save."""
+
+    def __init__(
+        self,
+        blocks: BlockCache,
+        shape: Shape,
+        *,
+        rank: int = 0,
+        queue_bytes: int = 512 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocks = blocks
+        self.shape = shape
+        self._rank = rank
+        self._clock = clock
+        self._copier: BlockCopier | None = None
+        self._loaders = TierWorkers("vllm load", _THREADS, _WAITING)
+        self._latencies = Latencies()
+        self._saver = Saver(blocks, queue_bytes)
+        self._ended = threading.Condition()
+        self._jobs: list[_Job] = []
+        self._plan = Plan()
+        self._began_s = 0.0
+        self._loading_s = 0.0
+        self._outcome = Outcome()
+        self._invalid: set[int] = set()
+        self._finished: set[str] = set()
+        self._failures = 0
+
+    def register(self, copier: BlockCopier) -> None:
+        """The blocks are there."""
+        self._copier = copier
+
+    # --- one step ---
+
+    def begin(self, plan: Plan) -> None:
+        """Its metadata came: asynchronous loads start."""
+        self._plan = plan
+        self._began_s, self._loading_s = self._clock(), 0.0
+        for load in plan.loads:
+            if not load.sync:
+                self._start(load)
+
+    def load(self) -> None:
+        """The loads that this step's forward needs; returns when all have ended or were given up."""
+        jobs = [self._start(load) for load in self._plan.loads if load.sync]
+        if not jobs:
+            return
+        with self._ended:
+            while any(job.end is None for job in jobs):
+                due_s = min(job.due_s for job in jobs if job.end is None) - self._clock()
+                if due_s <= 0:
+                    break
+                self._ended.wait(due_s)
+        self._settle()
+        self._loading_s = self._clock() - self._began_s
+
+    def end(self) -> None:
+        """The forward is done: completed values are copied out."""
+        plan, self._plan = self._plan, Plan()
+        if plan.failures_seen < self._failures:
+            # A load of this step, or of one that the scheduler had not heard of when it planned this one, has failed:
+            # what was computed behind it is wrong, and is computed again.
+            self._outcome.unsaved += [(save.request, save.depth) for save in plan.saves]
+        else:
+            for save in plan.saves:
+                if self._copier is None or not self._saver.save(save, self._copier, rank_key(save.key, self._rank)):
+                    self._outcome.dropped.append(save.key)
+        if plan.tokens:
+            self._outcome.step_tokens = plan.tokens
+            self._outcome.step_s = self._clock() - self._began_s - self._loading_s
+        if not plan.tokens and self._jobs:
+            with self._ended:
+                self._ended.wait_for(lambda: any(job.end is not None for job in self._jobs), _IDLE_S)
+        self._settle()
+
+    def finished(self) -> set[str]:
+        """Requests whose asynchronous loads have ended since the last step, well or not."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks that were not loaded since the last step."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def outcome(self) -> Outcome | None:
+        """Since the last step; None if there is nothing to say."""
+        outcome, self._outcome = self._outcome, Outcome()
+        outcome.counts = dict(self._saver.counts())
+        said = outcome.loaded or outcome.dropped or outcome.unsaved or outcome.step_tokens or outcome.counts
+        return outcome if said else None
+
+    def close(self, drain_s: float) -> None:
+        """Stores what waits, as long as ``drain_s``; loads end as given up."""
+        for job in self._jobs:
+            job.close()
+        self._loaders.close()
+        self._saver.close(drain_s)
+
+    # --- loads ---
+
+    def _start(self, load: Load) -> _Job:
+        size_bytes = len(load.keys) * self._blocks.layout.block_bytes
+        computing_s = self._blocks.compute.seconds(len(load.blocks) * self.shape.block_tokens)
+        patience_s = (
+            _UNKNOWN_S + size_bytes / _UNKNOWN_BYTES_PER_S
+            if computing_s is None
+            else patience_while_computing_s(computing_s, self._latencies, size_bytes)
+        )
+        now_s = self._clock()
+        assert self._copier is not None
+        job = _Job(load, self._copier, self.shape.blocks_per_value, now_s, now_s + patience_s)
+        self._jobs.append(job)
+        if not self._loaders.submit(Call(lambda: self._run(job, computing_s))):
+            self._end(job, "too many loads", 0)
+        return job
+
+    def _run(self, job: _Job, computing_s: float | None) -> None:
+        """In a thread."""
+        tally = LoadTally()
+        keys = [rank_key(key, self._rank) for key in job.load.keys]
+        reason = ""
+        try:
+            self._blocks.load_found(keys, job, tally, PhaseClock(time.perf_counter, {}), computing_s)
+            reason = next(iter(tally.failed), "")
+        except _Closed:
+            reason = "deadline"
+        except TIER_FAILURES as error:
+            _log.warning("a load of %d values failed: %s", len(keys), error)
+            reason = "unreachable"
+        except BaseException:
+            _log.exception("a load of %d values failed by a fault of the connector", len(keys))
+            reason = "fault"
+        self._end(job, reason, tally.size_bytes)
+
+    def _end(self, job: _Job, reason: str, size_bytes: int) -> None:
+        seconds = self._clock() - job.began_s
+        if not reason:
+            self._latencies.took(seconds, size_bytes)
+        with self._ended:
+            if job.end is None:
+                job.end = Loaded(job.placed, reason, size_bytes, seconds)
+            self._ended.notify_all()
+
+    def _settle(self) -> None:
+        """Report the loads that have ended, and give up those that are overdue."""
+        now_s = self._clock()
+        for job in list(self._jobs):
+            with self._ended:
+                if job.end is None and now_s >= job.due_s:
+                    job.close()
+                    job.end = Loaded(job.placed, "deadline", 0, now_s - job.began_s)
+            if job.end is None:
+                continue
+            self._jobs.remove(job)
+            self._outcome.loaded[job.load.request] = job.end
+            if job.end.reason:
+                self._failures += 1
+                self._invalid |= set(job.missing())
+            if not job.load.sync:
+                self._finished.add(job.load.request)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    key: bytes
+    place: Place
+    value: bytearray
+
+
+class Saver:
+    """Values on their way to the store, copied out and bounded; one thread stores them."""
+
+    def __init__(self, blocks: BlockCache, queue_bytes: int) -> None:
+        self._blocks = blocks
+        self._value_bytes = PAYLOAD_AT + blocks.layout.block_bytes
+        self._most = max(1, queue_bytes // self._value_bytes)
+        self._free: list[bytearray] = []
+        """Of values that were stored: memory that is touched for the first time is ten times slower."""
+        self._waiting: deque[_Waiting] = deque()
+        self._held = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._counts: Counter[str] = Counter()
+        self._thread: threading.Thread | None = None
+
+    def save(self, save: Save, copier: BlockCopier, key: bytes) -> bool:
+        """Copy the value out and queue it; False if there is no room."""
+        with self._changed:
+            if self._held >= self._most or self._stopping:
+                self._counts["dropped_values"] += 1
+                return False
+            self._held += 1
+            buffer = self._free.pop() if self._free else None
+        value = buffer if buffer is not None else bytearray(self._value_bytes)
+        copier.read(save.blocks, memoryview(value)[PAYLOAD_AT:])
+        with self._changed:
+            self._waiting.append(_Waiting(key, Place(save.depth, save.parent), value))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return True
+
+    def counts(self) -> Counter[str]:
+        """Since the last call."""
+        with self._changed:
+            counts, self._counts = self._counts, Counter()
+        return counts
+
+    def close(self, drain_s: float) -> None:
+        """Stores what waits, as long as ``drain_s``."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(drain_s)
+        with self._changed:
+            left = len(self._waiting)
+            self._waiting.clear()
+        if left:
+            _log.warning("%d values were not saved: the store took longer than %g s", left, drain_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopping)
+                if not self._waiting:
+                    return
+                batch = [self._waiting.popleft() for _ in range(min(_SAVED_AT_ONCE, len(self._waiting)))]
+            counts: Counter[str] = Counter()
+            try:
+                counts = self._store(batch)
+            except TIER_FAILURES as error:
+                counts["refused_values"] += len(batch)
+                _log.warning("%d values could not be saved: %s", len(batch), error)
+            except Exception:
+                counts["refused_values"] += len(batch)
+                _log.exception("%d values could not be saved by a fault of the connector", len(batch))
+            with self._changed:
+                self._held -= len(batch)
+                self._free += [one.value for one in batch]
+                self._counts.update(counts)
+
+    def _store(self, batch: list[_Waiting]) -> Counter[str]:
+        """Store those of ``batch`` that the store does not have."""
+        began_s = time.perf_counter()
+        presence = self._blocks.store.lookup([one.key for one in batch])
+        items, places = [], []
+        for one, present in zip(batch, presence, strict=True):
+            if present is Presence.MISS:
+                view = memoryview(one.value)
+                view[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, view[PAYLOAD_AT:])
+                items.append((one.key, view))
+                places.append(one.place)
+        stored = sum(self._blocks.put(items, places)) if items else 0
+        return Counter(
+            saved_values=stored,
+            present_values=len(batch) - len(items),
+            refused_values=len(items) - stored,
+            saved_bytes=stored * self._value_bytes,
+            saving_us=round((time.perf_counter() - began_s) * 1e6),
+        )
