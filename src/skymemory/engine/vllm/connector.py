@@ -137,11 +137,10 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker is not None
-        self._worker.load()
+        """Loads started with the metadata; no forward waits for one."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers of a value come together, before the forward."""
+        """A request is scheduled when all layers of its values are there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """All layers of a value are copied out together, after the forward."""

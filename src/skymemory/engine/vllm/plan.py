@@ -26,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Consecutive values of one request's prompt, to be put into its blocks."""
+    """Consecutive values of one request's prompt, to be put into its blocks beside this and the following steps."""
 
     request: str
     keys: tuple[bytes, ...]
@@ -35,8 +35,6 @@ class Load:
     """Leading blocks of the first value that vLLM has already."""
     blocks: tuple[int, ...]
     """Where the others go; the last value's may end early, since a prompt's last token is always computed."""
-    sync: bool
-    """Before the forward of this step; else beside this and the following steps."""
 
     def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[int, ...]]:
         """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go."""
@@ -48,7 +46,6 @@ class Load:
 class Save:
     """One whole value, to be copied out after the forward of this step."""
 
-    request: str
     key: bytes
     depth: int
     """Values of the prompt before it."""
@@ -64,8 +61,6 @@ class Plan:
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
     """That the step computes."""
-    failures_seen: int = 0
-    """Loads whose failure the scheduler knows of. Steps planned before compute on blocks that were not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +73,8 @@ class Loaded:
     """Why the next one is not; empty if all are."""
     size_bytes: int
     seconds: float
+    missing_tokens: int = 0
+    """That vLLM counts as cached and computes all the same."""
 
 
 @dataclass(slots=True)
@@ -86,10 +83,6 @@ class Outcome:
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
     """By request."""
-    dropped: list[bytes] = field(default_factory=list)
-    """Keys whose saves had no room in the queue."""
-    unsaved: list[tuple[str, int]] = field(default_factory=list)
-    """Request and depth of saves that were not made, since a load of their step had failed."""
     step_s: float = 0.0
     step_tokens: int = 0
     counts: dict[str, float] = field(default_factory=dict)
@@ -102,11 +95,10 @@ class Outcome:
             ours = loaded.get(request, theirs)
             fewer = min(ours, theirs, key=lambda one: one.values)
             size_bytes = ours.size_bytes + theirs.size_bytes if request in self.loaded else theirs.size_bytes
-            loaded[request] = Loaded(fewer.values, fewer.reason, size_bytes, max(ours.seconds, theirs.seconds))
+            missing = max(ours.missing_tokens, theirs.missing_tokens)
+            loaded[request] = Loaded(fewer.values, fewer.reason, size_bytes, max(ours.seconds, theirs.seconds), missing)
         return Outcome(
             loaded,
-            self.dropped + other.dropped,
-            self.unsaved + other.unsaved,
             max(self.step_s, other.step_s),
             max(self.step_tokens, other.step_tokens),
             added(self.counts, other.counts),

@@ -61,9 +61,10 @@ class Known:
     lookup: Lookup | None = None
     computed_tokens: int = 0
     """Where a load would begin."""
-    sync: bool = False
     first: int = 0
     """Value at which its last load began."""
+    failed: bool = False
+    """A load of it failed: it is computed, or a store that loses values would be asked again and again."""
 
 
 class SchedulerSide:
@@ -92,20 +93,19 @@ class SchedulerSide:
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys handed to the workers, as far as is known still stored."""
+        """Keys handed to the workers. One that a look-up does not find is taken out: it was dropped, or evicted."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
-        self._failures = 0
-        self._step_s = 0.0
         self._counts: Counter[str] = Counter()
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded behind the first ``computed_tokens``, and whether beside other steps; None: ask
-        again.
+        """Tokens that can be loaded behind the first ``computed_tokens`` (None: ask again), and whether beside other
+        steps. They always are: where a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix
+        cache, for any request that comes before they are computed.
         """
         known = self._of(request) if self._loads else None
-        if known is None:
+        if known is None or known.failed:
             return 0, False
         shape = self._shape
         limit = (request.num_tokens - 1) // shape.block_tokens * shape.block_tokens
@@ -129,8 +129,7 @@ class SchedulerSide:
             self._counts["slower_than_computing_tokens"] += tokens
             return 0, False
         known.computed_tokens = computed_tokens
-        known.sync = load_s is not None and load_s < self._step_s
-        return tokens, not known.sync
+        return tokens, True
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """Blocks of the request are reserved; those of ``external_tokens`` behind its own are to be loaded."""
@@ -144,7 +143,7 @@ class SchedulerSide:
         keys = tuple(known.keys[first : -(-last_block // shape.blocks_per_value)])
         blocks = tuple(self._block_ids(request.request_id)[first_block:last_block])
         skipped = first_block - first * shape.blocks_per_value
-        self._planned.append(Load(request.request_id, keys, skipped, blocks, known.sync))
+        self._planned.append(Load(request.request_id, keys, skipped, blocks))
         known.first = first
         known.settled = max(known.settled, first + len(keys))
         known.lookup = None
@@ -153,8 +152,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> Plan:
         """Of the step that ``output`` (a ``SchedulerOutput``) describes."""
-        plan = Plan(self._planned, tokens=output.total_num_scheduled_tokens, failures_seen=self._failures)
-        self._planned = []
+        plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
         if self._saves:
             for request_id, tokens in output.num_scheduled_tokens.items():
                 if (known := self._known.get(request_id)) is not None:
@@ -174,9 +172,7 @@ class SchedulerSide:
             if key not in self._sent:
                 self._sent[key] = None
                 parent = known.keys[depth - 1] if depth else None
-                saves.append(
-                    Save(request.request_id, key, depth, parent, tuple(blocks[depth * size : (depth + 1) * size]))
-                )
+                saves.append(Save(key, depth, parent, tuple(blocks[depth * size : (depth + 1) * size])))
         while len(self._sent) > _KEPT_SENT:
             self._sent.popitem(last=False)
         known.settled = whole
@@ -186,20 +182,15 @@ class SchedulerSide:
         """What the workers report of a step."""
         if outcome.step_tokens:
             self._blocks.compute.took(outcome.step_tokens, outcome.step_s)
-            self._step_s = max(outcome.step_s, self._step_s * 0.9)
         for request_id, loaded in outcome.loaded.items():
             self._loading.took(loaded)
             known = self._known.get(request_id)
             if loaded.reason:
-                self._failures += 1
                 self._counts[f"failed_loads {loaded.reason}"] += 1
+                self._counts["recomputed_tokens"] += loaded.missing_tokens
                 if known is not None:
+                    known.failed = True
                     self._unsettle(known, known.first + loaded.values)
-        for request_id, depth in outcome.unsaved:
-            if (known := self._known.get(request_id)) is not None:
-                self._unsettle(known, depth)
-        for key in outcome.dropped:
-            self._sent.pop(key, None)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
     def _unsettle(self, known: Known, depth: int) -> None:

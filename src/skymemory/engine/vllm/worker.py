@@ -1,7 +1,7 @@
 """The connector in a worker of vLLM: loads values into its blocks and saves blocks as values, beside its steps.
 
-Each step, in this order: ``begin`` (asynchronous loads start), ``load`` (those that the step's forward needs, waited
-for), the forward, ``end`` (completed values are copied out; a thread stores them), ``outcome``.
+Each step, in this order: ``begin`` (its loads start), the forward, ``end`` (completed values are copied out; a thread
+stores them), ``finished``, ``invalid_blocks`` and ``outcome`` (what has ended).
 
 A load that takes longer than computing its tokens is given up. Its thread may hang in the store, but writes no block
 any more: ``_Job`` has a lock for that, since vLLM hands the blocks to another request then.
@@ -98,11 +98,9 @@ class WorkerSide:
         self._jobs: list[_Job] = []
         self._plan = Plan()
         self._began_s = 0.0
-        self._loading_s = 0.0
         self._outcome = Outcome()
         self._invalid: set[int] = set()
         self._finished: set[str] = set()
-        self._failures = 0
 
     def register(self, copier: BlockCopier) -> None:
         """The blocks are there."""
@@ -111,48 +109,28 @@ class WorkerSide:
     # --- one step ---
 
     def begin(self, plan: Plan) -> None:
-        """Its metadata came: asynchronous loads start."""
-        self._plan = plan
-        self._began_s, self._loading_s = self._clock(), 0.0
+        """Its metadata came: loads start."""
+        self._plan, self._began_s = plan, self._clock()
         for load in plan.loads:
-            if not load.sync:
-                self._start(load)
-
-    def load(self) -> None:
-        """The loads that this step's forward needs; returns when all have ended or were given up."""
-        jobs = [self._start(load) for load in self._plan.loads if load.sync]
-        if not jobs:
-            return
-        with self._ended:
-            while any(job.end is None for job in jobs):
-                due_s = min(job.due_s for job in jobs if job.end is None) - self._clock()
-                if due_s <= 0:
-                    break
-                self._ended.wait(due_s)
-        self._settle()
-        self._loading_s = self._clock() - self._began_s
+            self._start(load)
 
     def end(self) -> None:
         """The forward is done: completed values are copied out."""
         plan, self._plan = self._plan, Plan()
-        if plan.failures_seen < self._failures:
-            # A load of this step, or of one that the scheduler had not heard of when it planned this one, has failed:
-            # what was computed behind it is wrong, and is computed again.
-            self._outcome.unsaved += [(save.request, save.depth) for save in plan.saves]
-        else:
-            for save in plan.saves:
-                if self._copier is None or not self._saver.save(save, self._copier, rank_key(save.key, self._rank)):
-                    self._outcome.dropped.append(save.key)
+        for save in plan.saves:
+            assert self._copier is not None
+            self._saver.save(save, self._copier, rank_key(save.key, self._rank))
         if plan.tokens:
             self._outcome.step_tokens = plan.tokens
-            self._outcome.step_s = self._clock() - self._began_s - self._loading_s
+            self._outcome.step_s = self._clock() - self._began_s
+            self._blocks.compute.took(plan.tokens, self._outcome.step_s)
         if not plan.tokens and self._jobs:
             with self._ended:
                 self._ended.wait_for(lambda: any(job.end is not None for job in self._jobs), _IDLE_S)
         self._settle()
 
     def finished(self) -> set[str]:
-        """Requests whose asynchronous loads have ended since the last step, well or not."""
+        """Requests whose loads have ended since the last step, well or not."""
         finished, self._finished = self._finished, set()
         return finished
 
@@ -165,7 +143,7 @@ class WorkerSide:
         """Since the last step; None if there is nothing to say."""
         outcome, self._outcome = self._outcome, Outcome()
         outcome.counts = dict(self._saver.counts())
-        said = outcome.loaded or outcome.dropped or outcome.unsaved or outcome.step_tokens or outcome.counts
+        said = outcome.loaded or outcome.step_tokens or outcome.counts
         return outcome if said else None
 
     def close(self, drain_s: float) -> None:
@@ -217,8 +195,12 @@ class WorkerSide:
             self._latencies.took(seconds, size_bytes)
         with self._ended:
             if job.end is None:
-                job.end = Loaded(job.placed, reason, size_bytes, seconds)
+                job.end = self._end_of(job, reason, size_bytes, seconds)
             self._ended.notify_all()
+
+    def _end_of(self, job: _Job, reason: str, size_bytes: int, seconds: float) -> Loaded:
+        missing_tokens = len(job.missing()) * self.shape.block_tokens if reason else 0
+        return Loaded(job.placed, reason, size_bytes, seconds, missing_tokens)
 
     def _settle(self) -> None:
         """Report the loads that have ended, and give up those that are overdue."""
@@ -227,16 +209,14 @@ class WorkerSide:
             with self._ended:
                 if job.end is None and now_s >= job.due_s:
                     job.close()
-                    job.end = Loaded(job.placed, "deadline", 0, now_s - job.began_s)
+                    job.end = self._end_of(job, "deadline", 0, now_s - job.began_s)
             if job.end is None:
                 continue
             self._jobs.remove(job)
             self._outcome.loaded[job.load.request] = job.end
             if job.end.reason:
-                self._failures += 1
                 self._invalid |= set(job.missing())
-            if not job.load.sync:
-                self._finished.add(job.load.request)
+            self._finished.add(job.load.request)
 
 
 @dataclass(slots=True)
@@ -262,12 +242,12 @@ class Saver:
         self._counts: Counter[str] = Counter()
         self._thread: threading.Thread | None = None
 
-    def save(self, save: Save, copier: BlockCopier, key: bytes) -> bool:
-        """Copy the value out and queue it; False if there is no room."""
+    def save(self, save: Save, copier: BlockCopier, key: bytes) -> None:
+        """Copy the value out and queue it; where there is no room it is dropped, and counted."""
         with self._changed:
             if self._held >= self._most or self._stopping:
                 self._counts["dropped_values"] += 1
-                return False
+                return
             self._held += 1
             buffer = self._free.pop() if self._free else None
         value = buffer if buffer is not None else bytearray(self._value_bytes)
@@ -278,7 +258,6 @@ class Saver:
                 self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return True
 
     def counts(self) -> Counter[str]:
         """Since the last call."""

@@ -1,0 +1,127 @@
+"""A stand-in for vLLM's scheduler and block tables around both sides of the connector: what they see of it, no more.
+
+The real one is in tests/vllm; here its order of calls is driven by hand, so that failures fall where a test wants them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from skymemory.cache.blocks import BlockCache
+from skymemory.engine.vllm.copier import CpuCopier
+from skymemory.engine.vllm.plan import Shape
+from skymemory.engine.vllm.scheduler import SchedulerSide
+from skymemory.engine.vllm.worker import WorkerSide
+from skymemory.kv.block import OpaqueLayout
+from skymemory.kv.context import CacheContext
+from skymemory.store.base import Store
+
+BLOCK, SIZE, LAYERS, LAYER_BYTES = 4, 2, 3, 40
+SHAPE = Shape(BLOCK, SIZE)
+LAYOUT = OpaqueLayout("for tests", BLOCK * SIZE, SIZE * LAYERS * LAYER_BYTES)
+CONTEXT = CacheContext("m", "w", "token ids", "float32", LAYOUT.describe(), block_tokens=BLOCK * SIZE)
+
+
+class Request(SimpleNamespace):
+    """The fields of vLLM's that are read."""
+
+    def __init__(self, name: str, tokens: list[int], **more: Any) -> None:
+        fields: dict[str, Any] = {"prompt_embeds": None, "resumable": False, "lora_request": None, "cache_salt": None}
+        super().__init__(
+            request_id=name, all_token_ids=list(tokens), prompt_token_ids=list(tokens), mm_features=[], **fields | more
+        )
+        self.num_computed_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def kv_of(tokens: list[int], block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What the model would write into one block: it depends on all tokens up to the block's end."""
+    seed = hash(tuple(tokens[: (block + 1) * BLOCK])) & 0xFFFFFFFF
+    return np.random.default_rng(seed).integers(0, 256, (LAYERS, LAYER_BYTES), np.uint8)
+
+
+class Engine:
+    """One engine over ``store``: both sides, block tables and the memory of the blocks."""
+
+    def __init__(self, store: Store, blocks: int = 64, **options: Any) -> None:
+        self.memory = np.zeros((LAYERS, blocks, LAYER_BYTES), np.uint8)
+        self.tables: dict[str, list[int]] = {}
+        self.free = list(range(1, blocks))
+        cache = lambda: BlockCache(CONTEXT, LAYOUT, store)  # noqa: E731
+        self.scheduler = SchedulerSide(
+            cache(), SHAPE, lambda request: CONTEXT.digest(), lambda name: self.tables[name], **options
+        )
+        self.worker = WorkerSide(cache(), SHAPE)
+        self.worker.register(CpuCopier(list(self.memory)))
+        self.finished: set[str] = set()
+        self.invalid: set[int] = set()
+
+    def matched(self, request: Request, computed: int = 0) -> tuple[int, bool]:
+        while True:
+            tokens, beside = self.scheduler.matched(request, computed)
+            if tokens is not None:
+                return tokens, beside
+
+    def admit(self, request: Request, external: int = 0, local: int = 0) -> None:
+        """Its blocks are allocated."""
+        count = -(-(request.num_tokens + BLOCK) // BLOCK)
+        self.tables[request.request_id] = [self.free.pop(0) for _ in range(count)]
+        self.scheduler.allocated(request, external)
+        request.num_computed_tokens = local + external
+
+    def step(self, *scheduled: tuple[Request, int]) -> None:
+        """One step that computes so many tokens of each."""
+        total = sum(tokens for _, tokens in scheduled)
+        output = SimpleNamespace(
+            num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
+            total_num_scheduled_tokens=total,
+            preempted_req_ids=set(),
+        )
+        plan = self.scheduler.plan(output)
+        self.worker.begin(plan)
+        for request, tokens in scheduled:
+            self._compute(request, tokens)
+        self.worker.end()
+        self.finished |= self.worker.finished()
+        self.invalid |= self.worker.invalid_blocks()
+        outcome = self.worker.outcome()
+        if outcome is not None:
+            self.scheduler.update(outcome)
+
+    def _compute(self, request: Request, tokens: int) -> None:
+        start, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + tokens
+        for block in range(start // BLOCK, request.num_computed_tokens // BLOCK):
+            wrong = any(
+                not (self.memory[:, self.tables[request.request_id][at]] == kv_of(request.all_token_ids, at)).all()
+                for at in range(block)
+            )
+            kv = kv_of(request.all_token_ids, block)
+            self.memory[:, self.tables[request.request_id][block]] = kv ^ 255 if wrong else kv
+
+    def until_loaded(self, request: Request) -> None:
+        for _ in range(2000):
+            if request.request_id in self.finished:
+                return
+            self.step()
+        raise AssertionError("the load has not ended")
+
+    def sound(self, request: Request, tokens: int) -> bool:
+        """Whether its blocks up to ``tokens`` hold what the model would have written."""
+        table = self.tables[request.request_id]
+        return all(
+            bool((self.memory[:, table[at]] == kv_of(request.all_token_ids, at)).all()) for at in range(tokens // BLOCK)
+        )
+
+    def release(self, request: Request) -> None:
+        self.scheduler.finished(request)
+        self.free += self.tables.pop(request.request_id)
+
+    def close(self) -> None:
+        self.worker.close(10.0)
+        self.scheduler.close()

@@ -1,0 +1,287 @@
+"""Both sides of the connector against each other: what one engine saves another loads, and nothing wrong is saved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SIZE, Engine, Request
+
+from skymemory.engine.vllm.copier import CpuCopier
+from skymemory.kv.block import hash_blocks
+from skymemory.store.base import LoadTicket
+from skymemory.store.memory import MemoryStore
+
+VALUE = BLOCK * SIZE
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(0, 1000, tokens)]
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    with MemoryStore(1 << 20) as store:
+        yield store
+
+
+def filled(store: MemoryStore, tokens: list[int]) -> None:
+    """By an engine of its own, which is gone afterwards."""
+    engine, request = Engine(store), Request("first", tokens)
+    assert engine.matched(request) == (0, False)
+    engine.admit(request)
+    engine.step((request, len(tokens)))
+    engine.close()
+    assert store.stats()["entries"] == len(tokens) // VALUE
+
+
+@pytest.mark.parametrize("local", [0, BLOCK, VALUE, 3 * BLOCK])
+@pytest.mark.parametrize("tokens", [VALUE, VALUE + 1, 5 * VALUE, 5 * VALUE + 3, 5 * VALUE + BLOCK])
+def test_what_one_engine_saved_another_loads(store: MemoryStore, tokens: int, local: int) -> None:
+    """All but the last block's worth: its last token is computed; behind what vLLM has already."""
+    words = prompt(tokens)
+    filled(store, words)
+    engine, request = Engine(store), Request("second", words)
+    expected = min(tokens // VALUE * VALUE, (tokens - 1) // BLOCK * BLOCK) - local
+    found, beside = engine.matched(request, local)
+    assert (found, beside) == ((expected, True) if expected > 0 else (0, False))
+    engine.admit(request, found, local)
+    for block in range(local // BLOCK):
+        engine._compute(Request("second", words), 0)
+        engine.memory[:, engine.tables["second"][block]] = 7  # its own: not to be written
+    if found:
+        engine.until_loaded(request)
+    for block in range(local // BLOCK):
+        assert (engine.memory[:, engine.tables["second"][block]] == 7).all()
+    for block in range(local // BLOCK, (local + found) // BLOCK):
+        from tests.engine.vllm.engine import kv_of
+
+        assert (engine.memory[:, engine.tables["second"][block]] == kv_of(words, block)).all()
+    assert not engine.invalid
+    engine.close()
+
+
+def test_values_are_saved_once_and_with_their_place(store: MemoryStore) -> None:
+    words = prompt(4 * VALUE)
+    engine, one, two = Engine(store), Request("one", words), Request("two", words)
+    for request in (one, two):
+        engine.matched(request)
+        engine.admit(request)
+    engine.step((one, 2 * VALUE + 1), (two, 2 * VALUE + 1))
+    engine.step((one, 2 * VALUE - 1), (two, 2 * VALUE - 1))
+    engine.close()
+    assert store.stats()["stored_total"] == 4
+    keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+    assert store.prefix(keys) == 4
+
+
+def test_tokens_that_are_generated_are_saved_when_they_are_known(store: MemoryStore) -> None:
+    engine, request = Engine(store), Request("one", prompt(VALUE))
+    engine.matched(request)
+    engine.admit(request)
+    engine.step((request, VALUE))
+    for token in range(BLOCK):
+        request.all_token_ids.append(token)
+        engine.step((request, 1))
+    assert engine.worker.outcome() is None or True
+    engine.close()
+    assert store.stats()["entries"] == 1  # half of the second value
+
+
+def test_a_request_that_takes_no_part_is_left_alone(store: MemoryStore) -> None:
+    engine = Engine(store)
+    engine.scheduler._seed_of = lambda request: None
+    request = Request("one", prompt(VALUE + 1))
+    assert engine.matched(request) == (0, False)
+    engine.admit(request)
+    engine.step((request, VALUE + 1))
+    engine.close()
+    assert store.stats()["entries"] == 0
+
+
+class Lossy(MemoryStore):
+    """Loads of the given keys bring nothing, or hang until ``go``."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.lost: set[bytes] = set()
+        self.hangs = False
+        self.go = threading.Event()
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        values = super().complete_load(ticket)
+        if self.hangs:
+            self.go.wait(30)
+        return [None if key in self.lost else value for key, value in zip(ticket.keys, values, strict=True)]
+
+
+@pytest.mark.parametrize("lost", [0, 2, 4])
+def test_blocks_of_a_lost_value_and_behind_it_are_reported_and_computed(lost: int) -> None:
+    words = prompt(5 * VALUE + 1)
+    with Lossy() as store:
+        filled(store, words)
+        keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+        engine, request = Engine(store), Request("second", words + prompt(3 * VALUE, 1))
+        found, _ = engine.matched(request)
+        assert found == 5 * VALUE
+        store.lost = {keys[lost]}
+        engine.admit(request, found)
+        table = engine.tables["second"]
+        engine.until_loaded(request)
+        assert engine.invalid == set(table[lost * SIZE : 5 * SIZE])
+        # vLLM computes from the first invalid block on.
+        request.num_computed_tokens = lost * VALUE
+        assert engine.matched(request, lost * VALUE) == (0, False), "not loaded again"
+        store.lost = set()
+        store.delete(keys[lost:])
+        engine.step((request, request.num_tokens - lost * VALUE))
+        engine.close()
+        again = Engine(store)
+        later = Request("third", request.all_token_ids)
+        found, _ = again.matched(later)
+        assert found == 8 * VALUE
+        again.admit(later, found)
+        again.until_loaded(later)
+        assert again.sound(later, found) and not again.invalid
+        again.close()
+
+
+def test_what_the_store_has_lost_is_saved_again(store: MemoryStore) -> None:
+    words = prompt(3 * VALUE)
+    keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+    engine = Engine(store)
+    for name in ("one", "two"):
+        request = Request(name, words)
+        engine.matched(request)
+        engine.admit(request)
+        engine.step((request, 3 * VALUE))
+        while store.prefix(keys) < 3:
+            time.sleep(0.001)
+        store.delete(keys)
+    engine.close()
+
+
+def test_a_damaged_value_is_a_miss(store: MemoryStore) -> None:
+    words = prompt(3 * VALUE + 1)
+    filled(store, words)
+    keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+    (view,) = store.get_many(keys[1:2])
+    assert view is not None
+    raw = bytearray(view)
+    raw[-1] ^= 1
+    store.put_many([(keys[1], raw)])
+    engine, request = Engine(store), Request("second", words)
+    found, _ = engine.matched(request)
+    engine.admit(request, found)
+    engine.until_loaded(request)
+    assert engine.invalid == set(engine.tables["second"][SIZE : 3 * SIZE])
+    assert engine.scheduler.counts()["failed_loads corrupt"] == 1
+    engine.close()
+
+
+def test_a_load_that_hangs_is_given_up_and_writes_no_block_of_who_comes_next() -> None:
+    words = prompt(3 * VALUE + 1)
+    with Lossy() as store:
+        filled(store, words)
+        engine, request = Engine(store), Request("second", words)
+        engine.worker._blocks.compute.took(1000, 0.01)  # computing takes no time at all
+        found, _ = engine.matched(request)
+        store.hangs = True
+        engine.admit(request, found)
+        engine.until_loaded(request)
+        assert engine.invalid == set(engine.tables["second"][: 3 * SIZE])
+        engine.memory[:] = 9
+        store.hangs = False
+        store.go.set()
+        while engine.worker._loaders._running:
+            time.sleep(0.001)
+        assert (engine.memory == 9).all()
+        engine.close()
+
+
+def test_a_store_that_does_not_answer_look_ups_costs_half_a_second_once() -> None:
+    class Hanging(MemoryStore):
+        go = threading.Event()
+
+        def prefix(self, keys: Sequence[bytes]) -> int:
+            self.go.wait(30)
+            return super().prefix(keys)
+
+    now_s = [0.0]
+    with Hanging(1 << 20) as store:
+        engine = Engine(store, clock=lambda: now_s[0])
+        request = Request("one", prompt(VALUE + 1))
+        assert engine.scheduler.matched(request, 0) == (None, False)
+        now_s[0] = 0.6
+        assert engine.scheduler.matched(request, 0) == (0, False)
+        store.go.set()
+        engine.close()
+
+
+def test_a_full_queue_drops_and_the_value_is_saved_when_it_comes_again(store: MemoryStore) -> None:
+    words = prompt(4 * VALUE)
+    engine, request = Engine(store), Request("one", words)
+    engine.worker._saver._most = 0
+    engine.matched(request)
+    engine.admit(request)
+    engine.step((request, 4 * VALUE))
+    engine.release(request)
+    engine.worker._saver._most = 8
+    again = Request("two", words)
+    engine.matched(again)
+    engine.admit(again)
+    engine.step((again, 4 * VALUE))
+    engine.close()
+    assert store.prefix(hash_blocks(CONTEXT.digest(), words, VALUE)) == 4
+
+
+def test_what_waits_is_saved_when_the_engine_stops(store: MemoryStore) -> None:
+    engine, request = Engine(store), Request("one", prompt(6 * VALUE))
+    engine.matched(request)
+    engine.admit(request)
+    engine.step((request, 6 * VALUE))
+    engine.close()
+    assert store.stats()["entries"] == 6
+
+
+def test_the_tenant_the_adapter_and_the_image_are_in_the_key() -> None:
+    from types import SimpleNamespace
+
+    engine = Engine(MemoryStore(1 << 20))
+    words = prompt(2 * VALUE)
+    plain = engine.scheduler._of(Request("a", words))
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=VALUE + 1))
+    seen = engine.scheduler._of(Request("b", words))
+    assert plain is not None and seen is not None and plain.keys == seen.keys
+    request = Request("c", words)
+    request.mm_features = [image]
+    with_image = engine.scheduler._of(request)
+    assert with_image is not None
+    assert with_image.keys[0] == plain.keys[0] and with_image.keys[1] != plain.keys[1]
+    engine.close()
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=6, unique=True), st.integers(0, 3), st.integers(1, 3))
+def test_the_copier_writes_what_it_read(blocks: list[int], skipped: int, seed: int) -> None:
+    """Into other blocks, of part of a value; all others stay."""
+    dice = np.random.default_rng(seed)
+    memory = dice.integers(0, 256, (LAYERS, 16, LAYER_BYTES), np.uint8)
+    copier = CpuCopier(list(memory))
+    value = bytearray(copier.block_bytes * len(blocks))
+    copier.read(blocks, memoryview(value))
+    other = dice.integers(0, 256, memory.shape, np.uint8)
+    before = other.copy()
+    rest = blocks[skipped:]
+    CpuCopier(list(other)).write(rest, memoryview(value), skipped, len(blocks))
+    assert (other[:, rest] == memory[:, rest]).all()
+    untouched = [at for at in range(16) if at not in rest]
+    assert (other[:, untouched] == before[:, untouched]).all()
+
+
+def test_a_value_has_the_layouts_size() -> None:
+    assert LAYOUT.block_bytes == SIZE * CpuCopier(list(np.zeros((LAYERS, 4, LAYER_BYTES), np.uint8))).block_bytes

@@ -1,0 +1,77 @@
+"""One vLLM in this process, by vLLM's own Python interface: runs requests of a file and writes what came of them.
+
+    .venv-vllm/bin/python tests/vllm/offline.py JOB.json RESULT.json
+
+The job: ``engine`` (options of ``LLM``), ``transfer`` (of ``KVTransferConfig``, or null), ``rounds`` of requests
+(``tokens``, ``salt``, ``adapter``, ``max_tokens``); before each round but the first vLLM's own prefix cache is emptied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+COUNTS = {
+    "vllm:external_prefix_cache_queries": "asked",
+    "vllm:external_prefix_cache_hits": "external",
+    "vllm:prefix_cache_hits": "local",
+    "vllm:num_preemptions": "preemptions",
+}
+
+
+def main() -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.lora.request import LoRARequest
+
+    from vllm import LLM, SamplingParams
+
+    job = json.loads(Path(sys.argv[1]).read_text())
+    options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "disable_log_stats": False}
+    if job["transfer"]:
+        options["kv_transfer_config"] = KVTransferConfig(**job["transfer"])
+    llm = LLM(**options | job["engine"])
+    rounds = []
+    before: dict[str, float] = {}
+    for number, requests in enumerate(job["rounds"]):
+        if number:
+            time.sleep(job.get("pause_s", 1.0))  # what is being saved
+            assert llm.reset_prefix_cache()
+        prompts = [{"prompt_token_ids": one["tokens"], "cache_salt": one.get("salt")} for one in requests]
+        for prompt in prompts:
+            if prompt["cache_salt"] is None:
+                del prompt["cache_salt"]
+        adapters = [LoRARequest("sql", 1, one["adapter"]) if one.get("adapter") else None for one in requests]
+        sampling = [SamplingParams(temperature=0, max_tokens=one["max_tokens"], ignore_eos=True) for one in requests]
+        began_s = time.monotonic()
+        if job.get("one_by_one"):
+            answers = [
+                llm.generate(prompt, one, lora_request=adapter, use_tqdm=False)[0]
+                for prompt, one, adapter in zip(prompts, sampling, adapters, strict=True)
+            ]
+        else:
+            answers = llm.generate(prompts, sampling, lora_request=adapters, use_tqdm=False)
+        now = {
+            name: sum(one.value for one in llm.get_metrics() if one.name == metric) for metric, name in COUNTS.items()
+        }
+        rounds.append(
+            {
+                "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+                "seconds": time.monotonic() - began_s,
+                "ttft_s": [answer.metrics.first_token_latency for answer in answers],
+                **{name: value - before.get(name, 0) for name, value in now.items()},
+            }
+        )
+        before = now
+    Path(sys.argv[2]).write_text(json.dumps(rounds))
+
+
+if __name__ == "__main__":
+    main()
