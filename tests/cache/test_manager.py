@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from tests.contract.hostile_store import FAULTS, OUTAGES, HostileStore
 from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, StoreResult
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket, ValueTooLarge
 from skymemory.keys import KeyRing, SecretKey, first_ring
-from skymemory.kv.block import KVLayout
+from skymemory.kv.block import KVLayout, OpaqueLayout
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.context import CacheContext
 from skymemory.kv.value import PAYLOAD_AT, block_header
@@ -327,6 +329,29 @@ def test_a_value_of_another_layout_or_block_is_foreign() -> None:
         store.put_many([(first, header + payload)])
         assert load(cache, TOKENS)[0].failed_blocks == {"foreign": 1}
         assert store.get_many([first]) == [None]
+
+
+def test_a_block_of_an_opaque_layout_has_its_size_and_no_codec() -> None:
+    layout = OpaqueLayout("packed", BLOCK, 3 * BLOCK)
+    store = MemoryStore()
+    cache = BlockCache(context(), layout, store)
+    first = cache.hashes(TOKENS)[0]
+    out = bytearray(layout.block_bytes)
+    sink = SimpleNamespace(place=lambda index, block: memoryview(out).__setitem__(slice(None), block))
+    payload = bytes(range(3 * BLOCK))
+    good = block_header(first, layout, RAW.codec_id, payload) + payload
+    assert cache.place(sink, 0, first, memoryview(good)) == "" and out == payload
+    shorter = OpaqueLayout("packed", BLOCK, 2 * BLOCK)
+    small = block_header(first, shorter, RAW.codec_id, payload[: 2 * BLOCK]) + payload[: 2 * BLOCK]
+    of_keys_and_values = block_header(first, LAYOUT, RAW.codec_id, Engine(TOKENS).truth(0)) + Engine(TOKENS).truth(0)
+    for value in (small, of_keys_and_values):
+        assert cache.place(sink, 0, first, memoryview(value)) == "foreign"
+    for codec in (
+        SimpleNamespace(name="lossy", codec_id=9, lossless=False),
+        SimpleNamespace(name="x", codec_id=8, lossless=True),
+    ):
+        with pytest.raises(InvalidInput, match="opaque"):
+            BlockCache(context(lossless=False), layout, store, codec)
 
 
 def test_what_no_key_of_the_ring_opens_any_more_is_stored_again() -> None:

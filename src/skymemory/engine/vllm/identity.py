@@ -124,7 +124,7 @@ class _Digests:
         self._known: dict[str, str] = {}
         with suppress(OSError, ValueError):
             read = json.loads(self._path.read_text("utf-8"))
-            self._known = {str(key): str(value) for key, value in read.items()}
+            self._known = {str(key): str(value) for key, value in read.items()} if isinstance(read, dict) else {}
         self._before = dict(self._known)
 
     def of(self, path: Path) -> str:

@@ -1,0 +1,150 @@
+"""What the connector's settings refuse, and what makes two engines' blocks different."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skymemory.engine.vllm import identity
+from skymemory.engine.vllm.identity import Seeds, folder_digest, weights_digest
+from skymemory.engine.vllm.settings import Settings, check_engine
+from skymemory.errors import InvalidInput
+from skymemory.kv.context import CacheContext
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "store is missing"),
+        ({"store": "memory://1GiB"}, "skymemory store serve 'memory://1GiB' --listen"),
+        ({"store": "disk:///somewhere?budget=1GiB"}, "skymemory store serve 'disk:///somewhere"),
+        ({"store": "tiers:?tier=memory://1GiB&tier=redis://a"}, "belongs to one process"),
+        ({"store": "unix:///s", "queue": 0}, "queue"),
+        ({"store": "unix:///s", "qeue": "1GiB"}, "queue"),
+        ({"store": "unix:///s", "drain": "long"}, "drain"),
+    ],
+)
+def test_settings_that_are_refused(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said.replace("?", r"\?")):
+        Settings.read(extra)
+
+
+def test_values_are_whole_blocks() -> None:
+    settings = Settings.read({"store": "unix:///s", "value_tokens": 96})
+    assert [settings.blocks_per_value(block) for block in (16, 32, 96, 128)] == [6, 3, 1, 1]
+    with pytest.raises(InvalidInput, match="multiple of vLLM's block size of 64"):
+        settings.blocks_per_value(64)
+
+
+class FullAttentionSpec:
+    pass
+
+
+class SlidingWindowSpec:
+    pass
+
+
+def configuration(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {"policy": "recompute", "pipeline": 1, "speculative": None} | changes
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=fields["policy"]),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=fields["pipeline"], tensor_parallel_size=1),
+        speculative_config=fields["speculative"],
+    )
+
+
+FULL = [SimpleNamespace(kv_cache_spec=FullAttentionSpec())]
+SETTINGS = Settings(store="unix:///s")
+
+
+def test_an_engine_that_is_served() -> None:
+    check_engine(configuration(), FULL, "0.32.0", SETTINGS)
+    check_engine(configuration(speculative=SimpleNamespace(method="ngram")), FULL, "0.32.1", SETTINGS)
+    check_engine(configuration(), FULL, "0.40.0", Settings(store="unix:///s", untested_version=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "version", "said"),
+    [
+        ({"policy": "fail"}, FULL, "0.32.0", '"kv_load_failure_policy": "recompute"'),
+        ({}, FULL, "0.33.0", "untested_version"),
+        ({}, FULL, "0.3.2", "untested_version"),
+        ({}, FULL * 2, "0.32.0", "2 groups"),
+        ({}, [SimpleNamespace(kv_cache_spec=SlidingWindowSpec())], "0.32.0", "SlidingWindowSpec"),
+        ({"pipeline": 2}, FULL, "0.32.0", "pipeline_parallel_size is 2"),
+        ({"speculative": SimpleNamespace(method="eagle")}, FULL, "0.32.0", "'eagle'"),
+    ],
+)
+def test_engines_that_are_refused(changes: dict[str, Any], groups: list[Any], version: str, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        check_engine(configuration(**changes), groups, version, SETTINGS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def test_a_folder_is_named_by_its_contents_and_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = folder_digest(folder)
+    (folder / "README.md").write_text("no weights")
+    monkeypatch.setattr(identity, "_PIECE_BYTES", 0)  # a file that is read again reads as empty
+    assert folder_digest(folder) == first
+    monkeypatch.undo()
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    other = folder_digest(folder)
+    assert other != first
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert folder_digest(folder) == first
+
+
+def test_a_spoilt_memory_of_digests_is_not_asked(folder: Path, tmp_path: Path) -> None:
+    first = folder_digest(folder)
+    (tmp_path / "cache" / "skymemory" / "digests.json").write_text('["not", "a", "table"]')
+    assert folder_digest(folder) == first
+    assert isinstance(json.loads((tmp_path / "cache" / "skymemory" / "digests.json").read_text()), dict)
+
+
+def test_weights_that_are_drawn_are_named_by_their_seed(folder: Path) -> None:
+    model = SimpleNamespace(model=str(folder), revision=None, seed=3)
+    assert weights_digest(model, "dummy") == "dummy weights, seed 3"
+    assert weights_digest(model, "auto") == f"auto {folder_digest(folder)}"
+    assert weights_digest(model, "auto") != weights_digest(model, "bitsandbytes")
+
+
+def a_request(**fields: Any) -> SimpleNamespace:
+    request: dict[str, Any] = {"prompt_embeds": None, "prompt_token_ids": [1], "resumable": False, "lora_request": None}
+    return SimpleNamespace(**request | {"cache_salt": None} | fields)
+
+
+def test_tenants_and_adapters_share_nothing(folder: Path) -> None:
+    seeds = Seeds(CacheContext("m", "w", "t", "float32", "l"))
+
+    def adapter(number: int = 1, name: str = "sql", inplace: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(folder), load_inplace=inplace)
+
+    requests = [a_request(), a_request(cache_salt="a"), a_request(cache_salt="b"), a_request(lora_request=adapter())]
+    requests += [a_request(lora_request=adapter(), cache_salt="a"), a_request(lora_request=adapter(2, "art"))]
+    known = [seeds.of(request) for request in requests]
+    assert None not in known and len(set(known)) == len(requests)
+    # Its files change: vLLM goes on with what it has read, until it is asked to read it again.
+    (folder / "model.safetensors").write_bytes(b"trained further")
+    assert seeds.of(a_request(lora_request=adapter())) == known[3]
+    assert seeds.of(a_request(lora_request=adapter(inplace=True))) not in known
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    folder.rmdir() if not any(folder.iterdir()) else None
+    assert seeds.of(a_request(lora_request=adapter(9, "gone"))) is None or folder.exists()
+
+
+@pytest.mark.parametrize("fields", [{"prompt_embeds": object()}, {"prompt_token_ids": None}, {"resumable": True}])
+def test_requests_whose_tokens_do_not_say_what_is_computed_take_no_part(fields: dict[str, Any]) -> None:
+    assert Seeds(CacheContext("m", "w", "t", "float32", "l")).of(a_request(**fields)) is None
