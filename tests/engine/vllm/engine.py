@@ -76,7 +76,7 @@ class Engine:
         request.num_computed_tokens = local + external
 
     def step(self, *scheduled: tuple[Request, int]) -> None:
-        """One step that computes so many tokens of each."""
+        """One step that computes these numbers of tokens."""
         total = sum(tokens for _, tokens in scheduled)
         output = SimpleNamespace(
             num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},

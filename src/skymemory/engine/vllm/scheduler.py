@@ -4,7 +4,7 @@ For each request: ``matched`` (how many tokens the store has; asked until the re
 blocks are reserved: the load is planned), ``plan`` (with each step: loads, and saves of the values that this step
 completes), ``update`` (what the workers report), ``finished``.
 
-A look-up runs in a thread: a store that hangs must not hold up the scheduler, so a request whose look-up is not
+A lookup runs in a thread: a store that hangs must not hold up the scheduler, so a request whose lookup is not
 answered at once is asked about again, and is computed if the answer takes too long.
 """
 
@@ -24,9 +24,9 @@ from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape,
 from skymemory.kv.block import hash_blocks
 
 _ANSWERED_S = 0.002
-"""So long the scheduler waits for a look-up; a store on the same machine answers within."""
+"""So long the scheduler waits for a lookup; a store on the same machine answers within."""
 _PATIENCE_S = 0.5
-"""For a look-up, where it is not known how long computing takes."""
+"""For a lookup, where it is not known how long computing takes."""
 _FRESH_S = 1.0
 """So long an answer is believed, if the request is not scheduled at once."""
 _KEPT_SENT = 1 << 17
@@ -93,7 +93,7 @@ class SchedulerSide:
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys handed to the workers. One that a look-up does not find is taken out: it was dropped, or evicted."""
+        """Keys handed to the workers. One that a lookup does not find is taken out: it was dropped, or evicted."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
