@@ -17,7 +17,7 @@ from skymemory.errors import InvalidInput
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks. Writing blocks that nobody reads or writes may run beside the model's forward."""
+    """Copies whole blocks. Writing a request's blocks may run beside the forward of others."""
 
     @property
     def block_bytes(self) -> int:

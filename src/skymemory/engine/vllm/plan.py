@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector and the workers' side tell each other with each step.
+"""What the scheduler's side of the connector sends to the workers' side with each step, and what comes back.
 
 Block numbers are vLLM's (of its block table); a *value* is what is stored under one key: ``blocks_per_value``
 consecutive blocks of a prompt, over all layers.
