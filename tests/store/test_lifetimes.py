@@ -75,7 +75,7 @@ def test_the_last_lifetime_counts(store: BudgetedStore, clock: Clock) -> None:
         store.expire([key(1)], seconds)
     for _ in range(300):
         store.expire([key(2)], 15.0)
-    assert len(store._inventory._lifetime_ends) < 100
+    assert len(store._inventory.lifetimes._heap) < 100
     clock.later(14.0)
     assert store.lookup([key(1), key(2)]) == [Presence.HIT] * 2
     clock.later(2.0)

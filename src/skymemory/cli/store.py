@@ -57,13 +57,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SIZE",
         help="memory for values that EXISTS has announced, of stores that lease nothing (default: 256MiB)",
     )
-    add("--largest", type=size, default=512 << 20, metavar="SIZE", help="limit of a value (default: 512MiB)")
+    add("--largest", type=size, metavar="SIZE", help="limit of a value, at most that of --in-flight (default: 256MiB)")
     add(
         "--stall",
         type=duration,
         default=30.0,
         metavar="TIME",
-        help="how long a client may stall in the middle of a value (default: 30s)",
+        help="how long a client may stall in the middle of a value, and for all of it at 64 KiB/s (default: 30s)",
     )
 
 
@@ -88,11 +88,14 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.connections < 1:
         raise InvalidInput(f"--connections {args.connections}: expected 1 or more")
+    largest = args.largest if args.largest is not None else min(256 << 20, args.in_flight)
+    if not 0 < largest <= args.in_flight:
+        raise InvalidInput(f"--largest {largest}: expected above 0 and at most --in-flight, {args.in_flight} bytes")
     with open_store(args.address) as store:
         commands = Commands(
             store, password=password, in_flight_bytes=args.in_flight, held_bytes=args.hold, wait_s=args.stall
         )
-        daemon = Daemon(commands, Limits(args.connections, args.largest, args.stall), tls)
+        daemon = Daemon(commands, Limits(args.connections, largest, args.stall), tls)
         listeners: list[tuple[Address, socket.socket]] = []
         try:
             for address in addresses:

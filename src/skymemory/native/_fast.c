@@ -46,7 +46,7 @@ static PyMethodDef methods[] = {
     {"place_runs", sky_py_place_runs, METH_VARARGS, "place_runs(runs, first, awaited) -> list of tallies"},
     {"recv_runs", sky_py_recv_runs, METH_VARARGS, "recv_runs(fd, scratch, slots, calls, ...) -> (tallies, other runs)"},
     {"recv_batch", sky_py_recv_batch, METH_VARARGS, "recv_batch(fd, scratch, slots) -> list of arrivals"},
-    {"receive_all", sky_py_receive_all, METH_VARARGS, "receive_all(fd, head, size_bytes) -> bytes"},
+    {"receive_all", sky_py_receive_all, METH_VARARGS, "receive_all(fd, head, size_bytes, timeout_s) -> bytes"},
     {"send_batch", sky_py_send_batch, METH_VARARGS, "send_batch(fd, host, port, headers, header_bytes, payloads) -> int"},
     {"command_packets", sky_py_command_packets, METH_VARARGS, "command_packets(prefix, sequence, rows) -> list of bytes"},
     {"open_ack", sky_py_open_ack, METH_O, "open_ack(packet) -> tuple or None"},

@@ -3,15 +3,25 @@
 
 #include <errno.h>
 #include <sys/socket.h>
+#include <time.h>
+
+static double monotonic_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+}
 
 PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
 {
     int fd;
     Py_buffer head;
     Py_ssize_t size, at, got = 1;
-    if (!PyArg_ParseTuple(args, "iy*n", &fd, &head, &size))
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "iy*nd", &fd, &head, &size, &timeout_s))
         return NULL;
     at = head.len;
+    double until_s = monotonic_s() + timeout_s;
     PyObject *made = size < 0 ? PyErr_Format(PyExc_ValueError, "%zd bytes", size)
                               : PyBytes_FromStringAndSize(NULL, head.len + size);
     if (made) {
@@ -26,9 +36,13 @@ PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
             if (got <= 0)
                 break;
             at += got;
+            if (at < head.len + size && monotonic_s() > until_s) {
+                PyErr_Format(PyExc_TimeoutError, "%zd bytes of the value did not come in time", head.len + size - at);
+                break;
+            }
         }
         if (at < head.len + size) {
-            if (got == 0)
+            if (got == 0 && !PyErr_Occurred())
                 PyErr_Format(PyExc_ConnectionError, "the stream ended %zd bytes before the value did",
                              head.len + size - at);
             else if (!PyErr_Occurred())

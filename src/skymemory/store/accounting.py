@@ -31,6 +31,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
+from skymemory.store.deadlines import Deadlines
 from skymemory.units import format_size
 
 REMEMBERED = 16_384
@@ -211,11 +212,8 @@ class Inventory:
         self._pin_ends: list[tuple[float, bytes]] = []
         """A heap; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
-        self._lifetimes: dict[bytes, float] = {}
-        self._lifetime_ends: list[tuple[float, bytes]] = []
-        """A heap; entries that differ from ``_lifetimes`` are stale."""
-        self.next_end_s = math.inf
-        """No lifetime ends before."""
+        self.lifetimes = Deadlines()
+        """Of entries that expire."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -232,7 +230,7 @@ class Inventory:
     def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
         """Enter a value. It replaces an earlier one, whose pin and lifetime end; a known place stays."""
         self._unpin(key)
-        self._lifetimes.pop(key, None)
+        self.lifetimes.forget(key)
         if place is not None:
             self._places[key] = place
         old = self.entries.get(key)
@@ -253,7 +251,7 @@ class Inventory:
         if entry is None:
             return False
         self._unpin(key)
-        self._lifetimes.pop(key, None)
+        self.lifetimes.forget(key)
         self.take_place(key)
         del self.entries[key]
         self.used_bytes -= entry.size_bytes
@@ -264,7 +262,7 @@ class Inventory:
     def evict(self, victim: bytes) -> None:
         """Remove what ``in_the_way`` or ``over_budget`` named."""
         self.used_bytes -= self.entries.pop(victim).size_bytes
-        self._lifetimes.pop(victim, None)
+        self.lifetimes.forget(victim)
         self.order.removed(victim)
         self._policy.gone(victim, evicted=True)
 
@@ -374,33 +372,6 @@ class Inventory:
         if self._pins.pop(key, None) is not None:
             self._pinned_bytes -= self.entries[key].size_bytes
             self.order.free(key)
-
-    # --- lifetimes ---
-
-    def expire(self, key: bytes, until_s: float) -> bool:
-        """The value's lifetime ends at ``until_s`` (infinite: never); False if it is absent."""
-        if key not in self.entries:
-            return False
-        self._lifetimes.pop(key, None)
-        if until_s < math.inf:
-            self._lifetimes[key] = until_s
-            heapq.heappush(self._lifetime_ends, (until_s, key))
-            if len(self._lifetime_ends) > 2 * len(self._lifetimes) + 64:  # mostly stale: rebuild
-                self._lifetime_ends = [(end_s, mortal) for mortal, end_s in self._lifetimes.items()]
-                heapq.heapify(self._lifetime_ends)
-            self.next_end_s = self._lifetime_ends[0][0]
-        return True
-
-    def ended(self, now_s: float) -> list[bytes]:
-        """The values whose lifetimes have ended, each once: the caller removes them."""
-        ended = []
-        while self._lifetime_ends and self._lifetime_ends[0][0] <= now_s:
-            end_s, key = heapq.heappop(self._lifetime_ends)
-            if self._lifetimes.get(key) == end_s:
-                del self._lifetimes[key]
-                ended.append(key)
-        self.next_end_s = self._lifetime_ends[0][0] if self._lifetime_ends else math.inf
-        return ended
 
     # --- reservations and eviction ---
 
@@ -588,7 +559,10 @@ class BudgetedStore(TwoPhase):
             return [self._promise(key, ttl_s) for key in keys]
 
     def _promise(self, key: bytes, ttl_s: float) -> bool:
-        return self._inventory.expire(key, self._clock() + ttl_s)
+        there = key in self._inventory.entries
+        if there:
+            self._inventory.lifetimes.give(key, self._clock() + ttl_s)
+        return there
 
     def _end(self, key: bytes) -> None:
         """The lifetime of ``key`` has ended: remove it. With the lock held."""
@@ -608,9 +582,10 @@ class BudgetedStore(TwoPhase):
         """The lock, for a ``with`` statement; InvalidInput once closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
-        if self._inventory.next_end_s < math.inf and self._inventory.next_end_s <= (now_s := self._clock()):
+        lifetimes = self._inventory.lifetimes
+        if lifetimes.next_s < math.inf and lifetimes.next_s <= (now_s := self._clock()):
             with self._lock:
-                for key in self._inventory.ended(now_s):
+                for key in lifetimes.ended(now_s):
                     self._end(key)
                     self._counters.add("expired")
         return self._lock

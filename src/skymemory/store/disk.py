@@ -92,7 +92,7 @@ class DiskStore(BudgetedStore):
                 continue
             self._inventory.put(value.key, value.size_bytes)
             if value.until_s < math.inf:
-                self._inventory.expire(value.key, now_s + value.until_s - time.time())
+                self._inventory.lifetimes.give(value.key, now_s + value.until_s - time.time())
             self._used_ns = max(self._used_ns, value.used_ns)
         self._counters.add("torn", self._directory.torn)
         self._evict(self._inventory.over_budget(self._clock()))

@@ -1,4 +1,4 @@
-"""Daemons in processes of their own, for the tests over the stores behind them."""
+"""Daemons in processes of their own, and in a thread of the test."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from skymemory.serving.resp.commands import Commands
+from skymemory.serving.resp.server import Address, Daemon, Limits
+from skymemory.store.base import Store
+from skymemory.store.memory import MemoryStore
 
 
 @contextmanager
@@ -26,3 +34,39 @@ def daemon(address: str, *options: str) -> Iterator[str]:
             assert process.wait(20) == 0 and not (folder / "s").exists()
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def serving(
+    store: Store, folder: Path, limits: Limits | None = None, **options: Any
+) -> Iterator[tuple[str, Daemon, Commands]]:
+    """The path of the socket, the daemon and its commands."""
+    address = Address.parse(f"unix://{folder / 'store.sock'}")
+    commands = Commands(store, **options)
+    daemon = Daemon(commands, limits or Limits())
+    thread = threading.Thread(target=daemon.serve, args=([address.listen()],))
+    thread.start()
+    try:
+        yield address.path, daemon, commands
+    finally:
+        daemon.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class Forgetful(MemoryStore):
+    """Leases nothing, and loses all that it holds on demand."""
+
+    @property
+    def leases(self) -> bool:
+        return False
+
+    def lose(self) -> None:
+        self.delete(list(self._values))
+
+
+def until(condition: Callable[[], bool], patience_s: float = 10.0) -> None:
+    ends_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)

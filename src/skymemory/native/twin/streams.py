@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import TYPE_CHECKING
 
 from skymemory.native.twin.udp import borrowed
@@ -12,23 +14,31 @@ if TYPE_CHECKING:
 __all__ = ["receive_all"]
 
 
-def receive_all(fd: int, head: Buffer, size_bytes: int) -> bytes:
+def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float) -> bytes:
     """``head`` and the next ``size_bytes`` from the stream socket ``fd``, as one piece of memory.
 
     Raises:
         ConnectionError: the stream ended before.
-        OSError: the socket's own timeout has passed (``SO_RCVTIMEO``), or another fault of it.
+        TimeoutError: they did not come within ``timeout_s``. Noticed when bytes come, or the socket's own timeout
+            passes (``SO_RCVTIMEO``).
+        OSError: none came for the socket's own timeout, or another fault of it.
     """
+    if size_bytes < 0:
+        raise ValueError(f"{size_bytes} bytes")
+    until_s = time.monotonic() + timeout_s
+    start = memoryview(head).cast("B")
+    data = bytearray(len(start) + size_bytes)
+    data[: len(start)] = start
     sock = borrowed(fd)
-    data = bytearray(len(memoryview(head).cast("B")) + size_bytes)
-    data[: len(data) - size_bytes] = memoryview(head).cast("B")
     try:
-        view = memoryview(data)[len(data) - size_bytes :]
+        view = memoryview(data)[len(start) :]
         while view:
-            received = sock.recv_into(view)
+            received = sock.recv_into(view, 0, socket.MSG_WAITALL)
             if not received:
                 raise ConnectionError(f"the stream ended {len(view)} bytes before the value did")
             view = view[received:]
+            if view and time.monotonic() > until_s:
+                raise TimeoutError(f"{len(view)} bytes of the value did not come in time")
     finally:
         sock.detach()
     return bytes(data)

@@ -22,10 +22,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from skymemory import __version__
+from skymemory.cache.tiers.workers import KeyLocks
 from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.value import ValueHeader
@@ -33,13 +35,19 @@ from skymemory.metrics import SharedCounters
 from skymemory.serving.resp import protocol
 from skymemory.serving.resp.protocol import Framed, Reply, Word
 from skymemory.store.base import KEY_BYTES, Buffer, Expiring, LoadTicket, Presence, Store
-from skymemory.store.memory import MemoryStore
+from skymemory.store.deadlines import Deadlines
 from skymemory.store.named import Listing, bare, named_key, named_payload
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, opened, trailer_of
 
 LEASE_S = 30.0
 _VALUES_AT_ONCE = 8
 _MAX_LEASES = 1 << 16
+_MAX_LIFETIMES = 1 << 16
+"""That TTL reports."""
+_BRIEF_BYTES = 64 << 10
+"""Smaller values never wait for room: slow clients of large values hold up no quick one of small values."""
+_ODD_NAME = "\0bytes:"
+"""In front of the name of a key that is not text."""
 _REDIS_VERSION = b"7.2.0"
 """Clients choose by it what they may ask."""
 _OK = b"+OK\r\n"
@@ -76,7 +84,9 @@ class Key:
         try:
             name = key.decode()
         except UnicodeDecodeError:
-            name = "\0bytes:" + key.decode("latin-1")  # one name for each key; no text begins with a NUL
+            return cls(named_key(odd := _ODD_NAME + key.decode("latin-1")), odd)
+        if name.startswith(_ODD_NAME):
+            raise InvalidInput("a key that begins with \\0bytes: is the name of another key here: use another")
         return cls(named_key(name), name)
 
     def overhead(self) -> int:
@@ -89,7 +99,9 @@ class Key:
 
 
 class ByteBudget:
-    """Bytes in flight over all connections. A single value larger than the whole budget is admitted alone."""
+    """Bytes in flight over all connections. What is larger than the whole budget is admitted alone, and up to
+    ``_BRIEF_BYTES`` at any time.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -104,7 +116,12 @@ class ByteBudget:
         """Waits for room; False where none came within ``timeout_s``."""
         with self._freed:
             fits = self._freed.wait_for(
-                lambda: not self._used_bytes or self._used_bytes + size_bytes <= self._limit_bytes, timeout_s
+                lambda: (
+                    size_bytes <= _BRIEF_BYTES
+                    or not self._used_bytes
+                    or self._used_bytes + size_bytes <= self._limit_bytes
+                ),
+                timeout_s,
             )
             self._used_bytes += size_bytes if fits else 0
             return fits
@@ -125,6 +142,8 @@ class Leases:
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
         """By stored key, the one that ends first in front."""
+        self._beginning: dict[bytes, object] = {}
+        """Keys that are being leased now, each with a mark of its last ``begin``; a write takes the mark away."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
@@ -143,28 +162,35 @@ class Leases:
                 return True
             if len(self._leases) >= _MAX_LEASES:
                 return False
+            mark = self._beginning[key] = object()
         ticket = self._store.prepare_load([key])
-        if self._protects:
-            # It may have been evicted since the lookup: only what is there now is protected.
-            if self._store.lookup([key]) != [Presence.HIT]:
+        lease = Lease(now_s + LEASE_S, ticket)
+        added = False
+        try:
+            if self._protects:
+                # It may have been evicted since the lookup: only what is there now is protected.
+                there = self._store.lookup([key]) == [Presence.HIT]
+            else:
+                (lease.value,) = self._store.complete_load(ticket)
+                there = lease.value is not None
+            added = there and self._add(key, lease, mark)
+            return added
+        finally:
+            with self._lock:
+                if self._beginning.get(key) is mark:
+                    del self._beginning[key]
+            if not added:
                 self._store.release(ticket)
-                return False
-            return self._add(key, Lease(now_s + LEASE_S, ticket))
-        (value,) = self._store.complete_load(ticket)
-        if value is None:
-            return False
-        return self._add(key, Lease(now_s + LEASE_S, ticket, value))
 
-    def _add(self, key: bytes, lease: Lease) -> bool:
+    def _add(self, key: bytes, lease: Lease, mark: object) -> bool:
         size_bytes = 0 if lease.value is None else lease.value.nbytes
         with self._lock:
-            fits = self._used_bytes + size_bytes <= self._held_bytes
+            # Written or deleted meanwhile: what was read may be the value before.
+            fits = self._beginning.get(key) is mark and self._used_bytes + size_bytes <= self._held_bytes
             if fits:
                 self._drop(key)
                 self._leases[key] = lease
                 self._used_bytes += size_bytes
-        if not fits:
-            self._store.release(lease.ticket)
         return fits
 
     def take(self, key: bytes) -> Lease | None:
@@ -174,8 +200,9 @@ class Leases:
             return self._pop(key)
 
     def end(self, key: bytes) -> None:
-        """Another value is stored under ``key``, or none."""
+        """Another value is stored under ``key``, or none; to be called before and after the store has it."""
         with self._lock:
+            self._beginning.pop(key, None)
             self._drop(key)
 
     def _expire(self, now_s: float) -> None:
@@ -242,11 +269,13 @@ class Commands:
         self.leases = Leases(store, held_bytes, clock)
         inner: object = bare(store)
         self._expiring = inner if isinstance(inner, Expiring) else None
-        self._expires = self._expiring is not None or isinstance(inner, MemoryStore)
-        self._deadlines: dict[bytes, float] = {}
-        """When values expire that were stored here with a lifetime."""
-        self._writing = threading.Lock()
-        """SET with NX looks up and then stores."""
+        self._deadlines = Deadlines()
+        """Of lifetimes given here, for TTL; the store ends them."""
+        self._deadlines_lock = threading.Lock()
+        self._writing = KeyLocks()
+        """A write may be several calls of the store: a lookup for NX, the value, its lifetime."""
+        self.connected = 0
+        """Connections now; the server counts them."""
         self.counters = SharedCounters()
 
     @property
@@ -376,6 +405,7 @@ class Commands:
             f"skymemory_version:{__version__}",
             "redis_mode:standalone",
             "# Clients",
+            f"connected_clients:{self.connected}",
             f"in_flight_bytes:{self.budget.used_bytes}",
             f"leased_bytes:{self.leases.held_bytes}",
             "# Stats",
@@ -406,19 +436,20 @@ class Commands:
 
     def _values(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
         stored = [key.stored for key in keys]
-        unique = list(dict.fromkeys(stored))
-        leases = {key: self.leases.take(key) for key in unique}
-        sizes = self._store.sizes(unique)
-        wanted_bytes = sum(size or 0 for size in sizes)
-        if not self.budget.take(wanted_bytes, self._wait_s):
-            for lease in filter(None, leases.values()):
-                self._store.release(lease.ticket)
-            raise _Refused("too many bytes in flight: other clients read slowly", "BUSY")
-        ticket = self._store.prepare_load(stored)
+        leases: dict[bytes, Lease | None] = {}
+        booked_bytes, ticket = 0, None
         try:
+            for one in dict.fromkeys(stored):
+                leases[one] = self.leases.take(one)
+            wanted_bytes = sum(size or 0 for size in self._store.sizes(list(leases)))
+            if not self.budget.take(wanted_bytes, self._wait_s):
+                self.counters.add("busy")
+                raise _Refused("too many bytes in flight: other clients read slowly", "BUSY")
+            booked_bytes = wanted_bytes
+            ticket = self._store.prepare_load(stored)
             pieces: Pieces = []
             for key, value in zip(keys, self._loaded(ticket, leases), strict=True):
-                shown = None if value is None or self._expired(key) else self._shown(key, value)
+                shown = None if value is None else self._shown(key, value)
                 if shown is None and leases[key.stored] is not None:
                     self.counters.add("lost_leases")
                     raise Close
@@ -426,10 +457,11 @@ class Commands:
                 pieces += [session.reply.null()] if shown is None else _bulk_pieces(shown)
             yield pieces
         finally:
-            self._store.release(ticket)
+            if ticket is not None:
+                self._store.release(ticket)
             for lease in filter(None, leases.values()):
                 self._store.release(lease.ticket)
-            self.budget.give_back(wanted_bytes)
+            self.budget.give_back(booked_bytes)
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
         """The values of a load; one that a lease holds is not read again."""
@@ -449,72 +481,85 @@ class Commands:
     def _set(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         key, value, *options = words
         only_new, ttl_s = _set_options([_bytes(option).upper() for option in options])
-        self._check_ttl(ttl_s)
-        if only_new:
-            with self._writing:
-                there = self._store.lookup([Key.of(key).stored]) != [Presence.MISS]
-                done = not there and self._put([(Key.of(key), value)], ttl_s)
-            yield [_OK if done else session.reply.null()]
-            return
-        if not self._put([(Key.of(key), value)], ttl_s):
-            raise _Refused("the store has no room, or did not answer: the value is not stored", "OOM")
-        yield [_OK]
+        done = self._put([(Key.of(key), value)], ttl_s, only_new=only_new)
+        yield [_OK if done else session.reply.null()]
 
     def _mset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         if len(words) % 2:
             raise _Refused("wrong number of arguments for 'mset' command")
-        items = [(Key.of(key), value) for key, value in zip(words[::2], words[1::2], strict=True)]
-        if not self._put(items, None):
-            raise _Refused("the store has no room, or did not answer: not all values are stored", "OOM")
+        self._put([(Key.of(key), value) for key, value in zip(words[::2], words[1::2], strict=True)], None)
         yield [_OK]
 
-    def _put(self, items: Sequence[tuple[Key, Word]], ttl_s: float | None) -> bool:
+    def _put(self, items: Sequence[tuple[Key, Word]], ttl_s: float | None, *, only_new: bool = False) -> bool:
+        """Stores ``items``, with their lifetime or not at all; False where ``only_new`` found one."""
+        self._check_ttl(ttl_s)
         stored = [(key.stored, _to_store(key, value)) for key, value in items]
-        for key, _ in stored:
-            self.leases.end(key)
-        done = all(self._store.put_many(stored))
-        self.counters.add("stored" if done else "refused", len(items))
-        for key, _ in stored:
-            self._deadlines.pop(key, None)
-            if done and ttl_s is not None:
-                done = self._expire_after(key, ttl_s)
-        return done
+        keys = [key for key, _ in stored]
+        with self._written(keys):
+            if only_new and self._store.lookup(keys) != [Presence.MISS] * len(keys):
+                return False
+            done = all(self._store.put_many(stored))
+            self.counters.add("stored" if done else "refused", len(items))
+            if not done:
+                raise _Refused("the store has no room, or did not answer: not all is stored", "OOM")
+            mortal = [key for key in keys if ttl_s is not None or self._deadlines.of(key) < math.inf]
+            if mortal and not self._expire_after(mortal, math.inf if ttl_s is None else ttl_s) and ttl_s is not None:
+                gone = None not in self._store.delete(keys)
+                raise _Refused(f"the store did not promise the lifetime: {'nothing' if gone else 'it may be'} stored")
+        return True
+
+    @contextmanager
+    def _written(self, keys: Sequence[bytes]) -> Iterator[None]:
+        """Holds ``keys`` against other writers, and ends their leases: those of before, and those that read what was
+        there while it was written.
+        """
+        with self._writing.exclusive(keys, self._wait_s) as held:
+            if not held:
+                self.counters.add("busy")
+                raise _Refused("another client has been writing this key for too long", "BUSY")
+            for key in keys:
+                self.leases.end(key)
+            try:
+                yield
+            finally:
+                for key in keys:
+                    self.leases.end(key)
 
     def _check_ttl(self, ttl_s: float | None) -> None:
-        if ttl_s is not None and not self._expires:
+        if ttl_s is not None and self._expiring is None:
             raise _Refused(f"a {self._store.name} store does not expire values: store it without EX, PX or EXPIRE")
 
-    def _expire_after(self, key: bytes, ttl_s: float) -> bool:
-        if self._expiring is not None and not self._expiring.expire([key], ttl_s)[0]:
-            return False
-        self._deadlines[key] = self._clock() + ttl_s
-        return True
-
-    def _expired(self, key: Key) -> bool:
-        """Whether its lifetime has ended; then it is deleted."""
-        if self._deadlines.get(key.stored, math.inf) > self._clock():
-            return False
-        self._deadlines.pop(key.stored, None)
-        self._store.delete([key.stored])
-        return True
+    def _expire_after(self, keys: Sequence[bytes], ttl_s: float) -> bool:
+        """Whether the store promises that all end in ``ttl_s``."""
+        now_s = self._clock()
+        promised = self._expiring is not None and all(self._expiring.expire(keys, ttl_s))
+        with self._deadlines_lock:
+            self._deadlines.ended(now_s)  # which forgets them
+            for key in keys:
+                self._deadlines.give(key, now_s + ttl_s if promised else math.inf)
+            while len(self._deadlines) > _MAX_LIFETIMES:
+                self._deadlines.forget_oldest()
+        return promised
 
     def _exists(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        keys = [Key.of(word) for word in words]
-        alive = [not self._expired(key) for key in keys]
-        leased = self.leases.begin([key.stored for key in keys])
-        yield [protocol.integer(sum(yes and there for yes, there in zip(alive, leased, strict=True)))]
+        yield [protocol.integer(sum(self.leases.begin([Key.of(word).stored for word in words])))]
 
     def _strlen(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         key = Key.of(words[0])
         (size,) = self._store.sizes([key.stored])
-        yield [protocol.integer(0 if size is None or self._expired(key) else size - key.overhead())]
+        yield [protocol.integer(0 if size is None else size - key.overhead())]
 
     def _del(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        keys = [Key.of(word).stored for word in words]
-        for key in keys:
-            self.leases.end(key)
-            self._deadlines.pop(key, None)
-        yield [protocol.integer(sum(gone is True for gone in self._store.delete(keys)))]
+        yield [protocol.integer(self._delete([Key.of(word).stored for word in words]))]
+
+    def _delete(self, keys: Sequence[bytes]) -> int:
+        """How many were there and are gone."""
+        with self._written(keys):
+            gone = self._store.delete(keys)
+            with self._deadlines_lock:
+                for key in keys:
+                    self._deadlines.forget(key)
+        return sum(one is True for one in gone)
 
     def _touch(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         keys = [Key.of(word).stored for word in words]
@@ -522,24 +567,21 @@ class Commands:
         yield [protocol.integer(sum(one is Presence.HIT for one in self._store.lookup(keys)))]
 
     def _expire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        key, ttl_s = Key.of(words[0]), _whole(words[1])
+        key, ttl_s = Key.of(words[0]).stored, _whole(words[1])
+        if ttl_s <= 0:
+            yield [protocol.integer(self._delete([key]))]
+            return
         self._check_ttl(ttl_s)
-        if self._expired(key) or self._store.lookup([key.stored]) != [Presence.HIT]:
-            yield [protocol.integer(0)]
-        elif ttl_s <= 0:
-            self.leases.end(key.stored)
-            yield [protocol.integer(int(self._store.delete([key.stored])[0] is True))]
-        else:
-            yield [protocol.integer(int(self._expire_after(key.stored, ttl_s)))]
+        yield [protocol.integer(int(self._expire_after([key], ttl_s)))]
 
     def _ttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """-2: no such key; -1: no lifetime that was given here."""
-        key = Key.of(words[0])
-        if self._expired(key) or self._store.lookup([key.stored]) != [Presence.HIT]:
+        key = Key.of(words[0]).stored
+        if self._store.lookup([key]) != [Presence.HIT]:
             yield [protocol.integer(-2)]
             return
-        until_s = self._deadlines.get(key.stored)
-        yield [protocol.integer(-1 if until_s is None else math.ceil(until_s - self._clock()))]
+        left_s = self._deadlines.of(key) - self._clock()
+        yield [protocol.integer(-1 if math.isinf(left_s) else max(0, math.ceil(left_s)))]
 
     # --- the whole store ---
 

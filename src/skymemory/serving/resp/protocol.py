@@ -21,6 +21,10 @@ MAX_LINE_BYTES = 64 << 10
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
 """Of all arguments of one request that are smaller than ``LARGE_BYTES``, together."""
+_STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
+"""Most arguments, and most bytes of one, before a client has said who it is (as Redis has it)."""
+_WORD_BYTES = 64
+"""Memory of an argument beside its bytes."""
 
 _CRLF = b"\r\n"
 
@@ -58,9 +62,13 @@ NEED_DATA = NeedData()
 
 
 class RequestParser:
-    """Requests from bytes, one at a time: ``feed``, then ``next`` until it needs data."""
+    """Requests from bytes, one at a time: ``feed``, then ``next`` until it needs data.
 
-    def __init__(self, max_bulk_bytes: int) -> None:
+    ``trusted``: whether the client has said who it is; may be changed between requests.
+    """
+
+    def __init__(self, max_bulk_bytes: int, *, trusted: bool = True) -> None:
+        self.trusted = trusted
         self._max_bulk_bytes = max_bulk_bytes
         self._data = bytearray()
         self._at = 0
@@ -81,7 +89,12 @@ class RequestParser:
     @property
     def idle(self) -> bool:
         """Whether it is between two requests."""
-        return not self._missing and self._at == len(self._data)
+        return not self._missing and not self._ends and self._at == len(self._data)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the arguments of the request under way, without large ones."""
+        return self._small_bytes + _WORD_BYTES * len(self._words)
 
     def deliver(self, value: Word) -> None:
         """The whole value of the last ``LargeArgument``."""
@@ -115,10 +128,11 @@ class RequestParser:
                     return NEED_DATA
                 if not line.startswith(b"*"):
                     return list(line.split())
-                self._missing = self._number(line, MAX_ARGUMENTS, "multibulk")
+                most = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
+                self._missing = self._number(line, most, "multibulk")
                 self._words, self._small_bytes = [], 0
             if not self._missing and not self._ends:
-                words, self._words = self._words, []
+                words, self._words, self._small_bytes = self._words, [], 0
                 return words
 
     def _argument(self) -> LargeArgument | NeedData | None:
@@ -129,7 +143,8 @@ class RequestParser:
             return NEED_DATA
         if not line.startswith(b"$"):
             raise ProtocolError(f"expected '$', got '{chr(line[0]) if line else ''}'")
-        size_bytes = self._number(line, self._max_bulk_bytes, "bulk")
+        most = self._max_bulk_bytes if self.trusted else min(_STRANGERS_BYTES, self._max_bulk_bytes)
+        size_bytes = self._number(line, most, "bulk")
         here = len(self._data) - self._at
         if size_bytes >= LARGE_BYTES:
             head = bytes(self._data[self._at : self._at + size_bytes])
@@ -166,7 +181,7 @@ class RequestParser:
     def _number(line: bytes, most: int, what: str) -> int:
         digits = line[1:]
         if not (digits.isdigit() and len(digits) <= 12 and int(digits) <= most):
-            raise ProtocolError(f"invalid {what} length")
+            raise ProtocolError(f"invalid {what} length, expected 0 to {most}")
         return int(digits)
 
 
