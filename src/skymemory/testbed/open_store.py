@@ -61,6 +61,20 @@ def open_store(where: str = "constellation") -> Store:
     return _ruled(store, rules, where)
 
 
+def kinds_of(where: str) -> list[str]:
+    """The kinds of the stores behind an address, the nearest first, such as ``["memory", "redis"]``. Opens none.
+
+    Raises:
+        InvalidInput: a hierarchy that cannot be read.
+    """
+    kind, place, pairs = _parts(where)
+    if kind != "tiers":
+        return [kind]
+    rest = [(name, value) for name, value in pairs if name not in _RULES]
+    plan = read_file(Path(place)) if place else read_options(rest, where)
+    return [_parts(tier.address)[0] for tier in plan.tiers]
+
+
 def _parts(where: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Kind, place and options of an address, in order."""
     head, _, query = where.partition("?")

@@ -1,0 +1,256 @@
+"""Values of other engines' plug-ins in a store: any bytes under the engine's own names, checked, and bounded in time.
+
+What a plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds is its engine's interface. A value is a header that names
+the key and the payload's CRC (``kv.value``), then the payload; its key is the hash of the engine's name for it and of a
+context: model, weights, data type, layout, ranks. Nothing here raises once it is open: a value that is absent, damaged,
+another one's or late is a miss, and one that is not stored is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from skymemory import native
+from skymemory.cache.blocks import LOAD_BATCH_BYTES, STORE_BATCH_BYTES, TIER_FAILURES
+from skymemory.cache.tiers.store import HierarchySettings, TieredStore
+from skymemory.cache.tiers.tier import TierSettings
+from skymemory.config import duration, filled, known_keys, setting, size, text
+from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
+from skymemory.kv.block import key_hash
+from skymemory.kv.codec.base import RAW
+from skymemory.kv.context import CacheContext
+from skymemory.kv.value import LATER_VERSION, ValueHeader, block_name, unpack_value
+from skymemory.metrics import SharedCounters
+from skymemory.store.base import Buffer, Presence, Store
+from skymemory.testbed.open_store import kinds_of, open_store
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 4
+_LOG_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSettings:
+    """What a plug-in's own table in the engine's configuration may say."""
+
+    store: str = setting("store", text, "", "the address of a store")
+    weights: str = setting("weights", text, "", "any words that name the weights and how they are quantized")
+    ask_deadline_s: float = setting("ask_deadline", duration, 0.5, "how long to wait for an answer whether it is there")
+    load_deadline_s: float = setting("load_deadline", duration, 5.0, "how long to wait for values")
+    store_deadline_s: float = setting("store_deadline", duration, 10.0, "how long to wait until values are stored")
+    queue_bytes: int = setting("queue", size, 256 << 20, "bound on bytes that wait to be stored; more are not stored")
+
+    @classmethod
+    def read(cls, table: object, where: str, processes: int) -> PluginSettings:
+        """``where`` names the table in errors; so many ``processes`` share the store.
+
+        Raises:
+            InvalidInput: an unknown key, a wrong value, or a store that the processes cannot share.
+        """
+        if not isinstance(table, Mapping):
+            raise InvalidInput(f'{where} is {table!r}: expected a table, such as {{"store": …, "weights": …}}')
+        settings = filled(cls, table, where)
+        for name, example in (("store", "unix:///run/sky.sock"), ("weights", "a revision of the model")):
+            if not getattr(settings, name):
+                says = known_keys(cls)[name].metadata["says"]
+                raise InvalidInput(
+                    f"{where}: {name} is missing: expected {says.partition(', such')[0]}, such as {example}"
+                )
+        kinds = kinds_of(settings.store)
+        if processes > 1 and ("disk" in kinds or set(kinds) <= {"memory"}):
+            raise InvalidInput(
+                f"{where}: store {settings.store!r} belongs to one process, and here are {processes}: serve it by "
+                f"`skymemory store serve '{settings.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"
+            )
+        return settings
+
+
+class PluginStore:
+    """The values of one ``context`` in the store of ``settings``, each of ``value_bytes`` at most. Thread-safe."""
+
+    def __init__(
+        self, settings: PluginSettings, context: CacheContext, value_bytes: int, store: Store | None = None
+    ) -> None:
+        deadlines = TierSettings(
+            ask_deadline_s=settings.ask_deadline_s,
+            load_deadline_s=settings.load_deadline_s,
+            store_deadline_s=settings.store_deadline_s,
+            threads=_THREADS,
+        )
+        opened = open_store(settings.store) if store is None else store
+        self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
+        self._digest = context.digest()
+        self._value_bytes = max(1, value_bytes)
+        self._queue_bytes = settings.queue_bytes
+        self._queued_bytes = 0
+        self._lock = Lock()
+        self._logged_s = time.monotonic()
+        self.counters = SharedCounters()
+        """hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
+
+    def key(self, name: str) -> bytes:
+        """The store's key of the engine's ``name``."""
+        return key_hash(self._digest, name)
+
+    def present(self, names: Sequence[str]) -> list[bool]:
+        """Of each, whether the store has it now; it may be gone when it is loaded."""
+        try:
+            return [one is Presence.HIT for one in self._store.lookup([self.key(name) for name in names])]
+        except Exception as error:
+            self._failed(error)
+            return [False] * len(names)
+
+    def prefix(self, names: Sequence[str]) -> int:
+        """How many leading ones the store has."""
+        return next((at for at, there in enumerate(self.present(names)) if not there), len(names))
+
+    def load(self, names: Sequence[str], place: Callable[[int, memoryview], bool]) -> list[bool]:
+        """Of each, whether it was loaded. ``place`` copies value ``at`` before it returns; False: it has no room for
+        it. Behind the first batch with a miss nothing is loaded: the engines use a prompt's beginning alone.
+        """
+        done: list[bool] = []
+        batch = max(1, LOAD_BATCH_BYTES // self._value_bytes)
+        while len(done) < len(names) and all(done):
+            done += self._load(names[len(done) : len(done) + batch], len(done), place)
+        if left := len(names) - len(done):
+            self.counters.add("misses_total", left, "behind a miss")
+        self._log()
+        return done + [False] * left
+
+    def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[bool]:
+        keys = [self.key(name) for name in names]
+        reasons = ["unreachable"] * len(keys)
+        ticket = None
+        try:
+            ticket = self._store.prepare_load(keys)
+            values = self._store.complete_load(ticket)
+            reports = ticket.report.keys if ticket.report is not None else ()
+            for at, (key, value) in enumerate(zip(keys, values, strict=True)):
+                if value is None:
+                    reasons[at] = reports[at].reason if reports else "absent"
+                    continue
+                payload = _payload(key, value)
+                if isinstance(payload, str):
+                    reasons[at] = payload
+                    continue
+                reasons[at] = "" if place(first + at, payload) else "no room"
+                self.counters.add("loaded_bytes_total", payload.nbytes if not reasons[at] else 0)
+        except Exception as error:
+            self._failed(error)
+        finally:
+            if ticket is not None:
+                self._store.release(ticket)
+        wrong = [key for key, reason in zip(keys, reasons, strict=True) if reason in _WRONG]
+        if wrong:  # else they would never be stored again, as they are present
+            self.delete(wrong)
+        for reason in reasons:
+            self.counters.add("misses_total" if reason else "hits_total", 1, reason)
+        return [not reason for reason in reasons]
+
+    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> list[bool]:
+        """Of each, whether the store has it now. ``read`` gives the pieces of value ``at``, called for those that are
+        not there yet.
+        """
+        done = self.present(names)
+        self.counters.add("present_total", sum(done))
+        missing = [at for at, there in enumerate(done) if not there]
+        batch = max(1, STORE_BATCH_BYTES // self._value_bytes)
+        for start in range(0, len(missing), batch):
+            part = missing[start : start + batch]
+            for at, stored in zip(part, self._put([(self.key(names[at]), read(at)) for at in part]), strict=True):
+                done[at] = stored
+        self._log()
+        return done
+
+    def _put(self, values: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[bool]:
+        reason = "no room, or no answer"
+        stored = [False] * len(values)
+        try:
+            items = [(key, _framed(key, pieces)) for key, pieces in values]
+            stored = self._store.put_many(items)
+            self.counters.add(
+                "stored_bytes_total", sum(len(value) for (_, value), ok in zip(items, stored, strict=True) if ok)
+            )
+        except ValueTooLarge as error:
+            reason = "too large"
+            _log.warning("a value is not stored: %s", error)
+        except Exception as error:
+            self._failed(error)
+        self.counters.add("stored_total", sum(stored))
+        if refused := len(stored) - sum(stored):
+            self.counters.add("refused_total", refused, reason)
+        return stored
+
+    def delete(self, keys: Sequence[bytes]) -> bool:
+        """Whether all were there and are gone."""
+        try:
+            return all(one is True for one in self._store.delete(keys))
+        except Exception as error:
+            self._failed(error)
+            return False
+
+    def queue(self, size_bytes: int) -> bool:
+        """Whether so many bytes may wait to be saved; they are counted until ``dequeue``."""
+        with self._lock:
+            room = self._queued_bytes + size_bytes <= self._queue_bytes
+            if room:
+                self._queued_bytes += size_bytes
+        if not room:
+            self.counters.add("refused_total", 1, "queue full")
+        return room
+
+    def dequeue(self, size_bytes: int) -> None:
+        with self._lock:
+            self._queued_bytes -= size_bytes
+
+    def close(self) -> None:
+        self._log(last=True)
+        self._store.close()
+
+    def _failed(self, error: Exception) -> None:
+        self.counters.add("failures_total", 1, type(error).__name__)
+        if isinstance(error, TIER_FAILURES):
+            _log.warning("the store failed, which is a miss: %s", error)
+        else:  # our fault; the engine goes on without a cache
+            _log.exception("a fault of the plug-in, which is a miss")
+
+    def _log(self, last: bool = False) -> None:
+        """The counters, once a minute."""
+        now_s = time.monotonic()
+        with self._lock:
+            if not last and now_s - self._logged_s < _LOG_EVERY_S:
+                return
+            self._logged_s = now_s
+        _log.info("%s", ", ".join(f"{name} {count}" for name, count in self.counters.as_dict().items()) or "not used")
+
+
+_WRONG = ("corrupt", "foreign")
+
+
+def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
+    """Header and payload, copied once."""
+    crc = size_bytes = 0
+    for piece in pieces:
+        crc = native.crc32(piece, crc)
+        size_bytes += memoryview(piece).nbytes
+    return b"".join((ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=block_name(key, crc)).pack(), *pieces))
+
+
+def _payload(key: bytes, value: memoryview) -> memoryview | str:
+    """The payload of a sound value of this key, else the reason of the miss."""
+    try:
+        header, payload = unpack_value(value)
+    except LaterVersion:
+        return LATER_VERSION
+    except MalformedPacket:
+        return "corrupt"
+    if header.codec_id != RAW.codec_id or header.layout is not None or header.raw_bytes != payload.nbytes:
+        return "foreign"
+    if header.name != block_name(key, native.crc32(payload)):
+        return "corrupt" if header.name[:-8] == block_name(key, 0)[:-8] else "foreign"
+    return payload

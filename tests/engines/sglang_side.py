@@ -1,0 +1,162 @@
+"""SGLang's HiCache in a process of its own: its factory makes our backend, over pages of its own host pool, on the CPU.
+
+It answers questions (``tests.engines.sides``).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import time
+import types
+from typing import Any
+
+import torch
+import transformers.image_utils  # noqa: F401 - before the stand-in below, which it would take for the real one
+
+
+class _Anything(type):
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def _any(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Anything(name, (), {})
+
+
+class _NoPictures(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for torchvision, whose build for the CPU is not to be had here: pools of pages use none of it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        ours = name.partition(".")[0] == "torchvision"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _any  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It is empty."""
+
+
+sys.meta_path.append(_NoPictures())
+
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig  # noqa: E402
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
+from tests.engines.sides import answering  # noqa: E402
+
+PAGES = 6
+LAYERS, DIM = 3, 8
+
+
+def pool_of(dtype: torch.dtype, heads: int, page: int, layout: str) -> Any:
+    """A host pool of twice as many pages as are stored, over an empty pool of a device that is the CPU."""
+    empty = tuple(torch.zeros(page, heads, DIM, dtype=dtype) for _ in range(LAYERS))
+    pointers = torch.tensor([one.data_ptr() for one in empty], dtype=torch.uint64)
+    buffers = KVBuffers(k=empty, v=empty, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD)
+    about = MHABufferInfo(
+        buffers=buffers,
+        page_size=page,
+        head_num=heads,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    with host_memory_budget_scope(1 << 30):
+        return MHATokenToKVPoolHost(
+            about,
+            host_to_device_ratio=1.0,
+            host_size=0,
+            page_size=page,
+            layout=layout,
+            pin_memory=False,
+            device_capacity_tokens=page,
+            start_layer=0,
+            end_layer=LAYERS,
+            host_token_capacity=2 * PAGES * page,
+        )
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    dtype = getattr(torch, asked.get("dtype", "float32"))
+    heads, page, layout = asked.get("heads", 2), asked.get("page", 4), asked.get("layout", "page_first")
+    by_pointer = asked.get("v1", False)
+    pool = pool_of(dtype, heads, page, layout)
+    config = HiCacheStorageConfig(
+        tp_rank=asked.get("rank", 0),
+        tp_size=asked.get("ranks", 2),
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=layout == "page_first",
+        model_name=asked.get("model", "small"),
+        extra_config={
+            "backend_name": "skymemory",
+            "module_path": "skymemory.engine.sglang",
+            "class_name": "SkyMemoryStorage",
+            "interface_v1": int(by_pointer),
+            "skymemory": asked["options"],
+        },
+    )
+    try:
+        backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+        backend.register_mem_pool_host(pool)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    keys = [f"{at:064x}" for at in range(PAGES)]
+    flat = pool.get_dummy_flat_data_page()
+
+    def number(at: int) -> torch.Tensor:
+        return (torch.arange(flat.numel()) % 251 + at).to(dtype)
+
+    places = torch.arange(PAGES * page)
+    if asked["do"] == "store":
+        for at in range(PAGES):
+            pool.set_from_flat_data_page(at * page, number(at))
+    began_s = time.monotonic()
+    names = [("pieces " if by_pointer else "page ") + key for key in keys]
+    said: dict[str, Any] = {"keys": [backend.values.key(name).hex() for name in names]}
+    if asked["do"] == "store" and by_pointer:
+        said["stored"] = backend.batch_set_v1(keys, places)
+    elif asked["do"] == "store":
+        said["stored"] = backend.batch_set(keys, [pool.get_data_page(at * page) for at in range(PAGES)])
+        said["again"] = backend.set(keys[0], pool.get_data_page(0))
+    else:
+        said["one"] = backend.exists(keys[0])
+        said["prefix"] = backend.batch_exists(keys)
+        if by_pointer:
+            said["loaded"] = backend.batch_get_v1(keys, places)
+        else:
+            found = backend.batch_get(keys, [pool.get_dummy_flat_data_page() for _ in keys])
+            said["loaded"] = [one is not None for one in found]
+            for at, one in enumerate(found):
+                if one is not None:
+                    pool.set_from_flat_data_page(at * page, one)
+            alone = backend.get(keys[0], pool.get_dummy_flat_data_page())
+            said["alone"] = alone is not None and torch.equal(alone, number(0))
+        pages = [pool.get_data_page(at * page) for at in range(PAGES)]
+        said["equal"] = [
+            torch.equal(one, number(at) if ok else torch.zeros_like(one))
+            for at, (one, ok) in enumerate(zip(pages, said["loaded"], strict=True))
+        ]
+    said["seconds"] = time.monotonic() - began_s
+    said["counters"] = backend.values.counters.as_dict()
+    backend.close()
+    return said
+
+
+if __name__ == "__main__":
+    answering(answer)

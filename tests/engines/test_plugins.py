@@ -1,0 +1,182 @@
+"""The plug-ins through their engines' own classes: one process stores, another asks, over a store daemon."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.sides import PYTHON, ROOT, Side
+
+from skymemory.store.redis import RedisStore
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="the engines could not be installed: see make test-engines"),
+]
+COUNT = 6
+IMPATIENT = {"ask_deadline": "200ms", "load_deadline": "500ms", "store_deadline": "500ms"}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lmcache": ("lmcache_side", {}),
+    "sglang": ("sglang_side", {}),
+    "sglang layer first": ("sglang_side", {"layout": "layer_first"}),
+    "sglang by pointer": ("sglang_side", {"v1": True}),
+    "sglang by pointer, layer first": ("sglang_side", {"v1": True, "layout": "layer_first"}),
+    "vllm tier": ("tier_side", {}),
+}
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "lmcache_side": [{"model": "large"}, {"dtype": "float16"}, {"heads": 4}, {"ranks": 4}, {"rank": 1}, {"chunk": 32}],
+    "sglang_side": [
+        *({"model": "large"}, {"dtype": "float16"}, {"dtype": "bfloat16"}, {"heads": 4}, {"ranks": 4}, {"rank": 1}),
+        *({"page": 8}, {"layout": "page_first_direct"}),
+    ],
+    "tier_side": [
+        *({"model": "large"}, {"dtype": "float16"}, {"layers": ["0", "1", "2"]}, {"ranks": 2}, {"page": 32}),
+        {"layout": "HND"},
+    ],
+}
+"""Engines that must share no value with the first, though they may have the same keys and as many bytes."""
+
+
+@contextmanager
+def daemon(address: str) -> Iterator[str]:
+    """Where a daemon in a process of its own serves the store at ``address``."""
+    folder = Path(tempfile.mkdtemp())  # a short path, as sockets need
+    command = [sys.executable, "-m", "skymemory", "store", "serve", address, "--listen", f"unix://{folder}/s"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and "is served at" in process.stdout.readline()
+            yield f"unix://{folder}/s"
+        finally:
+            process.terminate()
+            process.wait(30)
+            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Side, Side]]]:
+    """Of each engine two processes, started together."""
+    logs = tmp_path_factory.mktemp("logs")
+    modules = {module for module, _ in ENGINES.values()}
+    started = {module: (Side(module, logs / f"{module} 1"), Side(module, logs / f"{module} 2")) for module in modules}
+    try:
+        yield started
+    finally:
+        for both in started.values():
+            for one in both:
+                one.close()
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    with daemon("memory://64MiB") as address:
+        yield address
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, sides: dict[str, tuple[Side, Side]]) -> tuple[Side, Side, dict[str, Any]]:
+    """A process that stores, one that asks, and what makes the engine."""
+    module, about = ENGINES[request.param]
+    return (*sides[module], about)
+
+
+def misses(said: dict[str, Any], reason: str) -> int:
+    return int(said["counters"].get(f"misses_total{{{reason}}}", 0))
+
+
+def test_what_one_process_stores_another_loads(engine: tuple[Side, Side, dict[str, Any]], store: str) -> None:
+    one, other, about = engine
+    before = other.ask("ask", store, **about)
+    assert not any(before["loaded"]) and before.get("prefix", 0) == 0 and before.get("alone") in (None, False)
+    stored = one.ask("store", store, **about)
+    assert stored["counters"]["stored_total"] == COUNT and stored.get("held", 0) == 0
+    found = other.ask("ask", store, **about)
+    assert found["keys"] == stored["keys"] and len(set(found["keys"])) == COUNT
+    assert found["loaded"] == found["equal"] == [True] * COUNT
+    assert found.get("prefix", COUNT) == found.get("prefix_async", COUNT) == found.get("begun", COUNT) == COUNT
+    assert found.get("one", True) and found.get("alone", True) and found.get("freed", True)
+    assert found["counters"]["hits_total"] >= COUNT and "misses_total" not in str(found["counters"])
+    again = one.ask("store", store, **about)
+    assert again["counters"]["present_total"] >= COUNT and again["counters"].get("stored_total", 0) == 0
+
+
+def test_other_engines_share_nothing(engine: tuple[Side, Side, dict[str, Any]], store: str) -> None:
+    one, other, about = engine
+    keys = set(one.ask("store", store, **about)["keys"])
+    module = next(module for module, which in ENGINES.values() if which is about)
+    for change in [*OTHERS[module], {"options": {"weights": "revision 2"}}]:
+        found = other.ask("ask", store, **{**about, **change})
+        assert not any(found["loaded"]) and found.get("prefix", 0) == 0, change
+        assert not keys & set(found["keys"]), change
+
+
+def test_a_damaged_value_is_a_miss_and_is_stored_again(
+    engine: tuple[Side, Side, dict[str, Any]], store: str
+) -> None:
+    one, other, about = engine
+    keys = [bytes.fromhex(key) for key in one.ask("store", store, **about)["keys"]]
+    with RedisStore(store) as bytes_of:
+        (second, last) = (bytearray(value or b"") for value in bytes_of.get_many([keys[1], keys[-1]]))
+        second[len(second) // 2] ^= 1
+        # An intact value under another one's key.
+        assert bytes_of.put_many([(keys[1], bytes(second)), (keys[4], bytes(last))]) == [True, True]
+    found = other.ask("ask", store, **about)
+    assert found["loaded"] == [True, False, True, True, False, True]
+    assert all(found["equal"]) and found.get("freed", True)
+    assert misses(found, "corrupt") == misses(found, "foreign") == 1
+    assert one.ask("store", store, **about)["counters"]["stored_total"] == 2
+    found = other.ask("ask", store, **about)
+    assert found["loaded"] == [True] * COUNT and all(found["equal"])
+
+
+def test_a_store_that_hangs_costs_its_deadlines_and_misses(engine: tuple[Side, Side, dict[str, Any]]) -> None:
+    one, other, about = engine
+    folder = Path(tempfile.mkdtemp())
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{folder}/s")
+        silent.listen(64)
+        for side, do in ((one, "store"), (other, "ask")):
+            said = side.ask(do, f"unix://{folder}/s", options=IMPATIENT, **about)
+            # A look-up, a load and a store at most before it is known to hang; these are shared machines.
+            assert said["seconds"] < 8, said
+            assert said.get("slowest_s", 0) < 0.15, "the scheduler's calls must not wait"
+            assert not any(said.get("loaded", [])) and said.get("held", 0) == 0 and all(said.get("equal", []))
+            assert said["counters"].get("hits_total", 0) == said["counters"].get("stored_total", 0) == 0
+    shutil.rmtree(folder)
+
+
+def test_a_full_store_refuses_and_the_engine_goes_on(engine: tuple[Side, Side, dict[str, Any]]) -> None:
+    one, other, about = engine
+    with daemon("memory://64MiB?tenant=team&quota=20KiB") as address:
+        for _ in range(4 if "sglang" in str(one.module) else 1):  # its pages are small: other models' fill the store
+            stored = one.ask("store", address, **about)
+            about = {**about, "model": about.get("model", "") + "x"} if False else about
+        counters = stored["counters"]
+        assert 0 <= counters["stored_total"] <= COUNT and stored.get("held", 0) == 0
+        found = other.ask("ask", address, **about)
+        assert sum(found["loaded"]) == counters["stored_total"] and all(found["equal"])
+
+
+def test_wrong_options_say_what_to_do(engine: tuple[Side, Side, dict[str, Any]]) -> None:
+    one, _, about = engine
+    wrong = {
+        "weights is missing": {"weights": ""},
+        "did you mean 'weights'?": {"weigths": "1"},
+        "load_deadline": {"load_deadline": "soon"},
+    }
+    for words, options in wrong.items():
+        error = one.ask("ask", "unix:///nowhere", options=options, **about)["error"]
+        assert words in error and "skymemory" in error.lower(), error
+    several = {**about, "replicas": 2, "ranks": 2}
+    for address in ("memory://1GiB", "disk:///nowhere?budget=1GiB", "tiers:?tier=memory&tier=disk:///d?budget=1GiB"):
+        error = one.ask("ask", address, **several)["error"]
+        assert "skymemory store serve" in error and "unix:///" in error, error
