@@ -129,9 +129,8 @@ def test_every_field_of_the_context_separates(values: PluginStore, memory: Memor
     values.save(NAMES, pieces)
     for field in fields(CacheContext):
         now = getattr(CONTEXT, field.name)
-        other = {bool: lambda now: not now, int: lambda now: now + 1, bytes: lambda now: b"x"}.get(
-            type(now), str.upper
-        )(now)
+        changes = {bool: lambda now: not now, int: lambda now: now + 1, bytes: lambda now: b"x"}
+        other = changes.get(type(now), str.upper)(now)
         others = PluginStore(SETTINGS, replace(CONTEXT, **{field.name: other}), 1000, memory)
         assert others.present(NAMES) == [False] * 5, field.name
 
