@@ -21,18 +21,18 @@ NAMES = [f"page {at}" for at in range(5)]
 
 
 class Slow(MemoryStore):
-    """Does not answer until it is told to."""
+    """Does not answer until it is released."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.told = threading.Event()
+        self.released = threading.Event()
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        self.told.wait(30)
+        self.released.wait(30)
         return super().lookup(keys)
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        self.told.wait(30)
+        self.released.wait(30)
         return super().prepare_load(keys)
 
 
@@ -159,7 +159,7 @@ def test_a_store_that_hangs_costs_its_deadlines_once() -> None:
             values.save(NAMES, pieces)
         assert time.monotonic() - began_s < 5
         assert values.counters.get("misses_total", "unreachable") == 100
-        slow.told.set()
+        slow.released.set()
 
 
 def test_a_value_that_fits_nowhere_is_counted(memory: MemoryStore) -> None:

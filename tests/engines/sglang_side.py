@@ -30,7 +30,7 @@ def _any(name: str) -> type:
 
 
 class _NoPictures(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for torchvision, whose build for the CPU is not to be had here: pools of pages use none of it."""
+    """Stands in for torchvision, whose build for the CPU is not available here: pools of pages use none of it."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         ours = name.partition(".")[0] == "torchvision"

@@ -147,7 +147,7 @@ def test_a_store_that_hangs_costs_its_deadlines_and_misses(engine: tuple[Side, S
         silent.listen(64)
         for side, do in ((one, "store"), (other, "ask")):
             said = side.ask(do, f"unix://{folder}/s", options=IMPATIENT, **about)
-            # A look-up, a load and a store at most before it is known to hang; these are shared machines.
+            # A lookup, a load and a store at most before it is known to hang; these are shared machines.
             assert said["seconds"] < 8, said
             assert said.get("slowest_s", 0) < 0.15, "the scheduler's calls must not wait"
             assert not any(said.get("loaded", [])) and said.get("held", 0) == 0 and all(said.get("equal", []))

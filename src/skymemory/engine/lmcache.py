@@ -159,7 +159,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         work: Callable[[], Result],
         late: Callable[[Result], object] = lambda result: None,
     ) -> Result:
-        """The result of ``work``; ``late`` gets it where nobody waits any more."""
+        """The result of ``work``; ``late`` gets it where no caller waits any more."""
         future: Future[Result] = pool.submit(work)
         try:
             return await asyncio.shield(asyncio.wrap_future(future))

@@ -193,7 +193,7 @@ class PluginStore:
             return False
 
     def queue(self, size_bytes: int) -> bool:
-        """Whether so many bytes may wait to be saved; they are counted until ``dequeue``."""
+        """Whether ``size_bytes`` more may wait to be saved; they are counted until ``dequeue``."""
         with self._lock:
             room = self._queued_bytes + size_bytes <= self._queue_bytes
             if room:

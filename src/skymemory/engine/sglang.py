@@ -126,7 +126,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> bool:
         """Others use the store as well: what is not used is evicted."""
-        _log.warning("pages in a store of SkyMemory are not cleared: those that nobody uses are evicted")
+        _log.warning("pages in a store of SkyMemory are not cleared: unused ones are evicted")
         return False
 
     def close(self) -> None:

@@ -5,7 +5,7 @@
         "type": "SkyMemoryTier", "module_path": "skymemory.engine.vllm.tier",
         "skymemory": {"store": "unix:///run/sky.sock", "weights": "revision 1"}}]}}'
 
-Its methods run in vLLM's scheduler and must not block: look-ups are answered RETRY until vLLM's own look-up thread has
+Its methods run in vLLM's scheduler and must not block: lookups are answered RETRY until vLLM's own lookup thread has
 asked the store, loads and saves run in threads here.
 """
 
@@ -151,7 +151,7 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own look-up thread, asking our store."""
+    """vLLM's own lookup thread, asking our store."""
 
     def __init__(self, values: PluginStore, tier_type: str) -> None:
         self._values = values
