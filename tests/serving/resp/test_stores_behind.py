@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 from tests.contract.store_contract import StoreContract, Tier, key, value
 from tests.end_to_end.in_process import skymemory
 from tests.serving.resp.daemons import daemon
@@ -52,11 +54,29 @@ class TestDisk(Behind):
     def address(self, folder: Path) -> str:
         return f"disk://{folder}/cache?budget=64MiB"
 
+    def test_lifetimes_are_kept_by_it(self, path: str) -> None:
+        asked = redis.Redis(unix_socket_path=path)
+        assert asked.set("mortal", b"v", px=100) and asked.set("stays", b"v", ex=1000) and asked.ttl("stays") == 1000
+        assert asked.get("mortal") == b"v"
+        time.sleep(0.15)
+        assert asked.mget("mortal", "stays") == [None, b"v"] and asked.dbsize() == 1
+        assert asked.delete("stays") == 1
+
 
 class TestTiers(Behind):
     def address(self, folder: Path) -> str:
         """So little memory in front that most of what is asked again comes from the disk."""
         return f"tiers:?tier=memory://100KiB&tier=disk://{folder}/cache?budget%3D64MiB"
+
+    def test_lifetimes_are_refused(self, path: str) -> None:
+        """A copy in one tier would outlive that in another."""
+        asked = redis.Redis(unix_socket_path=path)
+        with pytest.raises(redis.ResponseError, match="a tiers store does not expire values: store it without EX"):
+            asked.set("mortal", b"v", ex=10)
+        assert asked.get("mortal") is None
+        assert asked.set("a", b"v") and asked.expire("a", 0) == 1 and asked.get("a") is None
+        with pytest.raises(redis.ResponseError, match="a tiers store does not count its values"):
+            asked.dbsize()
 
 
 class TestSealed(Behind):

@@ -38,7 +38,7 @@ _MAX_PIECES = 512
 """Of one ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
 _SMALL_BYTES = 16 << 10
 """Smaller replies are collected: several answers to a pipeline go out in one call."""
-_PART_BYTES = 512 << 10
+_PART_BYTES = 1 << 20
 """Of one ``sendmsg``: to a Unix socket it has its timeout for every 32 KiB, and so would go on with a slow reader."""
 _UNBOOKED_BYTES = 64 << 10
 """Of a request's small arguments, beside the budget of bytes in flight."""
@@ -375,7 +375,8 @@ class Outbox:
         self._pace.begin()
         secured = isinstance(self._sock, ssl.SSLSocket)
         while buffers:
-            sent = self._sock.send(buffers[0][:_PART_BYTES]) if secured else self._sock.sendmsg(_part(buffers))
+            alone = secured or len(buffers) == 1
+            sent = self._sock.send(buffers[0][:_PART_BYTES]) if alone else self._sock.sendmsg(_part(buffers))
             moved_bytes = sent
             while buffers and sent >= buffers[0].nbytes:
                 sent -= buffers.pop(0).nbytes
