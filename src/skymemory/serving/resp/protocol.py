@@ -147,7 +147,8 @@ class RequestParser:
         size_bytes = self._number(line, most, "bulk")
         here = len(self._data) - self._at
         if size_bytes >= LARGE_BYTES:
-            head = bytes(self._data[self._at : self._at + size_bytes])
+            with memoryview(self._data) as data:
+                head = bytes(data[self._at : self._at + size_bytes])
             self._at += len(head)
             self._large = LargeArgument(tuple(self._words), size_bytes, head)
             return self._large

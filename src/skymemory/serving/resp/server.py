@@ -33,7 +33,8 @@ from skymemory.serving.resp.protocol import Framed, LargeArgument, NeedData, Pro
 
 log = logging.getLogger("skymemory.store.daemon")
 
-_READ_BYTES = 64 << 10
+_READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10
+"""Of one read; and of one where a large value may follow, whose first bytes are copied to their place."""
 _MAX_PIECES = 512
 """Of one ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
 _SMALL_BYTES = 16 << 10
@@ -233,6 +234,7 @@ class Conversation:
         self._parser = RequestParser(limits.value_bytes, trusted=self._session.authenticated)
         self._pace = Pace(limits.stall_s)
         self._outbox = Outbox(sock, limits.stall_s)
+        self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
         """Of the budget, for what has been received of the request under way."""
         self._booked_small_bytes = 0
@@ -272,12 +274,14 @@ class Conversation:
             self._booked_small_bytes += held_bytes
         idle = self._parser.idle
         try:
-            data = self._sock.recv(_READ_BYTES)
+            data = self._sock.recv(self._read_bytes)
         except (BlockingIOError, TimeoutError):
             # Between requests a client may take its time; in the middle of one it may not stall.
             if not idle:
                 raise
             return True
+        if len(data) == self._read_bytes:
+            self._read_bytes = _READ_BYTES
         if idle:
             self._pace.begin()
         self._pace.moved(len(data))
@@ -299,6 +303,7 @@ class Conversation:
             return False
         data = receive_all(self._sock, front + large.head, missing_bytes, self._pace.allowed_s(missing_bytes))
         self._parser.deliver(Framed(data) if front else data)
+        self._read_bytes = _FRONT_BYTES
         self._pace.begin()
         return True
 
