@@ -11,12 +11,13 @@ from tests.store.conftest import simulated, store_over
 
 import skymemory
 from skymemory import NamedValues, open_store
+from skymemory.cache.tiers.store import TieredStore
+from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.keys import first_ring
 from skymemory.store.base import Expiring, Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NOT_PROMISED, bare, get_named
-from skymemory.store.redis import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -103,10 +104,10 @@ def test_names_are_listed_but_not_those_under_a_seal(constellation: Constellatio
 
 def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
     values = NamedValues(MemoryStore(1 << 20))
-    in_redis = NamedValues(RedisStore("redis://localhost:1"))
+    tiers = NamedValues(TieredStore([(MemoryStore(1 << 20), TierSettings(local=True))]))
     for call in (
-        lambda: in_redis.put("a", b"x", ttl_s=60.0),
-        lambda: in_redis.expire("a", 60.0),
+        lambda: tiers.put("a", b"x", ttl_s=60.0),
+        lambda: tiers.expire("a", 60.0),
         values.names,
         lambda: values.put("a", b"x", ttl_s=0.0),
         lambda: values.put("a", b"x", ttl_s=math.nan),
@@ -131,5 +132,7 @@ def test_a_lifetime_that_a_silent_satellite_did_not_promise_is_said(
 
 def test_what_holds_the_values_is_found_behind_all_that_is_around_it(constellation: ConstellationStore) -> None:
     assert bare(sealed(constellation)) is constellation is bare(constellation)
-    assert isinstance(constellation, Expiring) and not isinstance(RedisStore("redis://localhost:1"), Expiring)
+    assert isinstance(constellation, Expiring) and not isinstance(
+        TieredStore([(MemoryStore(), TierSettings())]), Expiring
+    )
     assert skymemory.NamedValues is NamedValues

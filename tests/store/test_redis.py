@@ -77,6 +77,20 @@ def _raw(server: RedisServer, *arguments: bytes) -> object:
     return reply
 
 
+def test_values_expire(server: RedisServer) -> None:
+    store = RedisStore(server.url)
+    store.put_many([(key(number), value(number)) for number in range(4)])
+    assert store.expire([key(1), key(2), key(3), key(9)], 0.1) == [True, True, True, False]
+    assert store.expire([key(2), key(0), key(9)], math.inf) == [True, True, False]
+    store.put_many([(key(3), value(5))])
+    time.sleep(0.15)
+    assert store.get_many([key(number) for number in range(4)]) == [value(0), None, value(2), value(5)]
+    assert store.expire([key(0)], 0.0) == [True] and store.lookup([key(0)]) == [Presence.MISS]
+    server.stop()
+    assert store.expire([key(2)], 1.0) == store.expire([key(2)], math.inf) == [False]
+    store.close()
+
+
 def test_more_values_than_go_at_once_come_back_in_order(server: RedisServer) -> None:
     store = RedisStore(server.url)
     items = [(key(n), value(n, 5000 + n)) for n in range(50)]

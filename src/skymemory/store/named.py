@@ -114,8 +114,8 @@ class NamedValues:
             values.put("report.pdf", data, ttl_s=1800)
             values.get("report.pdf")
 
-    The caller closes the store. A constellation supports all of this; memory and disk do not list, others may not pin
-    or expire either.
+    The caller closes the store. A constellation supports all of this; others do not list, Redis does not pin, and
+    tiers do not expire.
     """
 
     def __init__(self, store: Store) -> None:
@@ -177,5 +177,5 @@ class NamedValues:
             raise InvalidInput(f"a lifetime of {ttl_s} s: expected more than 0")
         store = bare(self._store)
         if not isinstance(store, Expiring):
-            raise InvalidInput(f"a {store.name} store cannot expire values: memory, disk and a constellation can")
+            raise InvalidInput(f"a {store.name} store cannot expire values: each of its tiers alone can")
         return store

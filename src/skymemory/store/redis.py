@@ -165,6 +165,15 @@ class RedisStore(RemoteStore):
         check_ttl(ttl_s)
         return [False] * len(self._check(keys))
 
+    def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """As in ``base.Expiring``, by the server's clock, in whole milliseconds."""
+        keys = self._check(keys)
+        if math.isinf(check_ttl(ttl_s)):
+            self._ask_each(b"PERSIST", keys)  # 0 for a key without a lifetime, too
+            return [size is not None for size in self.sizes(keys)]
+        ttl_ms = b"%d" % max(0, math.ceil(ttl_s * 1000))
+        return [reply == 1 for reply in self._ask_each(b"PEXPIRE", keys, ttl_ms)]
+
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         replies = self._ask_each(b"DEL", self._check(keys))
         for key in keys:
@@ -174,8 +183,8 @@ class RedisStore(RemoteStore):
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self._later for key in self._check(keys)]
 
-    def _ask_each(self, verb: bytes, keys: Sequence[bytes]) -> list[object]:
-        replies = self._link.ask([pack(verb, NAMESPACE + key) for key in keys], _QUESTIONS_AT_ONCE)
+    def _ask_each(self, verb: bytes, keys: Sequence[bytes], *more: bytes) -> list[object]:
+        replies = self._link.ask([pack(verb, NAMESPACE + key, *more) for key in keys], _QUESTIONS_AT_ONCE)
         unanswered = sum(isinstance(reply, Unreachable) for reply in replies)
         if unanswered:
             self._counters.add("questions_unanswered", unanswered)
