@@ -65,6 +65,16 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         tokens = chunk if at < CHUNKS - 1 else chunk - 3
         return (torch.arange(shape.numel()).reshape(shape) % 251 + at).to(dtype)[:, :, :tokens].contiguous()
 
+    def room() -> int:
+        """How many chunks there is memory for."""
+        taken = []
+        while (one := local.allocate(shape, dtype, MemoryFormat.KV_2LTD, eviction=False)) is not None:
+            taken.append(one)
+        for one in taken:
+            one.ref_count_down()
+        return len(taken)
+
+    before = room()
     began_s = time.monotonic()
     said: dict[str, Any] = {"keys": [connector.values.key(key.to_string()).hex() for key in keys]}
     if asked["do"] == "store":
@@ -79,6 +89,10 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         while any(memory.get_ref_count() for memory in memories) and time.monotonic() < began_s + 60:
             time.sleep(0.01)
         said["held"] = sum(memory.get_ref_count() for memory in memories)
+    elif asked["do"] == "give up":
+        given_up = [asyncio.run_coroutine_threadsafe(connector.batched_get(keys), loop) for _ in range(20)]
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # all have begun
+        said["cancelled"] = sum(one.cancel() for one in given_up)
     else:
         said["one"] = backend.contains(keys[0])
         said["prefix"] = backend.batched_contains(keys)
@@ -96,7 +110,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
                 one.ref_count_down()
         said["freed"] = all(one is None or one.get_ref_count() == 0 for one in [*found, alone, *begun])
     said["seconds"] = time.monotonic() - began_s
-    backend.close()
+    backend.close()  # the threads have ended: a load that LMCache gave up holds nothing
+    said["leaked"] = before - room()
     said["counters"] = connector.values.counters.as_dict()
     return said
 

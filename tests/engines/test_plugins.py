@@ -101,12 +101,14 @@ def test_what_one_process_stores_another_loads(engine: tuple[Side, Side, dict[st
     before = other.ask("ask", store, **about)
     assert not any(before["loaded"]) and before.get("prefix", 0) == 0 and before.get("alone") in (None, False)
     stored = one.ask("store", store, **about)
-    assert stored["counters"]["stored_total"] == COUNT and stored.get("held", 0) == 0
+    assert stored["counters"]["stored_total"] == COUNT and stored.get("held", 0) == stored.get("leaked", 0) == 0
     found = other.ask("ask", store, **about)
     assert found["keys"] == stored["keys"] and len(set(found["keys"])) == COUNT
     assert found["loaded"] == found["equal"] == [True] * COUNT
     assert found.get("prefix", COUNT) == found.get("prefix_async", COUNT) == found.get("begun", COUNT) == COUNT
-    assert found.get("one", True) and found.get("alone", True) and found.get("freed", True)
+    assert (
+        found.get("leaked", 0) == 0 and found.get("one", True) and found.get("alone", True) and found.get("freed", True)
+    )
     assert found["counters"]["hits_total"] >= COUNT and "misses_total" not in str(found["counters"])
     again = one.ask("store", store, **about)
     assert again["counters"]["present_total"] >= COUNT and again["counters"].get("stored_total", 0) == 0
@@ -153,6 +155,14 @@ def test_a_store_that_hangs_costs_its_deadlines_and_misses(engine: tuple[Side, S
             assert not any(said.get("loaded", [])) and said.get("held", 0) == 0 and all(said.get("equal", []))
             assert said["counters"].get("hits_total", 0) == said["counters"].get("stored_total", 0) == 0
     shutil.rmtree(folder)
+
+
+def test_a_load_that_lmcache_gives_up_holds_no_memory(sides: dict[str, tuple[Side, Side]], store: str) -> None:
+    one, other = sides["lmcache_side"]
+    one.ask("store", store)
+    found = other.ask("give up", store)
+    assert found["counters"]["hits_total"] == 20 * COUNT and found["leaked"] == 0
+    assert "not called properly" not in other.log(), "LMCache had to give the memory back itself"
 
 
 def test_a_full_store_costs_misses_alone(engine: tuple[Side, Side, dict[str, Any]]) -> None:

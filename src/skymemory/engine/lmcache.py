@@ -38,7 +38,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         }
         try:
             settings = PluginSettings.read(given, "extra_config, skymemory.*", metadata.world_size)
-            context = _context(settings.weights, config, metadata)
+            context = _context(settings.weights, config, metadata, (self.meta_shapes, self.meta_dtypes))
             self.values = PluginStore(settings, context, self.full_chunk_size_bytes + self.remote_metadata_bytes)
         except SkyMemoryError as error:
             raise IrrecoverableException(f"SkyMemory: {error}") from error
@@ -174,11 +174,12 @@ def _free(found: Sequence[MemoryObj | None]) -> None:
             one.ref_count_down()
 
 
-def _context(weights: str, config: Any, metadata: Any) -> CacheContext:
+def _context(weights: str, config: Any, metadata: Any, chunk: object) -> CacheContext:
     """All that LMCache's keys leave out: they name the model, rank, ranks and data type."""
     packing = (
         lmcache.__version__,
         list(metadata.kv_shape),
+        chunk,
         metadata.use_mla,
         config.remote_serde,
         config.use_layerwise,

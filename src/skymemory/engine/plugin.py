@@ -30,7 +30,8 @@ from skymemory.testbed.open_store import kinds_of, open_store
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 4
+_THREADS = 8
+"""More than a plug-in's own: a lookup must not wait until a slow load ends."""
 _LOG_EVERY_S = 60.0
 
 
