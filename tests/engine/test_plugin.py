@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from skymemory.engine.plugin import PluginSettings, PluginStore
+from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 from skymemory.store.base import LoadTicket, Presence
@@ -224,3 +224,14 @@ def test_a_store_of_one_process_is_refused_where_several_would_share_it(address:
     else:
         with pytest.raises(InvalidInput, match="skymemory store serve"):
             PluginSettings.read(table, "here", 2)
+
+
+def test_a_release_that_was_not_tested_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for version in ("0.5.6", "0.5.9.post1", "0.5.7rc1"):
+        warn_untested("LMCache", version, "0.5.6")
+    assert not caplog.records
+    for version in ("0.6.0", "1.5.6", "unknown"):
+        warn_untested("LMCache", version, "0.5.6")
+    assert [record.args for record in caplog.records] == [
+        ("LMCache", version, "0.5.6") for version in ("0.6.0", "1.5.6", "unknown")
+    ]

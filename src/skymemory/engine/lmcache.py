@@ -16,7 +16,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from skymemory.engine.plugin import PluginSettings, PluginStore
+from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.kv.context import CacheContext
 
@@ -42,6 +42,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
             self.values = PluginStore(settings, context, self.full_chunk_size_bytes + self.remote_metadata_bytes)
         except SkyMemoryError as error:
             raise IrrecoverableException(f"SkyMemory: {error}") from error
+        warn_untested("LMCache", lmcache.__version__, "0.5.6")
         # A slow save must not delay what a prompt waits for.
         self._asking = ThreadPoolExecutor(4, "lmcache ask")
         self._saving = ThreadPoolExecutor(2, "lmcache save")

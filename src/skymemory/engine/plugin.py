@@ -231,6 +231,12 @@ class PluginStore:
 _WRONG = ("corrupt", "foreign")
 
 
+def warn_untested(engine: str, version: str, tested: str) -> None:
+    """Logs a release of the engine that was not tested: its interface may differ (its values never mix)."""
+    if version.split(".")[:2] != tested.split(".")[:2]:
+        _log.warning("%s %s was not tested with this plug-in, %s was", engine, version, tested)
+
+
 def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
     """Header and payload, copied once."""
     crc = size_bytes = 0

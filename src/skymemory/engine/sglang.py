@@ -15,7 +15,7 @@ import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from skymemory.engine.plugin import PluginSettings, PluginStore
+from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 
@@ -26,6 +26,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     """Raises InvalidInput for a wrong option."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
+        warn_untested("SGLang", sglang.__version__, "0.5.23")
         self._config = storage_config
         where = "hicache-storage-backend-extra-config, skymemory"
         processes = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size

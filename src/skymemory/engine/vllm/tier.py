@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import (
 )
 
 import vllm
-from skymemory.engine.plugin import PluginSettings, PluginStore
+from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.kv.context import CacheContext
 
 
@@ -46,6 +46,7 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        warn_untested("vLLM", vllm.__version__, "0.32.0")
         parallel = offloading_spec.config.parallel
         settings = PluginSettings.read(
             skymemory or {}, "secondary_tiers, skymemory", max(1, parallel.data_parallel_size)
