@@ -46,6 +46,22 @@ def kv_of(tokens: list[int], block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, (LAYERS, LAYER_BYTES), np.uint8)
 
 
+class Door:
+    """Of a scheduler that has blocks for all."""
+
+    def __init__(self, step_tokens: int = 2 * BLOCK * SIZE) -> None:
+        self.step_tokens = step_tokens
+        self.has_room = True
+        self.jumps: list[tuple[int, int]] = []
+
+    def reserve(self, request: Request, computed_tokens: int) -> bool:
+        return self.has_room
+
+    def go_on_from(self, request: Request, tokens: int) -> None:
+        self.jumps.append((request.num_computed_tokens, tokens))
+        request.num_computed_tokens = tokens
+
+
 class Engine:
     """One engine over ``store``: both sides, block tables and the memory of the blocks."""
 
@@ -75,13 +91,13 @@ class Engine:
         self.scheduler.allocated(request, external)
         request.num_computed_tokens = local + external
 
-    def step(self, *scheduled: tuple[Request, int]) -> None:
+    def step(self, *scheduled: tuple[Request, int], preempted: Request | None = None) -> None:
         """One step that computes these numbers of tokens."""
         total = sum(tokens for _, tokens in scheduled)
         output = SimpleNamespace(
             num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
             total_num_scheduled_tokens=total,
-            preempted_req_ids=set(),
+            preempted_req_ids={preempted.request_id} if preempted is not None else set(),
         )
         plan = self.scheduler.plan(output)
         self.worker.begin(plan)

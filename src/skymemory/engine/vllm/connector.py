@@ -61,6 +61,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 shape,
                 Seeds(context).of,
                 self._block_ids,
+                cake=_Door(self, vllm_config) if cakes(vllm_config) else None,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
@@ -171,6 +172,40 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SkyMemoryStats:
         return SkyMemoryStats(data=data or {})
+
+
+def cakes(config: Any) -> bool:
+    """Whether Cake can be had: the model runner takes the number of computed tokens from the scheduler (version 1), and
+    no step is under way when the scheduler changes it.
+    """
+    return not config.use_v2_model_runner and not config.scheduler_config.async_scheduling
+
+
+class _Door:
+    """``CakeDoor`` of vLLM's KV cache manager."""
+
+    def __init__(self, connector: SkyMemoryConnector, config: Any) -> None:
+        self._connector = connector
+        self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
+
+    def reserve(self, request: Any, computed_tokens: int) -> bool:
+        """Called while vLLM schedules the request's first chunk, whose blocks it has; its own count of computed tokens
+        comes afterwards.
+        """
+        blocks = self._connector._kv_cache_manager.allocate_slots(
+            request,
+            request.num_tokens - computed_tokens,
+            num_new_computed_tokens=computed_tokens,
+            delay_cache_blocks=True,
+        )
+        return blocks is not None
+
+    def go_on_from(self, request: Any, tokens: int) -> None:
+        loaded = tokens - request.num_computed_tokens
+        request.num_computed_tokens = tokens
+        self._connector._kv_cache_manager.cache_blocks(request, tokens)
+        if (stats := request.prefill_stats) is not None:
+            stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens + loaded)
 
 
 class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]

@@ -35,6 +35,10 @@ class Load:
     """Leading blocks of the first value that vLLM has already."""
     blocks: tuple[int, ...]
     """Where the others go; the last value's may end early, since a prompt's last token is always computed."""
+    first_block: int = 0
+    """Number of ``blocks[0]`` in the request."""
+    backward: bool = False
+    """Cake: the last value first, while the request computes from the front."""
 
     def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[int, ...]]:
         """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go."""
@@ -61,6 +65,10 @@ class Plan:
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
     """That the step computes."""
+    fences: dict[str, int] = field(default_factory=dict)
+    """Of requests with a backward load: blocks below are computed, or will be by this step; they are not written."""
+    ends: list[str] = field(default_factory=list)
+    """Requests whose backward load ends before this step: their blocks may be another's in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,7 @@ class Loaded:
     """The end of one load."""
 
     values: int
-    """Of its keys, how many leading ones are in place."""
+    """Of its keys, how many leading ones are in place; of a backward load, how many trailing ones."""
     reason: str
     """Why the next one is not; empty if all are."""
     size_bytes: int
@@ -83,6 +91,8 @@ class Outcome:
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
     """By request."""
+    lowest: dict[str, int] = field(default_factory=dict)
+    """Of requests with a backward load: the first block from which on all are in place."""
     step_s: float = 0.0
     step_tokens: int = 0
     counts: dict[str, float] = field(default_factory=dict)
@@ -97,8 +107,10 @@ class Outcome:
             size_bytes = ours.size_bytes + theirs.size_bytes if request in self.loaded else theirs.size_bytes
             missing = max(ours.missing_tokens, theirs.missing_tokens)
             loaded[request] = Loaded(fewer.values, fewer.reason, size_bytes, max(ours.seconds, theirs.seconds), missing)
+        lowest = {name: max(self.lowest[name], block) for name, block in other.lowest.items() if name in self.lowest}
         return Outcome(
             loaded,
+            lowest,
             max(self.step_s, other.step_s),
             max(self.step_tokens, other.step_tokens),
             added(self.counts, other.counts),

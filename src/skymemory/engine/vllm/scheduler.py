@@ -4,6 +4,10 @@ For each request: ``matched`` (how many tokens the store has; asked until the re
 blocks are reserved: the load is planned), ``plan`` (with each step: loads, and saves of the values that this step
 completes), ``update`` (what the workers report), ``finished``.
 
+With Cake (a request that is alone, and of several steps) ``matched`` announces nothing: the request computes from its
+front, ``allocated`` reserves all its blocks and plans a backward load, ``plan`` sends how far computing has come (the
+fence), and when it meets what was loaded, ``update`` has it go on behind the loaded blocks.
+
 A lookup runs in a thread: a store that hangs must not hold up the scheduler, so a request whose lookup is not
 answered at once is asked about again, and is computed if the answer takes too long.
 """
@@ -15,7 +19,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from skymemory.cache.blocks import BlockCache
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
@@ -30,8 +34,24 @@ _PATIENCE_S = 0.5
 _FRESH_S = 1.0
 """So long an answer is believed, if the request is not scheduled at once."""
 _KEPT_SENT = 1 << 17
+_FULL = 0.75
+"""Of its tokens: a step that has fewer says little of what a full one takes."""
 _OPTIMISM = 0.98
 """For each prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
+
+
+class CakeDoor(Protocol):
+    """What Cake needs of vLLM's scheduler."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Of a full step."""
+
+    def reserve(self, request: Any, computed_tokens: int) -> bool:
+        """Give the request all blocks of its prompt; False if there are too few."""
+
+    def go_on_from(self, request: Any, tokens: int) -> None:
+        """All of its first ``tokens`` are in its blocks: the next step begins behind them."""
 
 
 @dataclass(slots=True)
@@ -43,6 +63,18 @@ class Lookup:
     call: Call[object]
     found: int | None = None
     overdue: bool = False
+
+
+@dataclass(slots=True)
+class Backward:
+    """Cake: a request that computes from the front while its values are loaded from the back."""
+
+    values: int
+    end_tokens: int
+    """Behind its last loaded block."""
+    running: bool = False
+    lowest_tokens: int | None = None
+    """All from here to ``end_tokens`` is in place."""
 
 
 @dataclass(slots=True)
@@ -63,6 +95,7 @@ class Known:
     """Where a load would begin."""
     first: int = 0
     """Value at which its last load began."""
+    backward: Backward | None = None
     failed: bool = False
     """A load of it failed: it is computed, or a store that loses values would be asked again and again."""
 
@@ -77,6 +110,7 @@ class SchedulerSide:
         seed_of: Callable[[Any], bytes | None],
         block_ids: Callable[[str], Sequence[int]],
         *,
+        cake: CakeDoor | None = None,
         ranks: int = 1,
         loads: bool = True,
         saves: bool = True,
@@ -87,6 +121,11 @@ class SchedulerSide:
         self._shape = shape
         self._seed_of = seed_of
         self._block_ids = block_ids
+        self._cake = cake
+        self._ending: list[str] = []
+        """Backward loads to be ended by the next plan."""
+        self._step_s = 0.0
+        """Of a full step."""
         self._ranks = ranks
         self._loads, self._saves = loads, saves
         self._clock = clock
@@ -122,19 +161,39 @@ class SchedulerSide:
         tokens = min((first + found) * shape.value_tokens, limit) - computed_tokens
         if tokens <= 0:
             return 0, False
+        known.computed_tokens, known.backward = computed_tokens, None
         load_s = self._loading.seconds(found * self._blocks.layout.block_bytes)
         compute_s = self._blocks.compute.seconds(tokens)
+        if self._is_for_cake(tokens, load_s):
+            known.backward = Backward(found, computed_tokens + tokens)
+            return 0, False
         if load_s is not None and compute_s is not None and load_s > compute_s:
             self._loading.passed_over()
             self._counts["slower_than_computing_tokens"] += tokens
             return 0, False
-        known.computed_tokens = computed_tokens
         return tokens, True
+
+    def _is_for_cake(self, tokens: int, load_s: float | None) -> bool:
+        """Whether to load ``tokens`` from the back while computing from the front: where no other request could use
+        the processor meanwhile, and neither side is done within a step or two.
+        """
+        if self._cake is None or len(self._known) > 1 or tokens < 2 * self._cake.step_tokens:
+            return False
+        return load_s is None or load_s > self._step_s
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """Blocks of the request are reserved; those of ``external_tokens`` behind its own are to be loaded."""
         known = self._known.get(request.request_id)
-        if known is None or not external_tokens:
+        if known is None:
+            return
+        backward = known.backward
+        if backward is not None:
+            assert self._cake is not None
+            if not self._cake.reserve(request, known.computed_tokens):
+                known.backward = None
+                return
+            backward.running, external_tokens = True, backward.end_tokens - known.computed_tokens
+        if not external_tokens:
             return
         shape = self._shape
         first_block = known.computed_tokens // shape.block_tokens
@@ -143,7 +202,7 @@ class SchedulerSide:
         keys = tuple(known.keys[first : -(-last_block // shape.blocks_per_value)])
         blocks = tuple(self._block_ids(request.request_id)[first_block:last_block])
         skipped = first_block - first * shape.blocks_per_value
-        self._planned.append(Load(request.request_id, keys, skipped, blocks))
+        self._planned.append(Load(request.request_id, keys, skipped, blocks, first_block, backward is not None))
         known.first = first
         known.settled = max(known.settled, first + len(keys))
         known.lookup = None
@@ -153,6 +212,15 @@ class SchedulerSide:
     def plan(self, output: Any) -> Plan:
         """Of the step that ``output`` (a ``SchedulerOutput``) describes."""
         plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
+        for request_id in output.preempted_req_ids or ():
+            if (known := self._known.get(request_id)) is not None:
+                self._end_backward(known)
+        plan.ends, self._ending = self._ending, []
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            known = self._known.get(request_id)
+            if known is not None and known.backward is not None:
+                computed = known.request.num_computed_tokens + tokens
+                plan.fences[request_id] = -(-computed // self._shape.block_tokens)
         if self._saves:
             for request_id, tokens in output.num_scheduled_tokens.items():
                 if (known := self._known.get(request_id)) is not None:
@@ -182,6 +250,8 @@ class SchedulerSide:
         """What the workers report of a step."""
         if outcome.step_tokens:
             self._blocks.compute.took(outcome.step_tokens, outcome.step_s)
+            if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
+                self._step_s += (outcome.step_s - self._step_s) / 4 if self._step_s else outcome.step_s
         for request_id, loaded in outcome.loaded.items():
             self._loading.took(loaded)
             known = self._known.get(request_id)
@@ -190,7 +260,16 @@ class SchedulerSide:
                 self._counts["recomputed_tokens"] += loaded.missing_tokens
                 if known is not None:
                     known.failed = True
-                    self._unsettle(known, known.first + loaded.values)
+                    backward = known.backward
+                    placed = backward.values - 1 - loaded.values if backward is not None else loaded.values
+                    self._unsettle(known, known.first + placed)
+        for request_id, block in outcome.lowest.items():
+            known = self._known.get(request_id)
+            if known is not None and known.backward is not None:
+                known.backward.lowest_tokens = block * self._shape.block_tokens
+        for known in self._known.values():
+            if known.backward is not None and known.backward.running:
+                self._meet(known, known.backward)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
     def _unsettle(self, known: Known, depth: int) -> None:
@@ -199,9 +278,26 @@ class SchedulerSide:
             self._sent.pop(key, None)
         known.settled = min(known.settled, depth)
 
+    def _meet(self, known: Known, backward: Backward) -> None:
+        """Where computing has reached what was loaded, go on behind it."""
+        assert self._cake is not None
+        computed = known.request.num_computed_tokens
+        if computed >= backward.end_tokens:
+            self._end_backward(known)  # computing was faster
+        elif backward.lowest_tokens is not None and computed >= backward.lowest_tokens:
+            self._cake.go_on_from(known.request, backward.end_tokens)
+            self._counts["cake_tokens"] += backward.end_tokens - computed
+            self._end_backward(known)
+
+    def _end_backward(self, known: Known) -> None:
+        if known.backward is not None and known.backward.running:
+            self._ending.append(known.request.request_id)
+        known.backward = None
+
     def finished(self, request: Any) -> None:
         """Nothing more comes of it."""
-        self._known.pop(request.request_id, None)
+        if (known := self._known.pop(request.request_id, None)) is not None:
+            self._end_backward(known)
 
     def counts(self) -> dict[str, int]:
         """Since the last call, by name."""

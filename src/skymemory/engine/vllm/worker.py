@@ -10,6 +10,7 @@ any more: ``_Job`` has a lock for that, since vLLM hands the blocks to another r
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -28,6 +29,8 @@ from skymemory.store.base import Presence
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
+_BACKWARD_THREADS = 2
+"""One value is being verified and copied while the next is fetched."""
 _UNKNOWN_S = 10.0
 _UNKNOWN_BYTES_PER_S = 1e6
 """A load is given up after so long, where it is not known how long computing takes."""
@@ -74,6 +77,74 @@ class _Job:
         return self.load.blocks[max(0, self.placed * self._size - self.load.skipped_blocks) :]
 
 
+class _BackwardJob(_Job):
+    """Cake's side of a prompt: values from the last one on, above the fence. Two threads take them in turn."""
+
+    def __init__(self, load: Load, copier: BlockCopier, blocks_per_value: int, began_s: float, fence: int) -> None:
+        super().__init__(load, copier, blocks_per_value, began_s, math.inf)
+        self._fence = fence
+        self._next = len(load.keys) - 1
+        self._done: set[int] = set()
+        self.threads = 0
+        self.size_bytes = 0
+        self.reason = ""
+        self.reported = 0
+
+    def first_block(self, value: int) -> int:
+        """Number in the request of the first block that comes from it."""
+        return self.load.first_block + max(0, value * self._size - self.load.skipped_blocks)
+
+    def raise_fence(self, block: int) -> None:
+        with self._lock:
+            self._fence = block
+
+    def take(self) -> int | None:
+        """The next value to load; None if there is none."""
+        with self._lock:
+            index = self._next
+            if self._closed or self.reason or index < 0 or self.first_block(index) < self._fence:
+                return None
+            self._next -= 1
+            return index
+
+    def place(self, index: int, block: memoryview) -> None:
+        skipped, blocks = self.load.places(index, self._size)
+        with self._lock:
+            if self._closed or self.first_block(index) < self._fence:
+                raise _Closed("computing has come as far")
+            self._copier.write(blocks, block, skipped, self._size)
+
+    def came(self, index: int, reason: str, size_bytes: int) -> None:
+        """A value is in place, or why not."""
+        with self._lock:
+            if reason:
+                self.reason = self.reason or reason
+                return
+            self.size_bytes += size_bytes
+            self._done.add(index)
+            while len(self.load.keys) - 1 - self.placed in self._done:
+                self.placed += 1
+
+    @property
+    def lowest(self) -> int:
+        """The first block from which on all are in place."""
+        return self.first_block(len(self.load.keys) - self.placed)
+
+    def missing(self) -> tuple[int, ...]:
+        return ()  # none counts as loaded before it is
+
+
+class _Of:
+    """A sink for one value of a backward load."""
+
+    def __init__(self, job: _BackwardJob, value: int) -> None:
+        self._job = job
+        self._value = value
+
+    def place(self, index: int, block: memoryview) -> None:
+        self._job.place(self._value, block)
+
+
 class WorkerSide:
     """Called by one thread of vLLM's; its own threads load and save."""
 
@@ -96,6 +167,7 @@ class WorkerSide:
         self._saver = Saver(blocks, queue_bytes)
         self._ended = threading.Condition()
         self._jobs: list[_Job] = []
+        self._backward: dict[str, _BackwardJob] = {}
         self._plan = Plan()
         self._began_s = 0.0
         self._outcome = Outcome()
@@ -111,8 +183,17 @@ class WorkerSide:
     def begin(self, plan: Plan) -> None:
         """Its metadata came: loads start."""
         self._plan, self._began_s = plan, self._clock()
+        for request in plan.ends:
+            if (job := self._backward.get(request)) is not None:
+                job.close()
+        for request, fence in plan.fences.items():
+            if (job := self._backward.get(request)) is not None:
+                job.raise_fence(fence)
         for load in plan.loads:
-            self._start(load)
+            if load.backward:
+                self._start_backward(load, plan.fences.get(load.request, 0))
+            else:
+                self._start(load)
 
     def end(self) -> None:
         """The forward is done: completed values are copied out."""
@@ -124,6 +205,7 @@ class WorkerSide:
             self._outcome.step_tokens = plan.tokens
             self._outcome.step_s = self._clock() - self._began_s
             self._blocks.compute.took(plan.tokens, self._outcome.step_s)
+        self._report_backward()
         if not plan.tokens and self._jobs:
             with self._ended:
                 self._ended.wait_for(lambda: any(job.end is not None for job in self._jobs), _IDLE_S)
@@ -143,12 +225,12 @@ class WorkerSide:
         """Since the last step; None if there is nothing to say."""
         outcome, self._outcome = self._outcome, Outcome()
         outcome.counts = dict(self._saver.counts())
-        said = outcome.loaded or outcome.step_tokens or outcome.counts
+        said = outcome.loaded or outcome.lowest or outcome.step_tokens or outcome.counts
         return outcome if said else None
 
     def close(self, drain_s: float) -> None:
         """Stores what waits, as long as ``drain_s``; loads end as given up."""
-        for job in self._jobs:
+        for job in (*self._jobs, *self._backward.values()):
             job.close()
         self._loaders.close()
         self._saver.close(drain_s)
@@ -188,6 +270,45 @@ class WorkerSide:
             _log.exception("a load of %d values failed by a fault of the connector", len(keys))
             reason = "fault"
         self._end(job, reason, tally.size_bytes)
+
+    def _start_backward(self, load: Load, fence: int) -> None:
+        assert self._copier is not None
+        job = _BackwardJob(load, self._copier, self.shape.blocks_per_value, self._clock(), fence)
+        self._backward[load.request] = job
+        job.threads = sum(self._loaders.submit(Call(lambda: self._run_backward(job))) for _ in range(_BACKWARD_THREADS))
+
+    def _run_backward(self, job: _BackwardJob) -> None:
+        """In a thread: value after value, until it meets what is computed."""
+        while (index := job.take()) is not None:
+            tally, reason = LoadTally(), ""
+            try:
+                key = rank_key(job.load.keys[index], self._rank)
+                self._blocks.load_found([key], _Of(job, index), tally, PhaseClock(time.perf_counter, {}), None)
+                reason = next(iter(tally.failed), "")
+            except _Closed:
+                break
+            except TIER_FAILURES as error:
+                _log.warning("a load failed: %s", error)
+                reason = "unreachable"
+            except BaseException:
+                _log.exception("a load failed by a fault of the connector")
+                reason = "fault"
+            job.came(index, reason, tally.size_bytes)
+        with self._ended:
+            job.threads -= 1
+
+    def _report_backward(self) -> None:
+        for request, job in list(self._backward.items()):
+            if job.placed > job.reported:
+                job.reported = job.placed
+                self._outcome.lowest[request] = job.lowest
+            with self._ended:
+                ended = not job.threads
+            if ended:
+                del self._backward[request]
+                self._outcome.loaded[request] = self._end_of(
+                    job, job.reason, job.size_bytes, self._clock() - job.began_s
+                )
 
     def _end(self, job: _Job, reason: str, size_bytes: int) -> None:
         seconds = self._clock() - job.began_s
