@@ -65,6 +65,7 @@ def main() -> None:
             {
                 "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
                 "seconds": time.monotonic() - began_s,
+                "cached": [answer.num_cached_tokens for answer in answers],
                 "ttft_s": [answer.metrics.first_token_latency for answer in answers],
                 **{name: value - before.get(name, 0) for name, value in now.items()},
             }

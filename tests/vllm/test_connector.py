@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,3 +156,37 @@ def test_values_that_are_lost_or_damaged_change_no_token(
         result = run(folder, [asked, asked, asked], transfer(address))
         assert answers(result) == [plain] * 3
         assert store.spoilt > 20 and result[2]["external"] > 0
+
+
+class Slow(MemoryStore):
+    """Each value takes a while, as over a link."""
+
+    delay_s = 0.0
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.loaded = 0
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        time.sleep(self.delay_s * len(ticket.keys))
+        self.loaded += len(ticket.keys)
+        return super().complete_load(ticket)
+
+
+def test_cake_meets_in_the_middle_and_changes_no_token(folder: Path) -> None:
+    """Four prompts of 1,900 tokens, one by one, over a link that is about as fast as this model computes."""
+    dice = random.Random(5)
+    asked = [
+        {"tokens": [dice.randrange(5, 500) for _ in range(1900)], "max_tokens": 16, "adapter": ""} for _ in range(4)
+    ]
+    engine = {"max_model_len": 2048, "num_gpu_blocks_override": 200, "enable_lora": False}
+    plain, again = run(folder, [asked, asked], None, engine=engine, one_by_one=True)
+    assert again["tokens"] == plain["tokens"]
+    with Slow(4 << 30) as store, daemon(store, folder) as address:
+        (cold,) = run(folder, [asked], transfer(address), engine=engine, one_by_one=True)
+        assert cold["tokens"] == plain["tokens"] and store.loaded == 0
+        store.delay_s = statistics.median(plain["ttft_s"]) / 15
+        warm = run(folder, [asked, asked], transfer(address), engine=engine, one_by_one=True)
+        assert answers(warm) == [plain["tokens"]] * 2
+        met = [cached for one in warm for cached in one["cached"] if 0 < cached < 1800]
+        assert met, [one["cached"] for one in warm]

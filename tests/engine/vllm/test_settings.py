@@ -23,6 +23,7 @@ from skymemory.kv.context import CacheContext
         ({"store": "memory://1GiB"}, "skymemory store serve 'memory://1GiB' --listen"),
         ({"store": "disk:///somewhere?budget=1GiB"}, "skymemory store serve 'disk:///somewhere"),
         ({"store": "tiers:?tier=memory://1GiB&tier=redis://a"}, "belongs to one process"),
+        ({"store": "tiers:///etc/tiers.toml"}, "belongs to one process"),
         ({"store": "unix:///s", "queue": 0}, "queue"),
         ({"store": "unix:///s", "qeue": "1GiB"}, "queue"),
         ({"store": "unix:///s", "drain": "long"}, "drain"),

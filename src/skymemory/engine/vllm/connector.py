@@ -10,7 +10,6 @@ decided is in ``scheduler``, what is done in ``worker``.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
+from vllm.logger import init_logger
 
 import vllm
 from skymemory.cache.blocks import BlockCache
@@ -34,7 +34,7 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import SharedCounters
 from skymemory.testbed.open_store import open_store
 
-_log = logging.getLogger(__name__)
+_log = init_logger("vllm.skymemory")  # vLLM shows lines of its own loggers only
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

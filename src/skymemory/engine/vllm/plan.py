@@ -75,10 +75,12 @@ class Plan:
 class Loaded:
     """The end of one load."""
 
-    values: int
-    """Of its keys, how many leading ones are in place; of a backward load, how many trailing ones."""
+    lost: int
+    """The key of the load that brought no value, by its place; those behind it (before it, of a backward load) were not
+    put into place.
+    """
     reason: str
-    """Why the next one is not; empty if all are."""
+    """Why not; empty if all came."""
     size_bytes: int
     seconds: float
     missing_tokens: int = 0
@@ -99,14 +101,14 @@ class Outcome:
     """Since the last step, by name."""
 
     def aggregate(self, other: Outcome) -> Outcome:
-        """As of one worker: a value is loaded where all have their part of it (called by vLLM)."""
+        """As of one worker: a value is in place where all have their part of it (called by vLLM)."""
         loaded: dict[str, Loaded] = dict(self.loaded)
         for request, theirs in other.loaded.items():
             ours = loaded.get(request, theirs)
-            fewer = min(ours, theirs, key=lambda one: one.values)
+            failed = min((one for one in (ours, theirs) if one.reason), key=lambda one: one.lost, default=ours)
             size_bytes = ours.size_bytes + theirs.size_bytes if request in self.loaded else theirs.size_bytes
             missing = max(ours.missing_tokens, theirs.missing_tokens)
-            loaded[request] = Loaded(fewer.values, fewer.reason, size_bytes, max(ours.seconds, theirs.seconds), missing)
+            loaded[request] = Loaded(failed.lost, failed.reason, size_bytes, max(ours.seconds, theirs.seconds), missing)
         lowest = {name: max(self.lowest[name], block) for name, block in other.lowest.items() if name in self.lowest}
         return Outcome(
             loaded,

@@ -69,7 +69,6 @@ class Lookup:
 class Backward:
     """Cake: a request that computes from the front while its values are loaded from the back."""
 
-    values: int
     end_tokens: int
     """Behind its last loaded block."""
     running: bool = False
@@ -165,7 +164,7 @@ class SchedulerSide:
         load_s = self._loading.seconds(found * self._blocks.layout.block_bytes)
         compute_s = self._blocks.compute.seconds(tokens)
         if self._is_for_cake(tokens, load_s):
-            known.backward = Backward(found, computed_tokens + tokens)
+            known.backward = Backward(computed_tokens + tokens)
             return 0, False
         if load_s is not None and compute_s is not None and load_s > compute_s:
             self._loading.passed_over()
@@ -260,9 +259,7 @@ class SchedulerSide:
                 self._counts["recomputed_tokens"] += loaded.missing_tokens
                 if known is not None:
                     known.failed = True
-                    backward = known.backward
-                    placed = backward.values - 1 - loaded.values if backward is not None else loaded.values
-                    self._unsettle(known, known.first + placed)
+                    self._unsettle(known, known.first + loaded.lost)
         for request_id, block in outcome.lowest.items():
             known = self._known.get(request_id)
             if known is not None and known.backward is not None:

@@ -11,7 +11,7 @@ from skymemory.errors import InvalidInput
 
 TESTED_VERSIONS = ("0.32",)
 """Of vLLM: the connector depends on how its scheduler behaves, not on the interface alone."""
-_ONE_PROCESS = ("memory", "disk")
+_ONE_PROCESS = ("memory", "disk", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.store:
             raise InvalidInput("store is missing: expected an address, such as unix:///run/sky.sock of a store daemon")
-        if self.store.partition(":")[0] in _ONE_PROCESS or "tier=" in self.store:
+        if self.store.partition(":")[0] in _ONE_PROCESS:
             raise InvalidInput(
                 f"store {self.store!r} belongs to one process, and vLLM's scheduler and workers are several: serve it "
                 f"by `skymemory store serve '{self.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"

@@ -88,7 +88,8 @@ class _BackwardJob(_Job):
         self.threads = 0
         self.size_bytes = 0
         self.reason = ""
-        self.reported = 0
+        self.lost = 0
+        self.reported = False
 
     def first_block(self, value: int) -> int:
         """Number in the request of the first block that comes from it."""
@@ -118,7 +119,7 @@ class _BackwardJob(_Job):
         """A value is in place, or why not."""
         with self._lock:
             if reason:
-                self.reason = self.reason or reason
+                self.reason, self.lost = self.reason or reason, max(self.lost, index)
                 return
             self.size_bytes += size_bytes
             self._done.add(index)
@@ -184,8 +185,9 @@ class WorkerSide:
         """Its metadata came: loads start."""
         self._plan, self._began_s = plan, self._clock()
         for request in plan.ends:
-            if (job := self._backward.get(request)) is not None:
+            if (job := self._backward.pop(request, None)) is not None:
                 job.close()
+                self._report_end(job)
         for request, fence in plan.fences.items():
             if (job := self._backward.get(request)) is not None:
                 job.raise_fence(fence)
@@ -297,18 +299,20 @@ class WorkerSide:
         with self._ended:
             job.threads -= 1
 
+    def _report_end(self, job: _BackwardJob) -> None:
+        if not job.reported:
+            job.reported = True
+            end = self._end_of(job, job.reason, job.size_bytes, self._clock() - job.began_s)
+            self._outcome.loaded[job.load.request] = end
+
     def _report_backward(self) -> None:
-        for request, job in list(self._backward.items()):
-            if job.placed > job.reported:
-                job.reported = job.placed
-                self._outcome.lowest[request] = job.lowest
+        for request, job in self._backward.items():
+            if job.placed:
+                self._outcome.lowest[request] = job.lowest  # with each step: other ranks may have come less far
             with self._ended:
                 ended = not job.threads
             if ended:
-                del self._backward[request]
-                self._outcome.loaded[request] = self._end_of(
-                    job, job.reason, job.size_bytes, self._clock() - job.began_s
-                )
+                self._report_end(job)
 
     def _end(self, job: _Job, reason: str, size_bytes: int) -> None:
         seconds = self._clock() - job.began_s
@@ -321,7 +325,9 @@ class WorkerSide:
 
     def _end_of(self, job: _Job, reason: str, size_bytes: int, seconds: float) -> Loaded:
         missing_tokens = len(job.missing()) * self.shape.block_tokens if reason else 0
-        return Loaded(job.placed, reason, size_bytes, seconds, missing_tokens)
+        return Loaded(
+            job.lost if isinstance(job, _BackwardJob) else job.placed, reason, size_bytes, seconds, missing_tokens
+        )
 
     def _settle(self) -> None:
         """Report the loads that have ended, and give up those that are overdue."""
