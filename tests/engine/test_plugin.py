@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -224,6 +225,19 @@ def test_a_store_of_one_process_is_refused_where_several_would_share_it(address:
     else:
         with pytest.raises(InvalidInput, match="skymemory store serve"):
             PluginSettings.read(table, "here", 2)
+
+
+def test_the_counters_are_logged_by_the_minute_and_at_the_end(
+    memory: MemoryStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "an engine's")
+    values = PluginStore(SETTINGS, CONTEXT, 1000, memory, log=logging.getLogger("an engine's"))
+    values.save(NAMES, pieces)
+    assert not caplog.messages
+    monkeypatch.setattr("skymemory.engine.plugin._LOG_EVERY_S", 0.0)
+    loaded(values)
+    values.close()
+    assert len(caplog.messages) == 2 and "stored_total 5" in caplog.messages[0] and "hits_total 5" in caplog.messages[1]
 
 
 def test_a_release_that_was_not_tested_is_logged(caplog: pytest.LogCaptureFixture) -> None:

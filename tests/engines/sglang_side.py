@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import time
 import types
@@ -159,4 +160,5 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level="INFO")  # as SGLang's server does
     answering(answer)

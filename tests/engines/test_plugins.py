@@ -110,6 +110,7 @@ def test_what_one_process_stores_another_loads(engine: tuple[Side, Side, dict[st
         found.get("leaked", 0) == 0 and found.get("one", True) and found.get("alone", True) and found.get("freed", True)
     )
     assert found["counters"]["hits_total"] >= COUNT and "misses_total" not in str(found["counters"])
+    assert "SkyMemory: hits_total" in other.log()
     again = one.ask("store", store, **about)
     assert again["counters"]["present_total"] >= COUNT and again["counters"].get("stored_total", 0) == 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from tests.engines.sides import answering
+from vllm.logger import _configure_vllm_root_logger
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -115,4 +116,5 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    _configure_vllm_root_logger()  # as vLLM's engine does
     answering(answer)

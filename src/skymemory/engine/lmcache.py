@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import lmcache
+from lmcache.logging import init_logger
 from lmcache.v1.exceptions import IrrecoverableException
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.protocol import RemoteMetadata
@@ -39,7 +40,8 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         try:
             settings = PluginSettings.read(given, "extra_config, skymemory.*", metadata.world_size)
             context = _context(settings.weights, config, metadata, (self.meta_shapes, self.meta_dtypes))
-            self.values = PluginStore(settings, context, self.full_chunk_size_bytes + self.remote_metadata_bytes)
+            value_bytes = self.full_chunk_size_bytes + self.remote_metadata_bytes
+            self.values = PluginStore(settings, context, value_bytes, log=init_logger(__name__))
         except SkyMemoryError as error:
             raise IrrecoverableException(f"SkyMemory: {error}") from error
         warn_untested("LMCache", lmcache.__version__, "0.5.6")

@@ -73,8 +73,14 @@ class PluginStore:
     """The values of one ``context`` in the store of ``settings``, each of ``value_bytes`` at most. Thread-safe."""
 
     def __init__(
-        self, settings: PluginSettings, context: CacheContext, value_bytes: int, store: Store | None = None
+        self,
+        settings: PluginSettings,
+        context: CacheContext,
+        value_bytes: int,
+        store: Store | None = None,
+        log: logging.Logger = _log,
     ) -> None:
+        """``log``: one that the engine shows at INFO."""
         deadlines = TierSettings(
             ask_deadline_s=settings.ask_deadline_s,
             load_deadline_s=settings.load_deadline_s,
@@ -88,6 +94,7 @@ class PluginStore:
         self._queue_bytes = settings.queue_bytes
         self._queued_bytes = 0
         self._lock = Lock()
+        self._logger = log
         self._logged_s = time.monotonic()
         self.counters = SharedCounters()
         """hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
@@ -177,7 +184,7 @@ class PluginStore:
             )
         except ValueTooLarge as error:
             reason = "too large"
-            _log.warning("a value is not stored: %s", error)
+            self._logger.warning("a value is not stored: %s", error)
         except Exception as error:
             self._failed(error)
         self.counters.add("stored_total", sum(stored))
@@ -214,9 +221,9 @@ class PluginStore:
     def _failed(self, error: Exception) -> None:
         self.counters.add("failures_total", 1, type(error).__name__)
         if isinstance(error, TIER_FAILURES):
-            _log.warning("the store failed, which is a miss: %s", error)
+            self._logger.warning("the store failed, which is a miss: %s", error)
         else:  # our fault; the engine goes on without a cache
-            _log.exception("a fault of the plug-in, which is a miss")
+            self._logger.exception("a fault of the plug-in, which is a miss")
 
     def _log(self, last: bool = False) -> None:
         """The counters, once a minute."""
@@ -225,7 +232,8 @@ class PluginStore:
             if not last and now_s - self._logged_s < _LOG_EVERY_S:
                 return
             self._logged_s = now_s
-        _log.info("%s", ", ".join(f"{name} {count}" for name, count in self.counters.as_dict().items()) or "not used")
+        counts = ", ".join(f"{name} {count}" for name, count in self.counters.as_dict().items())
+        self._logger.info("SkyMemory: %s", counts or "not used")
 
 
 _WRONG = ("corrupt", "foreign")

@@ -11,6 +11,7 @@ asked the store, loads and saves run in threads here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -52,7 +53,9 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
             skymemory or {}, "secondary_tiers, skymemory", max(1, parallel.data_parallel_size)
         )
         context = _context(settings.weights, offloading_spec.config, self.block_size_bytes)
-        self.values = PluginStore(settings, context, self.block_size_bytes)
+        # vLLM shows the loggers below its own.
+        log = logging.getLogger("vllm.skymemory")
+        self.values = PluginStore(settings, context, self.block_size_bytes, log=log)
         self._bytes = primary_kv_view.cast("B")
         self._lookups = _Lookups(self.values, tier_type)
         self._loading = ThreadPoolExecutor(4, "vllm tier load")
