@@ -31,7 +31,9 @@ class RedisServer:
         probe = RedisStore(self.url)
         ends_s = time.monotonic() + 20
         while probe.put_many([(bytes(32), b"")]) != [True]:
-            assert time.monotonic() < ends_s and self.process.poll() is None, "the server does not come up"
+            if time.monotonic() > ends_s or self.process.poll() is not None:
+                self.stop()
+                raise AssertionError("the server does not come up")
             time.sleep(0.02)
         probe.delete([bytes(32)])
         probe.close()
