@@ -191,6 +191,8 @@ def test_wrong_options_say_what_to_do(engine: tuple[Side, Side, dict[str, Any]])
     for words, options in wrong.items():
         error = one.ask("ask", "unix:///nowhere", options=options, **about)["error"]
         assert words in error and "skymemory" in error.lower(), error
+    if next(module for module, which in ENGINES.values() if which is about) == "sglang_side":
+        assert "leave it out" in one.ask("ask", "unix:///nowhere", options={"queue": "1MiB"}, **about)["error"]
     several = {**about, "replicas": 2, "ranks": 2}
     for address in ("memory://1GiB", "disk:///nowhere?budget=1GiB", "tiers:?tier=memory&tier=disk:///d?budget=1GiB"):
         error = one.ask("ask", address, **several)["error"]

@@ -32,6 +32,10 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         processes = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         table = (storage_config.extra_config or {}).get("skymemory", {})
         self._settings = PluginSettings.read(table, where, processes)
+        if "queue" in table:
+            raise InvalidInput(
+                f"{where}: queue: SGLang saves in a thread of its own, and nothing waits here: leave it out"
+            )
         self._values: PluginStore | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
