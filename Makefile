@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-conductor test test-slow test-vllm test-engines test-clients test-bounds fuzz soak mutants small-model models-page check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-vllm demo-conductor test test-slow test-vllm test-engines test-clients test-bounds fuzz soak mutants small-model models-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -59,6 +59,9 @@ demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane die
 
 demo-route: $(VENV)/.installed ## four engines behind the router, strategy by strategy, in at most 90 s (ARGS=--quick: 45 s)
 	@$(BIN)/skymemory demo route $(ARGS)
+
+demo-vllm: $(VENV)/.installed $(VLLM)/.installed ## two vLLM servers that share a constellation, by the openai client (two minutes)
+	@$(BIN)/skymemory demo vllm $(ARGS)
 
 demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, four schedulers side by side (50 s; ARGS=--quick: 25 s)
 	@$(BIN)/skymemory demo conductor $(ARGS)

@@ -22,7 +22,11 @@ from tests.vllm.server import MODEL, PYTHON, ROOT, an_adapter
 from skymemory.store.base import LoadTicket
 from skymemory.store.memory import MemoryStore
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
+    pytest.mark.timeout(1200),
+]
 
 ENGINE = {"model": str(MODEL), "max_model_len": 1024, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 256}
 ENGINE |= {"max_num_seqs": 8, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prefix_caching": True}

@@ -1,4 +1,4 @@
-"""``skymemory demo``: the paper's testbed and its table 3 on this machine, and five other demos."""
+"""``skymemory demo``: the paper's testbed and its table 3 on this machine, and six other demos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STRATEGIES = (*_QUICK_STRATEGIES[:-1], "precise", "least-ttft")
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="watch it work: the paper's table 3 on this computer, and five other demos",
+        help="watch it work: the paper's table 3 on this computer, and six other demos",
         description="Starts the 19x5 constellation as five processes with the delays of its geometry, runs a model of "
         "TinyLlama-1.1B's shape over a document with and without the cache, and prints the paper's table 3.",
     )
@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--json", action="store_true", help="print the results as one JSON object")
     others = parser.add_subparsers(
         dest="what",
-        metavar="motion|cells|cake|route|conductor",
+        metavar="motion|cells|cake|route|conductor|vllm",
         help="another demo: see `skymemory demo motion --help`",
     )
     _add_motion(others)
@@ -47,6 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_cake(others)
     _add_route(others)
     _add_conductor(others)
+    _add_vllm(others)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -189,7 +190,33 @@ def _strategies(text: str) -> tuple[str, ...]:
     return names
 
 
+def _add_vllm(others: Subparsers) -> None:
+    vllm = others.add_parser(
+        "vllm",
+        help="two vLLM servers, one after the other, that share a constellation",
+        description="Starts the 19x5 constellation, the store daemon in front of it and a vLLM server with the "
+        "connector, asks three questions about a document by the openai client, stops the server, and asks a second "
+        "one the same. The exit code is 1 if the second one loaded nothing, or answered otherwise. `make demo-vllm` "
+        "makes the environment with vLLM.",
+    )
+    add = vllm.add_argument
+    add(
+        "--python",
+        type=Path,
+        default=Path(".venv-vllm/bin/python"),
+        metavar="FILE",
+        help="Python of the environment with vLLM (default: .venv-vllm/bin/python)",
+    )
+    add("--model", type=Path, metavar="DIR", help="folder of a model (default: the small one that is shipped)")
+    add("--characters", type=int, default=4000, metavar="N", help="of the document (default: 4000)")
+    add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.what == "vllm":
+        from skymemory.demo.vllm import run_vllm
+
+        return run_vllm(args)
     if args.what == "conductor":
         from skymemory.demo.conductor import run_conductor
 
