@@ -180,19 +180,19 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "store", "says"),
     [
-        (["list"], "list: memory does not support it"),
-        (["put", "FILE", "--ttl", "1m"], "--ttl: memory does not support it"),
-        (["get", "x", "--access", "los"], "write them in its address"),
-        (["get", "x", "--no-index"], "write them in its address"),
+        (["list"], "memory", "list: memory does not support it"),
+        (["put", "FILE", "--ttl", "1m"], "tiers:?tier=memory", "--ttl: tiers does not support it"),
+        (["get", "x", "--access", "los"], "memory", "write them in its address"),
+        (["get", "x", "--no-index"], "memory", "write them in its address"),
     ],
 )
 def test_the_command_says_what_a_store_cannot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], store: str, says: str
 ) -> None:
     file = written(tmp_path, "x")
-    assert main(["kv", *(str(file) if word == "FILE" else word for word in words), "--store", "memory"]) == 2
+    assert main(["kv", *(str(file) if word == "FILE" else word for word in words), "--store", store]) == 2
     assert says in capsys.readouterr().err
 
 

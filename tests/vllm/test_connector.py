@@ -23,6 +23,7 @@ from skymemory.store.base import LoadTicket
 from skymemory.store.memory import MemoryStore
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
     pytest.mark.timeout(1200),

@@ -10,6 +10,7 @@ import pytest
 from tests.vllm.server import PYTHON, ROOT
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make test-vllm does it"),
     pytest.mark.timeout(900),
