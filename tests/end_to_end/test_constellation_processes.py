@@ -109,6 +109,7 @@ def test_up_status_rotate_down(sky: Sky, tmp_path: Path) -> None:
     assert again.returncode == 1 and "no constellation in" in again.stderr
 
 
+@pytest.mark.slow
 def test_delays_are_held(sky: Sky) -> None:
     """A ping to the far side of the torus and back takes light tens of milliseconds; with x3, three times
     that.

@@ -99,6 +99,7 @@ def plane(number: int) -> set[SatelliteId]:
     return {SatelliteId(number, slot) for slot in range(19)}
 
 
+@pytest.mark.slow
 def test_disabled_satellites_are_dead_and_come_back_empty(sky: Sky, store: ConstellationStore) -> None:
     assert store.put_many([(KEY, VALUE)]) == [True]
     assert sky("disable", "2,9", "1,3") == "2 satellites are disabled\n"

@@ -164,6 +164,7 @@ def test_replicas_of_other_blocks_do_not_hear_each_other(server: RedisServer) ->
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
     async def run() -> None:
         one = an_index("a")

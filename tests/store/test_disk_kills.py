@@ -31,7 +31,7 @@ for turn in range(10**9):
 """
 
 
-@pytest.mark.parametrize(("sync", "kills"), [("never", 14), ("each", 4)])
+@pytest.mark.parametrize(("sync", "kills"), [pytest.param("never", 14, marks=pytest.mark.slow), ("each", 4)])
 def test_a_kill_at_any_moment_loses_only_what_was_not_acknowledged(tmp_path: Path, sync: str, kills: int) -> None:
     acknowledged: dict[int, set[int]] = {}
     dice = random.Random(9)

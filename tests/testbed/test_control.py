@@ -55,6 +55,7 @@ def plan() -> ConstellationPlan:
     return make_plan(hosts=local_hosts("testbed-19x5", 5, free_ports(95)), delay_scale=0.0)
 
 
+@pytest.mark.slow
 def test_a_host_that_takes_its_time_is_heard_whole(plan: ConstellationPlan) -> None:
     """2 s for all 95 satellites at the least, beside what they say to each other: those who had no turn in the first
     second did not count before.
@@ -64,6 +65,7 @@ def test_a_host_that_takes_its_time_is_heard_whole(plan: ConstellationPlan) -> N
     assert sum(answer is not None for answer in answers.values()) == 95
 
 
+@pytest.mark.slow
 def test_the_dead_are_named(plan: ConstellationPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_START_PATIENCE_S", 2.0)
     with serving(plan) as hosts:
@@ -75,6 +77,7 @@ def test_the_dead_are_named(plan: ConstellationPlan, monkeypatch: pytest.MonkeyP
             control.confirm_all_answer(plan, tuple)
 
 
+@pytest.mark.slow
 def test_a_busy_host_is_waited_for_and_one_that_is_off_is_not(plan: ConstellationPlan) -> None:
     """No answer comes: a busy host has ten patiences, one that is off has one."""
     took_s = []

@@ -316,6 +316,7 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_client_with_other_keys_than_the_satellites_is_notified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

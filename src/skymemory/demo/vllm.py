@@ -95,9 +95,13 @@ def _process(command: list[str], log: Path, **environment: str) -> Iterator[subp
     """In a group of its own: ended by SIGTERM, after a while by force, with all that it started."""
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | environment,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=os.environ | environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         yield process
     finally:
@@ -171,9 +175,13 @@ def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
     """One answer after the other, by the openai client."""
     asked = json.dumps([f"{document}\n\nQuestion: {question}\nAnswer:" for question in _QUESTIONS])
     done = subprocess.run(
-        [str(python), "-m", "skymemory.demo.vllm", url], input=asked, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": _our_package()}, start_new_session=True,
-    )  # fmt: skip
+        [str(python), "-m", "skymemory.demo.vllm", url],
+        input=asked,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": _our_package()},
+        start_new_session=True,
+    )
     if done.returncode:
         raise SkyMemoryError(f"the openai client: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     answers: list[dict[str, Any]] = json.loads(done.stdout)

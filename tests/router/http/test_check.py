@@ -74,6 +74,7 @@ def test_blocks_of_another_size(checked: Checked, url: str, monkeypatch: pytest.
     assert code == 1 and "its blocks have 32 tokens, and `block_tokens` is 4" in said
 
 
+@pytest.mark.slow
 def test_events(checked: Checked, url: str) -> None:
     with a_publisher() as publisher:
         held = publisher.order(publish=20)

@@ -109,6 +109,7 @@ def secured(short: Path) -> Iterator[tuple[Callable[[], socket.socket], Callable
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_who_is_silent_over_tls_is_ended_in_a_request_and_not_between(
     secured: tuple[Callable[[], socket.socket], Callable[[], socket.socket], Commands],
 ) -> None:
@@ -359,6 +360,7 @@ def test_the_end_waits_for_commands_and_sends_their_replies(short: Path) -> None
         assert len(memory.stored) == 1 and daemon.connections == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_up_the_end_for_a_moment(short: Path) -> None:
     with MemoryStore(1 << 26) as memory:
         memory_client_options = {"unix_socket_path": str(short / "store.sock")}
