@@ -5,8 +5,10 @@ test_documentation parses the same commands; a command can parse and still fail.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,6 @@ from tests.docs.test_documentation import FENCE, PAGES, ROOT, SHELL_LANGUAGES
 
 ELSEWHERE = {
     "serve": "end_to_end/test_serve.py",
-    "store serve": "cli/test_store.py",
     "route": "router/http/test_command.py",
     "epp": "router/envoy/test_command.py",
     "replay": "serving/replay/test_command.py",
@@ -37,11 +38,13 @@ def documented(page: Path) -> list[str]:
     for _, _, language, body in FENCE.findall(page.read_text("utf-8")):
         if language.lower() in SHELL_LANGUAGES:
             lines += [line.strip().removeprefix("$ ") for line in body.replace("\\\n", " ").splitlines()]
-    return [line.partition(" #")[0].strip() for line in lines if line.startswith("skymemory ")]
+    return [line.partition(" #")[0].strip() for line in lines if line.startswith(("skymemory ", "redis-cli "))]
 
 
 def runs_elsewhere(command: str) -> bool:
     words = shlex.split(command)[1:]
+    if command.startswith("redis-cli "):
+        return shutil.which("redis-cli") is None
     return words[0] in ELSEWHERE or " ".join(words[:2]) in ELSEWHERE
 
 
@@ -71,10 +74,17 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     for name in ("report.pdf", "notes.txt"):
         (tmp_path / name).write_bytes(os.urandom(100_000))
     environment = {**os.environ, "SKYMEMORY_RUN_DIR": str(tmp_path / "run")}
+    daemons: list[subprocess.Popen[bytes]] = []
 
     def run(command: str) -> None:
+        words = shlex.split(command.replace("/tmp/sky.sock", str(tmp_path / "sky.sock")))
+        words = words if words[0] == "redis-cli" else [sys.executable, "-m", *words]
+        if command.startswith("skymemory store serve"):
+            daemons.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE))
+            assert b"is served at" in (daemons[-1].stdout or io.BytesIO()).readline()
+            return
         ran = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command)],
+            words,
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -96,5 +106,8 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
             if command.startswith("skymemory constellation down"):
                 run(UP)
     finally:
+        for daemon in daemons:
+            daemon.terminate()
+            assert daemon.wait(20) == 0
         if in_the_sky:
             run("skymemory constellation down")
