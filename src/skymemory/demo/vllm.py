@@ -29,6 +29,8 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 START_S = 420.0
 """It takes half a minute on two cores that do nothing else."""
 _GRACE_S = 15.0
+_SAVED_S = 6.0
+"""What was computed is on its way to the satellites behind the answers; vLLM kills its workers when it is stopped."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 
 
@@ -50,7 +52,7 @@ def run_vllm(args: argparse.Namespace) -> int:
             _say(f"the {name} vLLM starts: about half a minute")
             with _vllm(python, model, folder, name) as url:
                 answers.append(_ask(python, url, document))
-            # What it has saved is in the constellation now; what it had in its own memory is gone.
+                time.sleep(_SAVED_S)
     if args.json:
         print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))
     else:
