@@ -195,7 +195,7 @@ def client() -> None:
     from openai import OpenAI
 
     api = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
-    api.completions.create(model="sky", prompt="The first request takes longer. " * 8, max_tokens=8)
+    api.completions.create(model="sky", prompt="The first request takes longer. " * 60, max_tokens=8)
     usage_too = {"include_usage": True}
     answers = []
     for prompt in json.load(sys.stdin):

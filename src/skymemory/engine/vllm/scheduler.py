@@ -61,8 +61,12 @@ class Lookup:
     first: int
     asked_s: float
     call: Call[object]
+    latencies: Latencies
     found: int | None = None
-    overdue: bool = False
+
+    def answered_late(self, result: object) -> None:
+        """Later lookups of a slow but sound store are waited for longer."""
+        self.latencies.took(time.monotonic() - self.asked_s)
 
 
 @dataclass(slots=True)
@@ -336,7 +340,7 @@ class SchedulerSide:
         now_s = self._clock()
         lookup = known.lookup
         if lookup is None or lookup.first != first or (lookup.found is not None and now_s > lookup.asked_s + _FRESH_S):
-            lookup = known.lookup = Lookup(first, now_s, Call(lambda: self._prefix(keys)))
+            lookup = known.lookup = Lookup(first, now_s, Call(lambda: self._prefix(keys)), self._latencies)
             self._counts["lookups"] += 1
             if self._lookups.all_hung or not self._lookups.submit(lookup.call):
                 lookup.found = 0
@@ -348,7 +352,7 @@ class SchedulerSide:
         if lookup.found is None:
             with recompute_cost(self._blocks.compute.seconds(len(keys) * self._shape.value_tokens)):
                 patience = min(_PATIENCE_S, patience_s(self._latencies))
-            if now_s > lookup.asked_s + patience and lookup.call.give_up(lambda result: None):
+            if now_s > lookup.asked_s + patience and lookup.call.give_up(lookup.answered_late):
                 self._counts["lookups_given_up"] += 1
                 lookup.found = 0
         return min(lookup.found, len(keys)) if lookup.found is not None else None
