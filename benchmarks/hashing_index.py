@@ -20,10 +20,10 @@ import psutil
 
 import skymemory
 from skymemory import native
-from skymemory.index.lookup import PrefixSearch
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import hash_blocks
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
+from skymemory.store.sky.probing import PrefixSearch
 
 BLOCK_TOKENS = 128
 INFO = BlockInfo(480, 2_949_184, 0x1234ABCD, 1_700_000_000.0, 4, 1, "rotation_hop", 10, bytes(32))

@@ -16,7 +16,7 @@ from tests.native.test_runs import CHUNK, CHUNKS, KEY, VALUE, VALUE_BYTES, VALUE
 
 from skymemory.native import SLOT_BYTES
 from skymemory.native.twin import backend
-from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
+from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO
 from skymemory.protocol.wire import Op
 
 _settings = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250)

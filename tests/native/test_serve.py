@@ -18,7 +18,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.native import SLOT_BYTES
 from skymemory.native.twin import backend
-from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
+from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from skymemory.native import SLOT_BYTES
-from skymemory.native.twin.udp import SOL_UDP, UDP_GRO, UDP_SEGMENT, runs
+from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO, UDP_SEGMENT, runs
 
 SO_NO_CHECK = 11
 

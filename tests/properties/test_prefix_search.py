@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.index.lookup import PrefixSearch
+from skymemory.store.sky.probing import PrefixSearch
 
 
 def leading(present: list[bool]) -> int:

@@ -20,8 +20,14 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import check_readable
 from skymemory.router.settings import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
-from skymemory.sim.cluster.chrome_trace import write_chrome_trace
-from skymemory.sim.cluster.outcome import ClusterMetrics, ClusterRun, RequestOutcome, keeps, measured
+from skymemory.sim.cluster.outcome import (
+    ClusterMetrics,
+    ClusterRun,
+    RequestOutcome,
+    keeps,
+    measured,
+    write_chrome_trace,
+)
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source

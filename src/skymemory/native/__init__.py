@@ -14,7 +14,7 @@ import numpy as np
 
 from skymemory.native.twin import backend
 from skymemory.native.twin.runs import AnswerTerms, Guard, Landing, Run, Served, Tally
-from skymemory.native.twin.udp import SLOT_BYTES, Ack, Arrival
+from skymemory.native.twin.sockets import SLOT_BYTES, Ack, Arrival
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

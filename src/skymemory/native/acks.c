@@ -1,4 +1,4 @@
-/* Parses an acknowledgement in one call: the packet that a client gets most while it writes. Twin: twin/udp.py. */
+/* Parses an acknowledgement in one call: the packet that a client gets most while it writes. Twin: twin/sockets.py. */
 #include "packet.h"
 
 enum {

@@ -1,4 +1,4 @@
-/* Many small packets per call: built from one prefix, sent each to its own address. Twin: twin/udp.py. */
+/* Many small packets per call: built from one prefix, sent each to its own address. Twin: twin/sockets.py. */
 #include "udp.h"
 
 #include "packet.h"

@@ -1,4 +1,4 @@
-/* The rest of a value from a stream socket, right behind the bytes that are there. Twin: twin/streams.py. */
+/* The rest of a value from a stream socket, right behind the bytes that are there. Twin: twin/sockets.py. */
 #include "fast.h"
 
 #include <errno.h>

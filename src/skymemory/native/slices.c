@@ -1,4 +1,4 @@
-/* Sends chunks of one value from its buffer, without an object for each. Twin: twin/udp.py. */
+/* Sends chunks of one value from its buffer, without an object for each. Twin: twin/sockets.py. */
 #include "udp.h"
 
 /* Whether chunks first, first + step, ... all begin within the value (or, of no bytes, at its end). */

@@ -1,4 +1,4 @@
-/* Many datagrams a system call, with segmentation offload both ways. Twin and contract: twin/udp.py. */
+/* Many datagrams a system call, with segmentation offload both ways. Twin and contract: twin/sockets.py. */
 #include "udp.h"
 
 #include <errno.h>

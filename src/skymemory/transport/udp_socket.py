@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from skymemory import native
-from skymemory.native.twin.udp import SOL_UDP, UDP_GRO
+from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO
 from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.wire import Buffer, SegmentBatch, Slices
 from skymemory.units import format_size

@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from skymemory.sim.cluster.chrome_trace import chrome_trace, write_chrome_trace
-from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, Span
+from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, Span, chrome_trace, write_chrome_trace
 
 _NUMBER, _NAME = {"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}
 _EVENT = {"pid": _NUMBER, "tid": _NUMBER, "name": _NAME}

@@ -9,8 +9,8 @@ import pytest
 from tests.store.conftest import simulated, store_over
 
 from skymemory.eviction import REPLACEMENTS
-from skymemory.index.lookup import PrefixSearch
 from skymemory.store.base import Presence
+from skymemory.store.sky.probing import PrefixSearch
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.transport.faults import FaultInjector

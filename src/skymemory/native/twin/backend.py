@@ -33,9 +33,16 @@ from skymemory.native.twin.segments import (
     strip_macs,
     verify_segments,
 )
-from skymemory.native.twin.streams import receive_all
+from skymemory.native.twin.sockets import (
+    command_packets,
+    open_ack,
+    receive_all,
+    recv_batch,
+    send_batch,
+    send_each,
+    send_slices,
+)
 from skymemory.native.twin.ttft import DelayPrice, ShareGuard, TtftRanker, fit_prefills, fit_whole
-from skymemory.native.twin.udp import command_packets, open_ack, recv_batch, send_batch, send_each, send_slices
 
 __all__ = [
     "DelayPrice",

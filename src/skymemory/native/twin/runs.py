@@ -37,7 +37,7 @@ from skymemory.native.twin.segments import (
     strip_macs,
     verify_segments,
 )
-from skymemory.native.twin.udp import Arrival, recv_batch, send_batch
+from skymemory.native.twin.sockets import Arrival, recv_batch, send_batch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

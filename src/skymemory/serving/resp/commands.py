@@ -34,8 +34,8 @@ from skymemory.kv.value import ValueHeader
 from skymemory.metrics import SharedCounters
 from skymemory.serving.resp import protocol
 from skymemory.serving.resp.protocol import Framed, Reply, Word
+from skymemory.store.accounting import Deadlines
 from skymemory.store.base import KEY_BYTES, Buffer, Expiring, LoadTicket, Presence, Store
-from skymemory.store.deadlines import Deadlines
 from skymemory.store.named import Listing, bare, named_key, named_payload
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, opened, trailer_of
 

@@ -1,15 +1,17 @@
 """Records of a simulated run (one per request, loads over time, spans of the instances), and its metrics.
 
 Metrics are of the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end;
-docs/reference/cluster-metrics.md defines them.
+docs/reference/cluster-metrics.md defines them. ``write_chrome_trace`` exports a run for Perfetto.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -299,3 +301,70 @@ def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return value
+
+
+_COUNTERS_PID = 1
+
+
+def chrome_trace(run: ClusterRun) -> dict[str, object]:
+    """The run for chrome://tracing and Perfetto (Trace Event Format, JSON object form), with spans if it kept them.
+
+    Each instance is a process; its overlapping spans are in lanes, the threads of that process. Loads are counters of a
+    process of their own. Times are microseconds.
+    """
+    events: list[dict[str, object]] = [_named("process", _COUNTERS_PID, 0, "cluster")]
+    events += _counters(run.loads)
+    instances = sorted({span.instance for span in run.spans})
+    for pid, instance in enumerate(instances, _COUNTERS_PID + 1):
+        events.append(_named("process", pid, 0, instance))
+        events += _complete(pid, [span for span in run.spans if span.instance == instance])
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(run: ClusterRun, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(chrome_trace(run), ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+    return path
+
+
+def _counters(loads: Iterable[LoadSample]) -> Iterator[dict[str, object]]:
+    for one in loads:
+        moment = {"ph": "C", "pid": _COUNTERS_PID, "tid": 0, "ts": _us(one.t_s)}
+        yield {**moment, "name": "load", "args": {"prefill": one.prefill, "decode": one.decode}}
+        yield {**moment, "name": "requests", "args": {"waiting": one.waiting, "decoding": one.decoding}}
+
+
+def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
+    """An instance's spans, each in the first free lane of its kind."""
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    """Lanes by kind: thread, end of the last span in µs."""
+    lanes = 0
+    for span in sorted(spans, key=lambda span: (span.begin_s, span.end_s)):
+        begin, end = _us(span.begin_s), _us(span.end_s)
+        own = kinds.setdefault(span.what, [])
+        at = next((at for at, (_, until) in enumerate(own) if until <= begin), None)
+        if at is None:
+            lanes += 1
+            yield _named("thread", pid, lanes, f"{span.what} {len(own) + 1}")
+            own.append((lanes, end))
+            at = len(own) - 1
+        thread = own[at][0]
+        own[at] = (thread, end)
+        yield {
+            "ph": "X",
+            "pid": pid,
+            "tid": thread,
+            "ts": begin,
+            "dur": end - begin,
+            "cat": span.what,
+            "name": f"{span.what} {span.request}",
+            "args": {"request": span.request, **span.notes},
+        }
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

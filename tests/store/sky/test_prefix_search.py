@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skymemory.errors import InvalidInput
-from skymemory.index.lookup import PrefixSearch
+from skymemory.store.sky.probing import PrefixSearch
 
 
 def run(search: PrefixSearch, present: list[bool]) -> int:

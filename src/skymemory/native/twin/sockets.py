@@ -1,4 +1,5 @@
 """Batched UDP calls: many datagrams per call, with segmentation offload where the kernel has it; and small packets.
+Values from stream sockets (``receive_all``).
 
 ``UDP_SEGMENT`` lets one send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such
 a run in one receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
@@ -10,6 +11,7 @@ import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -272,3 +274,33 @@ def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -
     finally:
         sock.detach()
     return len(chosen)
+
+
+def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float) -> bytes:
+    """``head`` and the next ``size_bytes`` from the stream socket ``fd``, as one piece of memory.
+
+    Raises:
+        ConnectionError: the stream ended before.
+        TimeoutError: they did not come within ``timeout_s``. Noticed when bytes come, or the socket's own timeout
+            passes (``SO_RCVTIMEO``).
+        OSError: none came for the socket's own timeout, or another fault of it.
+    """
+    if size_bytes < 0:
+        raise ValueError(f"{size_bytes} bytes")
+    until_s = time.monotonic() + timeout_s
+    start = memoryview(head).cast("B")
+    data = bytearray(len(start) + size_bytes)
+    data[: len(start)] = start
+    sock = borrowed(fd)
+    try:
+        view = memoryview(data)[len(start) :]
+        while view:
+            received = sock.recv_into(view, 0, socket.MSG_WAITALL)
+            if not received:
+                raise ConnectionError(f"the stream ended {len(view)} bytes before the value did")
+            view = view[received:]
+            if view and time.monotonic() > until_s:
+                raise TimeoutError(f"{len(view)} bytes of the value did not come in time")
+    finally:
+        sock.detach()
+    return bytes(data)
