@@ -1,7 +1,7 @@
 """`skymemory demo motion`: a fast orbit with continuous reads, one plane killed in the middle and revived.
 
-``Reader`` reads known values, compares them byte for byte and stores them again where they are gone; ``Watch`` polls the
-satellites; ``MotionReport`` is what came of it.
+``Reader`` reads known values, compares them byte for byte and stores them again where they are gone; ``Watch`` polls
+the satellites; ``MotionReport`` is what came of it.
 """
 
 from __future__ import annotations

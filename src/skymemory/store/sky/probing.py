@@ -33,7 +33,7 @@ from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.sky.shared_index import SharedIndex
 
-_UNKNOWN, _PRESENT, _ABSENT = 0, 1, 2
+_UNANSWERED, _PRESENT, _ABSENT = 0, 1, 2
 
 
 class PrefixSearch:
@@ -92,7 +92,7 @@ class PrefixSearch:
             if not present:
                 self._state[position] = _ABSENT
                 self._boundary = min(self._boundary, position)
-            elif self._state[position] == _UNKNOWN:
+            elif self._state[position] == _UNANSWERED:
                 self._state[position] = _PRESENT
 
     def _next(self) -> list[int]:
@@ -116,10 +116,10 @@ class PrefixSearch:
     def _unverified(self) -> list[int]:
         """The first ``verify_batch`` unanswered positions before the boundary."""
         positions: list[int] = []
-        at = self._state.find(_UNKNOWN, 0, self._boundary)
+        at = self._state.find(_UNANSWERED, 0, self._boundary)
         while at >= 0 and len(positions) < self._verify_batch:
             positions.append(at)
-            at = self._state.find(_UNKNOWN, at + 1, self._boundary)
+            at = self._state.find(_UNANSWERED, at + 1, self._boundary)
         return positions
 
 
