@@ -42,12 +42,12 @@ _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 def verb_names() -> list[str]:
     """All verbs, sorted."""
     here = [os.path.dirname(__file__)]
-    files = (module.name for module in pkgutil.iter_modules(here) if not module.name.startswith("_"))
+    files = (module.name.replace("_", "-") for module in pkgutil.iter_modules(here) if not module.name.startswith("_"))
     return sorted({*files, *_IN_FILE_OF} - {"main"})
 
 
 def _load(verb: str) -> ModuleType:
-    return importlib.import_module(f"skymemory.cli.{_IN_FILE_OF.get(verb, verb)}")
+    return importlib.import_module(f"skymemory.cli.{_IN_FILE_OF.get(verb, verb).replace('-', '_')}")
 
 
 class Parser(argparse.ArgumentParser):

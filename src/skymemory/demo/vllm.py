@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER, shipped_document
+from skymemory.engine.vllm.settings import transfer_config
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 START_S = 420.0
@@ -139,13 +140,7 @@ def _vllm(python: Path, model: Path, folder: Path, name: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    transfer = {
-        "kv_connector": "SkyMemoryConnector",
-        "kv_connector_module_path": "skymemory.engine.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": f"unix://{folder / 'sky.sock'}"},
-    }
+    transfer = transfer_config({"store": f"unix://{folder / 'sky.sock'}"})
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "sky"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"),

@@ -129,6 +129,8 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
             raise InvalidInput(f"store {where!r}: index={index}: expected yes or no")
         use_index = index in _YES
         return open_constellation(Path(place) if place else None, use_index=use_index, access=options.get("access"))
+    if kind == "tcp":
+        raise InvalidInput(f"store {where!r}: write redis://{place} for a store daemon that listens there")
     raise InvalidInput(f"store {where!r}: expected {EXPECTED}")
 
 

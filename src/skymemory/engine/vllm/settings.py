@@ -27,7 +27,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.store:
             raise InvalidInput("store is missing: expected an address, such as unix:///run/sky.sock of a store daemon")
-        if self.store.partition(":")[0] in _ONE_PROCESS:
+        if self.store.partition("?")[0].partition(":")[0] in _ONE_PROCESS:
             raise InvalidInput(
                 f"store {self.store!r} belongs to one process, and vLLM's scheduler and workers are several: serve it "
                 f"by `skymemory store serve '{self.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"
@@ -50,12 +50,34 @@ class Settings:
         return max(1, self.value_tokens // block_tokens)
 
 
+def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict[str, Any]:
+    """For vLLM's ``--kv-transfer-config``: the connector as a ``producer`` of values (it only saves), a ``consumer``
+    (it only loads), or ``both``.
+
+    Raises:
+        InvalidInput: what ``Settings.read`` refuses.
+    """
+    Settings.read(extra_config)
+    return {
+        "kv_connector": "SkyMemoryConnector",
+        "kv_connector_module_path": "skymemory.engine.vllm",
+        "kv_role": f"kv_{role}",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra_config),
+    }
+
+
+def is_tested(version: str) -> bool:
+    """Whether the connector was tested with this version of vLLM."""
+    return version.startswith(tuple(f"{one}." for one in TESTED_VERSIONS))
+
+
 def check_engine(config: Any, groups: Any, version: str, settings: Settings) -> None:
     """Raises InvalidInput for what would give wrong tokens, lost requests or nothing at all.
 
     ``config`` is a ``VllmConfig``, ``groups`` are its KV cache groups.
     """
-    if not settings.untested_version and not version.startswith(tuple(f"{one}." for one in TESTED_VERSIONS)):
+    if not settings.untested_version and not is_tested(version):
         raise InvalidInput(
             f"vLLM {version} was not tested with this connector, {', '.join(TESTED_VERSIONS)} was: install that, or "
             'try it with "untested_version": true in kv_connector_extra_config'
