@@ -13,6 +13,8 @@ from skymemory.files import read_bounded
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
+    from skymemory.engine.doctor import Examination
+    from skymemory.engine.vllm.identity import EngineReport
 
 _MOST_BYTES = 1 << 20
 
@@ -22,7 +24,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "doctor",
         help="diagnose a hit rate of 0",
         description="Use a model, its tokenizer and a store as a request would: compute blocks, store and load them. "
-        "The exit code is 1 if something is wrong. With --save and --compare it shows in what two computers differ.",
+        "The exit code is 1 if something is wrong. With --save and --compare it shows in what two computers differ; "
+        "with --vllm, in what engines of vLLM do, which need not be installed here.",
     )
     add = parser.add_argument
     add(
@@ -37,15 +40,28 @@ def add_parser(subparsers: Subparsers) -> None:
         default="bfloat16",
         help="data type of the model (default: bfloat16)",
     )
-    add("--store", default="memory://1GiB", metavar="ADDRESS", help="store to try (default: memory of this process)")
+    add("--store", metavar="ADDRESS", help="store to try (default: memory of this process; of vLLM, as its log says)")
     add("--block-tokens", type=int, default=128, metavar="N", help="tokens of a block (default: 128)")
     add("--codec", default="raw", help=argparse.SUPPRESS)
     add("--save", type=Path, metavar="FILE", help="write the cache context, for --compare on another computer")
     add("--compare", type=Path, metavar="FILE", help="compare with a context that --save wrote on another computer")
+    add(
+        "--vllm",
+        type=Path,
+        action="append",
+        metavar="LOG",
+        help="log of a vLLM with the connector, such as <(kubectl logs POD); repeated: do they share blocks?",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.vllm:
+        from skymemory.engine.doctor import examine_vllm
+
+        if args.save is not None or args.compare is not None:
+            raise InvalidInput("--vllm compares logs: write --vllm LOG --vllm LOG, without --save and --compare")
+        return _told(args, examine_vllm({str(path): _report(path) for path in args.vllm}, args.store))
     from skymemory.engine.inputs import check_engine_installed, check_model, shipped_document
 
     check_model(args.model)
@@ -61,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.testbed.open_store import open_store
 
     transformers_logging.disable_progress_bar()
-    with open_store(args.store) as store:  # before the model, which takes seconds: its address may be wrong
+    # Before the model, which takes seconds: the address may be wrong.
+    with open_store(args.store or "memory://1GiB") as store:
         ready = ready_model(args.model, dtype=args.dtype)
         result = examine(
             ready.model,
@@ -74,6 +91,11 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.save is not None and result.context:
         args.save.write_text(json.dumps(result.context, indent=1) + "\n")
+    return _told(args, result)
+
+
+def _told(args: argparse.Namespace, result: Examination) -> int:
+    """Prints the findings; the exit code."""
     if args.json:
         findings = [{"what": one.what, "well": one.well, "words": one.words} for one in result.findings]
         print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))
@@ -81,6 +103,19 @@ def run(args: argparse.Namespace) -> int:
         for one in result.findings:
             print(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}")
     return 0 if result.well else 1
+
+
+def _report(path: Path) -> EngineReport:
+    from skymemory.engine.vllm.identity import EngineReport
+
+    try:
+        with path.open("rb") as file:
+            lines = iter(lambda: file.readline(_MOST_BYTES), b"")
+            return EngineReport.read(line.decode("utf-8", "replace") for line in lines)
+    except OSError as error:
+        raise InvalidInput(cannot_read(path, error)) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"--vllm {path}: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,25 +1,39 @@
-"""Checks of a user's own set-up: why is the hit rate 0 (``examine``), and does the cache change what the model says
-(``measure_logit_distance``: equal logits in float32, within rounding in 16 bits)?
+"""Checks of a user's own set-up: why is the hit rate 0 (``examine``; of vLLM, ``examine_vllm``), and does the cache
+change what the model says (``measure_logit_distance``: equal logits in float32, within rounding in 16 bits)?
+
+torch is imported where a model is used: vLLM's logs are read on any computer.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from skymemory.cache.blocks import FAILING_REASONS
-from skymemory.engine.huggingface import KVCManager
-from skymemory.engine.prompts import TokenIds, flat_ids
+from skymemory.engine.plugin import PluginSettings, PluginStore
+from skymemory.engine.vllm.identity import EngineReport
+from skymemory.engine.vllm.settings import TESTED_VERSIONS, is_tested
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.kv.context import CacheContext
 from skymemory.store.base import Store
+from skymemory.store.redis import RedisStore
+from skymemory.testbed.open_store import open_store
 from skymemory.units import format_duration, format_size
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from skymemory.engine.huggingface import KVCManager
+    from skymemory.engine.prompts import TokenIds
+
 _BLOCKS = 3
+_MOST_PROBE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,8 @@ def examine(
 
     ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
     """
+    from skymemory.engine.huggingface import KVCManager
+
     try:
         kvc = KVCManager(model, tokenizer, store, **options)
     except (SkyMemoryError, ValueError) as error:
@@ -84,6 +100,8 @@ def examine(
 
 
 def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: str, tokens: int) -> torch.Tensor:
+    import torch
+
     if tokenizer is None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         return torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1))
@@ -126,7 +144,9 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
     return True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {took}"
 
 
-def _compared(ours: Mapping[str, object], theirs: Mapping[str, object]) -> tuple[bool, str]:
+def _compared(
+    ours: Mapping[str, object], theirs: Mapping[str, object], here: str = "here", there: str = "there"
+) -> tuple[bool, str]:
     if not isinstance(theirs, Mapping) or "digest" not in theirs:
         raise InvalidInput("the other examination has no context: save one there with --save")
     if ours["digest"] == theirs["digest"]:
@@ -134,8 +154,137 @@ def _compared(ours: Mapping[str, object], theirs: Mapping[str, object]) -> tuple
     differing = [name for name in ours if name != "digest" and ours[name] != theirs.get(name)]
     if not differing:
         return False, "they differ in the tenant's salt alone, which is not shown"
-    words = "; ".join(f"{name}: {ours[name]} here, {theirs.get(name)} there" for name in differing)
-    return False, f"nothing is shared, for they differ in {words}"
+    words = []
+    for name in differing:
+        one, other = _differing_parts(ours[name], theirs.get(name))
+        hint = " (config.json, or the quantization)" if str(one).startswith("vllm:") else ""
+        words.append(f"{name}: {one} {here}, {other} {there}{hint}")
+    return False, f"nothing is shared, for they differ in {'; '.join(words)}"
+
+
+def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
+    """Of descriptions of layouts, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, 4 layers …, tp 1``, those parts
+    that differ.
+    """
+    one, other = (re.split(r", ?|\[|\]", str(text)) for text in (ours, theirs))
+    if len(one) == 1 or len(one) != len(other):
+        return ours, theirs
+    differing = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    return ", ".join(a for a, _ in differing), ", ".join(b for _, b in differing)
+
+
+# --- engines of vLLM, by what they write into their logs ---
+
+
+def examine_vllm(engines: Mapping[str, EngineReport], address: str | None = None) -> Examination:
+    """Whether these engines, by the names of their logs, find what the others store; and store a value where they do,
+    load it and delete it. ``address``: of the store as this computer reaches it, if that differs.
+    """
+    found = [Finding(f"engine {name}", *_engine(report)) for name, report in engines.items()]
+    (first, ours), *others = engines.items()
+    for name, theirs in others:
+        compared = _compared(ours.context, theirs.context, f"in {first}", f"in {name}")
+        found.append(Finding(f"contexts of {first} and {name}", *compared))
+        if both := sorted(ours.adapters.keys() & theirs.adapters.keys()):
+            differing = [one for one in both if ours.adapters[one] != theirs.adapters[one]]
+            words = f"the files of {', '.join(differing)} differ: nothing of theirs is shared" if differing else "same"
+            found.append(Finding(f"adapters of {first} and {name}", not differing, words))
+    if others:
+        for role, what in (("kv_consumer", "saves"), ("kv_producer", "loads")):
+            if all(report.role == role for report in engines.values()):
+                found.append(Finding("roles", False, f"no engine {what}: all have the kv_role {role}"))
+    size_bytes = min(_MOST_PROBE_BYTES, max(report.value_bytes for report in engines.values()))
+    addresses = [address] if address else list(dict.fromkeys(report.store for report in engines.values()))
+    return Examination((*found, *_stores(addresses, size_bytes)), ours.context)
+
+
+def _engine(report: EngineReport) -> tuple[bool, str]:
+    words = (
+        f"vLLM {report.vllm}, {report.role}, blocks of {report.block_tokens} tokens, values of {report.value_tokens} "
+        f"({format_size(report.value_bytes)}): a shorter prompt is not saved"
+    )
+    if not is_tested(report.vllm):
+        return False, f"{words}; this version was not tested, {', '.join(TESTED_VERSIONS)} was"
+    if report.value_tokens > report.longest_tokens:
+        return False, f"{words}, and none is longer than {report.longest_tokens}: choose a smaller value_tokens"
+    return True, words
+
+
+def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
+    """One for each address: a value stored at the first that answers must be found at all of them."""
+    name, value = os.urandom(16).hex(), os.urandom(size_bytes)
+    found: list[Finding] = []
+    where, holder = "", None
+    with ExitStack() as stack:
+        for address in addresses:
+            try:
+                probe, server = _opened(address, size_bytes)
+                stack.callback(probe.close)
+                if holder is None:
+                    _save(probe, name, value)
+                    where, holder = address, probe
+                took_s = _load(probe, name, value, where)
+            except SkyMemoryError as error:
+                found.append(Finding(f"store {address}", False, str(error)))
+                continue
+            rate = f"{format_size(size_bytes)} loaded in {format_duration(took_s)}"
+            found.append(Finding(f"store {address}", True, f"{server}{rate}"))
+        if holder is not None and not holder.delete([holder.key(name)]):
+            words = "what was stored cannot be deleted everywhere: a tier behind it does not answer"
+            found.append(Finding(f"store {where}", False, words))
+    return found
+
+
+def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
+    """Bounded in time; and what its server is, if it is one. Raises SkyMemoryError where it does not answer."""
+    if ":***@" in address:
+        raise InvalidInput("its password is not in the log: give the whole address by --store")
+    store = open_store(address)
+    try:
+        server = f"{_server(store.server_info())}; " if isinstance(store, RedisStore) else ""
+    except SkyMemoryError as error:
+        store.close()
+        hint = "is it running, and is the address right on this computer? Else give --store"
+        raise SkyMemoryError(f"{str(error).rstrip('.')}: {hint}") from error
+    except BaseException:
+        store.close()
+        raise
+    context = CacheContext("doctor", "none", "none", "none", "none")
+    return PluginStore(PluginSettings(store=address, weights="none"), context, value_bytes, store), server
+
+
+def _server(info: Mapping[str, str]) -> str:
+    """What it is, by its INFO; raises SkyMemoryError where a tier behind it does not answer."""
+    if "skymemory_version" not in info:
+        full = info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") == "noeviction"
+        advice = ", which stores nothing more once it is full: set maxmemory-policy allkeys-lru" if full else ""
+        return f"Redis {info.get('redis_version', '')}{advice}"
+    end = "breaker_open"
+    breakers = {name.removesuffix(end).rstrip("_"): on for name, on in info.items() if name.endswith(end)}
+    if silent := [name or info["store"] for name, on in breakers.items() if on == "1"]:
+        raise SkyMemoryError(f"{', '.join(silent)} behind the daemon does not answer: see the daemon's own log")
+    tiers = ", ".join(filter(None, breakers))
+    return f"a daemon of skymemory {info['skymemory_version']} over {info['store']}{tiers and f' ({tiers})'}"
+
+
+def _save(probe: PluginStore, name: str, value: bytes) -> None:
+    # Twice: with ?admit=second a store takes what it is offered again.
+    if not any(probe.save([name], lambda at: [value])[0] for _ in range(2)):
+        raise SkyMemoryError(
+            f"it took no value of {format_size(len(value))}: it is too small or full, such values are above its limit "
+            "(--largest of `skymemory store serve`), or a tier does not answer"
+        )
+
+
+def _load(probe: PluginStore, name: str, value: bytes, where: str) -> float:
+    """Seconds."""
+    began_s = time.perf_counter()
+    (came,) = probe.load([name], lambda at, read: read == value)
+    took_s = time.perf_counter() - began_s
+    if not came:
+        why = ", ".join(label for label in probe.counters.as_dict() if label.startswith("misses"))
+        raise SkyMemoryError(f"what was stored at {where} is not found here: {why}")
+    return took_s
 
 
 # --- does the cache change what the model says? ---
@@ -179,6 +328,10 @@ def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDist
 
 def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | None = None) -> torch.Tensor:
     """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
+    import torch
+
+    from skymemory.engine.prompts import flat_ids
+
     tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
     cache = kvc.get_cache_ids(ids) if kvc is not None else None
     start = cache.begin() if cache is not None else 0

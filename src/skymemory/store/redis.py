@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skymemory.errors import InvalidInput, ValueTooLarge, missing_extra
+from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge, missing_extra
 from skymemory.forks import Owner
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
@@ -197,6 +197,19 @@ class RedisStore(RemoteStore):
             "open_leases": len(self._loads) + len(self._stores),
             "read_bytes_per_s": self._rate.bytes_per_s,
         }
+
+    def server_info(self) -> dict[str, str]:
+        """What the server says to INFO, by name.
+
+        Raises:
+            SkyMemoryError: it does not answer, or refuses.
+        """
+        (reply,) = self._link.ask([pack(b"INFO")], 1)
+        if not isinstance(reply, bytes):
+            verb = "does not answer" if isinstance(reply, Unreachable) else "refuses"
+            raise SkyMemoryError(f"{self._name} {verb}: {reply}")
+        lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines() if ":" in line)
+        return {name: value for name, _, value in lines}
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         sizes = self.sizes(keys)

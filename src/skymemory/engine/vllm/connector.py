@@ -20,12 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
-from vllm.logger import init_logger
 
 import vllm
+from skymemory import __version__
 from skymemory.cache.blocks import BlockCache
 from skymemory.engine.vllm.copier import copier_of
-from skymemory.engine.vllm.identity import Seeds, context_of, layout_of
+from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
 from skymemory.engine.vllm.plan import Outcome, Plan, Shape, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.settings import Settings, check_engine
@@ -33,8 +33,6 @@ from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.metrics import SharedCounters
 from skymemory.testbed.open_store import open_store
-
-_log = init_logger("vllm.skymemory")  # vLLM shows lines of its own loggers only
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -66,7 +64,17 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
             )
-            _log.info("SkyMemory: context %s, values of %d tokens", context.digest().hex()[:16], shape.value_tokens)
+            EngineReport(
+                vllm=vllm.__version__,
+                skymemory=__version__,
+                store=settings.store,
+                role=transfer.kv_role,
+                block_tokens=block_tokens,
+                value_tokens=shape.value_tokens,
+                value_bytes=layout.block_bytes,
+                longest_tokens=vllm_config.model_config.max_model_len,
+                context=context.describe(),
+            ).log()
         else:
             rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
             self._worker = WorkerSide(blocks, shape, rank=rank, queue_bytes=settings.queue_bytes)

@@ -1,17 +1,20 @@
 """The context of vLLM's blocks: all that makes two engines' keys and values different.
 
 vLLM's own block hashes name neither model nor data type, and its blocks are packed in a way that depends on the
-attention backend. Two engines share blocks where every part below is the same.
+attention backend. Two engines share blocks where every part below is the same. Each engine says its own in its log
+(``EngineReport``), where `skymemory doctor` reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,11 @@ from skymemory.errors import InvalidInput
 from skymemory.files import write_private
 from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.context import CacheContext
+
+_log = logging.getLogger("vllm.skymemory")  # vLLM shows lines of its own loggers only
+_ENGINE, _ADAPTER = "SkyMemory: engine ", "SkyMemory: adapter "
+_REFUSED = re.compile(r"skymemory\.errors\.\w+: (.+)")
+_SECRET = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 
 _NOT_WEIGHTS = (".md", ".txt", ".png", ".jpg", ".gitattributes", ".lock", ".py", ".pyc", ".gguf.md")
 _PIECE_BYTES = 8 << 20
@@ -148,6 +156,77 @@ class _Digests:
             write_private(self._path, json.dumps(kept))
 
 
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine writes into its log when it starts: its context by field, and what else decides its hits."""
+
+    vllm: str
+    """Version."""
+    skymemory: str
+    store: str
+    """Address, without a password."""
+    role: str
+    """``kv_role``: kv_producer saves, kv_consumer loads, kv_both does both."""
+    block_tokens: int
+    """Of vLLM's blocks."""
+    value_tokens: int
+    """Stored under one key."""
+    value_bytes: int
+    """Of one worker."""
+    longest_tokens: int
+    """``max_model_len``: of a prompt and its answer."""
+    context: dict[str, str | int | bool]
+    """``CacheContext.describe``, without the adapter and the salt of a request."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Digests of those that were requested, by name."""
+
+    def log(self) -> None:
+        """One line at INFO."""
+        shown = replace(self, store=_SECRET.sub(r"\1***@", self.store))
+        _log.info("%s%s", _ENGINE, json.dumps(asdict(shown)))
+
+    @classmethod
+    def read(cls, lines: Iterable[str]) -> EngineReport:
+        """Of the engine that started last in these lines of a log.
+
+        Raises:
+            InvalidInput: none did; with the reason, where the connector refused to start.
+        """
+        found: EngineReport | None = None
+        refused = ""
+        for line in lines:
+            if (table := _json_behind(_ENGINE, line)) is not None:
+                found = cls._of(table)
+            elif found is not None and isinstance(named := _json_behind(_ADAPTER, line), dict):
+                found.adapters.update(named)
+            elif match := _REFUSED.search(line):
+                refused = f": {match[1].strip()}"
+        if found is None:
+            raise InvalidInput(f"vLLM has not started with this connector{refused or _NO_LINE}")
+        return found
+
+    @classmethod
+    def _of(cls, table: Any) -> EngineReport:
+        try:
+            report = cls(**table)
+            if "digest" in report.context:
+                return report
+        except TypeError:
+            pass
+        raise InvalidInput(f"the line {_ENGINE.strip()!r} is damaged, or of another release: use its own doctor")
+
+
+_NO_LINE = f": no line {_ENGINE.strip()!r} is in its log, which VLLM_LOGGING_LEVEL above INFO would hide"
+
+
+def _json_behind(mark: str, line: str) -> Any:
+    """What was logged behind ``mark``; None in other lines."""
+    _, is_there, rest = line.partition(mark)
+    with suppress(ValueError):
+        return json.JSONDecoder().raw_decode(rest)[0] if is_there else None
+    return None
+
+
 class Seeds:
     """Digests of requests' contexts: the engine's, with their adapter and their salt."""
 
@@ -183,6 +262,7 @@ class Seeds:
         if known not in self._adapters:
             try:
                 self._adapters[known] = f"{lora.lora_name} {folder_digest(Path(lora.lora_path))}"
+                _log.info("%s%s", _ADAPTER, json.dumps({lora.lora_name: self._adapters[known]}))
             except (OSError, InvalidInput):
                 return ""
         return self._adapters[known]
