@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.save is not None or args.compare is not None:
             raise InvalidInput("--vllm compares logs: write --vllm LOG --vllm LOG, without --save and --compare")
-        return _told(args, examine_vllm({str(path): _report(path) for path in args.vllm}, args.store))
+        return _printed(args, examine_vllm({str(path): _report(path) for path in args.vllm}, args.store))
     from skymemory.engine.inputs import check_engine_installed, check_model, shipped_document
 
     check_model(args.model)
@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.save is not None and result.context:
         args.save.write_text(json.dumps(result.context, indent=1) + "\n")
-    return _told(args, result)
+    return _printed(args, result)
 
 
-def _told(args: argparse.Namespace, result: Examination) -> int:
+def _printed(args: argparse.Namespace, result: Examination) -> int:
     """Prints the findings; the exit code."""
     if args.json:
         findings = [{"what": one.what, "well": one.well, "words": one.words} for one in result.findings]
