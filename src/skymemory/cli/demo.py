@@ -207,7 +207,7 @@ def _add_vllm(others: Subparsers) -> None:
         metavar="FILE",
         help="Python of the environment with vLLM (default: .venv-vllm/bin/python)",
     )
-    add("--model", type=Path, metavar="DIR", help="folder of a model (default: the small one that is shipped)")
+    add("--model", type=Path, metavar="DIR", help="folder of a model (default: one of random weights)")
     add("--characters", type=int, default=4000, metavar="N", help="of the document (default: 4000)")
     add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
 

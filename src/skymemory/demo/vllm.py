@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER, shipped_document
+from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.errors import InvalidInput, SkyMemoryError
 
@@ -41,11 +41,15 @@ def run_vllm(args: argparse.Namespace) -> int:
     python = args.python.absolute()
     if not python.is_file():
         raise InvalidInput(f"--python {args.python}: no such file; `make demo-vllm` makes an environment with vLLM")
-    model = args.model or SMALL_MODEL_FOLDER
+    if args.model is None:
+        check_engine_installed()
+    else:
+        check_model_folder(args.model)
     document = shipped_document()[: args.characters]
     answers = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
+        model = args.model or _random_model(folder / "model")
         _say("a constellation of 95 satellites, and the store daemon in front of it")
         stack.enter_context(_constellation(folder))
         stack.enter_context(_daemon(folder))
@@ -60,6 +64,21 @@ def run_vllm(args: argparse.Namespace) -> int:
         _print(answers)
     same = [one["text"] for one in answers[0]] == [one["text"] for one in answers[1]]
     return 0 if same and answers[1][0]["cached_tokens"] > 0 else 1
+
+
+def _random_model(folder: Path) -> Path:
+    """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays."""
+    from transformers.utils import logging as transformers_logging
+
+    from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, train_tokenizer
+
+    _say("a model of TinyLlama's shape, 6 of its 22 layers, with random weights")
+    transformers_logging.disable_progress_bar()
+    tokenizer = train_tokenizer()
+    shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    build_llama(shape, dtype="bfloat16").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _print(answers: list[list[dict[str, Any]]]) -> None:
