@@ -6,9 +6,9 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """``SkyMemoryConnector``, imported when vLLM asks for it: all else here runs without vLLM."""
-    if name == "SkyMemoryConnector":
-        from skymemory.engine.vllm.connector import SkyMemoryConnector
+    """``SkyMemoryConnector`` and ``CakeScheduler``, imported when vLLM asks for them: all else here runs without it."""
+    if name in ("SkyMemoryConnector", "CakeScheduler"):
+        from skymemory.engine.vllm import connector
 
-        return SkyMemoryConnector
+        return getattr(connector, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 import vllm
 from skymemory import __version__
@@ -78,6 +80,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
             self._worker = WorkerSide(blocks, shape, rank=rank, queue_bytes=settings.queue_bytes)
+        self.cake_scheduler: CakeScheduler | None = None
         self._value_bytes = layout.block_bytes
         self._block_count = kv_cache_config.num_blocks
 
@@ -94,6 +97,10 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store.close()
 
     # --- in the scheduler ---
+
+    def go_on_by(self, scheduler: CakeScheduler) -> None:
+        """Behind what was loaded, requests go on as it says."""
+        self.cake_scheduler = scheduler
 
     def _block_ids(self, request_id: str) -> list[int]:
         (blocks,) = self._kv_cache_manager.get_block_ids(request_id)
@@ -183,10 +190,32 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def cakes(config: Any) -> bool:
-    """Whether Cake can be had: the model runner takes the number of computed tokens from the scheduler (version 1), and
-    no step is under way when the scheduler changes it.
+    """Whether Cake can be had: no step is under way when the number of computed tokens is raised, and the model runner
+    takes it from the scheduler: version 1 with each step, version 2 when a request is resumed.
     """
-    return not config.use_v2_model_runner and not config.scheduler_config.async_scheduling
+    scheduler = config.scheduler_config
+    return not scheduler.async_scheduling and (
+        not config.use_v2_model_runner or issubclass(scheduler.get_scheduler_cls(), CakeScheduler)
+    )
+
+
+class CakeScheduler(Scheduler):  # type: ignore[misc]
+    """``--scheduler-cls skymemory.engine.vllm.CakeScheduler``: vLLM's, with Cake for model runner version 2. A request
+    that goes on behind loaded blocks is preempted, keeps its blocks, and is resumed by the next step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(self.connector, SkyMemoryConnector):
+            self.connector.go_on_by(self)
+
+    def resume(self, request: Any) -> None:
+        """To be called before its number of computed tokens is raised."""
+        self.running.remove(request)
+        self._inflight_prefills.discard(request)
+        request.status = RequestStatus.PREEMPTED
+        self.reset_preempted_req_ids.add(request.request_id)
+        self._enqueue_waiting_request(request)
 
 
 class _Door:
@@ -210,6 +239,8 @@ class _Door:
 
     def go_on_from(self, request: Any, tokens: int) -> None:
         loaded = tokens - request.num_computed_tokens
+        if self._connector.cake_scheduler is not None:
+            self._connector.cake_scheduler.resume(request)
         request.num_computed_tokens = tokens
         self._connector._kv_cache_manager.cache_blocks(request, tokens)
         if (stats := request.prefill_stats) is not None:
