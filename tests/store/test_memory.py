@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.contract.store_contract import key, value
 
 from skymemory.errors import InvalidInput
+from skymemory.eviction import POLICIES
 from skymemory.store.base import ABANDONED_S, LEASE_S, Presence
 from skymemory.store.memory import MemoryStore
 
@@ -132,3 +133,35 @@ def test_hostile_eviction_never_takes_what_is_leased_and_never_breaks_the_budget
         assert 0 <= stats["used_bytes"] <= 2000
         held = [v for v in store.get_many([key(n) for n in range(8)]) if v is not None]
         assert stats["used_bytes"] == sum(map(len, held)) and stats["entries"] == len(held)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_step_does_what_two_do(policy: str, data: st.DataObject) -> None:
+    """Puts, loads, deletions, leases and pins in a store with little room: whatever is evicted is the same."""
+    clock = Clock()
+    one, two = (MemoryStore(3000, policy=policy, clock=clock) for _ in range(2))
+    for _ in range(data.draw(st.integers(1, 40))):
+        clock.now_s += 1.0
+        what, number = data.draw(st.sampled_from("ppppgggdlns")), data.draw(st.integers(0, 9))
+        if what == "p":
+            item = (key(number), bytes([number]) * data.draw(st.sampled_from([0, 300, 800, 1400])))
+            assert (one.put_now(*item) or one.put_many([item])[0]) == two.put_many([item])[0]
+        elif what == "g":
+            keys = [key(number), key(data.draw(st.integers(0, 9)))]
+            assert one.get_now(keys) == two.get_many(keys)
+        elif what == "d":
+            assert one.delete([key(number)]) == two.delete([key(number)])
+        elif what == "l":
+            for store in (one, two):
+                store.prepare_load([key(number)])
+        elif what == "n":
+            assert one.pin([key(number)], 5.0) == two.pin([key(number)], 5.0)
+        else:
+            for store in (one, two):
+                store.prepare_store([(key(number), bytes(500))])
+    keys = [key(number) for number in range(10)]
+    assert one.get_many(keys) == two.get_many(keys)
+    mine, theirs = ({name: count for name, count in store.stats().items() if count} for store in (one, two))
+    assert mine == theirs

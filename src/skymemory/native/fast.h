@@ -37,6 +37,7 @@ PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args);
 
 /* receive.c */
 PyObject *sky_py_receive_all(PyObject *self, PyObject *args);
+PyObject *sky_py_request_words(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 /* http_headers.c */
 PyObject *sky_py_first_values(PyObject *self, PyObject *headers);

@@ -1,4 +1,5 @@
-/* The rest of a value from a stream socket, right behind the bytes that are there. Twin: twin/sockets.py. */
+/* What a stream brings: the rest of a value, right behind the bytes that are there, and the words of requests in the
+ * Redis protocol. Twin: twin/sockets.py. */
 #include "fast.h"
 
 #include <errno.h>
@@ -12,13 +13,26 @@ static double monotonic_s(void)
     return now.tv_sec + now.tv_nsec * 1e-9;
 }
 
+/* One call for a value and what follows it; what recvmsg returns. ``at``: bytes of both that are here. */
+static Py_ssize_t receive(int fd, char *data, Py_ssize_t size, Py_buffer *tail, Py_ssize_t at)
+{
+    struct iovec parts[2];
+    struct msghdr message = {.msg_iov = parts};
+    if (at < size)
+        parts[message.msg_iovlen++] = (struct iovec){data + at, (size_t)(size - at)};
+    Py_ssize_t behind = at > size ? at - size : 0;
+    if (behind < tail->len)
+        parts[message.msg_iovlen++] = (struct iovec){(char *)tail->buf + behind, (size_t)(tail->len - behind)};
+    return recvmsg(fd, &message, MSG_WAITALL);
+}
+
 PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
 {
     int fd;
-    Py_buffer head;
+    Py_buffer head, tail;
     Py_ssize_t size, at, got = 1;
     double timeout_s;
-    if (!PyArg_ParseTuple(args, "iy*nd", &fd, &head, &size, &timeout_s))
+    if (!PyArg_ParseTuple(args, "iy*ndw*", &fd, &head, &size, &timeout_s, &tail))
         return NULL;
     at = head.len;
     double until_s = monotonic_s() + timeout_s;
@@ -26,30 +40,87 @@ PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
                               : PyBytes_FromStringAndSize(NULL, head.len + size);
     if (made) {
         char *data = PyBytes_AS_STRING(made);
+        Py_ssize_t whole = head.len + size, all = whole + tail.len;
         memcpy(data, head.buf, head.len);
-        while (at < head.len + size) {
+        while (at < all) {
             Py_BEGIN_ALLOW_THREADS
-            got = recv(fd, data + at, head.len + size - at, MSG_WAITALL);
+            got = receive(fd, data, whole, &tail, at);
             Py_END_ALLOW_THREADS
             if (got < 0 && errno == EINTR && PyErr_CheckSignals() == 0)
                 continue;
             if (got <= 0)
                 break;
             at += got;
-            if (at < head.len + size && monotonic_s() > until_s) {
-                PyErr_Format(PyExc_TimeoutError, "%zd bytes of the value did not come in time", head.len + size - at);
+            if (at < all && monotonic_s() > until_s) {
+                PyErr_Format(PyExc_TimeoutError, "%zd bytes of the value did not come in time", all - at);
                 break;
             }
         }
-        if (at < head.len + size) {
+        if (at < all) {
             if (got == 0 && !PyErr_Occurred())
-                PyErr_Format(PyExc_ConnectionError, "the stream ended %zd bytes before the value did",
-                             head.len + size - at);
+                PyErr_Format(PyExc_ConnectionError, "the stream ended %zd bytes before the value did", all - at);
             else if (!PyErr_Occurred())
                 PyErr_SetFromErrno(PyExc_OSError);
             Py_CLEAR(made);
         }
     }
     PyBuffer_Release(&head);
+    PyBuffer_Release(&tail);
     return made;
+}
+
+/* The number in a line such as "$12\r\n", and where the next line begins; -1 where no such line is here. */
+static Py_ssize_t number_at(const char *data, Py_ssize_t size, Py_ssize_t at, char mark, Py_ssize_t *next)
+{
+    Py_ssize_t number = 0, digits = at + 1;
+    if (at >= size || data[at] != mark)
+        return -1;
+    for (at = digits; at < size && at - digits < 12 && data[at] >= '0' && data[at] <= '9'; at++)
+        number = 10 * number + (data[at] - '0');
+    if (at == digits || at + 2 > size || data[at] != '\r' || data[at + 1] != '\n')
+        return -1;
+    *next = at + 2;
+    return number;
+}
+
+PyObject *sky_py_request_words(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Py_ssize_t given[5], next, size; /* at, missing, most words, most bytes of one, and of all together */
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "request_words: expected 6 arguments, got %zd", count);
+    for (int one = 0; one < 5; one++) {
+        given[one] = PyLong_AsSsize_t(args[one + 1]);
+        if (given[one] == -1 && PyErr_Occurred())
+            return NULL;
+        if (given[one] < 0)
+            return PyErr_Format(PyExc_ValueError, "request_words: %zd is below 0", given[one]);
+    }
+    Py_ssize_t at = given[0], missing = given[1], room = given[4];
+    Py_buffer data;
+    if (PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *words = PyList_New(0);
+    if (words && !missing) {
+        size = number_at(data.buf, data.len, at, '*', &next);
+        if (size > 0 && size <= given[2]) {
+            missing = size;
+            at = next;
+        }
+    }
+    while (words && missing) {
+        const char *bytes = data.buf;
+        size = number_at(bytes, data.len, at, '$', &next);
+        if (size < 0 || size > given[3] || size > room || size > data.len - next - 2 || bytes[next + size] != '\r' ||
+            bytes[next + size + 1] != '\n')
+            break;
+        PyObject *word = PyBytes_FromStringAndSize(bytes + next, size);
+        if (!word || PyList_Append(words, word) < 0)
+            Py_CLEAR(words);
+        Py_XDECREF(word);
+        at = next + size + 2;
+        room -= size;
+        missing--;
+    }
+    PyBuffer_Release(&data);
+    return words ? Py_BuildValue("Nnn", words, at, missing) : NULL;
 }

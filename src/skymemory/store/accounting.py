@@ -474,6 +474,18 @@ class Inventory:
                 return count, victims
         return 0, []
 
+    def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
+        """Victims to ``evict`` for one value that is put right afterwards; None where that takes a ticket: there is no
+        room, or others have reserved some.
+        """
+        if self._reservations or key in self.kept:
+            return None
+        self._expire(now_s)
+        self.order.hold(key)
+        count, victims = self.in_the_way([(key, size_bytes)])
+        self.order.free(key)
+        return victims if count else None
+
     def over_budget(self, now_s: float) -> list[bytes]:
         """Victims to ``evict``, in this order, to get below the budget, or as far as possible."""
         self._expire(now_s)

@@ -11,8 +11,17 @@ from collections.abc import Callable, Sequence
 from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.metrics import Counters
-from skymemory.store.accounting import BudgetedStore, Inventory
-from skymemory.store.base import LEASE_S, KeyReport, LoadReport, LoadTicket, StoreTicket, check_keys
+from skymemory.store.accounting import BudgetedStore, Inventory, size_of
+from skymemory.store.base import (
+    LEASE_S,
+    Buffer,
+    KeyReport,
+    LoadReport,
+    LoadTicket,
+    StoreTicket,
+    check_items,
+    check_keys,
+)
 
 
 class MemoryStore(BudgetedStore):
@@ -43,15 +52,43 @@ class MemoryStore(BudgetedStore):
         self._read_bytes_per_s = read_bytes_per_s
         self._values: dict[bytes, bytes] = {}
 
+    def get_now(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """Both phases of a load as one step, without a ticket and its report."""
+        keys = check_keys(keys)
+        with self._open():
+            self._inventory.order.learn(keys)
+            return [None if value is None else memoryview(value) for value in self._used(keys)]
+
+    def put_now(self, key: bytes, value: Buffer) -> bool:
+        """Both phases of a store as one step. False, and nothing is done, where that takes two: there is no room, or
+        others have some reserved.
+        """
+        ((key, value),) = check_items([(key, value)])
+        with self._open():
+            victims = self._inventory.make_room(key, size_of(value), self._clock())
+            if victims is not None:
+                value = bytes(value)
+                self._evict(victims)
+                self._values[key] = value
+                self._inventory.put(key, len(value))
+                self._counters.add("stored")
+            return victims is not None
+
+    def _used(self, keys: tuple[bytes, ...]) -> list[bytes | None]:
+        """The values of ``keys``, and counts their use. With the lock held."""
+        values = [self._values.get(key) for key in keys]
+        self._inventory.use(list(dict.fromkeys(keys)))
+        misses = values.count(None)
+        self._counters.add("hits", len(values) - misses)
+        self._counters.add("misses", misses)
+        return values
+
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
             started_s = self._clock()
             self._inventory.take_load(ticket)
             self._inventory.end_lease(ticket)
-            values = [self._values.get(key) for key in ticket.keys]
-            self._inventory.use(list(dict.fromkeys(ticket.keys)))
-            self._counters.add("hits", sum(value is not None for value in values))
-            self._counters.add("misses", sum(value is None for value in values))
+            values = self._used(ticket.keys)
             seconds = self._clock() - started_s
             ticket.report = LoadReport(
                 tuple(

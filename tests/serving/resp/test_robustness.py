@@ -353,6 +353,8 @@ class Slow(MemoryStore):
 def test_the_end_waits_for_commands_and_sends_their_replies(short: Path) -> None:
     with Slow(1 << 24) as memory:
         with serving(memory, short) as (path, daemon, _), connect(path) as sock, connect(path) as idle:
+            idle.sendall(b"PING\r\n")
+            assert idle.recv(7) == b"+PONG\r\n"  # a connection that is not accepted yet would be reset
             sock.sendall(request(b"SET", b"k", bytes(100_000)))
             assert memory.begun.wait(10)
             daemon.stop()

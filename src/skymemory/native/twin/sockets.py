@@ -1,5 +1,5 @@
 """Batched UDP calls: many datagrams per call, with segmentation offload where the kernel has it; and small packets.
-Values from stream sockets (``receive_all``).
+Values and requests from stream sockets (``receive_all``, ``request_words``).
 
 ``UDP_SEGMENT`` lets one send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such
 a run in one receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import struct
 import time
@@ -276,8 +277,39 @@ def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -
     return len(chosen)
 
 
-def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float) -> bytes:
-    """``head`` and the next ``size_bytes`` from the stream socket ``fd``, as one piece of memory.
+_ARRAY, _BULK = re.compile(rb"\*([0-9]{1,12})\r\n"), re.compile(rb"\$([0-9]{1,12})\r\n")
+
+
+def request_words(
+    data: bytes | bytearray, at: int, missing: int, most_words: int, most_bytes: int, room_bytes: int
+) -> tuple[list[bytes], int, int]:
+    """The words of a request that are whole in ``data`` from ``at`` on, where they end, and how many it lacks yet.
+
+    ``missing``: how many it lacked; 0: it begins here, with its number of words, at most ``most_words``. Ends in front
+    of the first word that is not whole, has more than ``most_bytes``, or with those before it more than ``room_bytes``,
+    and of whatever is not written as clients do: which of these it is, ``serving.resp.protocol`` finds out.
+    """
+    if min(at, missing, most_words, most_bytes, room_bytes) < 0:
+        raise ValueError("request_words: a number is below 0")
+    words: list[bytes] = []
+    if not missing:
+        array = _ARRAY.match(data, at)
+        if array is None or not 0 < int(array[1]) <= most_words:
+            return words, at, 0
+        missing, at = int(array[1]), array.end()
+    while missing and (bulk := _BULK.match(data, at)) is not None:
+        begin, size_bytes = bulk.end(), int(bulk[1])
+        end = begin + size_bytes
+        if size_bytes > min(most_bytes, room_bytes) or data[end : end + 2] != b"\r\n":
+            break
+        words.append(bytes(data[begin:end]))
+        at, missing, room_bytes = end + 2, missing - 1, room_bytes - size_bytes
+    return words, at, missing
+
+
+def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float, tail: bytearray | memoryview) -> bytes:
+    """``head`` and the next ``size_bytes`` from the stream socket ``fd``, as one piece of memory. What follows them on
+    the stream fills ``tail``.
 
     Raises:
         ConnectionError: the stream ended before.
@@ -293,14 +325,17 @@ def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float) -> byt
     data[: len(start)] = start
     sock = borrowed(fd)
     try:
-        view = memoryview(data)[len(start) :]
-        while view:
-            received = sock.recv_into(view, 0, socket.MSG_WAITALL)
+        parts = [memoryview(data)[len(start) :], memoryview(tail)]
+        missing_bytes = size_bytes + len(tail)
+        while missing_bytes:
+            received, *_ = sock.recvmsg_into([part for part in parts if part], 0, socket.MSG_WAITALL)
             if not received:
-                raise ConnectionError(f"the stream ended {len(view)} bytes before the value did")
-            view = view[received:]
-            if view and time.monotonic() > until_s:
-                raise TimeoutError(f"{len(view)} bytes of the value did not come in time")
+                raise ConnectionError(f"the stream ended {missing_bytes} bytes before the value did")
+            missing_bytes -= received
+            first_bytes = min(received, len(parts[0]))
+            parts = [parts[0][first_bytes:], parts[1][received - first_bytes :]]
+            if missing_bytes and time.monotonic() > until_s:
+                raise TimeoutError(f"{missing_bytes} bytes of the value did not come in time")
     finally:
         sock.detach()
     return bytes(data)

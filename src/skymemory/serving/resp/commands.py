@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from skymemory import __version__
 from skymemory.cache.tiers.workers import KeyLocks
@@ -36,6 +37,7 @@ from skymemory.serving.resp import protocol
 from skymemory.serving.resp.protocol import Framed, Reply, Word
 from skymemory.store.accounting import Deadlines
 from skymemory.store.base import KEY_BYTES, Buffer, Expiring, LoadTicket, Presence, Store
+from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, bare, named_key, named_payload
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, opened, trailer_of
 
@@ -78,7 +80,10 @@ class Key:
 
     @classmethod
     def of(cls, given: Word) -> Key:
-        key = _bytes(given)
+        return _key_of(_bytes(given))
+
+    @classmethod
+    def of_bytes(cls, key: bytes) -> Key:
         if key.startswith(NAMESPACE) and len(key) == len(NAMESPACE) + KEY_BYTES:
             return cls(key[len(NAMESPACE) :])
         try:
@@ -98,6 +103,10 @@ class Key:
         return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
 
 
+_key_of = lru_cache(256)(Key.of_bytes)
+"""A SET asks before its value comes and after, and a GET follows an EXISTS: a digest each."""
+
+
 class ByteBudget:
     """Bytes in flight over all connections. What is larger than the whole budget is admitted alone, and up to
     ``_BRIEF_BYTES`` at any time.
@@ -115,21 +124,20 @@ class ByteBudget:
     def take(self, size_bytes: int, timeout_s: float) -> bool:
         """Waits for room; False where none came within ``timeout_s``."""
         with self._freed:
-            fits = self._freed.wait_for(
-                lambda: (
-                    size_bytes <= _BRIEF_BYTES
-                    or not self._used_bytes
-                    or self._used_bytes + size_bytes <= self._limit_bytes
-                ),
-                timeout_s,
-            )
+            fits = self._fits(size_bytes) or self._freed.wait_for(lambda: self._fits(size_bytes), timeout_s)
             self._used_bytes += size_bytes if fits else 0
             return fits
 
+    def _fits(self, size_bytes: int) -> bool:
+        if size_bytes <= _BRIEF_BYTES or not self._used_bytes:
+            return True
+        return self._used_bytes + size_bytes <= self._limit_bytes
+
     def give_back(self, size_bytes: int) -> None:
-        with self._freed:
-            self._used_bytes -= size_bytes
-            self._freed.notify_all()
+        if size_bytes:
+            with self._freed:
+                self._used_bytes -= size_bytes
+                self._freed.notify_all()
 
 
 class Leases:
@@ -195,12 +203,16 @@ class Leases:
 
     def take(self, key: bytes) -> Lease | None:
         """The lease of ``key``, which ends: the caller completes or releases its ticket."""
+        if not self._leases:
+            return None
         with self._lock:
             self._expire(self._clock())
             return self._pop(key)
 
     def end(self, key: bytes) -> None:
         """Another value is stored under ``key``, or none; to be called before and after the store has it."""
+        if not self._leases and not self._beginning:
+            return
         with self._lock:
             self._beginning.pop(key, None)
             self._drop(key)
@@ -269,6 +281,8 @@ class Commands:
         self.leases = Leases(store, held_bytes, clock)
         inner: object = bare(store)
         self._expiring = inner if isinstance(inner, Expiring) else None
+        self._memory = store if type(store) is MemoryStore else None
+        """Its values are views of what it holds: nothing to wait for, to lease or to give back."""
         self._deadlines = Deadlines()
         """Of lifetimes given here, for TTL; the store ends them."""
         self._deadlines_lock = threading.Lock()
@@ -441,14 +455,21 @@ class Commands:
         try:
             for one in dict.fromkeys(stored):
                 leases[one] = self.leases.take(one)
-            wanted_bytes = sum(size or 0 for size in self._store.sizes(list(leases)))
+            values: Sequence[memoryview | None] | None = None
+            if self._memory is not None and not any(leases.values()):
+                values = self._memory.get_now(stored)
+                wanted_bytes = sum(value.nbytes for value in dict(zip(stored, values, strict=True)).values() if value)
+            else:
+                wanted_bytes = sum(size or 0 for size in self._store.sizes(list(leases)))
             if not self.budget.take(wanted_bytes, self._wait_s):
                 self.counters.add("busy")
                 raise _Refused("too many bytes in flight: other clients read slowly", "BUSY")
             booked_bytes = wanted_bytes
-            ticket = self._store.prepare_load(stored)
+            if values is None:
+                ticket = self._store.prepare_load(stored)
+                values = self._loaded(ticket, leases)
             pieces: Pieces = []
-            for key, value in zip(keys, self._loaded(ticket, leases), strict=True):
+            for key, value in zip(keys, values, strict=True):
                 shown = None if value is None else self._shown(key, value)
                 if shown is None and leases[key.stored] is not None:
                     self.counters.add("lost_leases")
@@ -498,7 +519,8 @@ class Commands:
         with self._written(keys):
             if only_new and self._store.lookup(keys) != [Presence.MISS] * len(keys):
                 return False
-            done = all(self._store.put_many(stored))
+            done = len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0])
+            done = done or all(self._store.put_many(stored))
             self.counters.add("stored" if done else "refused", len(items))
             if not done:
                 raise _Refused("the store has no room, or did not answer: not all is stored", "OOM")

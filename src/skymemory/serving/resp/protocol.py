@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from skymemory import native
 from skymemory.errors import SkyMemoryError
 from skymemory.store.base import Buffer
 
@@ -96,12 +97,13 @@ class RequestParser:
         """Memory of the arguments of the request under way, without large ones."""
         return self._small_bytes + _WORD_BYTES * len(self._words)
 
-    def deliver(self, value: Word) -> None:
-        """The whole value of the last ``LargeArgument``."""
+    def deliver(self, value: Word, behind: Buffer = b"") -> None:
+        """The whole value of the last ``LargeArgument``, and what was received behind it."""
         self._large = None
         self._words.append(value)
         self._missing -= 1
         self._ends = True
+        self.feed(behind)
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
         """The next request's words (an empty list for an empty line), or what is needed for it.
@@ -111,6 +113,8 @@ class RequestParser:
         """
         if self._large is not None:
             return self._large
+        if not self._ends and (words := self._whole_words()) is not None:
+            return words
         while True:
             if self._ends:
                 if len(self._data) - self._at < 2:
@@ -132,8 +136,31 @@ class RequestParser:
                 self._missing = self._number(line, most, "multibulk")
                 self._words, self._small_bytes = [], 0
             if not self._missing and not self._ends:
-                words, self._words, self._small_bytes = self._words, [], 0
-                return words
+                return self._finished()
+
+    def _whole_words(self) -> list[Word] | None:
+        """Takes all that a well-formed request needs no second look for, at once; its words, if that is all of it."""
+        most_words = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
+        most_bytes = min(LARGE_BYTES - 1, self._most_bulk_bytes)
+        before, under_way = self._at, self._missing
+        words, self._at, self._missing = native.request_words(
+            self._data, before, under_way, most_words, most_bytes, MAX_SMALL_BYTES - self._small_bytes
+        )
+        if self._at == before:
+            return None
+        if not self._missing and not under_way:
+            return words  # type: ignore[return-value]
+        self._words += words
+        self._small_bytes += sum(map(len, words))
+        return None if self._missing else self._finished()
+
+    def _finished(self) -> list[Word]:
+        words, self._words, self._small_bytes = self._words, [], 0
+        return words
+
+    @property
+    def _most_bulk_bytes(self) -> int:
+        return self._max_bulk_bytes if self.trusted else min(_STRANGERS_BYTES, self._max_bulk_bytes)
 
     def _argument(self) -> LargeArgument | NeedData | None:
         """Reads one argument; None once it is read."""
@@ -143,8 +170,7 @@ class RequestParser:
             return NEED_DATA
         if not line.startswith(b"$"):
             raise ProtocolError(f"expected '$', got '{chr(line[0]) if line else ''}'")
-        most = self._max_bulk_bytes if self.trusted else min(_STRANGERS_BYTES, self._max_bulk_bytes)
-        size_bytes = self._number(line, most, "bulk")
+        size_bytes = self._number(line, self._most_bulk_bytes, "bulk")
         here = len(self._data) - self._at
         if size_bytes >= LARGE_BYTES:
             with memoryview(self._data) as data:
