@@ -43,10 +43,12 @@ class CircuitBreaker:
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
-        self._failures = 0
+        self._failures = self._failed_loads = 0
+        """In a row: of calls, and of loads among them."""
         self._wait_s = self._config.first_wait_s
         self._until_s = 0.0
         self._on_trial = False
+        self._loads_opened = False
         self.state = "closed"
         self.times_opened = 0
 
@@ -59,20 +61,27 @@ class CircuitBreaker:
         """When to ask ``probe_due`` again; infinite while it is closed."""
         return math.inf if self.closed else self._until_s
 
-    def succeeded(self) -> None:
-        """A call was answered in time. Ignored unless closed, as the call may be an old one: only probes close it."""
+    def succeeded(self, *, loaded: bool = True) -> None:
+        """A call was answered in time. Ignored unless closed, as the call may be an old one: only probes close it.
+        ``loaded``: what succeeds without loading (a lookup …) says nothing of loads: their failures still count.
+        """
         if self.closed:
             self._failures = 0
-            self._on_trial = False
-            self._wait_s = self._config.first_wait_s
+            if loaded:
+                self._failed_loads = 0
+            if loaded or not self._loads_opened:
+                self._on_trial = False
+                self._wait_s = self._config.first_wait_s
 
-    def failed(self, now_s: float) -> None:
+    def failed(self, now_s: float, *, load: bool = False) -> None:
         """A call failed or was not answered in time. The first one after a successful probe opens it again."""
         if not self.closed:
             return
         self._failures += 1
-        if self._failures >= self._config.failures or self._on_trial:
+        self._failed_loads += load
+        if max(self._failures, self._failed_loads) >= self._config.failures or self._on_trial:
             self._open(now_s)
+            self._loads_opened = load
 
     def timed_out(self, now_s: float, *, probe_at_once: bool = False) -> None:
         """A call was not answered within the longest deadline: opens at once. ``probe_at_once``: the first probe does
@@ -80,6 +89,7 @@ class CircuitBreaker:
         """
         if self.closed:
             self._open(now_s)
+            self._loads_opened = False
             if probe_at_once:
                 self._until_s, self._wait_s = now_s, self._config.first_wait_s
 
@@ -106,7 +116,7 @@ class CircuitBreaker:
             self._open(now_s)
             return
         self.state = "closed"
-        self._failures = 0
+        self._failures = self._failed_loads = 0
         self._on_trial = True
 
     def answered(self) -> bool:

@@ -66,6 +66,25 @@ def test_a_breaker_closes_on_a_probe_and_is_on_trial_at_first() -> None:
     assert breaker.closed
 
 
+def test_a_call_that_loads_nothing_proves_nothing_of_loads() -> None:
+    breaker = CircuitBreaker(CONFIG)
+    for _ in range(3):
+        assert breaker.closed
+        breaker.succeeded(loaded=False)
+        breaker.failed(0.0, load=True)
+    assert breaker.state == "open" and breaker.probe_due(1.0)
+    breaker.probed(True, 1.0)
+    breaker.succeeded(loaded=False)
+    breaker.failed(2.0, load=True)
+    assert breaker.state == "open" and not breaker.probe_due(3.9) and breaker.probe_due(4.0), "on trial until it loads"
+    breaker.probed(True, 4.0)
+    breaker.succeeded()
+    for load in (True, True, False):
+        breaker.failed(5.0, load=load)
+        breaker.succeeded(loaded=not load)
+    assert breaker.closed
+
+
 def test_a_probe_that_is_never_heard_of_counts_as_failed() -> None:
     breaker = opened()
     assert breaker.probe_due(1.0) and not breaker.probe_due(10.9)

@@ -18,8 +18,9 @@ from skymemory.cache.blocks import BlockCache
 from skymemory.cache.tiers.outbound import Moving
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.circuit_breaker import BreakerConfig
 from skymemory.kv.value import is_sound_block
-from skymemory.store.base import LoadTicket, Presence
+from skymemory.store.base import LoadTicket, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
 
 PATIENT = {"ask_deadline_s": 10.0, "load_deadline_s": 10.0, "store_deadline_s": 10.0}
@@ -59,6 +60,41 @@ def test_a_load_that_fails_is_a_miss_and_the_next_tier_is_asked(settings: TierSe
         assert tiers.get_many([key(1), key(2)]) == [items(1)[0][1], None]
         assert tiers.stats()["in_flight_bytes"] == 0
         assert near.stats()["open_leases"] == 0
+
+
+def test_a_tier_that_answers_lookups_and_fails_all_loads_is_skipped() -> None:
+    class Failing(MemoryStore):
+        mended = False
+
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            if not self.mended:
+                raise OSError("broken")
+            return super().complete_load(ticket)
+
+    far = Failing(name="far")
+    seldom = BreakerConfig(failures=3, first_wait_s=0.3, last_wait_s=60.0)
+    with TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(**PATIENT, breaker=seldom))]) as tiers:
+        far.put_many(items(1))
+        for _ in range(3):
+            assert tiers.lookup([key(1)]) == [Presence.HIT] and tiers.get_many([key(1)]) == [None]
+        assert tiers.stats()["far_breaker_open"] == 1
+        assert tiers.lookup([key(1)]) == [Presence.MISS] and tiers.get_many([key(1)]) == [None]
+        far.mended = True
+        assert soon(lambda: tiers.get_many([key(1)]) == [items(1)[0][1]])
+
+
+def test_a_tier_that_fails_all_stores_is_still_read() -> None:
+    class Full(MemoryStore):
+        def complete_store(self, ticket: StoreTicket) -> list[bool]:
+            raise OSError("read-only file system")
+
+    far = Full(name="far")
+    MemoryStore.complete_store(far, far.prepare_store(items(1)))
+    with TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(**PATIENT))]) as tiers:
+        for number in range(2, 9):
+            tiers.put_many(items(number))
+            assert tiers.lookup([key(1)]) == [Presence.HIT]
+        assert tiers.stats()["far_breaker_opened_total"] == 0 and tiers.get_many([key(1)]) == [items(1)[0][1]]
 
 
 def test_a_probe_of_a_tier_that_fails_keeps_no_lease() -> None:

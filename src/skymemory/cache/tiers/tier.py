@@ -7,7 +7,8 @@ What happens to a call:
 3. ``result_by`` waits for ``deadline_s``: the deadline of the settings, or less where the caller could compute the
    blocks sooner (``cache.patience``).
    - In time: the result; its latency is recorded.
-   - An error of the store (``TIER_FAILURES``), or an answer that is none: None, a miss; the breaker counts it.
+   - An error of the store (``TIER_FAILURES``), or an answer that is none: None, a miss; the breaker counts it. Those of
+     loads in a row though lookups between them are answered; not those of stores: what cannot be written may be read.
    - Too late: None, a miss; the call is given up (``Call.give_up``). Until its answer comes the tier is skipped, so one
      that hangs is waited for once. A late answer is released; its latency is recorded, so that a slow but sound tier
      is waited for longer from then on. Without an answer by the deadline of the settings the breaker opens.
@@ -217,16 +218,16 @@ class Tier:
                 raise call.error
             self.counters.add("tier_failures_total", label=self.name)
             self._probe_with(held)
-            self.failed()
+            self.failed(kind)
             return None
         result = call.result
         if result is None or not sound(result):
             self._probe_with(held)
-            self.failed()
+            self.failed(kind)
         else:
             self._latencies[kind].took(self.clock() - call.started_s, moved(result))
             with self._lock:
-                self.breaker.succeeded()
+                self.breaker.succeeded(loaded=kind == "load")
         return result
 
     def ask(
@@ -251,10 +252,10 @@ class Tier:
 
         self.start(counted)
 
-    def failed(self) -> None:
+    def failed(self, kind: Kind = "ask") -> None:
         """Count a failure towards opening the breaker."""
         with self._lock:
-            self.breaker.failed(self.clock())
+            self.breaker.failed(self.clock(), load=kind == "load")
         self._log_state()
 
     def close(self) -> None:
