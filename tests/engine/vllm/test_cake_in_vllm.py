@@ -118,6 +118,32 @@ def test_a_fast_link_loads_most_and_a_slow_one_nothing() -> None:
             engine.close()
 
 
+def test_a_load_takes_until_its_last_value_comes_not_until_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or every store would seem as slow as a step, and none fast enough to be loaded from without computing."""
+    words, compute, step_s = prompt(TOKENS), Engine._compute, [0.4]
+
+    def slow(engine: Engine, request: Request, tokens: int) -> None:
+        time.sleep(step_s[0])
+        compute(engine, request, tokens)
+
+    monkeypatch.setattr(Engine, "_compute", slow)
+    with Slow(0.0) as store:
+        filled(store, words)
+        door = Door()
+        engine, first, other = Engine(store, 256, cake=door), Request("first", words), Request("other", prompt(128, 9))
+        assert engine.matched(first) == (0, False)
+        engine.admit(first)
+        prefill(engine, first, door, 0.0)
+        engine.release(first)
+        step_s[0] = 0.05  # the load of this store is faster than such steps, too
+        assert engine.matched(other) == (0, False)
+        engine.admit(other)
+        prefill(engine, other, door, 0.0)
+        engine.release(other)
+        assert engine.matched(Request("second", words)) == ((TOKENS - 1) // BLOCK * BLOCK, True)
+        engine.close()
+
+
 @pytest.mark.parametrize("how", ["preempted", "finished"])
 def test_after_a_request_has_lost_its_blocks_they_are_not_written(how: str) -> None:
     words = prompt(TOKENS)

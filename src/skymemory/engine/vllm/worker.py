@@ -86,6 +86,8 @@ class _BackwardJob(_Job):
         self._next = len(load.keys) - 1
         self._done: set[int] = set()
         self.threads = 0
+        self.ended_s = began_s
+        """When the last of its threads ended, which may be long before the step does."""
         self.size_bytes = 0
         self.reason = ""
         self.lost = 0
@@ -298,11 +300,13 @@ class WorkerSide:
             job.came(index, reason, tally.size_bytes)
         with self._ended:
             job.threads -= 1
+            job.ended_s = self._clock()
 
     def _report_end(self, job: _BackwardJob) -> None:
         if not job.reported:
             job.reported = True
-            end = self._end_of(job, job.reason, job.size_bytes, self._clock() - job.began_s)
+            ended_s = self._clock() if job.threads else job.ended_s
+            end = self._end_of(job, job.reason, job.size_bytes, ended_s - job.began_s)
             self._outcome.loaded[job.load.request] = end
 
     def _report_backward(self) -> None:
