@@ -9,18 +9,23 @@ import socket
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tests.contract.store_contract import Clock, StoreContract, Tier, key, value
 from tests.store.redis_server import RedisServer
 
 from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
+from skymemory.kv.block import OpaqueLayout
+from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store import redis
 from skymemory.store.base import Presence
-from skymemory.store.redis import NAMESPACE, Link, RedisStore, pack
+from skymemory.store.redis import NAMESPACE, Link, RedisStore, opened, pack, trailer_of
 
 
 @pytest.fixture(scope="module")
@@ -339,3 +344,22 @@ def test_large_pieces_are_sent_as_they_are() -> None:
     pieces = pack(b"SET", b"k", (data, b"tail"))
     assert pieces[1] is data
     assert b"".join(pieces) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$10004\r\n" + bytes(10_000) + b"tail\r\n"
+
+
+LAYOUT = OpaqueLayout("test", 32, 50)
+
+
+@given(st.binary(min_size=50, max_size=50), st.integers(0, 177), st.integers(0, 255))
+@example(bytes(50), 127, 1)
+@example(bytes(50), 128, 1)
+def test_a_blocks_trailer_is_made_of_its_headers_crc(payload: bytes, at: int, flips: int) -> None:
+    """It is what reading the block would give; of a damaged one it is what makes the receiver notice."""
+    block = bytearray(block_header(key(1), LAYOUT, 0, payload) + payload)
+    whole = zlib.crc32(block, zlib.crc32(key(1))).to_bytes(4, "little")
+    assert trailer_of(key(1), memoryview(block))[-4:] == whole
+    assert opened(key(1), bytes(block) + trailer_of(key(1), memoryview(block))) == block
+    under_another = trailer_of(key(2), memoryview(block))
+    assert under_another[-4:] == zlib.crc32(block, zlib.crc32(key(2))).to_bytes(4, "little")
+    block[at] ^= flips
+    found = opened(key(1), bytes(block) + trailer_of(key(1), memoryview(block)))
+    assert found == ("corrupt" if flips and at >= PAYLOAD_AT else block), "a damaged header is the reader's to find"

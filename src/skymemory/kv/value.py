@@ -187,6 +187,23 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
     return header.name == block_name(block_hash, native.crc32(payload))
 
 
+def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | None:
+    """CRC-32 of an undamaged stored block, continued from ``crc``; its header has the payload's, which is not read.
+    None for what is no block of this hash. Of a damaged payload it is wrong: who compares it with the bytes notices.
+    """
+    if len(value) < PAYLOAD_AT:
+        return None
+    try:
+        header, payload = unpack_value(value)
+    except MalformedPacket:
+        return None
+    name, digits = header.name[:-8], header.name[-8:]
+    if name != block_name(block_hash, 0)[:-8] or not set(digits) <= set("0123456789abcdef"):
+        return None
+    front = native.crc32(value[: header.header_bytes], crc)
+    return native.crc32_combine(front, int(digits, 16), len(payload))
+
+
 def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
     """Codec id and payload of a stored block, after every check.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge, missing_extra
 from skymemory.forks import Owner
-from skymemory.kv.value import LATER_VERSION
+from skymemory.kv.value import LATER_VERSION, crc_by_header
 from skymemory.metrics import SharedCounters
 from skymemory.native import crc32
 from skymemory.store.base import (
@@ -221,7 +221,13 @@ class RedisStore(RemoteStore):
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:
-    return _MARK + crc32(value, crc32(key)).to_bytes(4, "little")
+    """What is sent behind a value. Of a block without reading its payload again: the receiver does."""
+    said = crc_by_header(key, value, crc32(key))
+    return _trailer(crc32(value, crc32(key)) if said is None else said)
+
+
+def _trailer(crc: int) -> bytes:
+    return _MARK + crc.to_bytes(4, "little")
 
 
 def opened(key: bytes, reply: object) -> memoryview | str:
@@ -234,7 +240,7 @@ def opened(key: bytes, reply: object) -> memoryview | str:
         return "refused"
     whole = memoryview(reply)
     value, trailer = whole[:-TRAILER_BYTES], whole[-TRAILER_BYTES:]
-    if len(whole) < TRAILER_BYTES or trailer != trailer_of(key, value):
+    if len(whole) < TRAILER_BYTES or trailer != _trailer(crc32(value, crc32(key))):
         later = trailer[:3] == _MARK[:3] and _MARK[3] < trailer[3] <= ord("9")
         return LATER_VERSION if later else "corrupt"
     return value
