@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-vllm demo-conductor test test-slow test-vllm test-engines test-clients test-bounds fuzz soak mutants small-model models-page check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-vllm demo-conductor test test-slow test-vllm test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -145,6 +145,10 @@ mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: 
 
 models-page: $(VENV)/.installed-dev ## docs/reference/models.md: every family by every use
 	@$(BIN)/python -m tests.engine.matrix > docs/reference/models.md
+
+compatibility-page: $(VENV)/.installed-dev $(VLLM)/.installed $(ENGINES)/.installed ## docs/reference/compatibility.md: every test with a real engine and what came of it, 15 minutes
+	@status=0; $(BIN)/python -m pytest -p tests.record --record docs/reference/compatibility.json -m "vllm or engines" -rs tests/vllm tests/engines $(ARGS) || status=$$?; \
+	$(BIN)/python -m tools.compatibility; exit $$status
 
 small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
