@@ -197,3 +197,21 @@ def test_cake_meets_in_the_middle_and_changes_no_token(folder: Path, scheduler: 
         assert answers(warm) == [plain["tokens"]] * 2
         met = [cached for one in warm for cached in one["cached"] if 0 < cached < 1800]
         assert met, [one["cached"] for one in warm]
+
+
+def test_two_ranks_answer_as_one_and_load_what_both_have_saved(folder: Path) -> None:
+    """Tensor parallelism: each rank stores its heads' part of a value, under a key of its own."""
+    asked = [one | {"adapter": ""} for one in requests(40, 2, "")]
+    one_rank = {"enable_lora": False}
+    two_ranks = one_rank | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    (plain,) = run(folder, [asked], None, engine=one_rank)
+    with MemoryStore(1 << 30) as store, daemon(store, folder) as address:
+        (cold,) = run(folder, [asked], transfer(address), engine=two_ranks)
+        assert cold["tokens"] == plain["tokens"]
+        second = run(folder, [asked, asked], transfer(address), engine=two_ranks)
+        assert answers(second) == [plain["tokens"]] * 2
+        assert all(result["external"] > 0 for result in second)
+        before = store.stats()["stored_total"]
+        (other,) = run(folder, [asked], transfer(address), engine=one_rank)
+        assert other["tokens"] == plain["tokens"]
+        assert store.stats()["stored_total"] > before, "one rank shares no values with two"

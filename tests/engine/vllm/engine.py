@@ -5,13 +5,16 @@ The real one is in tests/vllm; here its order of calls is driven by hand, so tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from tests.engine.vllm.queued import QueuedDevice
 
 from skymemory.cache.blocks import BlockCache
-from skymemory.engine.vllm.copier import CpuCopier
+from skymemory.engine.vllm.copier import CpuCopier, TorchCopier
 from skymemory.engine.vllm.plan import Shape
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.worker import WorkerSide
@@ -63,7 +66,9 @@ class Door:
 
 
 class Engine:
-    """One engine over ``store``: both sides, block tables and the memory of the blocks."""
+    """One engine over ``store``: both sides, block tables and the memory of the blocks, here or on a ``device``."""
+
+    new_device: Callable[[], QueuedDevice | None] = lambda: None
 
     def __init__(self, store: Store, blocks: int = 64, **options: Any) -> None:
         self.memory = np.zeros((LAYERS, blocks, LAYER_BYTES), np.uint8)
@@ -74,7 +79,14 @@ class Engine:
             cache(), SHAPE, lambda request: CONTEXT.digest(), lambda name: self.tables[name], **options
         )
         self.worker = WorkerSide(cache(), SHAPE)
-        self.worker.register(CpuCopier(list(self.memory)))
+        self.device = device = type(self).new_device()
+        if device is None:
+            self.worker.register(CpuCopier(list(self.memory)))
+        else:
+            import torch
+
+            view = torch.from_numpy(self.memory).view(torch.int64)
+            self.worker.register(TorchCopier([view], SIZE, device, 3 * SIZE * LAYERS * LAYER_BYTES))
         self.finished: set[str] = set()
         self.invalid: set[int] = set()
 
@@ -102,23 +114,33 @@ class Engine:
         plan = self.scheduler.plan(output)
         self.worker.begin(plan)
         for request, tokens in scheduled:
-            self._compute(request, tokens)
+            self._give(request, tokens)
         self.worker.end()
         self.finished |= self.worker.finished()
         self.invalid |= self.worker.invalid_blocks()
         outcome = self.worker.outcome()
+        if self.device is not None:
+            self.device.go_on(2)
+            if self.scheduler._cake is not None:  # without asynchronous scheduling
+                self.device.give("compute", lambda: None).wait()
         if outcome is not None:
             self.scheduler.update(outcome)
 
-    def _compute(self, request: Request, tokens: int) -> None:
+    def _give(self, request: Request, tokens: int) -> None:
+        """Its part of the forward."""
         start, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + tokens
-        for block in range(start // BLOCK, request.num_computed_tokens // BLOCK):
-            wrong = any(
-                not (self.memory[:, self.tables[request.request_id][at]] == kv_of(request.all_token_ids, at)).all()
-                for at in range(block)
-            )
-            kv = kv_of(request.all_token_ids, block)
-            self.memory[:, self.tables[request.request_id][block]] = kv ^ 255 if wrong else kv
+        table, known = list(self.tables[request.request_id]), list(request.all_token_ids)
+        work = partial(self._compute, table, known, start, request.num_computed_tokens)
+        if self.device is None:
+            work()
+        else:
+            self.device.give("compute", work)
+
+    def _compute(self, table: list[int], tokens: list[int], start: int, end: int) -> None:
+        for block in range(start // BLOCK, end // BLOCK):
+            wrong = any(not (self.memory[:, table[at]] == kv_of(tokens, at)).all() for at in range(block))
+            kv = kv_of(tokens, block)
+            self.memory[:, table[block]] = kv ^ 255 if wrong else kv
 
     def until_loaded(self, request: Request) -> None:
         for _ in range(2000):
@@ -129,6 +151,8 @@ class Engine:
 
     def sound(self, request: Request, tokens: int) -> bool:
         """Whether its blocks up to ``tokens`` hold what the model would have written."""
+        if self.device is not None:
+            self.device.give("compute", lambda: None).wait()
         table = self.tables[request.request_id]
         return all(
             bool((self.memory[:, table[at]] == kv_of(request.all_token_ids, at)).all()) for at in range(tokens // BLOCK)

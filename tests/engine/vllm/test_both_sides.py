@@ -5,19 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SIZE, Engine, Request
+from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SHAPE, SIZE, Engine, Request
+from tests.engine.vllm.queued import QueuedDevice
 
-from skymemory.engine.vllm.copier import CpuCopier
+from skymemory.cache.blocks import BlockCache
+from skymemory.engine.vllm.copier import CpuCopier, TorchCopier
+from skymemory.engine.vllm.plan import Load, Plan
+from skymemory.engine.vllm.worker import WorkerSide, _BackwardJob, _Closed, _Job
 from skymemory.kv.block import hash_blocks
 from skymemory.store.base import LoadTicket
 from skymemory.store.memory import MemoryStore
 
 VALUE = BLOCK * SIZE
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -52,7 +59,6 @@ def test_what_one_engine_saved_another_loads(store: MemoryStore, tokens: int, lo
     assert (found, beside) == ((expected, True) if expected > 0 else (0, False))
     engine.admit(request, found, local)
     for block in range(local // BLOCK):
-        engine._compute(Request("second", words), 0)
         engine.memory[:, engine.tables["second"][block]] = 7  # its own: not to be written
     if found:
         engine.until_loaded(request)
@@ -88,7 +94,6 @@ def test_tokens_that_are_generated_are_saved_when_they_are_known(store: MemorySt
     for token in range(BLOCK):
         request.all_token_ids.append(token)
         engine.step((request, 1))
-    assert engine.worker.outcome() is None or True
     engine.close()
     assert store.stats()["entries"] == 1  # half of the second value
 
@@ -277,7 +282,7 @@ def test_the_copier_writes_what_it_read(blocks: list[int], skipped: int, seed: i
     other = dice.integers(0, 256, memory.shape, np.uint8)
     before = other.copy()
     rest = blocks[skipped:]
-    CpuCopier(list(other)).write(rest, memoryview(value), skipped, len(blocks))
+    CpuCopier(list(other)).write(rest, memoryview(value), skipped, len(blocks), copier.mark())
     assert (other[:, rest] == memory[:, rest]).all()
     untouched = [at for at in range(16) if at not in rest]
     assert (other[:, untouched] == before[:, untouched]).all()
@@ -285,3 +290,51 @@ def test_the_copier_writes_what_it_read(blocks: list[int], skipped: int, seed: i
 
 def test_a_value_has_the_layouts_size() -> None:
     assert LAYOUT.block_bytes == SIZE * CpuCopier(list(np.zeros((LAYERS, 4, LAYER_BYTES), np.uint8))).block_bytes
+
+
+def jobs_of(device: QueuedDevice) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], _Job, _BackwardJob]:
+    """Two loads of three values into the same blocks."""
+    memory = np.zeros((LAYERS, 8, LAYER_BYTES), np.uint8)
+    copier = TorchCopier([torch.from_numpy(memory).view(torch.int64)], SIZE, device, 1 << 16)
+    load = Load("one", (b"a", b"b", b"c"), 0, (1, 2, 3, 4, 5, 6))
+    after = copier.mark()
+    return memory, _Job(load, copier, after, SIZE, 0.0, 1.0), _BackwardJob(load, copier, after, SIZE, 0.0, 0)
+
+
+def test_a_load_that_is_closed_has_written_what_it_was_going_to() -> None:
+    memory, job, _ = jobs_of(QueuedDevice(1))
+    job.place(0, memoryview(bytes([7]) * LAYOUT.block_bytes))
+    assert not memory.any(), "only queued"
+    job.close()
+    assert (memory[:, 1:3] == 7).all()
+    with pytest.raises(_Closed):
+        job.place(1, memoryview(bytes([7]) * LAYOUT.block_bytes))
+
+
+def test_the_fence_is_raised_when_what_lies_below_is_written_and_a_value_counts_when_it_is() -> None:
+    memory, _, job = jobs_of(QueuedDevice(1))
+    job.place(2, memoryview(bytes([7]) * LAYOUT.block_bytes))
+    job.place(1, memoryview(bytes([7]) * LAYOUT.block_bytes))
+    assert not memory.any(), "only queued"
+    job.came(2, "", 1)
+    assert job.lowest == 4 and (memory[:, 5:7] == 7).all()
+    job.raise_fence(2)  # above those
+    job.raise_fence(4)
+    assert (memory[:, 3:5] == 7).all()
+
+
+def test_a_step_takes_what_the_device_takes_not_what_queuing_it_takes(store: MemoryStore) -> None:
+    device = QueuedDevice(1)
+    worker = WorkerSide(BlockCache(CONTEXT, LAYOUT, store), SHAPE)
+    view = torch.zeros((LAYERS, 8, LAYER_BYTES), dtype=torch.uint8)
+    worker.register(TorchCopier([view], SIZE, device, 1 << 16))
+    worker.begin(Plan(tokens=4))
+    device.give("compute", lambda: time.sleep(0.05))
+    worker.end()
+    assert worker.outcome() is None, "not known yet"
+    device.go_on(10)
+    worker.begin(Plan())
+    worker.end()
+    outcome = worker.outcome()
+    assert outcome is not None and outcome.step_tokens == 4 and outcome.step_s >= 0.05
+    worker.close(0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.vllm.engine import BLOCK, CONTEXT, SIZE, Door, Engine, Request
 from tests.engine.vllm.test_both_sides import filled, prompt
 
+from skymemory.engine.vllm.copier import Mark
 from skymemory.engine.vllm.plan import Plan
 from skymemory.kv.block import hash_blocks
 from skymemory.store.base import LoadTicket
@@ -19,6 +20,7 @@ from skymemory.store.memory import MemoryStore
 
 VALUE = BLOCK * SIZE
 TOKENS = 24 * VALUE + 3
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Slow(MemoryStore):
@@ -44,10 +46,10 @@ def watch_the_fence(engine: Engine) -> None:
         begin(plan)
         fences.append(max(plan.fences.values(), default=0))
 
-    def checked(blocks: Sequence[int], value: memoryview, skipped: int, of: int) -> None:
+    def checked(blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
         table = engine.tables["second"]
         assert min(map(table.index, blocks)) >= fences[-1]
-        write(blocks, value, skipped, of)
+        return write(blocks, value, skipped, of, after)
 
     engine.worker.begin = noted  # type: ignore[method-assign]
     copier.write = checked  # type: ignore[method-assign]
@@ -86,7 +88,7 @@ def test_whatever_comes_when_all_blocks_are_sound(
         engine.admit(request, 0, local)
         for block in range(local // BLOCK):  # vLLM has them already
             before, request.num_computed_tokens = request.num_computed_tokens, block * BLOCK
-            engine._compute(request, BLOCK)
+            engine._give(request, BLOCK)
             request.num_computed_tokens = before
         prefill(engine, request, door, step_s)
         assert engine.sound(request, TOKENS)

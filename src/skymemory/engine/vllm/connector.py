@@ -141,8 +141,9 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self._worker is not None
-        copier = copier_of(kv_caches, self._block_count)
-        size_bytes = copier.block_bytes * self._worker.shape.blocks_per_value
+        size = self._worker.shape.blocks_per_value
+        copier = copier_of(kv_caches, self._block_count, size, untested_device=self._settings.untested_device)
+        size_bytes = copier.block_bytes * size
         if size_bytes != self._value_bytes:
             raise InvalidInput(f"a value has {size_bytes} bytes in the registered caches, expected {self._value_bytes}")
         self._worker.register(copier)

@@ -1,37 +1,94 @@
 """Blocks of vLLM's KV cache, copied out of its tensors and into them.
 
-A value is ``(layers, blocks, bytes of one block of one layer)``, packed. The bytes of a block are vLLM's own and are
-never looked into.
+A value is ``(layers, blocks, bytes of one block of one layer)``, packed. The bytes of a block are vLLM's own, in the
+order in which they lie in memory, and are never looked into.
+
+On an accelerator a call only queues its work. Three streams keep the order: the model's own (``compute``), ``out`` and
+``in``. A read gathers blocks on ``compute``, behind the forward that wrote them and before the next one, and copies
+what was gathered on ``out``. A write copies on ``in``, behind all that ``compute`` had been given when the load began:
+until then the blocks may be another request's. Nothing hangs on layers' hooks, which replayed CUDA graphs skip.
 """
 
 from __future__ import annotations
 
+import queue
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from skymemory.errors import InvalidInput
 
+STAGING_BYTES = 256 << 20
+"""Device memory that a copier takes for reads; ``_WRITES`` values more for writes."""
+_PINNED_BYTES = 64 << 20
+"""Host memory is pinned in pieces of this size: it takes some milliseconds, each time."""
+_READS = 64
+_WRITES = 4
+Stream = Literal["compute", "out", "in"]
+
+
+class Mark(Protocol):
+    """A point in the work that a device was given."""
+
+    def done(self) -> bool:
+        """Whether the device has come so far; so have the bytes then."""
+
+    def wait(self) -> None:
+        """Until ``done``; from any thread."""
+
+    def seconds_after(self, earlier: Any) -> float:
+        """Between two marks of ``BlockCopier.mark``, both done."""
+
 
 class BlockCopier(Protocol):
-    """Copies whole blocks. Writing a request's blocks may run beside the forward of others."""
+    """Copies whole blocks."""
 
     @property
     def block_bytes(self) -> int:
         """Of one block over all layers."""
 
-    def read(self, blocks: Sequence[int], out: memoryview) -> None:
-        """Copy ``blocks`` into ``out``; they may be overwritten as soon as this returns."""
+    def mark(self) -> Mark:
+        """All that the model was given to compute so far. Called by the model's thread, as is ``read``."""
 
-    def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int) -> None:
-        """Copy into ``blocks`` what ``value``, of ``of`` blocks, has for them behind its first ``skipped`` ones."""
+    def buffers(self, size_bytes: int) -> list[memoryview]:
+        """One or more pieces of host memory, each of this size, that ``read`` copies into."""
+
+    def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
+        """Copy ``blocks`` into ``out``, which has them when the mark is done. What the model is given to compute from
+        now on may overwrite them.
+        """
+
+    def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
+        """Copy into ``blocks``, behind ``after``, what ``value``, of ``of`` blocks, has for them behind its first
+        ``skipped`` ones. ``value`` may change as soon as this returns. Called by any thread.
+        """
+
+
+class Now:
+    """What was done when the call returned."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_after(self, earlier: Now) -> float:
+        return self.at_s - earlier.at_s
 
 
 class CpuCopier:
-    """For tensors in this process's memory."""
+    """For contiguous blocks in this process's memory."""
 
     def __init__(self, layers: Sequence[npt.NDArray[np.uint8]]) -> None:
         """``layers``: for each a view ``(blocks, bytes)`` of its tensor."""
@@ -42,39 +99,298 @@ class CpuCopier:
     def block_bytes(self) -> int:
         return self._layer_bytes * len(self._layers)
 
-    def read(self, blocks: Sequence[int], out: memoryview) -> None:
+    def mark(self) -> Mark:
+        return Now()
+
+    def buffers(self, size_bytes: int) -> list[memoryview]:
+        return [memoryview(bytearray(size_bytes))]
+
+    def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
         rows = np.frombuffer(out, np.uint8).reshape(len(self._layers), len(blocks), self._layer_bytes)
         for layer, row in zip(self._layers, rows, strict=True):
             np.take(layer, blocks, axis=0, out=row, mode="clip")  # "raise" would copy through a buffer
+        return Now()
 
-    def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int) -> None:
+    def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
         rows = np.frombuffer(value, np.uint8).reshape(len(self._layers), of, self._layer_bytes)
         for layer, row in zip(self._layers, rows[:, skipped : skipped + len(blocks)], strict=True):
             layer[list(blocks)] = row
+        return Now()
 
 
-def copier_of(caches: Mapping[str, Any], blocks: int) -> BlockCopier:
-    """For the tensors that vLLM registers, by name of their layers.
+class Device(Protocol):
+    """All that differs between a CPU and an accelerator."""
 
-    Raises InvalidInput where a block is not a contiguous piece of memory, or the device is not supported.
+    def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
+        """Queue ``work`` on a stream, behind ``after`` of others."""
+
+    def memory(self, size_bytes: int) -> Any:
+        """The device's, as a tensor of bytes."""
+
+    def host_memory(self, size_bytes: int) -> Any:
+        """That the device copies from and to by itself."""
+
+    def index(self, blocks: Sequence[int]) -> Any:
+        """Numbers of blocks on the device; called in ``work``."""
+
+
+class Host:
+    """A CPU: what it is given is done at once."""
+
+    def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
+        work()
+        return Now()
+
+    def memory(self, size_bytes: int) -> Any:
+        import torch
+
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    host_memory = memory
+
+    def index(self, blocks: Sequence[int]) -> Any:
+        import torch
+
+        return torch.tensor(blocks)
+
+
+class _Recorded:
+    """An event of CUDA's. Who waits for it sleeps."""
+
+    def __init__(self, stream: Any) -> None:
+        import torch
+
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_after(self, earlier: _Recorded) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class Cuda:
+    """A CUDA device; ``compute`` is the stream that is current in the thread that asks."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
+
+    def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
+        import torch
+
+        on = self._streams.get(stream) or torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(on):
+            for mark in after:
+                if isinstance(mark, _Recorded):
+                    on.wait_event(mark.event)
+            work()
+            return _Recorded(on)
+
+    def memory(self, size_bytes: int) -> Any:
+        import torch
+
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def host_memory(self, size_bytes: int) -> Any:
+        import torch
+
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def index(self, blocks: Sequence[int]) -> Any:
+        import torch
+
+        # From memory that is not pinned the copy would wait for all that the stream has to do.
+        return torch.tensor(blocks, pin_memory=True).to(self._device, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Staging for one value."""
+
+    device: Any
+    free: Mark
+    """When it may be used again."""
+    host: npt.NDArray[np.uint8] | None = None
+
+
+class TorchCopier:
+    """For blocks in any order of strides, on any device that can queue."""
+
+    def __init__(self, views: Sequence[Any], value_blocks: int, device: Device, staging_bytes: int) -> None:
+        """``views`` of ``(layers, blocks, ...)``, in the order of the layers; values have up to ``value_blocks``."""
+        self._views = views
+        self._device = device
+        self._view_bytes = [view[0, 0].numel() * view.element_size() for view in views]
+        self._layers: int = sum(len(view) for view in views)
+        self._layer_bytes = int(self._view_bytes[0])
+        value_bytes = self.block_bytes * value_blocks
+        reads = max(2, min(_READS, staging_bytes // value_bytes))
+        self._reads = [_Slot(device.memory(value_bytes), Now()) for _ in range(reads)]
+        self._turn = 0
+        self._writes: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for _ in range(_WRITES):
+            self._writes.put(_Slot(device.memory(value_bytes), Now(), device.host_memory(value_bytes).numpy()))
+
+    @property
+    def block_bytes(self) -> int:
+        return self._layer_bytes * self._layers
+
+    def mark(self) -> Mark:
+        return self._device.give("compute", _nothing)
+
+    def buffers(self, size_bytes: int) -> list[memoryview]:
+        count = max(1, _PINNED_BYTES // size_bytes)
+        memory = memoryview(self._device.host_memory(count * size_bytes).numpy())
+        return [memory[at * size_bytes :][:size_bytes] for at in range(count)]
+
+    def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
+        import torch
+
+        slot = self._reads[self._turn]
+        self._turn = (self._turn + 1) % len(self._reads)
+        staged, host = slot.device[: len(out)], torch.frombuffer(out, dtype=torch.uint8)
+
+        def gather() -> None:
+            index = self._device.index(blocks)
+            for view, rows in self._parts(staged, len(blocks)):
+                torch.index_select(view, 1, index, out=rows)
+
+        gathered = self._device.give("compute", gather, slot.free)
+        slot.free = self._device.give("out", lambda: host.copy_(staged, non_blocking=True), gathered)
+        return slot.free
+
+    def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
+        import torch
+
+        size_bytes = len(blocks) * self.block_bytes
+        slot = self._writes.get()
+        try:
+            slot.free.wait()
+            rows = np.frombuffer(value, np.uint8).reshape(self._layers, of, self._layer_bytes)
+            assert slot.host is not None
+            host = slot.host[:size_bytes]
+            np.copyto(host.reshape(self._layers, len(blocks), -1), rows[:, skipped : skipped + len(blocks)])
+            staged = slot.device[:size_bytes]
+
+            def scatter() -> None:
+                staged.copy_(torch.from_numpy(host), non_blocking=True)
+                index = self._device.index(blocks)
+                for view, rows in self._parts(staged, len(blocks)):
+                    view.index_copy_(1, index, rows)
+
+            slot.free = self._device.give("in", scatter, after)
+            return slot.free
+        finally:
+            self._writes.put(slot)
+
+    def _parts(self, staged: Any, blocks: int) -> list[tuple[Any, Any]]:
+        """Each view with its part of the packed bytes, of its type and ``(layers, blocks, ...)`` as well."""
+        parts, at = [], 0
+        for view, view_bytes in zip(self._views, self._view_bytes, strict=True):
+            size = len(view) * blocks * view_bytes
+            parts.append((view, staged[at : at + size].view(view.dtype).view(len(view), blocks, *view.shape[2:])))
+            at += size
+        return parts
+
+
+def copier_of(
+    caches: Mapping[str, Any],
+    blocks: int,
+    value_blocks: int,
+    *,
+    untested_device: bool = False,
+    staging_bytes: int = STAGING_BYTES,
+) -> BlockCopier:
+    """For the tensors that vLLM registers, by name of their layers; values have up to ``value_blocks``.
+
+    Raises InvalidInput where no dimension is that of the ``blocks``, layers differ in size, or the device is not
+    supported.
     """
     import torch
 
-    layers = []
-    for name in sorted(caches, key=_natural):
-        tensor = caches[name]
-        if tensor.device.type != "cpu":
-            raise InvalidInput(f"the KV cache is on {tensor.device}: this connector copies from a CPU's memory only")
-        if tensor.shape[0] != blocks or not tensor.is_contiguous():
-            raise InvalidInput(
-                f"the KV cache of {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: expected "
-                f"{blocks} blocks first, each contiguous"
-            )
-        layers.append(tensor.view(torch.uint8).reshape(blocks, -1).numpy())
-    sizes = {layer.shape[1] for layer in layers}
-    if len(sizes) != 1:
-        raise InvalidInput(f"blocks of {sorted(sizes)} bytes in different layers: expected one size")
-    return CpuCopier(layers)
+    layers = [_by_block(name, caches[name], blocks) for name in sorted(caches, key=_natural)]
+    sizes = {layer[0].numel() * layer.element_size() for layer in layers}
+    devices = {layer.device for layer in layers}
+    if len(sizes) != 1 or len(devices) != 1:
+        raise InvalidInput(
+            f"blocks of {sorted(sizes)} bytes on {', '.join(sorted(map(str, devices)))} in different layers: expected "
+            "one size, on one device"
+        )
+    (device,) = devices
+    if device.type == "cpu" and all(layer.is_contiguous() for layer in layers):
+        return CpuCopier([layer.view(torch.uint8).reshape(blocks, -1).numpy() for layer in layers])
+    return TorchCopier(_stacked(layers), value_blocks, device_of(device, untested_device), staging_bytes)
+
+
+def device_of(device: Any, untested_device: bool) -> Device:
+    """Raises InvalidInput for one that is not supported, or was never tried."""
+    if device.type == "cpu":
+        return Host()
+    if device.type != "cuda":
+        raise InvalidInput(f"the KV cache is on {device}: expected a CPU's memory or a CUDA device")
+    if not untested_device:
+        raise InvalidInput(
+            f"the KV cache is on {device}: copying from and to CUDA devices has never run on one so far. To try it, "
+            'write "untested_device": true in kv_connector_extra_config, and compare answers with those of plain vLLM'
+        )
+    return cast(Device, Cuda(device))
+
+
+def _by_block(name: str, tensor: Any, blocks: int) -> Any:
+    """The tensor as ``(blocks, ...)``, the rest in the order in which it lies in memory, of the widest integers."""
+    import torch
+
+    shape, found = tuple(tensor.shape), 0
+    if shape[0] == 2 != blocks and len(shape) > 1 and shape[1] % blocks == 0:
+        found = 1  # keys and values apart
+    if shape[found] % blocks:
+        raise InvalidInput(
+            f"the KV cache of {name} has shape {shape} and strides {tensor.stride()}: expected {blocks} blocks first, "
+            "or behind keys and values"
+        )
+    # A backend may cut vLLM's blocks in several of its own.
+    view = tensor.unflatten(found, (blocks, -1)).movedim(found, 0)
+    rest = sorted(range(1, view.dim()), key=lambda at: (-view.stride(at), at))
+    view = view.permute(0, *rest)
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[view.element_size()]
+    for wide in (torch.int64, torch.int32, torch.int16):
+        if wide.itemsize > same.itemsize and view.stride(-1) == 1 and _divisible(view, wide.itemsize):
+            return view.view(wide)
+    return view.view(same)
+
+
+def _divisible(view: Any, size_bytes: int) -> bool:
+    """Whether elements of this size can be made of those along the last dimension."""
+    count = size_bytes // view.element_size()
+    return not any(one % count for one in (view.shape[-1], view.storage_offset(), *view.stride()[:-1]))
+
+
+def _stacked(layers: Sequence[Any]) -> list[Any]:
+    """``(layers, blocks, ...)`` in one view where the layers lie at equal distances in one allocation, as vLLM 0.32
+    makes them: one kernel copies all. Else a view for each.
+    """
+    first = layers[0]
+    places = [layer.storage_offset() for layer in layers]
+    step = places[1] - places[0] if len(places) > 1 else 0
+    alike = all(
+        (one.untyped_storage().data_ptr(), one.shape, one.stride(), one.dtype, one.storage_offset())
+        == (first.untyped_storage().data_ptr(), first.shape, first.stride(), first.dtype, places[0] + at * step)
+        for at, one in enumerate(layers)
+    )
+    if step <= 0 or not alike:
+        return [layer.unsqueeze(0) for layer in layers]
+    return [first.as_strided((len(layers), *first.shape), (step, *first.stride()), places[0])]
+
+
+def _nothing() -> None:
+    """To be told when all before it is done."""
 
 
 def _natural(name: str) -> list[object]:

@@ -5,6 +5,9 @@ stores them), ``finished``, ``invalid_blocks`` and ``outcome`` (what has ended).
 
 A load that takes longer than computing its tokens is given up. Its thread may hang in the store, but writes no block
 any more: ``_Job`` has a lock for that, since vLLM hands the blocks to another request then.
+
+On an accelerator all of this runs ahead of the device (``copier``). What is said is true there as well: a load has
+ended when its blocks are written, a value is stored when it is read, a step takes what the device takes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from skymemory.cache.blocks import TIER_FAILURES, BlockCache, LoadTally, PhaseClock
 from skymemory.cache.patience import Latencies, patience_while_computing_s
 from skymemory.cache.tiers.workers import Call, TierWorkers
-from skymemory.engine.vllm.copier import BlockCopier
+from skymemory.engine.vllm.copier import BlockCopier, Mark, Now
 from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
@@ -47,11 +50,17 @@ class _Closed(RuntimeError):
 class _Job:
     """One load under way: a sink that writes into the request's blocks, until it is closed."""
 
-    def __init__(self, load: Load, copier: BlockCopier, blocks_per_value: int, began_s: float, due_s: float) -> None:
+    def __init__(
+        self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float, due_s: float
+    ) -> None:
+        """``after``: until then the blocks may be another request's."""
         self.load = load
         self._copier = copier
+        self._after = after
         self._size = blocks_per_value
         self.began_s, self.due_s = began_s, due_s
+        self._writing: dict[int, Mark] = {}
+        """By value."""
         self._lock = threading.Lock()
         self._closed = False
         self.placed = 0
@@ -64,13 +73,21 @@ class _Job:
             if self._closed:
                 raise _Closed("the load was given up")
             if blocks:
-                self._copier.write(blocks, block, skipped, self._size)
+                self._writing[index] = self._copier.write(blocks, block, skipped, self._size, self._after)
             self.placed = index + 1
 
     def close(self) -> None:
         """When this returns, nothing is written any more."""
         with self._lock:
             self._closed = True
+        self.settle()
+
+    def settle(self) -> None:
+        """Until all that was placed is in its blocks."""
+        with self._lock:
+            writing = list(self._writing.values())
+        for mark in writing:
+            mark.wait()
 
     def missing(self) -> tuple[int, ...]:
         """The blocks that were not written."""
@@ -80,8 +97,10 @@ class _Job:
 class _BackwardJob(_Job):
     """Cake's side of a prompt: values from the last one on, above the fence. Two threads take them in turn."""
 
-    def __init__(self, load: Load, copier: BlockCopier, blocks_per_value: int, began_s: float, fence: int) -> None:
-        super().__init__(load, copier, blocks_per_value, began_s, math.inf)
+    def __init__(
+        self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float, fence: int
+    ) -> None:
+        super().__init__(load, copier, after, blocks_per_value, began_s, math.inf)
         self._fence = fence
         self._next = len(load.keys) - 1
         self._done: set[int] = set()
@@ -100,6 +119,9 @@ class _BackwardJob(_Job):
     def raise_fence(self, block: int) -> None:
         with self._lock:
             self._fence = block
+            writing = [mark for index, mark in self._writing.items() if self.first_block(index) < block]
+        for mark in writing:
+            mark.wait()
 
     def take(self) -> int | None:
         """The next value to load; None if there is none."""
@@ -115,11 +137,14 @@ class _BackwardJob(_Job):
         with self._lock:
             if self._closed or self.first_block(index) < self._fence:
                 raise _Closed("computing has come as far")
-            self._copier.write(blocks, block, skipped, self._size)
+            self._writing[index] = self._copier.write(blocks, block, skipped, self._size, self._after)
 
     def came(self, index: int, reason: str, size_bytes: int) -> None:
-        """A value is in place, or why not."""
+        """A value was placed, or why not; counts when its blocks are written."""
+        if (mark := self._writing.get(index)) is not None:
+            mark.wait()
         with self._lock:
+            self._writing.pop(index, None)
             if reason:
                 self.reason, self.lost = self.reason or reason, max(self.lost, index)
                 return
@@ -172,7 +197,9 @@ class WorkerSide:
         self._jobs: list[_Job] = []
         self._backward: dict[str, _BackwardJob] = {}
         self._plan = Plan()
-        self._began_s = 0.0
+        self._began: Mark = Now()
+        self._timed: deque[tuple[int, Mark, Mark]] = deque()
+        """Steps that the device may not have done yet: their tokens, begin and end."""
         self._outcome = Outcome()
         self._invalid: set[int] = set()
         self._finished: set[str] = set()
@@ -185,7 +212,8 @@ class WorkerSide:
 
     def begin(self, plan: Plan) -> None:
         """Its metadata came: loads start."""
-        self._plan, self._began_s = plan, self._clock()
+        assert self._copier is not None
+        self._plan, self._began = plan, self._copier.mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
                 job.close()
@@ -200,15 +228,17 @@ class WorkerSide:
                 self._start(load)
 
     def end(self) -> None:
-        """The forward is done: completed values are copied out."""
+        """The forward is done, or given to the device: completed values are copied out behind it."""
+        assert self._copier is not None
         plan, self._plan = self._plan, Plan()
         for save in plan.saves:
-            assert self._copier is not None
             self._saver.save(save, self._copier, rank_key(save.key, self._rank))
         if plan.tokens:
-            self._outcome.step_tokens = plan.tokens
-            self._outcome.step_s = self._clock() - self._began_s
-            self._blocks.compute.took(plan.tokens, self._outcome.step_s)
+            self._timed.append((plan.tokens, self._began, self._copier.mark()))
+        while self._timed and self._timed[0][2].done():
+            tokens, began, ended = self._timed.popleft()
+            self._outcome.step_tokens, self._outcome.step_s = tokens, ended.seconds_after(began)
+            self._blocks.compute.took(tokens, self._outcome.step_s)
         self._report_backward()
         if not plan.tokens and self._jobs:
             with self._ended:
@@ -251,7 +281,7 @@ class WorkerSide:
         )
         now_s = self._clock()
         assert self._copier is not None
-        job = _Job(load, self._copier, self.shape.blocks_per_value, now_s, now_s + patience_s)
+        job = _Job(load, self._copier, self._began, self.shape.blocks_per_value, now_s, now_s + patience_s)
         self._jobs.append(job)
         if not self._loaders.submit(Call(lambda: self._run(job, computing_s))):
             self._end(job, "too many loads", 0)
@@ -263,7 +293,10 @@ class WorkerSide:
         keys = [rank_key(key, self._rank) for key in job.load.keys]
         reason = ""
         try:
-            self._blocks.load_found(keys, job, tally, PhaseClock(time.perf_counter, {}), computing_s)
+            try:
+                self._blocks.load_found(keys, job, tally, PhaseClock(time.perf_counter, {}), computing_s)
+            finally:
+                job.settle()  # what came before a failure counts, too
             reason = next(iter(tally.failed), "")
         except _Closed:
             reason = "deadline"
@@ -277,7 +310,7 @@ class WorkerSide:
 
     def _start_backward(self, load: Load, fence: int) -> None:
         assert self._copier is not None
-        job = _BackwardJob(load, self._copier, self.shape.blocks_per_value, self._clock(), fence)
+        job = _BackwardJob(load, self._copier, self._began, self.shape.blocks_per_value, self._clock(), fence)
         self._backward[load.request] = job
         job.threads = sum(self._loaders.submit(Call(lambda: self._run_backward(job))) for _ in range(_BACKWARD_THREADS))
 
@@ -354,7 +387,8 @@ class WorkerSide:
 class _Waiting:
     key: bytes
     place: Place
-    value: bytearray
+    value: memoryview
+    copied: Mark
 
 
 class Saver:
@@ -364,7 +398,7 @@ class Saver:
         self._blocks = blocks
         self._value_bytes = PAYLOAD_AT + blocks.layout.block_bytes
         self._most = max(1, queue_bytes // self._value_bytes)
-        self._free: list[bytearray] = []
+        self._free: list[memoryview] = []
         """Of values that were stored: memory that is touched for the first time is ten times slower."""
         self._waiting: deque[_Waiting] = deque()
         self._held = 0
@@ -380,11 +414,12 @@ class Saver:
                 self._counts["dropped_values"] += 1
                 return
             self._held += 1
-            buffer = self._free.pop() if self._free else None
-        value = buffer if buffer is not None else bytearray(self._value_bytes)
-        copier.read(save.blocks, memoryview(value)[PAYLOAD_AT:])
+            if not self._free:
+                self._free += copier.buffers(self._value_bytes)
+            value = self._free.pop()
+        copied = copier.read(save.blocks, value[PAYLOAD_AT:])
         with self._changed:
-            self._waiting.append(_Waiting(key, Place(save.depth, save.parent), value))
+            self._waiting.append(_Waiting(key, Place(save.depth, save.parent), value, copied))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
                 self._thread.start()
@@ -419,6 +454,8 @@ class Saver:
                 batch = [self._waiting.popleft() for _ in range(min(_SAVED_AT_ONCE, len(self._waiting)))]
             counts: Counter[str] = Counter()
             try:
+                for one in batch:
+                    one.copied.wait()
                 counts = self._store(batch)
             except TIER_FAILURES as error:
                 counts["refused_values"] += len(batch)
@@ -438,9 +475,8 @@ class Saver:
         items, places = [], []
         for one, present in zip(batch, presence, strict=True):
             if present is Presence.MISS:
-                view = memoryview(one.value)
-                view[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, view[PAYLOAD_AT:])
-                items.append((one.key, view))
+                one.value[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, one.value[PAYLOAD_AT:])
+                items.append((one.key, one.value))
                 places.append(one.place)
         stored = sum(self._blocks.put(items, places)) if items else 0
         return Counter(

@@ -1,0 +1,51 @@
+"""The copier on a CUDA device: every order of strides, while the device is busy, blocks overwritten right behind.
+
+Needs a GPU, torch, pytest and hypothesis, not vLLM::
+
+    python -m pytest --confcutdir tests/engine/vllm tests/engine/vllm/test_cuda_copier.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.engine.vllm.test_copier import BLOCKS, LAYOUTS, copied_there_and_back, one_allocation  # noqa: E402
+
+from skymemory.engine.vllm.copier import Cuda, TorchCopier, copier_of  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the CUDA copier is not tested")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_in_any_order_of_strides(layout: str) -> None:
+    device = Cuda(torch.device("cuda", 0))
+    for seed in range(3):
+        copied_there_and_back(
+            layout, "cuda", device, seed, torch.cuda.synchronize, lambda: torch.cuda._sleep(10_000_000)
+        )
+
+
+def test_reading_and_writing_wait_for_nothing_that_is_computed() -> None:
+    """Both return at once and are not done while the device has half a second to compute."""
+    caches = one_allocation("LBHNC", torch.bfloat16, "cuda")
+    copier = copier_of(caches, BLOCKS, 2, untested_device=True)
+    assert isinstance(copier, TorchCopier)
+    out, *_ = copier.buffers(2 * copier.block_bytes)
+    copier.read([1, 2], out).wait()
+    torch.cuda._sleep(1_000_000_000)
+    read, written = copier.read([1, 2], out), copier.write([3, 4], out, 0, 2, copier.mark())
+    assert not read.done() and not written.done()
+    read.wait()
+    written.wait()
+    assert read.done() and written.done()
+
+
+def test_marks_tell_the_time_that_the_device_took() -> None:
+    copier = copier_of(one_allocation("LBHNC", torch.bfloat16, "cuda"), BLOCKS, 2, untested_device=True)
+    began = copier.mark()
+    torch.cuda._sleep(200_000_000)
+    ended = copier.mark()
+    ended.wait()
+    assert 0.02 < ended.seconds_after(began) < 2.0
