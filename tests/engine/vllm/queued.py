@@ -40,7 +40,7 @@ class QueuedMark:
 
 
 class QueuedDevice:
-    """Does something only when somebody waits, or by ``go_on``."""
+    """Does something only when a caller waits, or by ``go_on``."""
 
     def __init__(self, seed: int) -> None:
         self._dice = random.Random(seed)

@@ -122,13 +122,13 @@ def test_a_fast_link_loads_most_and_a_slow_one_nothing() -> None:
 
 def test_a_load_takes_until_its_last_value_comes_not_until_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or every store would seem as slow as a step, and none fast enough to be loaded from without computing."""
-    words, compute, step_s = prompt(TOKENS), Engine._compute, [0.4]
+    words, give, step_s = prompt(TOKENS), Engine._give, [0.4]
 
     def slow(engine: Engine, request: Request, tokens: int) -> None:
         time.sleep(step_s[0])
-        compute(engine, request, tokens)
+        give(engine, request, tokens)
 
-    monkeypatch.setattr(Engine, "_compute", slow)
+    monkeypatch.setattr(Engine, "_give", slow)
     with Slow(0.0) as store:
         filled(store, words)
         door = Door()

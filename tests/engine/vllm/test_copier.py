@@ -205,7 +205,7 @@ def test_which_copier_a_cache_gets() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_copiers_give_the_same_bytes(layout: str) -> None:
-    """So that which of them copies is nobody's concern."""
+    """A value does not depend on which of them copied it."""
     caches = LAYOUTS[layout]("cpu")
     fill(caches, drawn_for(caches, 3))
     chosen, general = copier_of(caches, BLOCKS, 2), torch_copier(caches, 2, Host())
@@ -227,12 +227,12 @@ def test_what_is_refused_says_why() -> None:
 
 
 def test_cuda_is_refused_unless_it_is_asked_for() -> None:
-    """It has never run there: nobody relies on it unseen."""
+    """It has never run there: no user relies on it unseen."""
     with pytest.raises(InvalidInput, match=r'on cuda:0: .* has never run .*"untested_device": true'):
         device_of(torch.device("cuda", 0), False)
 
 
-def test_a_mark_of_the_cpu_is_done_and_tells_the_time_between() -> None:
+def test_a_mark_of_the_cpu_is_done_and_has_the_time_between() -> None:
     first = Now()
     second = Now()
     assert first.done() and second.seconds_after(first) >= 0

@@ -42,7 +42,7 @@ def test_reading_and_writing_wait_for_nothing_that_is_computed() -> None:
     assert read.done() and written.done()
 
 
-def test_marks_tell_the_time_that_the_device_took() -> None:
+def test_marks_have_the_time_that_the_device_took() -> None:
     copier = copier_of(one_allocation("LBHNC", torch.bfloat16, "cuda"), BLOCKS, 2, untested_device=True)
     began = copier.mark()
     torch.cuda._sleep(200_000_000)

@@ -390,7 +390,7 @@ def _stacked(layers: Sequence[Any]) -> list[Any]:
 
 
 def _nothing() -> None:
-    """To be told when all before it is done."""
+    """Marks the end of what is before it."""
 
 
 def _natural(name: str) -> list[object]:
