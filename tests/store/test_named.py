@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from skymemory.cache.tiers.store import TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.keys import first_ring
+from skymemory.kv.block import OpaqueLayout
+from skymemory.kv.value import block_header
 from skymemory.store.base import Expiring, Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NOT_PROMISED, bare, get_named
@@ -94,12 +97,27 @@ def test_a_lifetime_and_a_pin_in_the_sky(
     assert values.get("long") is None
 
 
-def test_names_are_listed_but_not_those_under_a_seal(constellation: ConstellationStore) -> None:
-    values = NamedValues(constellation)
-    assert values.put("b", b"2" * 20_000).ok and values.put("a", b"1").ok
-    assert NamedValues(sealed(constellation)).put("hidden", b"3").ok
-    assert [(one.name, one.size_bytes) for one in values.names()] == [("a", 1), ("b", 20_000)]
-    assert [one.name for one in NamedValues(sealed(constellation)).names()] == ["a", "b"]
+@pytest.fixture(params=["constellation", "memory", "disk"])
+def listing(request: pytest.FixtureRequest, tmp_path: Path, constellation: ConstellationStore) -> Iterator[Store]:
+    if request.param == "constellation":
+        yield constellation
+        return
+    with open_store("memory://64MiB" if request.param == "memory" else f"disk://{tmp_path}/it?budget=64MiB") as store:
+        yield store
+
+
+def test_names_are_listed_but_no_blocks_and_not_those_under_a_seal(listing: Store) -> None:
+    values, long = NamedValues(listing), "long " * 800
+    assert values.put("b", b"2" * 20_000).ok and values.put("a", b"1").ok and values.put(long, b"4").ok
+    assert NamedValues(sealed(listing)).put("hidden", b"3").ok
+    block = block_header(bytes([7]) * 32, OpaqueLayout("test", 32, 1000), 0, bytes(1000)) + bytes(1000)
+    assert listing.put_many([(bytes([7]) * 32, block), (bytes(31) + b"1", b"no header")]) == [True, True]
+    assert [(one.name, one.size_bytes) for one in values.names()] == [("a", 1), ("b", 20_000), (long, 1)]
+    assert [one.name for one in NamedValues(sealed(listing)).names()] == ["a", "b", long]
+    assert values.delete("b") and values.expire("a", 0.01)
+    time.sleep(0.05)
+    if not isinstance(listing, ConstellationStore):  # its clock is the test's
+        assert [one.name for one in values.names()] == [long]
 
 
 def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
@@ -108,7 +126,7 @@ def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
     for call in (
         lambda: tiers.put("a", b"x", ttl_s=60.0),
         lambda: tiers.expire("a", 60.0),
-        values.names,
+        tiers.names,
         lambda: values.put("a", b"x", ttl_s=0.0),
         lambda: values.put("a", b"x", ttl_s=math.nan),
         lambda: values.put("", b"x"),

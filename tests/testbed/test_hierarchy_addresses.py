@@ -182,7 +182,7 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "store", "says"),
     [
-        (["list"], "memory", "list: memory does not support it"),
+        (["list"], "tiers:?tier=memory", "list: tiers does not support it; a constellation, memory and disk do"),
         (["put", "FILE", "--ttl", "1m"], "tiers:?tier=memory", "--ttl: tiers does not support it"),
         (["get", "x", "--access", "los"], "memory", "write them in its address"),
         (["get", "x", "--no-index"], "memory", "write them in its address"),

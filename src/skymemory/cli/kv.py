@@ -130,7 +130,7 @@ def _open(args: argparse.Namespace) -> Store:
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        others = "a constellation does" if only_there == "list" else "a single tier does"
+        others = "a constellation, memory and disk do" if only_there == "list" else "a single tier does"
         raise InvalidInput(f"{only_there}: {store.name} does not support it; {others}")
     return store
 

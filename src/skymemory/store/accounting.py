@@ -18,6 +18,7 @@ from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.eviction import DEFAULT_POLICY, policy_named
 from skymemory.forks import OwnLock
 from skymemory.kv.block import Place
+from skymemory.kv.value import HEADER_BYTES, MAX_NAME_BYTES
 from skymemory.metrics import Counters
 from skymemory.store.base import (
     Buffer,
@@ -32,6 +33,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
+from skymemory.store.named import NamedValue, named_value
 from skymemory.units import format_size
 
 
@@ -627,6 +629,17 @@ class BudgetedStore(TwoPhase):
     def _end(self, key: bytes) -> None:
         """The lifetime of ``key`` has ended: remove it. With the lock held."""
         raise TypeError(f"{type(self).__name__} does not define _end")
+
+    def names(self) -> list[NamedValue]:
+        """As in ``named.Listing``; reads the beginning of every value, without the lock."""
+        with self._open():
+            keys = list(self._inventory.entries)
+        found = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
+        return sorted((one for one in found if one is not None), key=lambda one: one.name)
+
+    def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
+        """At most ``size_bytes`` of a value; none where it is gone or not readable."""
+        raise TypeError(f"{type(self).__name__} does not define _beginning")
 
     def stats(self) -> dict[str, int | float]:
         with self._lock:

@@ -37,7 +37,14 @@ from skymemory.store.base import (
     aligned_bytes,
     check_keys,
 )
-from skymemory.store.disk_files import FAULTS_OF_THE_FILE, StoreDirectory, read_value, stored_bytes, write_part
+from skymemory.store.disk_files import (
+    FAULTS_OF_THE_FILE,
+    StoreDirectory,
+    beginning_of,
+    read_value,
+    stored_bytes,
+    write_part,
+)
 
 Sync = Literal["never", "each"]
 """When bytes must be on the disk: at the kernel's leisure, or before a store is acknowledged."""
@@ -230,6 +237,12 @@ class DiskStore(BudgetedStore):
         until_s = time.time() + ttl_s
         there = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
         return there and super()._promise(key, ttl_s)
+
+    def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
+        try:
+            return beginning_of(self._directory.path_text_of(key), size_bytes)
+        except OSError:
+            return b""
 
     def _end(self, key: bytes) -> None:
         if self._drop(key) is None:  # the file stays, and is tried again by the next process: it is read by none

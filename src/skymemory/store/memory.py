@@ -138,6 +138,9 @@ class MemoryStore(BudgetedStore):
         with self._open():
             return [self._inventory.remove(key) and self._values.pop(key) is not None for key in keys]
 
+    def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
+        return memoryview(self._values.get(key, b""))[:size_bytes]
+
     def _end(self, key: bytes) -> None:
         self._inventory.remove(key)
         del self._values[key]

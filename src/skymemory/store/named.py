@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
 from skymemory.kv.codec.base import RAW
-from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_value
+from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_header, unpack_value
 from skymemory.store.base import Buffer, Expiring, Presence, Store, check_items
 from skymemory.store.sealed import is_sealed
 from skymemory.store.wrappers import Wrapped
-
-if TYPE_CHECKING:
-    from skymemory.store.sky.probing import NamedValue
 
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 
@@ -30,12 +27,22 @@ NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
 """The reason of a failed put with a lifetime, whose value is stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedValue:
+    """A named value in a list. ``chunks``: in how many it lies there; 1 outside of satellites."""
+
+    name: str
+    key: bytes
+    size_bytes: int
+    chunks: int = 1
+
+
 @runtime_checkable
 class Listing(Protocol):
     """Optional for a store: list the named values in it."""
 
     def names(self) -> list[NamedValue]:
-        """By name, without sealed values, whose names cannot be read."""
+        """By name, without blocks, and without sealed values, whose names cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,16 @@ class NamedOutcome:
 def named_key(name: str) -> bytes:
     """The 32-byte key of a text key."""
     return key_hash(NAMESPACE, name)
+
+
+def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedValue | None:
+    """The named value of ``key`` that begins so; None for any other value, and for one whose header cannot be read."""
+    try:
+        header = unpack_header(start_of_value)
+    except MalformedPacket:
+        return None
+    its_own = header.name and named_key(header.name) == key
+    return NamedValue(header.name, key, header.raw_bytes, chunks) if its_own else None
 
 
 def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
@@ -114,8 +131,8 @@ class NamedValues:
             values.put("report.pdf", data, ttl_s=1800)
             values.get("report.pdf")
 
-    The caller closes the store. A constellation supports all of this; others do not list, Redis does not pin, and
-    tiers do not expire.
+    The caller closes the store. A constellation, memory and disk support all of this; Redis and tiers do not list,
+    Redis does not pin, and tiers do not expire.
     """
 
     def __init__(self, store: Store) -> None:
@@ -169,7 +186,7 @@ class NamedValues:
         """
         store = bare(self._store)
         if not isinstance(store, Listing):
-            raise InvalidInput(f"a {store.name} store cannot list names: a constellation can")
+            raise InvalidInput(f"a {store.name} store cannot list names: a constellation, memory and disk can")
         return store.names()
 
     def _expiring(self, ttl_s: float) -> Expiring:

@@ -61,7 +61,9 @@ class TestDisk(Behind):
         assert asked.get("mortal") == b"v"
         time.sleep(0.15)
         assert asked.mget("mortal", "stays") == [None, b"v"] and asked.dbsize() == before + 1
-        assert asked.delete("stays") == 1
+        assert asked.set(b"\xff odd", b"v") and asked.scan(0) == (0, [b"\xff odd", b"stays"])
+        assert list(asked.scan_iter("st*")) == [b"stays"]
+        assert asked.delete("stays", b"\xff odd") == 2
 
 
 class TestTiers(Behind):
@@ -78,6 +80,8 @@ class TestTiers(Behind):
         assert asked.set("a", b"v") and asked.expire("a", 0) == 1 and asked.get("a") is None
         with pytest.raises(redis.ResponseError, match="a tiers store does not count its values"):
             asked.dbsize()
+        with pytest.raises(redis.ResponseError, match="a tiers store cannot list names: a constellation, memory and"):
+            asked.scan(0)
 
 
 class TestSealed(Behind):

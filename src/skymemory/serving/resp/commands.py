@@ -608,21 +608,24 @@ class Commands:
     # --- the whole store ---
 
     def _dbsize(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        entries = self._store.stats().get("entries")
+        figures = self._store.stats()
+        entries = figures.get("entries", figures.get("values"))  # what is here; of the sky, what its index knows
         if entries is None:
             raise _Refused(f"a {self._store.name} store does not count its values")
         yield [protocol.integer(int(entries))]
 
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """All names in one answer, with the cursor 0: a listing of satellites has no position to go on from."""
+        """All names in one answer, with the cursor 0: a listing of satellites has no position to go on from. Blocks
+        have no names.
+        """
         store = bare(self._store)
         if not isinstance(store, Listing):
-            raise _Refused(f"a {self._store.name} store cannot list names: a constellation can")
+            raise _Refused(f"a {self._store.name} store cannot list names: a constellation, memory and disk can")
         pattern = b"*"
         options = [_bytes(word) for word in words[1:]]
         for option, value in zip(options[::2], options[1::2], strict=False):
             pattern = value if option.upper() == b"MATCH" else pattern
-        names = [one.name.encode() for one in store.names()] if _bytes(words[0]) == b"0" else []
+        names = [_client_key(one.name) for one in store.names()] if _bytes(words[0]) == b"0" else []
         found = [name for name in names if fnmatchcase(name.decode("latin-1"), pattern.decode("latin-1"))]
         yield [protocol.array([protocol.bulk(b"0"), protocol.array(map(protocol.bulk, found))])]
 
@@ -644,6 +647,12 @@ def _bytes(word: Word) -> bytes:
     if isinstance(word, Framed):
         raise _Refused("a key or an option that is larger than any key may be")
     return bytes(word)
+
+
+def _client_key(name: str) -> bytes:
+    """The key by which a client knows a named value."""
+    odd = name.startswith(_ODD_NAME)
+    return name.removeprefix(_ODD_NAME).encode("latin-1") if odd else name.encode()
 
 
 def _to_store(key: Key, value: Word) -> Buffer:

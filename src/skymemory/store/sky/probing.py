@@ -17,13 +17,11 @@ import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import CommandsRefused, InvalidInput, MalformedPacket
-from skymemory.kv.value import ValueHeader, unpack_header
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientMachine, Finished
@@ -31,6 +29,7 @@ from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.store.named import NamedValue, named_value
 from skymemory.store.sky.shared_index import SharedIndex
 
 _UNANSWERED, _PRESENT, _ABSENT = 0, 1, 2
@@ -393,14 +392,6 @@ class IndexRebuilder:
             self._absent.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedValue:
-    name: str
-    key: bytes
-    size_bytes: int
-    chunks: int
-
-
 def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
     """The named values (``store.named``) on ``satellites``, by name. KV blocks, which have no names, are left out.
 
@@ -416,9 +407,9 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     gets = [(at, Selection.of(key, [0]).pack(), (key, presence)) for key, (at, presence) in first_chunks.items()]
     found = []
     for (key, presence), answer in ask_all(driver, Op.GET, gets):
-        header = _header(answer.body[CHUNK_REF_BYTES:]) if answer.ok else None
-        if header is not None and header.name:
-            found.append(NamedValue(header.name, key, header.raw_bytes, presence.chunks))
+        named = named_value(key, answer.body[CHUNK_REF_BYTES:], presence.chunks) if answer.ok else None
+        if named is not None:
+            found.append(named)
     return sorted(found, key=lambda value: value.name)
 
 
@@ -437,13 +428,6 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
             if page and page[-1][0] > last:  # not the end, and no satellite that repeats itself
                 after[satellite] = page[-1][0]
                 yield from ((satellite, key, presence) for key, presence in page)
-
-
-def _header(start_of_value: bytes) -> ValueHeader | None:
-    try:
-        return unpack_header(start_of_value)
-    except MalformedPacket:
-        return None
 
 
 _ENOUGH_CLOCKS = 3

@@ -37,11 +37,11 @@ from skymemory.store.base import (
     StoreTicket,
     check_ttl,
 )
+from skymemory.store.named import NamedValue
 from skymemory.store.sky.catalog import Catalog, Holders
 from skymemory.store.sky.maintenance import Evictor, Prefetcher
 from skymemory.store.sky.probing import (
     ClientDriver,
-    NamedValue,
     Prober,
     ask_all,
     list_names,
