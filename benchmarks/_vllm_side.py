@@ -47,12 +47,12 @@ class Side:
     def load(self, engine: dict[str, Any], transfer: dict[str, Any] | None) -> dict[str, Any]:
         from vllm.config import KVTransferConfig
 
-        from vllm import LLM
+        import vllm
 
         if transfer:
             engine["kv_transfer_config"] = KVTransferConfig(**transfer)
-        self._llm = LLM(**engine)
-        return {}
+        self._llm = vllm.LLM(**engine)
+        return {"vllm": vllm.__version__}
 
     def ask(self, tokens: list[int]) -> dict[str, Any]:
         began_s = time.perf_counter()

@@ -11,7 +11,8 @@ weights, bfloat16. Modes, all of them if none is named:
 
 Two or three engines run at the same time and take turns, one request at a time, in an order that alternates; every
 round has a prompt of its own. A ratio is that of one round; shown are medians and (least–most). The first round only
-warms. An engine takes about 4 GB; a mode 5 to 15 minutes on two quiet cores. On a busy machine give `--threads 1`.
+warms. An engine takes about 4 GB. On two quiet cores, estimated: 4 minutes a store, then 10, 7 and 20. On a busy
+machine give `--threads 1`.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ class Engine:
             "max_num_batched_tokens": args.step_tokens,
             **options,
         }
-        self._pending = ""
+        self.version = ""
         self._send("load", engine=engine, transfer=transfer)
 
     def ready(self) -> Engine:
         """Once it serves."""
-        self._answer(START_S)
+        self.version = self._answer(START_S)["vllm"]
         return self
 
     def do(self, order: str, **more: Any) -> Row:
@@ -149,6 +150,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
         self.folder = folder
+        self.vllm = ""
+        """Its version, once one has started."""
         self._dice = random.Random(args.seed)
         self._began_s = time.monotonic()
         shape = TINYLLAMA_SHAPE | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -177,7 +180,7 @@ class Bench:
             for name, (transfer, options) in how.items():
                 started[name] = Engine(self.args, self.folder, transfer, **options)
             for engine in started.values():
-                engine.ready()
+                self.vllm = engine.ready().version
             yield started
         finally:
             for engine in started.values():
@@ -618,7 +621,7 @@ def main() -> None:
             run, title, header, cells = MODES[mode]
             found = []
             for row in run(bench):
-                found.append(row)
+                found.append({**row, "vllm": bench.vllm, "threads": args.threads or "all cores"})
                 write_json(args.json, "vllm connector", args.seed, rows + found)
             print_table(f"{title}; medians (least–most)", header, [cells(row) for row in found])
             rows += found
