@@ -69,9 +69,10 @@ class RespTarget:
             if isinstance(step, NeedData):
                 return
             if isinstance(step, LargeArgument):
-                front = self._commands.front(step.words, step.size_bytes)
+                front, end_bytes = self._commands.frame(step.words, step.size_bytes)
                 value = step.head + bytes(step.size_bytes - len(step.head))
-                self._parser.deliver(Framed(front + value) if front else value)
+                body, end = value[: step.size_bytes - end_bytes], value[step.size_bytes - end_bytes :]
+                self._parser.deliver(Framed(front + body, end) if front or end_bytes else value)
                 continue
             for pieces in self._commands.call(self._session, step):
                 assert all(memoryview(piece).nbytes <= 1 << 20 for piece in pieces)

@@ -226,6 +226,11 @@ def trailer_of(key: bytes, value: memoryview) -> bytes:
     return _trailer(crc32(value, crc32(key)) if said is None else said)
 
 
+def is_trailer_of(key: bytes, value: Buffer, trailer: Buffer) -> bool:
+    """Whether value and trailer came as they were sent."""
+    return trailer == _trailer(crc32(value, crc32(key)))
+
+
 def _trailer(crc: int) -> bytes:
     return _MARK + crc.to_bytes(4, "little")
 
@@ -240,7 +245,7 @@ def opened(key: bytes, reply: object) -> memoryview | str:
         return "refused"
     whole = memoryview(reply)
     value, trailer = whole[:-TRAILER_BYTES], whole[-TRAILER_BYTES:]
-    if len(whole) < TRAILER_BYTES or trailer != _trailer(crc32(value, crc32(key))):
+    if len(whole) < TRAILER_BYTES or not is_trailer_of(key, value, trailer):
         later = trailer[:3] == _MARK[:3] and _MARK[3] < trailer[3] <= ord("9")
         return LATER_VERSION if later else "corrupt"
     return value

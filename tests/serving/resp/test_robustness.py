@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 import redis
-from tests.contract.store_contract import value
+from tests.contract.store_contract import key, value
 from tests.serving.resp.daemons import Forgetful, serving, until
 
 from skymemory.errors import SkyMemoryError
 from skymemory.serving.resp import commands as commands_module
 from skymemory.serving.resp import server
 from skymemory.serving.resp.commands import ByteBudget, Commands
+from skymemory.serving.resp.protocol import LARGE_BYTES
 from skymemory.serving.resp.server import Daemon, Limits
 from skymemory.store.base import Buffer, LoadTicket, StoreTicket
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import put_named
+from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, trailer_of
 
 
 def connect(path: str) -> socket.socket:
@@ -33,6 +35,25 @@ def connect(path: str) -> socket.socket:
 
 def request(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+@pytest.mark.parametrize("cut", [5, 30, -30, -15, -14, -10, -3, -2, -1])
+@pytest.mark.parametrize("size_bytes", [LARGE_BYTES - TRAILER_BYTES, 40_000, 100_000])
+def test_a_block_that_comes_in_parts_is_stored_without_its_trailer(short: Path, size_bytes: int, cut: int) -> None:
+    """Whatever the first read has of it: the trailer, a part of it, the line's end behind it."""
+    block = value(3, size_bytes)
+    whole, wrong = (
+        request(b"SET", NAMESPACE + key(1), block + trailer_of(key(of), memoryview(block))) for of in (1, 2)
+    )
+    with MemoryStore(1 << 24) as memory, serving(memory, short) as (path, _, _), connect(path) as sock:
+        for sent, answer in ((wrong, b"-ERR a block's value ends in"), (whole, b"+OK\r\n"), (b"PING\r\n", b"+PONG")):
+            at = cut if len(sent) > abs(cut) else 2
+            sock.sendall(sent[:at])
+            time.sleep(0.02)
+            sock.sendall(sent[at:])
+            assert sock.recv(1000).startswith(answer)
+            assert (memory.get_many([key(1)])[0] is None) == (sent is wrong)
+        assert memory.get_many([key(1)]) == [block]
 
 
 # --- clients that are slow in the middle of something ---

@@ -39,7 +39,7 @@ from skymemory.store.accounting import Deadlines
 from skymemory.store.base import KEY_BYTES, Buffer, Expiring, LoadTicket, Presence, Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, bare, named_key, named_payload
-from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, opened, trailer_of
+from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 LEASE_S = 30.0
 _VALUES_AT_ONCE = 8
@@ -296,13 +296,16 @@ class Commands:
     def asks_password(self) -> bool:
         return self._password is not None
 
-    def front(self, words: Sequence[Word], size_bytes: int) -> bytes:
-        """What is stored in front of the value of ``size_bytes`` that is the next word; its owner receives the value
-        right behind it. Empty for any other word.
+    def frame(self, words: Sequence[Word], size_bytes: int) -> tuple[bytes, int]:
+        """What is stored in front of the value of ``size_bytes`` that is the next word, and how many of its last bytes
+        are not stored: so that it is received into its place and never copied. Nothing and 0 for any other word.
         """
         verb = _bytes(words[0]).upper() if words else b""
         value = (verb == b"SET" and len(words) == 2) or (verb == b"MSET" and len(words) % 2 == 0)
-        return Key.of(words[-1]).front(size_bytes) if value else b""
+        if not value:
+            return b"", 0
+        key = Key.of(words[-1])
+        return key.front(size_bytes), 0 if key.name else TRAILER_BYTES
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """Replies to one request, in parts: what holds a part's memory is given back when the next is asked for.
@@ -657,11 +660,14 @@ def _client_key(name: str) -> bytes:
 
 def _to_store(key: Key, value: Word) -> Buffer:
     """A client's value as it is stored."""
+    found: Buffer | str
     if isinstance(value, Framed):
-        return value.data
-    if key.name:
-        return key.front(memoryview(value).nbytes) + bytes(value)
-    found = opened(key.stored, value)
+        sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
+        found = value.data if sound else "corrupt"
+    elif key.name:
+        found = key.front(memoryview(value).nbytes) + bytes(value)
+    else:
+        found = opened(key.stored, value)
     if isinstance(found, str):
         raise _Refused("a block's value ends in a mark and a CRC of key and value, as the redis:// store sends it")
     return found

@@ -36,9 +36,10 @@ class ProtocolError(SkyMemoryError):
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """A value that was received behind the header it is stored with (``Commands.front``)."""
+    """A value that was received as it is stored (``Commands.frame``): behind its header, or without its ``trailer``."""
 
     data: bytes
+    trailer: bytes = b""
 
 
 Word = Buffer | Framed

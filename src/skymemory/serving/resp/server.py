@@ -303,15 +303,18 @@ class Conversation:
         self._outbox.flush()
         missing_bytes = large.size_bytes - len(large.head)
         try:
-            front = self._commands.front(large.words, large.size_bytes)
+            front, end_bytes = self._commands.frame(large.words, large.size_bytes)
         except InvalidInput as wrong:  # a key that is none
             self._end_with(protocol.error(str(wrong)), missing_bytes)
             return False
         if not self._book(large.size_bytes, missing_bytes):
             return False
-        behind = bytearray(_CRLF_BYTES if missing_bytes else 0)
-        data = receive_all(self._sock, front + large.head, missing_bytes, self._pace.allowed_s(missing_bytes), behind)
-        self._parser.deliver(Framed(data) if front else data, behind)
+        body_bytes = large.size_bytes - end_bytes
+        head, end = large.head[:body_bytes], large.head[body_bytes:]
+        tail = bytearray(end_bytes - len(end) + _CRLF_BYTES if missing_bytes else 0)
+        data = receive_all(self._sock, front + head, body_bytes - len(head), self._pace.allowed_s(missing_bytes), tail)
+        end, behind = end + tail[: end_bytes - len(end)], tail[end_bytes - len(end) :]
+        self._parser.deliver(Framed(data, bytes(end)) if front or end_bytes else data, behind)
         self._read_bytes = _FRONT_BYTES
         self._pace.begin()
         return True
