@@ -38,8 +38,18 @@ def main() -> None:
     if job["transfer"]:
         options["kv_transfer_config"] = KVTransferConfig(**job["transfer"])
     llm = LLM(**options | job["engine"])
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     before: dict[str, float] = {}
+
+    def counted(prefix: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for one in llm.get_metrics():
+            if one.name.startswith(prefix):
+                label = one.labels.get("reason") or one.labels.get("source") or ""
+                name = " ".join(filter(None, (one.name.removeprefix(prefix), label)))
+                found[name] = found.get(name, 0) + one.value
+        return found
+
     for number, requests in enumerate(job["rounds"]):
         if number:
             time.sleep(job.get("pause_s", 1.0))  # what is being saved
@@ -68,6 +78,8 @@ def main() -> None:
                 "cached": [answer.num_cached_tokens for answer in answers],
                 "ttft_s": [answer.metrics.first_token_latency for answer in answers],
                 **{name: value - before.get(name, 0) for name, value in now.items()},
+                "counts": counted("vllm:skymemory_"),
+                "sources": counted("vllm:prompt_tokens_cached_by_source"),
             }
         )
         before = now

@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SKYMEMORY_VLLM_VENV", ROOT / ".venv-vllm")) / "bin" / "python"
 MODEL = ROOT / "src/skymemory/engine/trained/small"
@@ -23,9 +25,11 @@ START_S = 420.0
 
 
 class Vllm:
-    """One server. ``folder`` takes its log and its sockets; a path for those has at most 107 letters."""
+    """One server. ``folder`` takes its log and its sockets; a path for those has at most 107 letters. With ``ours`` it
+    can import this package.
+    """
 
-    def __init__(self, folder: Path, name: str, *options: str, port: int = 0) -> None:
+    def __init__(self, folder: Path, name: str, *options: str, port: int = 0, ours: bool = False) -> None:
         self.name = name
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -35,6 +39,7 @@ class Vllm:
         self.replay_endpoint = f"ipc://{folder}/{name}.replay"
         self.log = folder / f"{name}.log"
         self._options = options
+        self._ours = ours
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -56,6 +61,8 @@ class Vllm:
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **quiet, **cpu, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment.pop("PYTHONPATH", None)
+        if self._ours:
+            environment["PYTHONPATH"] = str(ROOT / "src")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.vllm.keeper", *command],
@@ -90,6 +97,17 @@ class Vllm:
             self._process.stdin.close()
             self._process.wait(20)
             self._process = None
+
+    def terminate(self, within_s: float) -> None:
+        """As its supervisor would: SIGTERM to the process that was started, and no other; returns when that has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        assert self._process is not None
+        (vllm,) = psutil.Process(self._process.pid).children()
+        vllm.terminate()
+        self._process.wait(within_s)
 
     def post(self, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
         data = json.dumps(body).encode() if body is not None else b""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +19,12 @@ from typing import Any
 
 import pytest
 from tests.serving.resp.test_daemon import serving
-from tests.vllm.server import MODEL, PYTHON, ROOT, an_adapter
+from tests.store.redis_server import RedisServer
+from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm, an_adapter
 
-from skymemory.store.base import LoadTicket
+from skymemory.store.base import LoadTicket, Store, StoreTicket
 from skymemory.store.memory import MemoryStore
+from skymemory.testbed.open_store import open_store
 
 pytestmark = [
     pytest.mark.slow,
@@ -215,3 +219,160 @@ def test_two_ranks_answer_as_one_and_load_what_both_have_saved(folder: Path) -> 
         (other,) = run(folder, [asked], transfer(address), engine=one_rank)
         assert other["tokens"] == plain["tokens"]
         assert store.stats()["stored_total"] > before, "one rank shares no values with two"
+
+
+SHAPE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
+SHAPE |= {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "num_attention_heads": 8}
+SHAPE |= {"num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 16384, "head_dim": 64}
+"""A prompt of 2,000 tokens takes about a second to compute, and is 12 MB: loading pays from every store."""
+
+
+class Across:
+    """One engine has computed ``asked``, and its values are kept; others, in processes of their own, are asked again.
+
+    Each of them also computes and saves ``new`` prompts, then loads those.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "model").mkdir()
+        (folder / "model/config.json").write_text(json.dumps(SHAPE))
+        dice = random.Random(7)
+        prompts = [[dice.randrange(5, 4000) for _ in range(dice.randrange(1700, 2000))] for _ in range(6)]
+        requests = [{"tokens": tokens, "max_tokens": 4} for tokens in prompts]
+        self.asked, self.new = requests[:4], requests[4:]
+        with MemoryStore(1 << 30) as store, daemon(store, folder) as address:
+            (first,) = self._run([self.asked], address)
+            assert first["external"] == 0
+            self.plain = first["tokens"]
+            self.values = list(store._values.items())
+        assert len(self.values) >= sum(len(one["tokens"]) // 128 for one in self.asked)
+
+    def fill(self, store: Store) -> None:
+        for item in self.values:
+            assert store.put_many([item]) == [True]
+
+    def _run(self, rounds: list[list[dict[str, Any]]], address: str) -> Any:
+        engine = {"model": str(self.folder / "model"), "load_format": "dummy", "skip_tokenizer_init": True}
+        # One step computes all of a prompt: no Cake, which loads less than all by design.
+        engine |= {"max_model_len": 2048, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 2048}
+        engine |= {"enable_lora": False}
+        return run(self.folder, rounds, transfer(address), engine=engine, one_by_one=True, pause_s=4.0)
+
+    def check(self, address: str, source: str) -> None:
+        """A second process: all of what the first one saved comes from outside, and so does what it saves itself."""
+        found, computed, again = self._run([self.asked, self.new, self.new], address)
+        assert found["tokens"] == self.plain and again["tokens"] == computed["tokens"]
+        loaded_from_outside(found, self.asked, source)
+        assert computed["external"] == 0 and again["counts"]["saved_values"] >= 2 * 13, again["counts"]
+        loaded_from_outside(again, self.new, source)
+        self.new_tokens = computed["tokens"]
+
+    def check_restarted(self, address: str, source: str) -> None:
+        (found,) = self._run([self.asked + self.new], address)
+        assert found["tokens"] == self.plain + self.new_tokens
+        loaded_from_outside(found, self.asked + self.new, source)
+
+
+def loaded_from_outside(result: Any, asked: list[dict[str, Any]], source: str) -> None:
+    """At least 95 % of the blocks that can be; vLLM counts what is announced, so nothing may have been recomputed."""
+    blocks = sum((len(one["tokens"]) - 1) // BLOCK for one in asked)
+    assert result["external"] / BLOCK >= 0.95 * blocks, (result["external"] / BLOCK, blocks, result["counts"])
+    assert result["counts"]["recomputed_tokens"] == 0, result["counts"]
+    assert result["sources"][source] >= result["external"], result["sources"]
+
+
+@pytest.fixture(scope="module")
+def across() -> Iterator[Across]:
+    with TemporaryDirectory(prefix="sky-") as name:
+        yield Across(Path(name))
+
+
+def test_a_second_process_loads_from_a_daemon_over_memory(across: Across) -> None:
+    with MemoryStore(1 << 30) as store, daemon(store, across.folder) as address:
+        across.fill(store)
+        across.check(address, "host")
+
+
+@contextmanager
+def daemon_over_disk(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, "-m", "skymemory", "store", "serve", f"disk://{folder}/disk?budget=1GiB"]
+    path = folder / "disk.sock"
+    path.unlink(missing_ok=True)
+    with subprocess.Popen([*command, "--listen", f"unix://{path}"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and "is served at" in process.stdout.readline()
+            yield f"unix://{path}", process
+        finally:
+            process.kill()
+
+
+def test_a_second_process_loads_from_a_daemon_over_disk_and_a_third_after_it_was_killed(across: Across) -> None:
+    with daemon_over_disk(across.folder) as (address, process):
+        with open_store(address) as store:
+            across.fill(store)
+        across.check(address, "disk")
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+    with daemon_over_disk(across.folder) as (address, _):
+        across.check_restarted(address, "disk")
+
+
+def test_a_second_process_loads_from_redis(across: Across) -> None:
+    server = RedisServer(across.folder)
+    try:
+        with open_store(server.url) as store:
+            across.fill(store)
+        across.check(server.url, "external_unspecified")
+    finally:
+        server.stop()
+
+
+def test_a_second_process_loads_from_a_constellation_with_real_delays(across: Across) -> None:
+    run_dir = across.folder / "run"
+    command = [sys.executable, "-m", "skymemory", "constellation"]
+    subprocess.run(
+        [*command, "up", "--base-port", "auto", "--delay", "real", "--run-dir", str(run_dir)], check=True, timeout=120
+    )
+    try:
+        with open_store(f"constellation://{run_dir}") as store:
+            across.fill(store)
+        across.check(f"constellation://{run_dir}", "external_unspecified")
+    finally:
+        subprocess.run([*command, "down", "--run-dir", str(run_dir)], check=True, timeout=120)
+
+
+class SlowToStore(MemoryStore):
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        time.sleep(0.4 * len(ticket.items))
+        return super().complete_store(ticket)
+
+
+def saved_values(vllm: Vllm) -> float:
+    with urllib.request.urlopen(vllm.metrics_url) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:skymemory_saved_values_total"))
+
+
+def test_a_server_counts_its_saves_without_requests_and_saves_what_waits_when_it_is_stopped(folder: Path) -> None:
+    """Of a prompt of 1,900 tokens 14 values are stored, one after the other: 6 s."""
+    dice = random.Random(9)
+    one, two = ([dice.randrange(5, 8000) for _ in range(1900)] for _ in range(2))
+    with SlowToStore(1 << 30) as store, daemon(store, folder) as address:
+        how = json.dumps(transfer(address))
+        vllm = Vllm(folder, "stopped", "--kv-transfer-config", how, "--shutdown-timeout", "30", ours=True)
+        vllm.start()
+        try:
+            vllm.wait()
+            vllm.complete(one)
+            assert saved_values(vllm) < 14
+            ends_s = time.monotonic() + 60
+            while (saved := saved_values(vllm)) < 14:
+                assert time.monotonic() < ends_s, f"{saved} of 14 values are counted"
+                time.sleep(0.2)
+            vllm.complete(two)
+            assert store.stats()["entries"] < 28
+            vllm.terminate(40)
+        finally:
+            vllm.stop()
+        assert store.stats()["entries"] == 28

@@ -18,9 +18,10 @@ from tests.engine.vllm.queued import QueuedDevice
 from skymemory.cache.blocks import BlockCache
 from skymemory.engine.vllm.copier import CpuCopier, TorchCopier
 from skymemory.engine.vllm.plan import Load, Plan
+from skymemory.engine.vllm.scheduler import LoadRate
 from skymemory.engine.vllm.worker import WorkerSide, _BackwardJob, _Closed, _Job
 from skymemory.kv.block import hash_blocks
-from skymemory.store.base import LoadTicket
+from skymemory.store.base import LoadTicket, StoreTicket
 from skymemory.store.memory import MemoryStore
 
 VALUE = BLOCK * SIZE
@@ -226,6 +227,123 @@ def test_a_store_that_does_not_answer_look_ups_costs_half_a_second_once() -> Non
         assert engine.scheduler.matched(request, 0) == (0, False)
         store.go.set()
         engine.close()
+
+
+class Distant(MemoryStore):
+    """All that is asked of it takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.prefix_s = self.load_s = self.store_s = 0.0
+        self.asked = 0
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        time.sleep(self.prefix_s)
+        self.asked += 1
+        return super().prefix(keys)
+
+    def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+        time.sleep(self.load_s)
+        return super().complete_load(ticket)
+
+    def complete_store(self, ticket: StoreTicket) -> list[bool]:
+        time.sleep(self.store_s)
+        return super().complete_store(ticket)
+
+
+def test_the_first_lookup_of_a_distant_store_is_waited_for() -> None:
+    """It was greeted at the start; computing takes so little time that an unknown store would be waited for 20 ms."""
+    words = prompt(3 * VALUE + 1)
+    with Distant() as store:
+        filled(store, words)
+        store.prefix_s, store.asked = 0.1, 0
+        engine, request = Engine(store), Request("second", words)
+        engine.scheduler._blocks.compute.took(1000, 0.001)
+        while store.asked < 3:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert engine.matched(request) == (3 * VALUE, True)
+        assert "lookups_given_up" not in engine.scheduler.counts()
+        engine.close()
+
+
+def computes(engine: Engine, name: str, words: list[int]) -> None:
+    request = Request(name, words)
+    assert engine.matched(request) == (0, False)
+    engine.admit(request)
+    engine.step((request, len(words)))
+    engine.release(request)
+
+
+def test_an_engine_without_requests_goes_on_until_its_saves_are_done_and_counted() -> None:
+    with Distant() as store:
+        store.store_s = 0.1
+        engine = Engine(store)
+        computes(engine, "one", prompt(3 * VALUE))
+        assert engine.scheduler.saving
+        steps = 0
+        while engine.scheduler.saving:
+            engine.step()
+            steps += 1
+        assert engine.scheduler.counts()["saved_values"] == 3 and store.stats()["entries"] == 3
+        assert steps < 100, "a step waits for a save"
+        engine.close()
+
+
+def test_a_store_that_takes_nothing_is_not_waited_for_without_end() -> None:
+    now_s = [0.0]
+    with Distant() as store:
+        store.store_s = 0.2
+        engine = Engine(store, clock=lambda: now_s[0])
+        computes(engine, "one", prompt(3 * VALUE))
+        assert engine.scheduler.saving
+        now_s[0] = 31.0
+        assert not engine.scheduler.saving
+        engine.close()
+
+
+@pytest.mark.parametrize("read_back", [True, False])
+def test_where_loading_is_slower_than_computing_no_prompt_or_one_waits_for_it(read_back: bool) -> None:
+    """What an engine has saved it reads back once; without that, the first load is given up and teaches the rate."""
+    words = prompt(3 * VALUE + 1)
+    with Distant() as store:
+        filled(store, words)
+        store.load_s = 0.2
+        engine = Engine(store)
+        engine.worker._saver._reads_back = read_back
+        computes(engine, "one", prompt(4 * VALUE, 1))
+        while engine.scheduler.saving:
+            engine.step()
+        for side in (engine.scheduler, engine.worker):
+            side._blocks.compute.took(100_000, 100.0)  # 24 ms for the prompt
+        if not read_back:
+            second = Request("second", words)
+            assert engine.matched(second) == (3 * VALUE, True)
+            engine.admit(second, 3 * VALUE)
+            engine.until_loaded(second)
+            assert engine.invalid
+            engine.release(second)
+        assert engine.matched(Request("third", words)) == (0, False)
+        assert engine.scheduler.counts()["slower_than_computing_tokens"] == 3 * VALUE
+        engine.close()
+
+
+def test_the_estimate_of_a_load_has_a_fixed_part_and_one_by_bytes() -> None:
+    both, alike, odd = LoadRate(), LoadRate(), LoadRate()
+    assert both.seconds(1) is None
+    for _ in range(5):
+        for size in (1_000_000, 4_000_000):
+            both.took(size, 0.05 + size / 100e6)
+            odd.took(size, 0.1 / size)
+        alike.took(4_000_000, 0.08)
+    assert both.seconds(16_000_000) == pytest.approx(0.21)
+    assert alike.seconds(16_000_000) == pytest.approx(0.32), "nothing is known of a fixed part"
+    larger = odd.seconds(16_000_000)
+    assert larger is not None and larger > 0, "noise does not make it negative"
+    before = both.seconds(4_000_000)
+    both.took(0, 5.0)
+    both.passed_over()
+    assert before is not None and both.seconds(4_000_000) == pytest.approx(0.98 * before)
 
 
 def test_a_full_queue_drops_and_the_value_is_saved_when_it_comes_again(store: MemoryStore) -> None:

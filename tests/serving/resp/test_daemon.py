@@ -51,6 +51,7 @@ def test_blocks_are_the_store_s_own(short: Path) -> None:
         (found,) = client.get_many([key(3)])
         assert found == value(3, 70_000)
         assert memory.sizes([key(2), key(4)]) == client.sizes([key(2), key(4)]) == [100_000, None]
+        assert client.server_info()["store"] == "memory"
 
 
 def test_names_are_named_values(short: Path) -> None:

@@ -10,6 +10,7 @@ decided is in ``scheduler``, what is done in ``worker``.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,9 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 import vllm
@@ -28,13 +31,18 @@ from skymemory import __version__
 from skymemory.cache.blocks import BlockCache
 from skymemory.engine.vllm.copier import copier_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
-from skymemory.engine.vllm.plan import Outcome, Plan, Shape, added
+from skymemory.engine.vllm.plan import COUNTS, Outcome, Plan, Shape, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.settings import Settings, check_engine
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.metrics import SharedCounters
+from skymemory.store.redis import RedisStore
 from skymemory.testbed.open_store import open_store
+
+_log = logging.getLogger("vllm.skymemory")  # vLLM shows lines of its own loggers only
+_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+"""vLLM's word for a kind of store; all others are "external_unspecified"."""
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -65,6 +73,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
+                kind_of_store=self._kind_of_store,
             )
             EngineReport(
                 vllm=vllm.__version__,
@@ -77,6 +86,11 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 longest_tokens=vllm_config.model_config.max_model_len,
                 context=context.describe(),
             ).log()
+            if transfer.is_kv_producer and not vllm_config.shutdown_timeout:
+                _log.info(
+                    "SkyMemory: `vllm serve` loses what waits to be saved when it is stopped; with "
+                    "--shutdown-timeout 10 it saves that first, for so many seconds at most"
+                )
         else:
             rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
             self._worker = WorkerSide(blocks, shape, rank=rank, queue_bytes=settings.queue_bytes)
@@ -102,6 +116,12 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Behind what was loaded, requests go on as it says."""
         self.cake_scheduler = scheduler
 
+    def _kind_of_store(self) -> str:
+        """Of the one behind a store daemon; else the address says it."""
+        if isinstance(self._store, RedisStore):
+            return self._store.server_info().get("store", "")
+        return self._settings.store.partition(":")[0]
+
     def _block_ids(self, request_id: str) -> list[int]:
         (blocks,) = self._kv_cache_manager.get_block_ids(request_id)
         return list(blocks)
@@ -126,6 +146,18 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         if isinstance(connector_output.kv_connector_worker_meta, Outcome):
             self._scheduler.update(connector_output.kv_connector_worker_meta)
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM goes on stepping for it, without requests and when it is told to stop (see ``Saver.close``)."""
+        return self._scheduler is not None and self._scheduler.saving
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """All of them are the one store's: which of its tiers has a value a store knows only once it has loaded it."""
+        return {self._source(): num_external_tokens} if num_external_tokens else {}
+
+    def _source(self) -> CacheHitSource:
+        assert self._scheduler is not None
+        return _SOURCES.get(self._scheduler.store_kind, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
@@ -188,6 +220,12 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SkyMemoryStats:
         return SkyMemoryStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> SkyMemoryMetrics:
+        return SkyMemoryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def cakes(config: Any) -> bool:
@@ -265,3 +303,28 @@ class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
+
+
+class SkyMemoryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counts at ``/metrics``, as ``vllm:skymemory_saved_values_total`` and the like."""
+
+    def __init__(self, *of_vllm: Any) -> None:
+        super().__init__(*of_vllm)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:skymemory_{name}",
+                documentation=f"{what}.",
+                labelnames=[*self._labelnames, *(["reason"] if name == "failed_loads" else [])],
+            )
+            for name, what in COUNTS.items()
+        }
+        for name, counter in self._counters.items():
+            for labels in self.per_engine_labelvalues.values():
+                if name != "failed_loads":
+                    counter.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for counted, amount in transfer_stats_data.items():
+            name, _, reason = counted.partition(" ")
+            labels = [*self.per_engine_labelvalues[engine_idx], *([reason] if reason else [])]
+            self._counters[name].labels(*labels).inc(amount)

@@ -99,6 +99,10 @@ class Outcome:
     step_tokens: int = 0
     counts: dict[str, float] = field(default_factory=dict)
     """Since the last step, by name."""
+    saving: int = 0
+    """Values that wait to be saved, or are being saved."""
+    read_back: list[tuple[int, float]] = field(default_factory=list)
+    """Bytes and seconds of loads of what had just been saved."""
 
     def aggregate(self, other: Outcome) -> Outcome:
         """As of one worker: a value is in place where all have their part of it (called by vLLM)."""
@@ -116,7 +120,28 @@ class Outcome:
             max(self.step_s, other.step_s),
             max(self.step_tokens, other.step_tokens),
             added(self.counts, other.counts),
+            self.saving + other.saving,
+            self.read_back + other.read_back,
         )
+
+
+COUNTS = {
+    "lookups": "Questions to the store how much of a prompt it has",
+    "lookups_given_up": "Of these, those that were not waited for",
+    "loads": "Loads that were planned",
+    "requested_tokens": "Tokens of these loads",
+    "failed_loads": "Loads that brought less, by reason",
+    "recomputed_tokens": "Tokens that vLLM counts as cached, and computed since their load failed",
+    "slower_than_computing_tokens": "Stored tokens that were computed since loading them seemed slower",
+    "cake_tokens": "Tokens that were loaded from the back while the front was computed",
+    "saved_values": "Values stored",
+    "saved_bytes": "Bytes of values stored",
+    "saving_us": "Microseconds that storing took",
+    "present_values": "Values not stored since the store had them",
+    "refused_values": "Values that the store did not take",
+    "dropped_values": "Values not stored since too many bytes waited",
+}
+"""What the connector counts. A reason follows the name, after a space."""
 
 
 def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:

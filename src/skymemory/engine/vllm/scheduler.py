@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from skymemory.cache.blocks import BlockCache
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import Call, TierWorkers
-from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.plan import Load, Outcome, Plan, Save, Shape, rank_key
 from skymemory.kv.block import hash_blocks
 
 _ANSWERED_S = 0.002
@@ -36,6 +36,13 @@ _FRESH_S = 1.0
 _KEPT_SENT = 1 << 17
 _FULL = 0.75
 """Of its tokens: a step that has fewer says little of what a full one takes."""
+_KEPT_LOADS = 0.75
+"""Weight of all earlier loads when one is added."""
+_SPREAD, _LEAST_SLOPE = 0.2, 0.1
+"""Loads of sizes that differ by less than that share of their mean say nothing of the fixed part; and its most."""
+_STALLED_S = 30.0
+"""A store that takes no value for so long is not waited for when the engine stops."""
+_GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _OPTIMISM = 0.98
 """For each prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
 
@@ -117,9 +124,12 @@ class SchedulerSide:
         ranks: int = 1,
         loads: bool = True,
         saves: bool = True,
+        kind_of_store: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table."""
+        """``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table,
+        ``kind_of_store`` asks the store (in a thread), such as "memory".
+        """
         self._blocks = blocks
         self._shape = shape
         self._seed_of = seed_of
@@ -140,6 +150,25 @@ class SchedulerSide:
         self._latencies = Latencies()
         self._loading = LoadRate()
         self._counts: Counter[str] = Counter()
+        self._saving, self._saved_s = 0, clock()
+        """Values the workers hold, and when that last changed."""
+        self.store_kind = ""
+        """Empty until it is known."""
+        self._lookups.submit(Call(lambda: self._greet(kind_of_store)))
+
+    def _greet(self, kind_of_store: Callable[[], str]) -> None:
+        """Connects, and learns how long a lookup takes: a distant store would else be given up by the first request."""
+        for number in range(3):
+            began_s = self._clock()
+            self._blocks.prefix(list(_GREETING))
+            if number:
+                self._latencies.took(self._clock() - began_s)
+        self.store_kind = kind_of_store()
+
+    @property
+    def saving(self) -> bool:
+        """Whether steps are needed, though nothing is to be computed: for what the workers save, and its counts."""
+        return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded behind the first ``computed_tokens`` (None: ask again), and whether beside other
@@ -255,8 +284,12 @@ class SchedulerSide:
             self._blocks.compute.took(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
                 self._step_s += (outcome.step_s - self._step_s) / 4 if self._step_s else outcome.step_s
+        if outcome.saving != self._saving:
+            self._saving, self._saved_s = outcome.saving, self._clock()
+        for size_bytes, seconds in outcome.read_back:
+            self._loading.took(size_bytes, seconds)
         for request_id, loaded in outcome.loaded.items():
-            self._loading.took(loaded)
+            self._loading.took(loaded.size_bytes, loaded.seconds)
             known = self._known.get(request_id)
             if loaded.reason:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
@@ -352,7 +385,10 @@ class SchedulerSide:
         if lookup.found is None:
             with recompute_cost(self._blocks.compute.seconds(len(keys) * self._shape.value_tokens)):
                 patience = min(_PATIENCE_S, patience_s(self._latencies))
-            if now_s > lookup.asked_s + patience and lookup.call.give_up(lookup.answered_late):
+            overdue = now_s > lookup.asked_s + patience
+            # What its thread waits for a processor is this machine's load, not the store's latency.
+            overdue = overdue and now_s > lookup.asked_s + patience + min(lookup.call.starved_s, _PATIENCE_S)
+            if overdue and lookup.call.give_up(lookup.answered_late):
                 self._counts["lookups_given_up"] += 1
                 lookup.found = 0
         return min(lookup.found, len(keys)) if lookup.found is not None else None
@@ -369,14 +405,18 @@ class LoadRate:
     """What loads take: a fixed part and one by bytes, from the loads seen; later ones count more."""
 
     def __init__(self) -> None:
-        self._bytes_per_s = 0.0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._passed_over = 0
 
-    def took(self, loaded: Loaded) -> None:
+    def took(self, size_bytes: int, seconds: float) -> None:
+        """Add a load; one of no bytes, as of a store that did not answer, says nothing of the rate."""
         self._passed_over = 0
-        if loaded.size_bytes and loaded.seconds > 0:
-            rate = loaded.size_bytes / loaded.seconds
-            self._bytes_per_s += (rate - self._bytes_per_s) / 4 if self._bytes_per_s else rate
+        if size_bytes and seconds > 0:
+            self._weight = self._weight * _KEPT_LOADS + 1
+            self._x = self._x * _KEPT_LOADS + size_bytes
+            self._y = self._y * _KEPT_LOADS + seconds
+            self._xx = self._xx * _KEPT_LOADS + size_bytes * size_bytes
+            self._xy = self._xy * _KEPT_LOADS + size_bytes * seconds
 
     def passed_over(self) -> None:
         """A prompt was computed since loading it seemed slower."""
@@ -384,6 +424,12 @@ class LoadRate:
 
     def seconds(self, size_bytes: int) -> float | None:
         """None before the first load."""
-        if not self._bytes_per_s:
+        if not self._weight:
             return None
-        return size_bytes / self._bytes_per_s * _OPTIMISM**self._passed_over
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        per_byte = mean_y / mean_x
+        spread = self._xx / self._weight - mean_x * mean_x
+        if spread > (_SPREAD * mean_x) ** 2:
+            line = (self._xy / self._weight - mean_x * mean_y) / spread
+            per_byte *= min(max(line / per_byte, _LEAST_SLOPE), 1.0)  # else noise
+        return (mean_y + (size_bytes - mean_x) * per_byte) * _OPTIMISM**self._passed_over

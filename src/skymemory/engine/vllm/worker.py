@@ -39,6 +39,9 @@ _UNKNOWN_BYTES_PER_S = 1e6
 """A load is given up after so long, where it is not known how long computing takes."""
 _IDLE_S = 0.002
 """So long a step that computes nothing waits for a load to end: else vLLM would spin, and slow the loads."""
+_IDLE_SAVING_S = 0.005
+"""So long it waits for the saves, which no request waits for; one that comes meanwhile does."""
+_READ_BACK = 4
 _SAVED_AT_ONCE = 16
 _WAITING = 1 << 16
 
@@ -243,6 +246,8 @@ class WorkerSide:
         if not plan.tokens and self._jobs:
             with self._ended:
                 self._ended.wait_for(lambda: any(job.end is not None for job in self._jobs), _IDLE_S)
+        elif not plan.tokens:
+            self._saver.wait(_IDLE_SAVING_S)
         self._settle()
 
     def finished(self) -> set[str]:
@@ -258,12 +263,12 @@ class WorkerSide:
     def outcome(self) -> Outcome | None:
         """Since the last step; None if there is nothing to say."""
         outcome, self._outcome = self._outcome, Outcome()
-        outcome.counts = dict(self._saver.counts())
-        said = outcome.loaded or outcome.lowest or outcome.step_tokens or outcome.counts
+        outcome.counts, outcome.saving, outcome.read_back = self._saver.news()
+        said = outcome.loaded or outcome.lowest or outcome.step_tokens or outcome.counts or outcome.saving
         return outcome if said else None
 
     def close(self, drain_s: float) -> None:
-        """Stores what waits, as long as ``drain_s``; loads end as given up."""
+        """Stores what waits, as long as ``drain_s``; loads end as given up. See ``Saver.close``."""
         for job in (*self._jobs, *self._backward.values()):
             job.close()
         self._loaders.close()
@@ -373,7 +378,9 @@ class WorkerSide:
             with self._ended:
                 if job.end is None and now_s >= job.due_s:
                     job.close()
-                    job.end = self._end_of(job, "deadline", 0, now_s - job.began_s)
+                    # What came tells the rate; where nothing did, all of it takes longer than this.
+                    came = (job.placed or len(job.load.keys)) * self._blocks.layout.block_bytes
+                    job.end = self._end_of(job, "deadline", came, now_s - job.began_s)
             if job.end is None:
                 continue
             self._jobs.remove(job)
@@ -405,6 +412,8 @@ class Saver:
         self._changed = threading.Condition()
         self._stopping = False
         self._counts: Counter[str] = Counter()
+        self._read_back: list[tuple[int, float]] = []
+        self._reads_back = True
         self._thread: threading.Thread | None = None
 
     def save(self, save: Save, copier: BlockCopier, key: bytes) -> None:
@@ -425,14 +434,25 @@ class Saver:
                 self._thread.start()
             self._changed.notify_all()
 
-    def counts(self) -> Counter[str]:
-        """Since the last call."""
+    def news(self) -> tuple[dict[str, float], int, list[tuple[int, float]]]:
+        """Counts and loads of saved values since the last call, and how many values are held now."""
         with self._changed:
             counts, self._counts = self._counts, Counter()
-        return counts
+            read_back, self._read_back = self._read_back, []
+            return dict(counts), self._held, read_back
+
+    def wait(self, seconds: float) -> None:
+        """Until all is saved, so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held, seconds)
 
     def close(self, drain_s: float) -> None:
-        """Stores what waits, as long as ``drain_s``."""
+        """Stores what waits, as long as ``drain_s``.
+
+        How long it may take is vLLM's to say. `vllm serve` kills its workers at SIGTERM without calling this, unless
+        it has a ``--shutdown-timeout`` in seconds; then it goes on stepping until all is saved (``SchedulerSide``'s
+        ``saving``) and calls this with nothing left to do. vLLM's ``LLM`` gives 5 s at its end.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -467,6 +487,7 @@ class Saver:
                 self._held -= len(batch)
                 self._free += [one.value for one in batch]
                 self._counts.update(counts)
+                self._changed.notify_all()
 
     def _store(self, batch: list[_Waiting]) -> Counter[str]:
         """Store those of ``batch`` that the store does not have."""
@@ -478,11 +499,25 @@ class Saver:
                 one.value[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, one.value[PAYLOAD_AT:])
                 items.append((one.key, one.value))
                 places.append(one.place)
-        stored = sum(self._blocks.put(items, places)) if items else 0
+        done = self._blocks.put(items, places) if items else []
+        stored, took_s = sum(done), time.perf_counter() - began_s
+        if self._reads_back and stored and not self._stopping:
+            self._reads_back = False
+            self._load([key for (key, _), ok in zip(items, done, strict=True) if ok][:_READ_BACK])
         return Counter(
             saved_values=stored,
             present_values=len(batch) - len(items),
             refused_values=len(items) - stored,
             saved_bytes=stored * self._value_bytes,
-            saving_us=round((time.perf_counter() - began_s) * 1e6),
+            saving_us=round(took_s * 1e6),
         )
+
+    def _load(self, keys: list[bytes]) -> None:
+        """Once, for the link's latency and rate: else the first prompt that is found stored would have to try them."""
+        for number, some in enumerate((keys[:1], keys[:1], keys)):
+            began_s = time.perf_counter()
+            values = self._blocks.store.get_many(some)
+            took = len(some) * self._blocks.layout.block_bytes, time.perf_counter() - began_s
+            if number and all(value is not None for value in values):  # the first one touches fresh memory
+                with self._changed:
+                    self._read_back.append(took)
