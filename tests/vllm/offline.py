@@ -83,6 +83,7 @@ def main() -> None:
             }
         )
         before = now
+    llm.llm_engine.engine_core.shutdown()  # else the process ends, with what waits to be saved
     Path(sys.argv[2]).write_text(json.dumps(rounds))
 
 

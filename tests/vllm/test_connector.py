@@ -51,10 +51,13 @@ def transfer(store: str, **more: Any) -> dict[str, Any]:
 def run(folder: Path, rounds: Sequence[Sequence[dict[str, Any]]], how: dict[str, Any] | None, **more: Any) -> Any:
     """The result of ``offline``; RuntimeError with the end of its log where it fails."""
     engine = ENGINE | more.pop("engine", {})
-    (folder / "job.json").write_text(json.dumps({"engine": engine, "transfer": how, "rounds": rounds, **more}))
+    job = {name: value for name, value in more.items() if name != "one_process"}
+    (folder / "job.json").write_text(json.dumps({"engine": engine, "transfer": how, "rounds": rounds, **job}))
     (folder / "result.json").unlink(missing_ok=True)
     command = [str(PYTHON), str(ROOT / "tests/vllm/offline.py"), str(folder / "job.json"), str(folder / "result.json")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    if more.get("one_process"):  # it starts in a third of the time
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with (folder / "log").open("w") as log:
         # The keeper stops vLLM and its children when this process is gone, or its input ends.
         keeper = subprocess.Popen(
@@ -238,9 +241,9 @@ class Across:
         (folder / "model").mkdir()
         (folder / "model/config.json").write_text(json.dumps(SHAPE))
         dice = random.Random(7)
-        prompts = [[dice.randrange(5, 4000) for _ in range(dice.randrange(1700, 2000))] for _ in range(6)]
+        prompts = [[dice.randrange(5, 4000) for _ in range(dice.randrange(1700, 2000))] for _ in range(4)]
         requests = [{"tokens": tokens, "max_tokens": 4} for tokens in prompts]
-        self.asked, self.new = requests[:4], requests[4:]
+        self.asked, self.new = requests[:3], requests[3:]
         with MemoryStore(1 << 30) as store, daemon(store, folder) as address:
             (first,) = self._run([self.asked], address)
             assert first["external"] == 0
@@ -257,14 +260,16 @@ class Across:
         # One step computes all of a prompt: no Cake, which loads less than all by design.
         engine |= {"max_model_len": 2048, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 2048}
         engine |= {"enable_lora": False}
-        return run(self.folder, rounds, transfer(address), engine=engine, one_by_one=True, pause_s=4.0)
+        return run(
+            self.folder, rounds, transfer(address), engine=engine, one_by_one=True, pause_s=4.0, one_process=True
+        )
 
     def check(self, address: str, source: str) -> None:
         """A second process: all of what the first one saved comes from outside, and so does what it saves itself."""
         found, computed, again = self._run([self.asked, self.new, self.new], address)
         assert found["tokens"] == self.plain and again["tokens"] == computed["tokens"]
         loaded_from_outside(found, self.asked, source)
-        assert computed["external"] == 0 and again["counts"]["saved_values"] >= 2 * 13, again["counts"]
+        assert computed["external"] == 0 and again["counts"]["saved_values"] >= 13, again["counts"]
         loaded_from_outside(again, self.new, source)
         self.new_tokens = computed["tokens"]
 
