@@ -249,7 +249,7 @@ class Across:
             assert first["external"] == 0
             self.plain = first["tokens"]
             self.values = list(store._values.items())
-        assert len(self.values) >= sum(len(one["tokens"]) // 128 for one in self.asked)
+        assert len(self.values) >= sum(len(one["tokens"]) // 64 for one in self.asked)
 
     def fill(self, store: Store) -> None:
         for item in self.values:
@@ -260,8 +260,15 @@ class Across:
         # One step computes all of a prompt: no Cake, which loads less than all by design.
         engine |= {"max_model_len": 2048, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 2048}
         engine |= {"enable_lora": False}
+        # What is less than a value at a prompt's end is not stored: of values of 128 tokens up to 7 % here.
         return run(
-            self.folder, rounds, transfer(address), engine=engine, one_by_one=True, pause_s=4.0, one_process=True
+            self.folder,
+            rounds,
+            transfer(address, value_tokens=64),
+            engine=engine,
+            one_by_one=True,
+            pause_s=4.0,
+            one_process=True,
         )
 
     def check(self, address: str, source: str) -> None:
@@ -269,7 +276,7 @@ class Across:
         found, computed, again = self._run([self.asked, self.new, self.new], address)
         assert found["tokens"] == self.plain and again["tokens"] == computed["tokens"]
         loaded_from_outside(found, self.asked, source)
-        assert computed["external"] == 0 and again["counts"]["saved_values"] >= 13, again["counts"]
+        assert computed["external"] == 0 and again["counts"]["saved_values"] >= 26, again["counts"]
         loaded_from_outside(again, self.new, source)
         self.new_tokens = computed["tokens"]
 
