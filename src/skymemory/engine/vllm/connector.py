@@ -89,7 +89,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if transfer.is_kv_producer and not vllm_config.shutdown_timeout:
                 _log.info(
                     "SkyMemory: `vllm serve` loses what waits to be saved when it is stopped; with "
-                    "--shutdown-timeout 10 it saves that first, for so many seconds at most"
+                    "--shutdown-timeout 10 it saves that first, within 10 s"
                 )
         else:
             rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
@@ -148,7 +148,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def has_pending_push_work(self) -> bool:
-        """vLLM goes on stepping for it, without requests and when it is told to stop (see ``Saver.close``)."""
+        """vLLM goes on stepping for it, without requests and when it stops (see ``Saver.close``)."""
         return self._scheduler is not None and self._scheduler.saving
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:

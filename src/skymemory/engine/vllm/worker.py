@@ -378,7 +378,7 @@ class WorkerSide:
             with self._ended:
                 if job.end is None and now_s >= job.due_s:
                     job.close()
-                    # What came tells the rate; where nothing did, all of it takes longer than this.
+                    # What came says what the rate is; where nothing did, all of it takes longer than this.
                     came = (job.placed or len(job.load.keys)) * self._blocks.layout.block_bytes
                     job.end = self._end_of(job, "deadline", came, now_s - job.began_s)
             if job.end is None:
