@@ -179,5 +179,7 @@ def _print_vllm_args(args: argparse.Namespace) -> int:
         print(json.dumps(transfer))
         return 0
     start = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if args.module else ["vllm", "serve"]
-    print(shlex.join([*start, args.model, "--kv-transfer-config", json.dumps(transfer)]))
+    # Without it vLLM kills its workers when it is stopped, with what they have not saved yet.
+    stop = ["--shutdown-timeout", "10"] if args.role != "consumer" else []
+    print(shlex.join([*start, args.model, *stop, "--kv-transfer-config", json.dumps(transfer)]))
     return 0
