@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput
 
@@ -122,7 +120,7 @@ def copied_there_and_back(
     size = 3
     copier, other = torch_copier(first, size, device), torch_copier(second, size, device)
     reads = []
-    for number in range(6):
+    for number in range(9):  # more than there is staging for
         blocks = [int(one) for one in dice.permutation(BLOCKS)[:size]]
         now: list[list[Any]] = []
 
@@ -133,10 +131,11 @@ def copied_there_and_back(
         device.give("compute", look)
         out = copier.buffers(size * copier.block_bytes)[0]
         reads.append((out, copier.read(blocks, out), now))
-        device.give("compute", partial(fill, first, contents[number]))
+        device.give("compute", partial(fill, first, contents[number % 6]))
     writes = []
-    for number, (out, read, now) in enumerate(reads):
+    for _, read, _ in reads:
         read.wait()
+    for number, (out, _, now) in enumerate(reads):
         skipped = int(dice.integers(0, size))
         there = [int(one) for one in dice.permutation(BLOCKS)[: size - skipped]]
         if number == 3:  # what the model was still computing when the load began
@@ -158,7 +157,7 @@ def copied_there_and_back(
     for cache, wanted in zip(second.values(), expected, strict=True):
         for at, one in enumerate(wanted):
             assert one == b"?" or bytes_of(block(cache, at)) == one
-    assert sum(one != b"?" for one in expected[0]) >= size
+    assert sum(one != b"?" for one in expected[0]) >= 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -166,10 +165,9 @@ def test_blocks_in_any_order_of_strides(layout: str) -> None:
     copied_there_and_back(layout, "cpu", Host(), 1)
 
 
-@settings(max_examples=40)
-@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 1 << 20))
-def test_whatever_the_device_does_first(layout: str, seed: int) -> None:
-    device = QueuedDevice(seed)
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_device_does_first(seed: int) -> None:
+    layout, device = sorted(LAYOUTS)[seed * 17 % len(LAYOUTS)], QueuedDevice(seed)
     copied_there_and_back(layout, "cpu", device, seed, lambda: device.give("compute", lambda: None).wait())
 
 

@@ -1,6 +1,6 @@
 """The copier on a CUDA device: every order of strides, while the device is busy, blocks overwritten right behind.
 
-Needs a GPU, torch, pytest and hypothesis, not vLLM::
+Needs a GPU, torch, pytest and what skymemory itself needs, not vLLM::
 
     python -m pytest --confcutdir tests/engine/vllm tests/engine/vllm/test_cuda_copier.py
 """
