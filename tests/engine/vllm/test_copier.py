@@ -230,6 +230,19 @@ def test_cuda_is_refused_unless_it_is_asked_for() -> None:
         device_of(torch.device("cuda", 0), False)
 
 
+def test_caches_that_were_made_in_inference_mode_are_written_by_threads_that_are_not_in_it() -> None:
+    """torch refuses that: vLLM runs in this mode, the connector's threads do not."""
+    with torch.inference_mode():
+        caches = one_allocation("BLHNC", torch.bfloat16)
+        fill(caches, drawn_for(caches, 1))
+        copier = torch_copier(caches, 2, Host())
+    (out, *_) = copier.buffers(2 * copier.block_bytes)
+    copier.read([1, 2], out)
+    copier.write([3, 4], out, 0, 2, copier.mark())
+    for cache in caches.values():
+        assert bytes_of(block(cache, 3)) == bytes_of(block(cache, 1))
+
+
 def test_a_mark_of_the_cpu_is_done_and_has_the_time_between() -> None:
     first = Now()
     second = Now()

@@ -258,9 +258,10 @@ class TorchCopier:
         staged, host = slot.device[: len(out)], torch.frombuffer(out, dtype=torch.uint8)
 
         def gather() -> None:
-            index = self._device.index(blocks)
-            for view, rows in self._parts(staged, len(blocks)):
-                torch.index_select(view, 1, index, out=rows)
+            with torch.inference_mode():  # in which vLLM may have made the caches
+                index = self._device.index(blocks)
+                for view, rows in self._parts(staged, len(blocks)):
+                    torch.index_select(view, 1, index, out=rows)
 
         gathered = self._device.give("compute", gather, slot.free)
         slot.free = self._device.give("out", lambda: host.copy_(staged, non_blocking=True), gathered)
@@ -280,10 +281,11 @@ class TorchCopier:
             staged = slot.device[:size_bytes]
 
             def scatter() -> None:
-                staged.copy_(torch.from_numpy(host), non_blocking=True)
-                index = self._device.index(blocks)
-                for view, rows in self._parts(staged, len(blocks)):
-                    view.index_copy_(1, index, rows)
+                with torch.inference_mode():
+                    staged.copy_(torch.from_numpy(host), non_blocking=True)
+                    index = self._device.index(blocks)
+                    for view, rows in self._parts(staged, len(blocks)):
+                        view.index_copy_(1, index, rows)
 
             slot.free = self._device.give("in", scatter, after)
             return slot.free
