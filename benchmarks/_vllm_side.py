@@ -30,8 +30,8 @@ class NoCompute(ComputeRate):
 class LoadsOnly(SkyMemoryConnector):
     """Loads all that the store has, from the front and whatever computing would take: the other half of Cake, alone."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:  # vLLM looks at the names
+        super().__init__(vllm_config, role, kv_cache_config)
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side._blocks.compute = NoCompute()

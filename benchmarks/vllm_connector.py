@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(self, args: argparse.Namespace, folder: Path, transfer: Row | None, **options: Any) -> None:
         foreign = transfer is not None and transfer["kv_connector"] == "LMCacheMPConnector"
-        threads = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if args.threads else {}
+        threads = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}", "CUDA_VISIBLE_DEVICES": ""}
         self._log = folder / f"engine-{len(list(folder.glob('engine-*')))}.log"
@@ -593,7 +593,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prefixes-rounds", type=int, default=3, help="of `prefixes`, whose rounds are long")
     parser.add_argument("--pause", type=float, default=3.0, metavar="S", help="until saves have ended")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=0, help="of vLLM (default: its own choice, all cores)")
+    # By itself vLLM for the CPU gives an engine without a connector one core less than one with it.
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of vLLM (default: all)")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python", metavar="PYTHON")
     parser.add_argument("--lmcache", type=Path, default=ROOT / ".venv-engines/bin/python", metavar="PYTHON")
     parser.add_argument("--seed", type=int, default=0)
@@ -621,7 +622,7 @@ def main() -> None:
             run, title, header, cells = MODES[mode]
             found = []
             for row in run(bench):
-                found.append({**row, "vllm": bench.vllm, "threads": args.threads or "all cores"})
+                found.append({**row, "vllm": bench.vllm, "threads": args.threads})
                 write_json(args.json, "vllm connector", args.seed, rows + found)
             print_table(f"{title}; medians (least–most)", header, [cells(row) for row in found])
             rows += found
