@@ -479,6 +479,75 @@ def _security() -> str:
     )
 
 
+def _vllm(mode: str) -> Callable[[Row], bool]:
+    return lambda row: bool(row["mode"] == mode)
+
+
+def _ratio(key: str) -> Callable[[Row], str]:
+    """Median (least to most)."""
+    return lambda row: f"{row[key]:.3f} ({row[f'{key}_least']:.3f} to {row[f'{key}_most']:.3f})"
+
+
+def _vllm_ttft() -> str:
+    return columns(
+        "vllm_connector",
+        ("store", _text("store")),
+        ("plain", lambda row: f"{row['plain_s']:.2f} s"),
+        ("cold, of plain", _ratio("cold_of_plain")),
+        ("warm, of plain", _ratio("shared_of_plain")),
+        ("tokens cached", _number("shared_cached")),
+        ("identical prompt, of plain", _ratio("identical_of_plain")),
+        ("tokens cached", _number("identical_cached")),
+        ("goal, warm", lambda row: f"{row['goal'] or ''}"),
+        where=_vllm("ttft"),
+    )
+
+
+def _vllm_cake() -> str:
+    return columns(
+        "vllm_connector",
+        ("link, of computing", lambda row: f"{row['ratio']:g} ×"),
+        ("MB/s", _number("bytes_per_s", 1, 1e-6)),
+        *((name, lambda row, key=key: f"{row[key]:.2f} s") for name, key in _CAKE_SIDES),
+        ("tokens loaded", _number("cake_cached")),
+        ("both, of the better", _ratio("of_better")),
+        where=_vllm("cake"),
+    )
+
+
+_CAKE_SIDES = (("computing alone", "compute_s"), ("loading alone", "load_s"), ("both", "cake_s"))
+
+
+def _vllm_steps() -> str:
+    return columns(
+        "vllm_connector",
+        ("step", lambda row: row["step"] if row["step"] == "decoding" else "prefill, all its steps"),
+        ("loading at MB/s", _number("bytes_per_s", 1, 1e-6)),
+        ("alone", lambda row: f"{row['alone_s'] * 1e3:,.1f} ms"),
+        ("beside a load", lambda row: f"{row['beside_s'] * 1e3:,.1f} ms"),
+        ("steps beside", _number("steps")),
+        ("ratio", _ratio("of_alone")),
+        where=_vllm("steps"),
+    )
+
+
+def _vllm_prefixes() -> str:
+    def seconds(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[f'{name}_s']:.2f} s, {row[f'{name}_cached']:.0%}"
+
+    passes = {"first": "first", "again": "again", "emptied": "again, own cache emptied"}
+    return columns(
+        "vllm_connector",
+        ("requests", lambda row: f"{row['requests']}, {row['workload']}"),
+        ("own prefix caching", lambda row: "on" if row["prefix_caching"] else "off"),
+        ("pass", lambda row: passes[row["pass"]]),
+        ("plain: time, tokens cached", seconds("plain")),
+        ("with the connector", seconds("connector")),
+        ("ratio", _ratio("of_plain")),
+        where=_vllm("prefixes"),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "data path": _data_path,
@@ -501,6 +570,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "real engines, errors": _real_errors,
     "real engines, speeds": _real_learned,
     "security": _security,
+    "vLLM, first token": _vllm_ttft,
+    "vLLM, Cake": _vllm_cake,
+    "vLLM, steps": _vllm_steps,
+    "vLLM, same prompts": _vllm_prefixes,
     "messages": _messages,
     "access": _access,
     "motion": _motion,
