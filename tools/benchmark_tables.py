@@ -531,23 +531,6 @@ def _vllm_steps() -> str:
     )
 
 
-def _vllm_prefixes() -> str:
-    def seconds(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[f'{name}_s']:.2f} s, {row[f'{name}_cached']:.0%}"
-
-    passes = {"first": "first", "again": "again", "emptied": "again, own cache emptied"}
-    return columns(
-        "vllm_connector",
-        ("requests", lambda row: f"{row['requests']}, {row['workload']}"),
-        ("own prefix caching", lambda row: "on" if row["prefix_caching"] else "off"),
-        ("pass", lambda row: passes[row["pass"]]),
-        ("plain: time, tokens cached", seconds("plain")),
-        ("with the connector", seconds("connector")),
-        ("ratio", _ratio("of_plain")),
-        where=_vllm("prefixes"),
-    )
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "data path": _data_path,
@@ -573,7 +556,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "vLLM, first token": _vllm_ttft,
     "vLLM, Cake": _vllm_cake,
     "vLLM, steps": _vllm_steps,
-    "vLLM, same prompts": _vllm_prefixes,
     "messages": _messages,
     "access": _access,
     "motion": _motion,
