@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.vllm.engine import BLOCK, CONTEXT, SIZE, Door, Engine, Request
 from tests.engine.vllm.test_both_sides import filled, prompt
 
+from skymemory.engine.vllm import worker
 from skymemory.engine.vllm.copier import Mark
 from skymemory.engine.vllm.plan import Plan
 from skymemory.kv.block import hash_blocks
@@ -143,6 +144,34 @@ def test_a_load_takes_until_its_last_value_comes_not_until_the_step_ends(monkeyp
         prefill(engine, other, door, 0.0)
         engine.release(other)
         assert engine.matched(Request("second", words)) == ((TOKENS - 1) // BLOCK * BLOCK, True)
+        engine.close()
+
+
+@pytest.mark.parametrize(("paired_s", "most"), [(0.0, 1), (60.0, 2)])
+def test_over_a_slow_link_one_value_is_loaded_at_a_time(
+    paired_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would each take twice as long, at last longer than a store may take to answer."""
+    monkeypatch.setattr(worker, "_PAIRED_S", paired_s)
+    words, loading, seen = prompt(TOKENS), [0], [0]
+
+    class Counting(Slow):
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            loading[0] += 1
+            seen[0] = max(seen[0], loading[0])
+            time.sleep(0.02)
+            loading[0] -= 1
+            return super().complete_load(ticket)
+
+    with Counting(0.0) as store:
+        filled(store, words)
+        door = Door()
+        engine, request = Engine(store, 128, cake=door), Request("second", words)
+        engine.matched(request)
+        engine.admit(request)
+        seen[0] = 0
+        prefill(engine, request, door, 0.05)
+        assert door.jumps and seen[0] == most
         engine.close()
 
 

@@ -32,8 +32,10 @@ from skymemory.store.base import Presence
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-_BACKWARD_THREADS = 2
-"""One value is being verified and copied while the next is fetched."""
+_PAIRED_S = 0.5
+"""Where a value came within, a second thread loads too: one is being verified and copied while the next is fetched. On
+a slower link each would only wait for the other, at last for longer than a store may take to answer.
+"""
 _UNKNOWN_S = 10.0
 _UNKNOWN_BYTES_PER_S = 1e6
 """A load is given up after so long, where it is not known how long computing takes."""
@@ -98,7 +100,7 @@ class _Job:
 
 
 class _BackwardJob(_Job):
-    """Cake's side of a prompt: values from the last one on, above the fence. Two threads take them in turn."""
+    """Cake's side of a prompt: values from the last one on, above the fence, by one thread or two."""
 
     def __init__(
         self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float, fence: int
@@ -317,11 +319,16 @@ class WorkerSide:
         assert self._copier is not None
         job = _BackwardJob(load, self._copier, self._began, self.shape.blocks_per_value, self._clock(), fence)
         self._backward[load.request] = job
-        job.threads = sum(self._loaders.submit(Call(lambda: self._run_backward(job))) for _ in range(_BACKWARD_THREADS))
+        self._join(job)
+
+    def _join(self, job: _BackwardJob) -> None:
+        with self._ended:
+            job.threads += self._loaders.submit(Call(lambda: self._run_backward(job)))
 
     def _run_backward(self, job: _BackwardJob) -> None:
         """In a thread: value after value, until it meets what is computed."""
         while (index := job.take()) is not None:
+            began_s = self._clock()
             tally, reason = LoadTally(), ""
             try:
                 key = rank_key(job.load.keys[index], self._rank)
@@ -336,6 +343,8 @@ class WorkerSide:
                 _log.exception("a load failed by a fault of the connector")
                 reason = "fault"
             job.came(index, reason, tally.size_bytes)
+            if index == len(job.load.keys) - 1 and not reason and self._clock() - began_s < _PAIRED_S:
+                self._join(job)
         with self._ended:
             job.threads -= 1
             job.ended_s = self._clock()
