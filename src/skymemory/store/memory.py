@@ -66,13 +66,17 @@ class MemoryStore(BudgetedStore):
         ((key, value),) = check_items([(key, value)])
         with self._open():
             victims = self._inventory.make_room(key, size_of(value), self._clock())
-            if victims is not None:
+            if victims is None:
+                return False
+            try:
                 value = bytes(value)
                 self._evict(victims)
                 self._values[key] = value
                 self._inventory.put(key, len(value))
-                self._counters.add("stored")
-            return victims is not None
+            finally:
+                self._inventory.order.free(key)
+            self._counters.add("stored")
+            return True
 
     def _used(self, keys: tuple[bytes, ...]) -> list[bytes | None]:
         """The values of ``keys``, and counts their use. With the lock held."""
