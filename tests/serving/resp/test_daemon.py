@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from tests.contract.store_contract import StoreContract, Tier, key, value
 from tests.serving.resp.daemons import Forgetful, daemon, serving, until
 
 from skymemory.errors import InvalidInput
-from skymemory.serving.resp.server import Address, Limits
+from skymemory.serving.resp.commands import Commands
+from skymemory.serving.resp.server import Address, Daemon, Limits
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import get_named, put_named
 from skymemory.store.redis import RedisStore
@@ -240,3 +243,25 @@ def test_a_socket_file_that_was_left_is_replaced_and_one_in_use_is_not(short: Pa
 def test_an_address_that_is_none(text: str) -> None:
     with pytest.raises(InvalidInput, match="expected unix"):
         Address.parse(text)
+
+
+def test_a_signal_that_does_not_interrupt_the_main_thread_ends_it() -> None:
+    """As one does that comes right before it waits; here another thread gets it."""
+    with MemoryStore(1 << 20) as store:
+        served = Daemon(Commands(store), Limits())
+        before = signal.signal(signal.SIGUSR1, lambda *_: served.stop())
+        timers = [
+            threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)),
+            threading.Timer(10.0, served.stop),
+        ]
+        try:
+            began_s = time.monotonic()
+            for timer in timers:
+                timer.start()
+            served.serve([])
+            assert time.monotonic() - began_s < 5.0
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            for timer in timers:
+                timer.cancel()
+                timer.join()

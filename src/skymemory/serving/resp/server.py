@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import os
 import selectors
+import signal
 import socket
 import ssl
 import struct
@@ -110,6 +111,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
 
     @property
     def connections(self) -> int:
@@ -120,15 +122,22 @@ class Daemon:
         none uses the store afterwards, unless it has not answered for ``_END_S``.
         """
         before = threading.stack_size(_STACK_BYTES)
+        in_main = threading.current_thread() is threading.main_thread()
+        # A signal that comes right before `select` waits, or to another thread, would else be handled once it returns.
+        fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False) if in_main else -1
         try:
             with selectors.DefaultSelector() as selector:
                 for listener in (*listeners, self._woken):
                     selector.register(listener, selectors.EVENT_READ)
                 while not self._stopping.is_set():
                     for key, _ in selector.select():
-                        if key.fileobj is not self._woken:
+                        if key.fileobj is self._woken:
+                            self._woken.recv(64)
+                        else:
                             self._accept(key.fileobj)  # type: ignore[arg-type]
         finally:
+            if in_main:
+                signal.set_wakeup_fd(fd)
             threading.stack_size(before)
             self._stopping.set()
             for listener in (*listeners, self._wake, self._woken):
