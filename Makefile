@@ -137,7 +137,7 @@ test-bounds: $(ENDS:%=%/.installed) ## the router's tests with the lowest and th
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, newly drawn, about six minutes (ARGS="--inputs 200000 --seed 1")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-soak: $(VENV)/.installed-dev ## 30 days in virtual time, about 40 minutes (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload)
+soak: $(VENV)/.installed-dev ## 30 days in virtual time, one to three hours (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")
