@@ -10,7 +10,8 @@ from tests.engine.vllm.engine import Engine
 from tests.engine.vllm.queued import QueuedDevice
 
 
-@pytest.fixture(scope="module", params=["cpu", "queued device"])
+# On a CPU nothing is queued: what an accelerator could do in another order is tried at night.
+@pytest.fixture(scope="module", params=["cpu", pytest.param("queued device", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest) -> Iterator[None]:
     """In this process's memory, or on a device that does its work late."""
     seeds = count()

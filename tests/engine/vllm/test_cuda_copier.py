@@ -15,7 +15,8 @@ from tests.engine.vllm.test_copier import BLOCKS, LAYOUTS, copied_there_and_back
 
 from skymemory.engine.vllm.copier import Cuda, TorchCopier, copier_of  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the CUDA copier is not tested")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device: the CUDA copier is not tested", allow_module_level=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
