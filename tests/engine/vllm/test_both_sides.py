@@ -362,6 +362,25 @@ def test_a_full_queue_drops_and_the_value_is_saved_when_it_comes_again(store: Me
     assert store.prefix(hash_blocks(CONTEXT.digest(), words, VALUE)) == 4
 
 
+def test_a_value_that_cannot_be_copied_out_stops_no_step_and_keeps_no_place(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(store)
+    engine.worker._saver._most = 1
+    copier, (request, later) = engine.worker._copier, (Request(name, prompt(VALUE, n)) for n, name in enumerate("ab"))
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "read", lambda blocks, out: 1 / 0)
+        engine.matched(request)
+        engine.admit(request)
+        engine.step((request, VALUE))
+    assert engine.scheduler.counts()["refused_values"] == 1 and not engine.scheduler.saving
+    engine.matched(later)
+    engine.admit(later)
+    engine.step((later, VALUE))
+    engine.close()
+    assert store.stats()["entries"] == 1
+
+
 def test_what_waits_is_saved_when_the_engine_stops(store: MemoryStore) -> None:
     engine, request = Engine(store), Request("one", prompt(6 * VALUE))
     engine.matched(request)

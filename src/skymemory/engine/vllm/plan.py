@@ -138,7 +138,7 @@ COUNTS = {
     "saved_bytes": "Bytes of values stored",
     "saving_us": "Microseconds that storing took",
     "present_values": "Values not stored since the store had them",
-    "refused_values": "Values that the store did not take",
+    "refused_values": "Values that could not be copied out, or that the store did not take",
     "dropped_values": "Values not stored since too many bytes waited",
 }
 """What the connector counts. A reason follows the name, after a space."""

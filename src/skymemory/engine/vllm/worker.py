@@ -435,7 +435,15 @@ class Saver:
             if not self._free:
                 self._free += copier.buffers(self._value_bytes)
             value = self._free.pop()
-        copied = copier.read(save.blocks, value[PAYLOAD_AT:])
+        try:
+            copied = copier.read(save.blocks, value[PAYLOAD_AT:])
+        except Exception:  # the model's step goes on
+            _log.exception("a value could not be copied out by a fault of the connector")
+            with self._changed:
+                self._held -= 1
+                self._free.append(value)
+                self._counts["refused_values"] += 1
+            return
         with self._changed:
             self._waiting.append(_Waiting(key, Place(save.depth, save.parent), value, copied))
             if self._thread is None:
