@@ -26,7 +26,8 @@ from skymemory.errors import InvalidInput
 STAGING_BYTES = 256 << 20
 """Device memory that a copier takes for reads; ``_WRITES`` values more for writes."""
 _PINNED_BYTES = 64 << 20
-"""Host memory is pinned in pieces of this size: it takes some milliseconds, each time."""
+_PINNED_VALUES = 256
+"""Host memory is pinned for so much at once, since each time takes some milliseconds."""
 _READS = 64
 _WRITES = 4
 Stream = Literal["compute", "out", "in"]
@@ -246,7 +247,7 @@ class TorchCopier:
         return self._device.give("compute", _nothing)
 
     def buffers(self, size_bytes: int) -> list[memoryview]:
-        count = max(1, _PINNED_BYTES // size_bytes)
+        count = max(1, min(_PINNED_VALUES, _PINNED_BYTES // size_bytes))
         memory = memoryview(self._device.host_memory(count * size_bytes).numpy())
         return [memory[at * size_bytes :][:size_bytes] for at in range(count)]
 
