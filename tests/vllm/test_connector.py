@@ -388,3 +388,40 @@ def test_a_server_counts_its_saves_without_requests_and_saves_what_waits_when_it
         finally:
             vllm.stop()
         assert store.stats()["entries"] == 28
+
+
+def test_a_daemon_that_is_killed_costs_no_answer_and_is_used_again_when_it_is_back(folder: Path) -> None:
+    """An engine that goes on meanwhile, and what it saves while there is no daemon is saved when it is asked again."""
+    dice = random.Random(11)
+    one, two = ([dice.randrange(5, 8000) for _ in range(1900)] for _ in range(2))
+
+    def asked(tokens: list[int]) -> tuple[int, str]:
+        vllm.post("/reset_prefix_cache")
+        answer = vllm.post("/v1/completions", {"model": "small", "prompt": tokens, "max_tokens": 8, "temperature": 0})
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0, answer["choices"][0]["text"]
+
+    def until_loaded(tokens: list[int]) -> str:
+        ends_s = time.monotonic() + 60
+        while not (found := asked(tokens))[0]:
+            assert time.monotonic() < ends_s, "never loaded"
+            time.sleep(1)
+        assert found[0] >= 1700
+        return found[1]
+
+    with daemon_over_disk(folder) as (address, process):
+        vllm = Vllm(folder, "recovers", "--kv-transfer-config", json.dumps(transfer(address)), ours=True)
+        vllm.start()
+        try:
+            vllm.wait()
+            cached, text = asked(one)
+            assert cached == 0 and until_loaded(one) == text
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+            for _ in range(3):
+                assert asked(one) == (0, text)
+            cached, other = asked(two)
+            assert cached == 0
+            with daemon_over_disk(folder):
+                assert until_loaded(one) == text and until_loaded(two) == other
+        finally:
+            vllm.stop()
