@@ -229,6 +229,20 @@ def test_a_store_that_does_not_answer_look_ups_costs_half_a_second_once() -> Non
         engine.close()
 
 
+def test_a_fault_in_a_lookup_is_a_miss_that_is_logged_and_counted(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = prompt(VALUE + 1)
+    filled(store, words)
+    engine = Engine(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler._blocks, "prefix", lambda keys: 1 / 0)
+        assert engine.matched(Request("one", words)) == (0, False)
+    assert engine.scheduler.counts()["lookups_failed"] == 1 and "division by zero" in caplog.text
+    assert engine.matched(Request("two", words)) == (VALUE, True)
+    engine.close()
+
+
 class Distant(MemoryStore):
     """All that is asked of it takes a while."""
 

@@ -128,6 +128,7 @@ class Outcome:
 COUNTS = {
     "lookups": "Questions to the store how much of a prompt it has",
     "lookups_given_up": "Of these, those that were not waited for",
+    "lookups_failed": "Of these, those that failed by a fault of the connector",
     "loads": "Loads that were planned",
     "requested_tokens": "Tokens of these loads",
     "failed_loads": "Loads that brought less, by reason",

@@ -15,6 +15,7 @@ answered at once is asked about again, and is computed if the answer takes too l
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.engine.vllm.plan import Load, Outcome, Plan, Save, Shape, rank_key
 from skymemory.kv.block import hash_blocks
+
+_log = logging.getLogger(__name__)
 
 _ANSWERED_S = 0.002
 """So long the scheduler waits for a lookup; a store on the same machine answers within."""
@@ -378,10 +381,13 @@ class SchedulerSide:
             if self._lookups.all_hung or not self._lookups.submit(lookup.call):
                 lookup.found = 0
         if lookup.found is None and lookup.call.wait(_ANSWERED_S):
-            if lookup.call.error is not None:
-                raise lookup.call.error
-            lookup.found = int(str(lookup.call.result))
-            self._latencies.took(now_s - lookup.asked_s)
+            if (error := lookup.call.error) is None:
+                lookup.found = int(str(lookup.call.result))
+                self._latencies.took(now_s - lookup.asked_s)
+            else:  # vLLM goes on
+                _log.error("a lookup failed by a fault of the connector", exc_info=error)
+                self._counts["lookups_failed"] += 1
+                lookup.found = 0
         if lookup.found is None:
             with recompute_cost(self._blocks.compute.seconds(len(keys) * self._shape.value_tokens)):
                 patience = min(_PATIENCE_S, patience_s(self._latencies))
