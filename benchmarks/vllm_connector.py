@@ -252,7 +252,9 @@ def lmcache(folder: Path, args: argparse.Namespace) -> Iterator[Row | None]:
         port = free_port()
         command = [str(args.lmcache), "-m", "lmcache.v1.multiprocess.http_server", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(free_port())]
-        command += ["--l1-size-gb", "2", "--l1-init-size-gb", "1", "--chunk-size", str(args.value_tokens)]
+        command += ["--l1-size-gb", "2", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
+        command += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(args.value_tokens)]
+        command += ["--disable-observability"]
         command += ["--l2-adapter", json.dumps({"type": "resp", "host": "127.0.0.1", "port": redis})]
         quiet = {"LMCACHE_TRACK_USAGE": "false", "CUDA_VISIBLE_DEVICES": ""}
         with (folder / "lmcache.log").open("wb") as log:

@@ -21,6 +21,7 @@ from skymemory.kv.value import block_header
 from skymemory.store.base import Expiring, Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NOT_PROMISED, bare, get_named
+from skymemory.store.redis import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -97,12 +98,14 @@ def test_a_lifetime_and_a_pin_in_the_sky(
     assert values.get("long") is None
 
 
-@pytest.fixture(params=["constellation", "memory", "disk"])
+@pytest.fixture(params=["constellation", "memory", "disk", "tiers"])
 def listing(request: pytest.FixtureRequest, tmp_path: Path, constellation: ConstellationStore) -> Iterator[Store]:
     if request.param == "constellation":
         yield constellation
         return
-    with open_store("memory://64MiB" if request.param == "memory" else f"disk://{tmp_path}/it?budget=64MiB") as store:
+    disk = f"disk://{tmp_path}/it?budget=64MiB"
+    tiers = f"tiers:?tier=memory://25KiB&tier=disk://{tmp_path}/it?budget%3D64MiB"
+    with open_store({"memory": "memory://64MiB", "disk": disk, "tiers": tiers}[request.param]) as store:
         yield store
 
 
@@ -114,7 +117,11 @@ def test_names_are_listed_but_no_blocks_and_not_those_under_a_seal(listing: Stor
     assert listing.put_many([(bytes([7]) * 32, block), (bytes(31) + b"1", b"no header")]) == [True, True]
     assert [(one.name, one.size_bytes) for one in values.names()] == [("a", 1), ("b", 20_000), (long, 1)]
     assert [one.name for one in NamedValues(sealed(listing)).names()] == ["a", "b", long]
-    assert values.delete("b") and values.expire("a", 0.01)
+    assert values.delete("b")
+    if isinstance(listing, TieredStore):
+        assert [one.name for one in values.names()] == ["a", long]
+        return
+    assert values.expire("a", 0.01)
     time.sleep(0.05)
     if not isinstance(listing, ConstellationStore):  # its clock is the test's
         assert [one.name for one in values.names()] == [long]
@@ -123,10 +130,11 @@ def test_names_are_listed_but_no_blocks_and_not_those_under_a_seal(listing: Stor
 def test_what_a_store_cannot_do_is_said_and_nothing_is_stored() -> None:
     values = NamedValues(MemoryStore(1 << 20))
     tiers = NamedValues(TieredStore([(MemoryStore(1 << 20), TierSettings(local=True))]))
+    redis = NamedValues(TieredStore([(RedisStore("redis://127.0.0.1:1"), TierSettings())]))
     for call in (
         lambda: tiers.put("a", b"x", ttl_s=60.0),
         lambda: tiers.expire("a", 60.0),
-        tiers.names,
+        redis.names,
         lambda: values.put("a", b"x", ttl_s=0.0),
         lambda: values.put("a", b"x", ttl_s=math.nan),
         lambda: values.put("", b"x"),

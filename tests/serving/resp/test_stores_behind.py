@@ -80,8 +80,16 @@ class TestTiers(Behind):
         assert asked.set("a", b"v") and asked.expire("a", 0) == 1 and asked.get("a") is None
         with pytest.raises(redis.ResponseError, match="a tiers store does not count its values"):
             asked.dbsize()
-        with pytest.raises(redis.ResponseError, match="a tiers store cannot list names: a constellation, memory and"):
-            asked.scan(0)
+
+    def test_names_in_any_tier_are_listed(self, path: str) -> None:
+        """Of eight values of 30 KB at most three are in memory."""
+        asked = redis.Redis(unix_socket_path=path)
+        names = [b"name %d" % number for number in range(8)]
+        for name in names:
+            assert asked.set(name, bytes(30_000))
+        assert asked.scan(0) == (0, names) and list(asked.scan_iter("*7")) == [b"name 7"]
+        assert asked.delete(*names[1:]) == 7 and asked.scan(0) == (0, names[:1])
+        assert asked.delete(names[0]) == 1
 
 
 class TestSealed(Behind):

@@ -41,6 +41,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
+from skymemory.store.named import Listing, NamedValue, bare
 from skymemory.store.wrappers import Sketch
 
 PROMOTIONS = ("always", "second hit", "never")
@@ -281,6 +282,22 @@ class TieredStore(TwoPhase):
         keys = self._check(keys)
         near = [self._ask(tier, lambda tier=tier: bring_near(tier.store, keys, at), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(by_tier) for by_tier in zip(*near, strict=True)]
+
+    def names(self) -> list[NamedValue]:
+        """As in ``named.Listing``: what is in any tier. Waits as long as the tiers take.
+
+        Raises:
+            InvalidInput: a tier cannot list its names.
+        """
+        self._check(())
+        found: dict[str, NamedValue] = {}
+        for tier in self.tiers:
+            if not isinstance(store := bare(tier.store), Listing):
+                raise InvalidInput(f"the {tier.name} tier cannot list names: a constellation, memory and disk can")
+            for one in store.names():
+                if one.key not in tier.dirty_keys:
+                    found.setdefault(one.name, one)
+        return [found[name] for name in sorted(found)]
 
     def _ask(self, tier: Tier, work: Callable[[], list[bool]], keys: Sequence[bytes]) -> list[bool]:
         answers = tier.ask(work) if tier.usable(keys) else None
