@@ -6,6 +6,8 @@
 #include <sys/socket.h>
 #include <time.h>
 
+#define SPIN_S 30e-6 /* So long bytes are asked for before the thread sleeps: waking it takes as long. */
+
 static double monotonic_s(void)
 {
     struct timespec now;
@@ -23,7 +25,14 @@ static Py_ssize_t receive(int fd, char *data, Py_ssize_t size, Py_buffer *tail, 
     Py_ssize_t behind = at > size ? at - size : 0;
     if (behind < tail->len)
         parts[message.msg_iovlen++] = (struct iovec){(char *)tail->buf + behind, (size_t)(tail->len - behind)};
-    return recvmsg(fd, &message, MSG_WAITALL);
+    double until_s = monotonic_s() + SPIN_S;
+    for (;;) {
+        Py_ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT);
+        if (got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK))
+            return got;
+        if (monotonic_s() > until_s)
+            return recvmsg(fd, &message, MSG_WAITALL);
+    }
 }
 
 PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
