@@ -182,7 +182,7 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "store", "says"),
     [
-        (["list"], "tiers:?tier=memory", "list: tiers does not support it; a constellation, memory and disk do"),
+        (["list"], "redis://127.0.0.1:1", "list: redis does not support it; a constellation, memory and disk do"),
         (["put", "FILE", "--ttl", "1m"], "tiers:?tier=memory", "--ttl: tiers does not support it"),
         (["get", "x", "--access", "los"], "memory", "write them in its address"),
         (["get", "x", "--no-index"], "memory", "write them in its address"),
