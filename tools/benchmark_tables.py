@@ -531,6 +531,36 @@ def _vllm_steps() -> str:
     )
 
 
+def _vllm_prefixes() -> str:
+    def time(key: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[f'{key}_s']:.2f} s, {row[f'{key}_cached']:.0%}"
+
+    return columns(
+        "vllm_connector",
+        ("prompts", lambda row: f"{row['workload']}, {row['requests']}"),
+        ("own cache", lambda row: "on" if row["prefix_caching"] else "off"),
+        ("pass", _text("pass")),
+        ("plain, tokens cached", time("plain")),
+        ("with the connector", time("connector")),
+        ("ratio", _ratio("of_plain")),
+        where=_vllm("prefixes"),
+    )
+
+
+def _store_daemon() -> str:
+    return columns(
+        "store_daemon",
+        ("over", _text("over")),
+        ("clients", _text("clients")),
+        ("value", lambda row: f"{row['size_bytes'] / 1e3:,.0f} KB"),
+        ("", _text("verb")),
+        ("daemon MB/s", _number("daemon_mb_per_s")),
+        ("Redis MB/s", _number("redis_mb_per_s")),
+        ("ratio", lambda row: f"{row['ratio']:.2f} ({row['ratio_least']:.2f} to {row['ratio_most']:.2f})"),
+        ("goal", lambda row: f"{row['goal'] or ''}"),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "data path": _data_path,
@@ -556,6 +586,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "vLLM, first token": _vllm_ttft,
     "vLLM, Cake": _vllm_cake,
     "vLLM, steps": _vllm_steps,
+    "vLLM, the same prompts": _vllm_prefixes,
+    "store daemon": _store_daemon,
     "messages": _messages,
     "access": _access,
     "motion": _motion,
