@@ -34,6 +34,15 @@ RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 LENGTHS = (1024, 2048, 4096)
 SHARES = (0.1, 0.5, 0.9, 1.0)
 TAIL_TOKENS = 5
+LLAMA_8B_SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+}
 GOAL_HINDSIGHT, GOAL_BEST = 1.08, 1.05
 
 
@@ -98,7 +107,8 @@ class Bench:
         began_s = time.perf_counter()
         cache = self.kvc.get_cache_ids(ids)
         with torch.inference_mode():
-            out = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            rest = ids[:, cache.begin() :].to(self.model.device)
+            out = self.model(input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1)
         first = int(out.logits[0, -1].argmax())
         ttft_s = time.perf_counter() - began_s
         run = cache.result.loader
@@ -238,7 +248,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
-    parser.add_argument("--model", choices=["sized", "tinyllama"], default="sized")
+    parser.add_argument("--model", choices=["sized", "tinyllama", "llama-8b"], default="sized")
+    parser.add_argument("--device", default="cpu", help="cuda: the model and its cache are on a GPU (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1; 0: its own choice)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -248,11 +259,14 @@ def main() -> None:
     logging.set_verbosity_error()
     if args.quick:
         args.rounds, args.lengths, args.shares, args.ratios = 1, [256], [0.5, 1.0], [0.5, 1.0, 2.0]
-    if args.model == "tinyllama":
-        model = build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 16384}, args.seed, dtype="bfloat16")
-        bench = Bench(model, 128, 512, args.seed)
-    else:
-        bench = Bench(build_llama(TWO_SECOND_SHAPE, args.seed), 16, 160, args.seed)
+    shape = {
+        "sized": TWO_SECOND_SHAPE,
+        "tinyllama": {**TINYLLAMA_SHAPE, "max_position_embeddings": 16384},
+        "llama-8b": LLAMA_8B_SHAPE,
+    }[args.model]
+    sized = args.model == "sized"
+    model = build_llama(shape, args.seed, dtype="float32" if sized else "bfloat16").to(args.device)
+    bench = Bench(model, 16 if sized else 128, 160 if sized else 512, args.seed)
     began_s = time.perf_counter()
 
     def say(words: str) -> None:

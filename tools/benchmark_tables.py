@@ -484,8 +484,13 @@ def _vllm(mode: str) -> Callable[[Row], bool]:
 
 
 def _ratio(key: str) -> Callable[[Row], str]:
-    """Median (least to most)."""
-    return lambda row: f"{row[key]:.3f} ({row[f'{key}_least']:.3f} to {row[f'{key}_most']:.3f})"
+    """Median (least to most), or the figure of a single round."""
+
+    def words(row: Row) -> str:
+        least, most = row[f"{key}_least"], row[f"{key}_most"]
+        return f"{row[key]:.3f}" + (f" ({least:.3f} to {most:.3f})" if least != most else "")
+
+    return words
 
 
 def _vllm_ttft() -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from tests.engine.vllm.queued import QueuedDevice
 
 from skymemory.cache.blocks import BlockCache
-from skymemory.engine.vllm.copier import CpuCopier, TorchCopier
+from skymemory.engine.vllm.copier import CpuCopier, Cuda, TorchCopier
 from skymemory.engine.vllm.plan import Shape
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.worker import WorkerSide
@@ -49,6 +49,24 @@ def kv_of(tokens: list[int], block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, (LAYERS, LAYER_BYTES), np.uint8)
 
 
+class OnDevice:
+    """Memory of a CUDA device, used like an array. What is written comes a millisecond late, as if behind a forward."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        import torch
+
+        self.tensor = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+
+    def __getitem__(self, at: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self.tensor[at].cpu().numpy()  # type: ignore[no-any-return]
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        import torch
+
+        torch.cuda._sleep(1_500_000)
+        self.tensor[at] = torch.as_tensor(value, dtype=torch.uint8).pin_memory().to("cuda", non_blocking=True)
+
+
 class Door:
     """Of a scheduler that has blocks for all."""
 
@@ -68,10 +86,12 @@ class Door:
 class Engine:
     """One engine over ``store``: both sides, block tables and the memory of the blocks, here or on a ``device``."""
 
-    new_device: Callable[[], QueuedDevice | None] = lambda: None
+    new_device: Callable[[], QueuedDevice | Cuda | None] = lambda: None
 
     def __init__(self, store: Store, blocks: int = 64, **options: Any) -> None:
-        self.memory = np.zeros((LAYERS, blocks, LAYER_BYTES), np.uint8)
+        self.device = device = type(self).new_device()
+        shape = (LAYERS, blocks, LAYER_BYTES)
+        self.memory: Any = OnDevice(shape) if isinstance(device, Cuda) else np.zeros(shape, np.uint8)
         self.tables: dict[str, list[int]] = {}
         self.free = list(range(1, blocks))
         cache = lambda: BlockCache(CONTEXT, LAYOUT, store)  # noqa: E731
@@ -79,13 +99,13 @@ class Engine:
             cache(), SHAPE, lambda request: CONTEXT.digest(), lambda name: self.tables[name], **options
         )
         self.worker = WorkerSide(cache(), SHAPE)
-        self.device = device = type(self).new_device()
         if device is None:
             self.worker.register(CpuCopier(list(self.memory)))
         else:
             import torch
 
-            view = torch.from_numpy(self.memory).view(torch.int64)
+            memory = self.memory.tensor if isinstance(device, Cuda) else torch.from_numpy(self.memory)
+            view = memory.view(torch.int64)
             self.worker.register(TorchCopier([view], SIZE, device, 3 * SIZE * LAYERS * LAYER_BYTES))
         self.finished: set[str] = set()
         self.invalid: set[int] = set()
@@ -120,7 +140,8 @@ class Engine:
         self.invalid |= self.worker.invalid_blocks()
         outcome = self.worker.outcome()
         if self.device is not None:
-            self.device.go_on(2)
+            if isinstance(self.device, QueuedDevice):
+                self.device.go_on(2)
             if self.scheduler._cake is not None:  # without asynchronous scheduling
                 self.device.give("compute", lambda: None).wait()
         if outcome is not None:

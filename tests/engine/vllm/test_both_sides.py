@@ -206,7 +206,7 @@ def test_a_load_that_hangs_is_given_up_and_writes_no_block_of_who_comes_next() -
         store.go.set()
         while engine.worker._loaders._running:
             time.sleep(0.001)
-        assert (engine.memory == 9).all()
+        assert (engine.memory[:] == 9).all()
         engine.close()
 
 

@@ -194,7 +194,7 @@ def test_after_a_request_has_lost_its_blocks_they_are_not_written(how: str) -> N
         time.sleep(0.1)
         for _ in range(5):
             engine.step()
-        assert (engine.memory == 9).all() and not engine.worker._backward
+        assert (engine.memory[:] == 9).all() and not engine.worker._backward
         engine.close()
 
 

@@ -1,8 +1,9 @@
 """The copier on a CUDA device: every order of strides, while the device is busy, blocks overwritten right behind.
 
-Needs a GPU, torch, pytest and what skymemory itself needs, not vLLM::
+Needs a GPU, torch, pytest, hypothesis, psutil and what skymemory itself needs, not vLLM. With both sides of the
+connector on the device as well (``OnDevice``)::
 
-    python -m pytest --confcutdir tests/engine/vllm tests/engine/vllm/test_cuda_copier.py
+    python -m pytest -p tests.conftest --confcutdir tests/engine/vllm tests/engine/vllm -k cuda
 """
 
 from __future__ import annotations
