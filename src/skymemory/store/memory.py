@@ -74,7 +74,8 @@ class MemoryStore(BudgetedStore):
                 self._values[key] = value
                 self._inventory.put(key, len(value))
             finally:
-                self._inventory.order.free(key)
+                if victims:
+                    self._inventory.order.free(key)
             self._counters.add("stored")
             return True
 

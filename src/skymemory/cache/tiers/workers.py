@@ -197,23 +197,31 @@ class KeyLocks:
     @contextmanager
     def exclusive(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
         """Wait for all of ``keys`` and hold them, to put or delete; after ``patience_s`` yield False instead."""
-        mine = set(keys)
-        with self._freed:
-            timeout_s = patience_s if patience_s < math.inf else None
-            free = self._freed.wait_for(lambda: not self._busy & mine, timeout_s)
-            if free:
-                self._busy |= mine
-        if not free:
+        if not self.take(keys, patience_s):
             yield False
             return
         try:
             yield True
         finally:
-            with self._freed:
-                for key in mine:
-                    self._versions[_stripe(key)] += 1
-                self._busy -= mine
-                self._freed.notify_all()
+            self.give_back(keys)
+
+    def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
+        """As ``exclusive``, until ``give_back``; whether they are held."""
+        with self._freed:
+            if not self._busy.isdisjoint(keys):
+                timeout_s = patience_s if patience_s < math.inf else None
+                if not self._freed.wait_for(lambda: self._busy.isdisjoint(keys), timeout_s):
+                    return False
+            self._busy.update(keys)
+            return True
+
+    def give_back(self, keys: Sequence[bytes]) -> None:
+        """Of what ``take`` holds; another value may be under each of them."""
+        with self._freed:
+            for key in set(keys):
+                self._versions[_stripe(key)] += 1
+            self._busy.difference_update(keys)
+            self._freed.notify_all()
 
     @contextmanager
     def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:

@@ -538,17 +538,17 @@ class Commands:
         """Holds ``keys`` against other writers, and ends their leases: those of before, and those that read what was
         there while it was written.
         """
-        with self._writing.exclusive(keys, self._wait_s) as held:
-            if not held:
-                self.counters.add("busy")
-                raise _Refused("another client has been writing this key for too long", "BUSY")
+        if not self._writing.take(keys, self._wait_s):
+            self.counters.add("busy")
+            raise _Refused("another client has been writing this key for too long", "BUSY")
+        try:
             for key in keys:
                 self.leases.end(key)
-            try:
-                yield
-            finally:
-                for key in keys:
-                    self.leases.end(key)
+            yield
+        finally:
+            for key in keys:
+                self.leases.end(key)
+            self._writing.give_back(keys)
 
     def _check_ttl(self, ttl_s: float | None) -> None:
         if ttl_s is not None and self._expiring is None:
