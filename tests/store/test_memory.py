@@ -165,3 +165,13 @@ def test_one_step_does_what_two_do(policy: str, data: st.DataObject) -> None:
     assert one.get_many(keys) == two.get_many(keys)
     mine, theirs = ({name: count for name, count in store.stats().items() if count} for store in (one, two))
     assert mine == theirs
+
+
+def test_a_value_that_is_put_in_one_step_keeps_its_known_depth() -> None:
+    """The policy sees it as it is put: what was known of its place must not be forgotten before."""
+    for put in (lambda store, item: store.put_now(*item), lambda store, item: store.put_many([item])[0]):
+        store = MemoryStore(3000, policy="length")
+        assert put(store, (key(2), bytes(300)))
+        store.get_many([key(1), key(0)])  # 0 follows 1
+        assert put(store, (key(0), bytes(1400))) and put(store, (key(1), bytes(1400)))
+        assert [one is None for one in store.get_many([key(0), key(1), key(2)])] == [True, False, False]

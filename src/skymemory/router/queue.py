@@ -175,20 +175,19 @@ class RequestQueue:
         # It is put in first and may be the victim itself: one rule says who leaves. In that case those evicted for it
         # come back with their former tags, as if it had never been offered.
         self._put(entry)
-        victims: list[tuple[Entry, float, float]] = []
+        victims: list[tuple[Entry, _Flow]] = []
         while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
             victim = self._least_urgent()
-            level, start = self._levels[-victim.request.priority], self._flow(victim).start
-            virtual = level.virtual
+            flow = self._flow(victim)
             self._remove(victim)
             if victim is entry:
-                for each, was_start, was_virtual in reversed(victims):
-                    self._put(each, was_start, was_virtual)
+                for each, former in reversed(victims):
+                    self._put(each, former)
                 words = f"{len(self._waiting)} requests wait already, and it would be the least urgent of them"
                 retry_s = self.retry_after_s(entry.request.priority, now_s)
                 return self._counted(entry, Refusal(words, retry_s, kind="queue"))
-            victims.append((victim, start, virtual))
-        return [(each, self._counted(each, self._pushed_out(each, entry, now_s))) for each, *_ in victims]
+            victims.append((victim, flow))
+        return [(each, self._counted(each, self._pushed_out(each, entry, now_s))) for each, _ in victims]
 
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
         """Remove and return the entry to be served now; None: none ``fits``.
@@ -332,17 +331,20 @@ class RequestQueue:
 
     # Bookkeeping
 
-    def _put(self, entry: Entry, start: float | None = None, virtual: float = 0.0) -> None:
-        """``start``, ``virtual``: its former tags, where an entry is put back."""
+    def _put(self, entry: Entry, former: _Flow | None = None) -> None:
+        """``former``: where it was. An entry that is put back finds its level with the tags of all tenants, and its
+        tenant keeps its tag and its place among equals.
+        """
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
         if level is None:
-            level = self._levels[-request.priority] = _Level(virtual)
+            back = None if former is None else entry._level
+            level = self._levels[-request.priority] = back or _Level()
             insort(self._order, -request.priority)
         entry._level = level
         flow = level.flows.get(request.tenant)
         if flow is None:
-            flow = level.join(request.tenant, self._weight(request.tenant), number, start)
+            flow = level.join(request.tenant, self._weight(request.tenant), number, former)
         lane = flow.lanes.get(entry.group)
         if lane is None:
             lane = flow.lanes[entry.group] = []
@@ -460,8 +462,8 @@ class _Flow:
 class _Level:
     """The waiting tenants of one priority; exists while there are any."""
 
-    def __init__(self, virtual: float = 0.0) -> None:
-        self.virtual = virtual
+    def __init__(self) -> None:
+        self.virtual = 0.0
         self.weight = 0.0
         self.work = 0.0
         self.flows: dict[str, _Flow] = {}
@@ -474,9 +476,10 @@ class _Level:
         self._parts: list[tuple[float, int, int, _Flow]] = []
         """A heap by parts, negated; valid by ``listed_at``."""
 
-    def join(self, tenant: str, weight: float, number: int, start: float | None) -> _Flow:
-        if start is None:
-            start = max(self.virtual, self.idle.get(tenant, self.virtual))
+    def join(self, tenant: str, weight: float, number: int, former: _Flow | None) -> _Flow:
+        start = max(self.virtual, self.idle.get(tenant, self.virtual))
+        if former is not None:
+            start, number = former.start, former.number
         self.idle.pop(tenant, None)
         flow = self.flows[tenant] = _Flow(tenant, weight, number, start)
         self.weight += weight

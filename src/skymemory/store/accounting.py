@@ -477,21 +477,22 @@ class Inventory:
         return 0, []
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Victims to ``evict`` for one value that is put right afterwards, and then, if there are any, freed by
-        ``order.free``; None where that takes a ticket: there is no room, or others have reserved some.
+        """Victims to ``evict`` for one value that is put right afterwards, and freed by ``order.free`` then; None where
+        that takes a ticket: there is no room, or others have reserved some.
         """
         if self._reservations or key in self.kept:
             return None
         if self.used_bytes + size_bytes <= self.budget_bytes:
+            self.order.hold(key)
             return []
         self._expire(now_s)
         if key in self.entries and not self._is_room(size_bytes, key):  # with a ticket both values need room
             return None
         self.order.hold(key)
         count, victims = self.in_the_way([(key, size_bytes)])
-        if not victims:
+        if not count:
             self.order.free(key)
-            return [] if count else None
+            return None
         return victims  # what is known of its place would be forgotten if it were free before it is put
 
     def over_budget(self, now_s: float) -> list[bytes]:

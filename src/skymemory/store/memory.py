@@ -74,8 +74,7 @@ class MemoryStore(BudgetedStore):
                 self._values[key] = value
                 self._inventory.put(key, len(value))
             finally:
-                if victims:
-                    self._inventory.order.free(key)
+                self._inventory.order.free(key)
             self._counters.add("stored")
             return True
 
