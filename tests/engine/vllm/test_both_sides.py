@@ -341,6 +341,32 @@ def test_where_loading_is_slower_than_computing_no_prompt_or_one_waits_for_it(re
         engine.close()
 
 
+def test_a_load_that_would_wait_for_others_is_compared_with_what_they_leave_it(store: MemoryStore) -> None:
+    """Of requests that come together, as many are loaded as come sooner than they are computed."""
+    prompts = [prompt(3 * VALUE + 1, seed) for seed in range(4)]
+    for words in prompts:
+        engine = Engine(store)
+        computes(engine, "before", words)
+        engine.close()
+    engine = Engine(store)
+    engine.scheduler._loading.took(3 * LAYOUT.block_bytes, 0.010)
+    engine.scheduler._blocks.compute.took(100_000, 100.0)  # 24 ms for each of them
+    requests = [Request(str(seed), words) for seed, words in enumerate(prompts)]
+    found = []
+    for request in requests[:3]:
+        found.append(engine.matched(request)[0])
+        engine.admit(request, found[-1])
+    assert found == [3 * VALUE, 3 * VALUE, 0], "the third one would come in 30 ms"
+    for request in requests[:2]:
+        engine.until_loaded(request)
+    assert not engine.scheduler._under_way and not engine.invalid
+    assert engine.matched(requests[3]) == (3 * VALUE, True)
+    engine.admit(requests[3], 3 * VALUE)
+    engine.scheduler.finished(requests[3])  # given up by its client
+    assert not engine.scheduler._under_way
+    engine.close()
+
+
 def test_the_estimate_of_a_load_has_a_fixed_part_and_one_by_bytes() -> None:
     both, alike, odd = LoadRate(), LoadRate(), LoadRate()
     assert both.seconds(1) is None

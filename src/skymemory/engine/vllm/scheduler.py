@@ -109,6 +109,8 @@ class Known:
     first: int = 0
     """Value at which its last load began."""
     backward: Backward | None = None
+    ahead_bytes: int = 0
+    """Of the loads that were under way when its last one was planned."""
     failed: bool = False
     """A load of it failed: it is computed, or a store that loses values would be asked again and again."""
 
@@ -152,6 +154,8 @@ class SchedulerSide:
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
+        self._under_way: dict[str, int] = {}
+        """Bytes of the loads that have not ended, by request: a later one shares the link with them."""
         self._counts: Counter[str] = Counter()
         self._saving, self._saved_s = 0, clock()
         """Values the workers hold, and when that last changed."""
@@ -197,7 +201,8 @@ class SchedulerSide:
         if tokens <= 0:
             return 0, False
         known.computed_tokens, known.backward = computed_tokens, None
-        load_s = self._loading.seconds(found * self._blocks.layout.block_bytes)
+        load_bytes = found * self._blocks.layout.block_bytes
+        load_s = self._loading.seconds(load_bytes + sum(self._under_way.values()))
         compute_s = self._blocks.compute.seconds(tokens)
         if self._is_for_cake(tokens, load_s):
             known.backward = Backward(computed_tokens + tokens)
@@ -238,6 +243,8 @@ class SchedulerSide:
         blocks = tuple(self._block_ids(request.request_id)[first_block:last_block])
         skipped = first_block - first * shape.blocks_per_value
         self._planned.append(Load(request.request_id, keys, skipped, blocks, first_block, backward is not None))
+        known.ahead_bytes = sum(self._under_way.values())
+        self._under_way[request.request_id] = len(keys) * self._blocks.layout.block_bytes
         known.first = first
         known.settled = max(known.settled, first + len(keys))
         known.lookup = None
@@ -292,8 +299,11 @@ class SchedulerSide:
         for size_bytes, seconds in outcome.read_back:
             self._loading.took(size_bytes, seconds)
         for request_id, loaded in outcome.loaded.items():
-            self._loading.took(loaded.size_bytes, loaded.seconds)
             known = self._known.get(request_id)
+            self._under_way.pop(request_id, None)
+            # What was ahead came in the same time; nothing is known of a load that brought nothing.
+            ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
+            self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
             if loaded.reason:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
                 self._counts["recomputed_tokens"] += loaded.missing_tokens
@@ -333,6 +343,7 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> None:
         """Nothing more comes of it."""
+        self._under_way.pop(request.request_id, None)
         if (known := self._known.pop(request.request_id, None)) is not None:
             self._end_backward(known)
 
