@@ -333,16 +333,16 @@ def copier_of(
 
 
 def device_of(device: Any, untested_device: bool) -> Device:
-    """Raises InvalidInput for one that is not supported, or on which no vLLM was tried."""
+    """Raises InvalidInput for one that is not supported, or on which vLLM's own kernels were not tried."""
     if device.type == "cpu":
         return Host()
     if device.type != "cuda":
         raise InvalidInput(f"the KV cache is on {device}: expected a CPU's memory or a CUDA device")
     if not untested_device:
         raise InvalidInput(
-            f"the KV cache is on {device}: copies from and to CUDA devices are tested on one, but no vLLM was run "
-            'there with them so far. To try it, write "untested_device": true in kv_connector_extra_config, and '
-            "compare answers with those of plain vLLM"
+            f"the KV cache is on {device}: copies from and to CUDA devices were tried with vLLM's Triton attention "
+            'alone so far. To use them, write "untested_device": true in kv_connector_extra_config, and compare '
+            "answers with those of plain vLLM"
         )
     return cast(Device, Cuda(device))
 

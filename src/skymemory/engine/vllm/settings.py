@@ -23,7 +23,7 @@ class Settings:
     queue_bytes: int = setting("queue", size, 512 << 20, "bound on bytes that wait to be saved; more are not saved")
     drain_s: float = setting("drain", duration, 3.0, "how long a stopping engine goes on saving what waits")
     untested_version: bool = setting("untested_version", yes_or_no, False, "run with a version that was not tested")
-    untested_device: bool = setting("untested_device", yes_or_no, False, "run with KV on CUDA, not tried in vLLM")
+    untested_device: bool = setting("untested_device", yes_or_no, False, "run with KV on CUDA, tried in part")
 
     def __post_init__(self) -> None:
         if not self.store:
