@@ -59,10 +59,11 @@ def test_a_block_that_comes_in_parts_is_stored_without_its_trailer(short: Path, 
 # --- clients that are slow in the middle of something ---
 
 
-def test_a_value_whole_but_for_its_end_is_not_held_for_ever(short: Path) -> None:
+@pytest.mark.parametrize("size", [40_000, 100_000], ids=["of one read", "of several"])
+def test_a_value_whole_but_for_its_end_is_not_held_for_ever(short: Path, size: int) -> None:
     with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.2)) as (path, _, commands):
         with connect(path) as sock:
-            sock.sendall(request(b"SET", b"k", bytes(100_000))[:-2])
+            sock.sendall(request(b"SET", b"k", bytes(size))[:-2])
             until(lambda: commands.budget.used_bytes > 0)
             assert sock.recv(100) == b""
         until(lambda: commands.budget.used_bytes == 0)
