@@ -119,11 +119,14 @@ def stopped(loop: asyncio.AbstractEventLoop, client: UdpClient) -> Iterator[None
 
 @contextmanager
 def udp_sky_and_loop(
-    authority: Authority | None = None,
+    authority: Authority | None = None, delay_scale: float = 0.0
 ) -> Iterator[tuple[ConstellationPlan, asyncio.AbstractEventLoop]]:
     """And the event loop of their host."""
     plan = make_plan(
-        PRESET, hosts=local_hosts(PRESET, 1, free_ports(95)), delay_scale=0.0, memory_per_satellite_bytes=8 << 20
+        PRESET,
+        hosts=local_hosts(PRESET, 1, free_ports(95)),
+        delay_scale=delay_scale,
+        memory_per_satellite_bytes=8 << 20,
     )
     loop = asyncio.new_event_loop()
     ready = threading.Event()

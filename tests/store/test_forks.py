@@ -123,7 +123,7 @@ def test_a_child_begins_without_its_parents_descriptors(tmp_path: Path) -> None:
         store = store_on(plan, SharedIndex(tmp_path / "index", born=True))
         disk = DiskStore(tmp_path / "disk", 100_000)
         opened = open_now() - before
-        assert len(opened) == 3 and str(tmp_path / "index") in opened and str(tmp_path / "disk" / "lock") in opened
+        assert len(opened) == 5 and str(tmp_path / "index") in opened and str(tmp_path / "disk" / "lock") in opened
         assert set(in_child(lambda: sorted(open_now()))) & opened == set()
         assert opened <= open_now()
         store.close(), disk.close()

@@ -365,7 +365,11 @@ class SimulatedClient:
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Advance virtual time until all these operations have ended."""
-        waiting, finished = set(numbers), dict[int, Finished]()
+        with self.lock:
+            return self._run(set(numbers))
+
+    def _run(self, waiting: set[int]) -> dict[int, Finished]:
+        finished = dict[int, Finished]()
         while True:
             self._constellation.flush()
             while (event := self.machine.next_event()) is not None:

@@ -1,7 +1,8 @@
-"""A ground host over one UDP socket: drives the client's state machine in the caller's own thread.
+"""A ground host over one UDP socket: drives the client's state machine in the callers' own threads.
 
 There is no thread and no event loop while all satellites answer: a read is a function call that returns when its bytes
-are there. Beams of different satellites share the socket; satellites delay what they send by the length of the beam.
+are there. Of several that wait at the same time, one serves the socket for all. Beams of different satellites share the
+socket; satellites delay what they send by the length of the beam.
 While satellites are silent, a thread serves the machine's timers between calls (``ProbeThread``).
 """
 
@@ -37,8 +38,61 @@ long beams. A computer that cannot keep up loses datagrams and halves its window
 """
 
 
+class FairLock:
+    """An ``OwnLock`` that threads get in turn: one that takes it again and again would else keep all others out."""
+
+    __slots__ = ("_gate", "_lock")
+
+    def __init__(self, lock: OwnLock) -> None:
+        self._lock = lock
+        self._gate = threading.Lock()
+
+    def __enter__(self) -> None:
+        lock = self._lock
+        if lock.owner.elsewhere or lock._is_owned():
+            lock.__enter__()
+            return
+        with self._gate:  # who holds it is next
+            lock.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.__exit__(None, None, None)
+
+
+class _Call:
+    """A thread that waits for operations: for all, or for ``any_of_them`` at most until ``until_s``."""
+
+    __slots__ = ("_wakes", "any_of_them", "finished", "until_s", "waiting")
+
+    def __init__(self, numbers: Iterable[int], until_s: float = math.inf, *, any_of_them: bool = False) -> None:
+        self.waiting = set(numbers)
+        self.finished: dict[int, Finished] = {}
+        self.until_s = until_s
+        self.any_of_them = any_of_them
+        self._wakes = threading.Lock()
+        self._wakes.acquire()
+
+    def take(self, event: Finished) -> bool:
+        """One has ended; whether that ends the call."""
+        self.finished[event.number] = event
+        self.waiting.discard(event.number)
+        return self.any_of_them or not self.waiting
+
+    def ended(self, now_s: Callable[[], float]) -> bool:
+        return not self.waiting or (self.any_of_them and (bool(self.finished) or now_s() >= self.until_s))
+
+    def sleep(self, seconds: float) -> None:
+        """Until ``wake``, or for so long."""
+        self._wakes.acquire(timeout=max(0.0, seconds) if seconds < threading.TIMEOUT_MAX else -1)
+
+    def wake(self) -> None:
+        """With the client's lock held."""
+        if self._wakes.locked():
+            self._wakes.release()
+
+
 class UdpClient:
-    """Drives a ``ClientMachine`` over UDP. Thread-safe; the operations of one call run together.
+    """Drives a ``ClientMachine`` over UDP. Thread-safe: operations of several threads run together.
 
     The config's ``window_bytes`` is replaced by what the socket's receive buffer and the round trip allow.
     """
@@ -65,9 +119,20 @@ class UdpClient:
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
         self._poll = select.poll()
         self._poll.register(self._sock.fileno(), select.POLLIN)
-        self._lock = OwnLock("the connection to the constellation", self._close_in_child)
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._poll.register(self._woken.fileno(), select.POLLIN)
+        self._own = OwnLock("the connection to the constellation", self._close_in_child)
+        self._lock = FairLock(self._own)
+        self._calls: dict[_Call, None] = {}
+        """Under way, the oldest first."""
+        self._waiting: dict[int, _Call] = {}
+        """By the number of an operation."""
         self._unclaimed: dict[int, Finished] = {}
-        """Operations that ended while a call waited for others."""
+        """Operations that ended while no call waited for them."""
+        self._leader: _Call | None = None
+        self._leader_sleeps_until_s = -math.inf
         self._probe_thread: ProbeThread | None = None
         self._closed = False
 
@@ -75,9 +140,9 @@ class UdpClient:
         return self._clock.now_s()
 
     @property
-    def lock(self) -> OwnLock:
-        """Held while operations are begun and run. Raises WrongProcess in a forked child: two processes on one socket
-        would take each other's answers.
+    def lock(self) -> FairLock:
+        """Held while operations are begun, not while they run. Raises WrongProcess in a forked child: two processes on
+        one socket would take each other's answers.
         """
         return self._lock
 
@@ -91,44 +156,114 @@ class UdpClient:
 
         An interruption (Ctrl-C) cancels them: nothing is received into their buffers any more.
         """
-        return self._run(set(numbers))
+        return self._run(_Call(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
         """Send and receive until one of these operations has ended, at most until ``until_s`` (of ``now_s``); returns
         those that have. The caller runs the others again, or cancels them; an interruption cancels them all.
         """
-        return self._run(set(numbers), until_s, any_of_them=True)
+        return self._run(_Call(numbers, until_s, any_of_them=True))
 
-    def _run(self, waiting: set[int], until_s: float = math.inf, *, any_of_them: bool = False) -> dict[int, Finished]:
-        """Until all have ended; with ``any_of_them`` until one has, or that time."""
+    # Several threads may wait for operations at the same time. One of them, the leader, sends, receives and serves the
+    # timers for all; a call that has got what it waits for returns, and a leader then hands over to another. So one
+    # that waits for a dead satellite holds up no other, and a single caller needs no second thread. No thread sleeps
+    # with the lock held.
+
+    def _run(self, call: _Call) -> dict[int, Finished]:
         self._clock.follow_wall()
+        try:
+            with self._lock:
+                self._begin(call)
+            while not call.ended(self.now_s):
+                if self._leader is call:
+                    self._lead(call)
+                else:
+                    call.sleep(call.until_s - self.now_s())
+                    with self._lock:
+                        self._leader = self._leader or call
+            return call.finished
+        except BaseException:
+            with self._lock:
+                for number in call.waiting:
+                    self.machine.cancel(number)
+                    self._unclaimed.pop(number, None)
+            raise
+        finally:
+            with self._lock:
+                self._end(call)
+
+    def _begin(self, call: _Call) -> None:
+        """Its operations go out; it leads unless another does."""
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
-        machine, finished = self.machine, dict[int, Finished]()
-        with self._lock:
-            try:
-                for number in waiting & self._unclaimed.keys():
-                    finished[number] = self._unclaimed.pop(number)
-                waiting -= finished.keys()
-                if machine.probing and not any_of_them:  # answers to earlier probes
-                    self._process(*self._sock.receive_awaited(machine.awaited, _MAX_RECEIVES, 0))
-                while True:
-                    if machine.wants_to_send or self._backlog:
-                        self._send()
-                    while (event := machine.next_event()) is not None:
-                        (finished if event.number in waiting else self._unclaimed)[event.number] = event
-                        waiting.discard(event.number)
-                    if not waiting or (any_of_them and (finished or self.now_s() >= until_s)):
-                        return finished
-                    self._receive_or_wait(until_s)
-            except BaseException:
-                for number in waiting:
-                    machine.cancel(number)
-                    self._unclaimed.pop(number, None)
-                raise
-            finally:
-                if machine.probing and self._probe_thread is None and not any_of_them and not self._closed:
-                    self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
+        for number in call.waiting & self._unclaimed.keys():
+            call.take(self._unclaimed.pop(number))
+        if call.waiting:
+            self._calls[call] = None
+            self._waiting.update(dict.fromkeys(call.waiting, call))
+        if self.machine.probing and not call.any_of_them:  # answers to earlier probes
+            self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
+        self._send_and_deliver()
+        due_s = self.machine.next_timer_s()
+        if self._leader is None:
+            self._leader = call
+        elif self._backlog or (due_s is not None and due_s < self._leader_sleeps_until_s):
+            self._wake_leader()
+
+    def _end(self, call: _Call) -> None:
+        self._calls.pop(call, None)
+        for number in call.waiting:
+            self._waiting.pop(number, None)
+        if self._leader is call:
+            self._leader, self._leader_sleeps_until_s = None, -math.inf
+        if self._leader is None and self._calls:
+            next(iter(self._calls)).wake()
+        if self._closed and not self._calls:
+            self._close_sockets()
+        elif self.machine.probing and self._probe_thread is None and not call.any_of_them and not self._closed:
+            self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
+
+    def _lead(self, call: _Call) -> None:
+        """Until the call has ended."""
+        while True:
+            with self._lock:
+                self._send_and_deliver()
+                if call.ended(self.now_s):
+                    return
+                if self._receive():
+                    continue
+                wait_s, events = self._wait_s(call.until_s), select.POLLIN | (select.POLLOUT if self._backlog else 0)
+                self._leader_sleeps_until_s = self.now_s() + wait_s
+            self._sleep(wait_s, events)
+            with self._lock:
+                self._leader_sleeps_until_s = -math.inf
+                self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
+
+    def _send_and_deliver(self) -> None:
+        """Send what there is, and give what has ended to the calls that wait for it."""
+        machine = self.machine
+        if machine.wants_to_send or self._backlog:
+            self._send()
+        while (event := machine.next_event()) is not None:
+            call = self._waiting.pop(event.number, None)
+            if call is None:
+                self._unclaimed[event.number] = event
+            elif call.take(event):
+                if call is not self._leader:
+                    call.wake()
+                elif self._leader_sleeps_until_s > -math.inf:
+                    self._wake_leader()
+
+    def _receive(self) -> bool:
+        """Process what has come; whether anything has."""
+        machine = self.machine
+        # With something to send, each answer may open a window: process it at once.
+        calls = 1 if machine.wants_to_send or self._backlog else _MAX_RECEIVES
+        tallies, runs = self._sock.receive_awaited(machine.awaited, calls, _SPIN_US)
+        if not tallies and not runs:
+            return False
+        self._process(tallies, runs)
+        return True
 
     def _serve_timers(self) -> float | None:
         """A step of the probe thread; returns the seconds until the next, None when all satellites answer again."""
@@ -139,8 +274,7 @@ class UdpClient:
                 with suppress(SkyMemoryError):  # the next call raises it
                     self._refresh_s = self._refresh()
             self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
-            if self.machine.wants_to_send or self._backlog:
-                self._send()
+            self._send_and_deliver()
             due_s = self.machine.next_timer_s()
             if not self.machine.probing or due_s is None:
                 self._probe_thread = None
@@ -148,19 +282,25 @@ class UdpClient:
             return max(due_s - self.now_s(), 0.001)
 
     def close(self) -> None:
-        if self._lock.owner.elsewhere:
+        """Calls of other threads that are under way end as they would; the last one closes the socket."""
+        if self._own.owner.elsewhere:
             return
         with self._lock:
             self._closed = True
             probe_thread, self._probe_thread = self._probe_thread, None
+            if not self._calls:
+                self._close_sockets()
         if probe_thread is not None:
             probe_thread.stop()
-        self._sock.close()
+
+    def _close_sockets(self) -> None:
+        for end in (self._sock, self._waker, self._woken):
+            end.close()
 
     def _close_in_child(self) -> None:
         """In a forked child: the probe thread and its socket pair are the parent's."""
         self._probe_thread, self._closed = None, True
-        self._sock.close()
+        self._close_sockets()
 
     def _send(self) -> None:
         for batches in self.machine.bursts_to_send(self.now_s()):
@@ -180,17 +320,6 @@ class UdpClient:
                 self._backlog.appendleft((endpoint, rest))
                 return
 
-    def _receive_or_wait(self, until_s: float) -> None:
-        """Process what has come; if nothing has, sleep until something comes, a timer is due, or until ``until_s``."""
-        machine = self.machine
-        # With something to send, each answer may open a window: process it at once.
-        calls = 1 if machine.wants_to_send or self._backlog else _MAX_RECEIVES
-        tallies, runs = self._sock.receive_awaited(machine.awaited, calls, _SPIN_US)
-        if not tallies and not runs:
-            self._sleep(until_s)
-            tallies, runs = self._sock.receive_awaited(machine.awaited, calls, 0)
-        self._process(tallies, runs)
-
     def _process(self, tallies: Sequence[Tally], runs: list[Run]) -> None:
         """Give the machine what has come, and serve its timer."""
         machine, now_s = self.machine, self.now_s()
@@ -202,16 +331,22 @@ class UdpClient:
         if due_s is not None and due_s <= now_s:
             machine.handle_timer(now_s)
 
-    def _sleep(self, until_s: float) -> None:
-        """Until something comes, can be sent, or is due."""
+    def _wait_s(self, until_s: float) -> float:
+        """Until a timer is due, or until ``until_s``."""
         due_s, now_s = self.machine.next_timer_s(), self.now_s()
         wait_s = max(0.0, due_s - now_s) if due_s is not None else 1.0
-        wait_s = max(0.0, min(wait_s, until_s - now_s))
-        if self._backlog:
-            self._poll.modify(self._sock.fileno(), select.POLLIN | select.POLLOUT)
-        self._poll.poll(wait_s * 1e3)
-        if self._backlog:
-            self._poll.modify(self._sock.fileno(), select.POLLIN)
+        return max(0.0, min(wait_s, until_s - now_s))
+
+    def _sleep(self, wait_s: float, events: int) -> None:
+        """Until something comes, can be sent, another thread calls, or for ``wait_s``."""
+        self._poll.modify(self._sock.fileno(), events)
+        if any(fd == self._woken.fileno() for fd, _ in self._poll.poll(wait_s * 1e3)):
+            with suppress(BlockingIOError):
+                self._woken.recv(64)
+
+    def _wake_leader(self) -> None:
+        with suppress(BlockingIOError):
+            self._waker.send(b".")
 
 
 class ProbeThread:

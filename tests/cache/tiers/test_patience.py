@@ -28,9 +28,9 @@ from skymemory.cache.patience import (
 from skymemory.cache.tiers import workers as tier_workers
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
-from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
+from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.circuit_breaker import CircuitBreaker
-from skymemory.store.base import Presence
+from skymemory.store.base import KeyLocks, Presence
 from skymemory.store.memory import MemoryStore
 
 SLACK_S = 20.0

@@ -15,9 +15,9 @@ from skymemory.cache.patience import MIN_PATIENCE_S, PATIENCE_SHARE, TIMES_P99, 
 from skymemory.cache.tiers import tier as tier_module
 from skymemory.cache.tiers.load import InFlightBudget, TierLoad
 from skymemory.cache.tiers.tier import Tier, TierSettings
-from skymemory.cache.tiers.workers import Call, KeyLocks
+from skymemory.cache.tiers.workers import Call
 from skymemory.metrics import SharedCounters
-from skymemory.store.base import KeyReport, LoadReport, LoadTicket
+from skymemory.store.base import KeyLocks, KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
 
 NEVER_S = 1e9

@@ -12,12 +12,12 @@ from tests.contract.store_contract import key
 from skymemory.cache.tiers.load import InFlightBudget
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Backlog, DirtyKeys, Tier, TierSettings
-from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
+from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import Place
 from skymemory.metrics import SharedCounters
-from skymemory.store.base import Presence, Store
+from skymemory.store.base import KeyLocks, Presence, Store
 from skymemory.store.memory import MemoryStore
 
 CONFIG = BreakerConfig(failures=3, first_wait_s=1.0, last_wait_s=4.0, probe_limit_s=10.0)

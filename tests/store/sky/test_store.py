@@ -233,7 +233,7 @@ def test_an_interrupted_read_lets_go_of_its_buffer(monkeypatch: pytest.MonkeyPat
         store.put_many(ITEMS)
         client = store._driver
         with monkeypatch.context() as patch:
-            patch.setattr(client, "_receive_or_wait", interrupt)
+            patch.setattr(client, "_receive", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 store.get_many(KEYS)
         assert not client.machine.awaited, "no place for what may still come"

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
-from skymemory.cache.tiers.workers import KeyLocks
 from skymemory.cache.tiers.write import note_missed, write
 from skymemory.metrics import SharedCounters
-from skymemory.store.base import Presence
+from skymemory.store.base import KeyLocks, Presence
 
 _BATCH_BYTES = 16 << 20
 _AGAIN_S = 0.05

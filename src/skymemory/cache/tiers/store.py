@@ -18,7 +18,6 @@ from skymemory.cache.tiers.load import OUTBOUND, InFlightBudget, TieredLoad
 from skymemory.cache.tiers.mover import TierMover
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier, TierSettings
-from skymemory.cache.tiers.workers import KeyLocks
 from skymemory.cache.tiers.write import TieredWrite, write
 from skymemory.errors import InvalidInput
 from skymemory.forks import Owner
@@ -28,6 +27,7 @@ from skymemory.store.base import (
     LEASE_S,
     Buffer,
     Evicting,
+    KeyLocks,
     LoadTicket,
     OpenTickets,
     Places,

@@ -29,11 +29,11 @@ from typing import Literal, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.patience import Latencies, patience_s
-from skymemory.cache.tiers.workers import Call, KeyLocks, TierWorkers
+from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
-from skymemory.store.base import Presence, Store, keeps
+from skymemory.store.base import KeyLocks, Presence, Store, keeps
 
 _log = logging.getLogger(__name__)
 

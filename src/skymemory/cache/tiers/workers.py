@@ -6,12 +6,10 @@ waits for a processor is this machine's load, not the tier's latency: it is adde
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import copy_context
 from typing import Generic, TypeVar
 
@@ -19,8 +17,6 @@ Result = TypeVar("Result")
 
 _MOST_LATE_S = 1.0
 _LATE_STEP_S = 0.001
-_STRIPES = 4096
-"""Versions are kept by stripe, not by key: a collision costs a promotion, nothing else."""
 
 
 class Call(Generic[Result]):
@@ -176,70 +172,3 @@ def _starved_s(thread: int) -> float:
             return int(file.read().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-class KeyLocks:
-    """Locks on keys, so that a value moving between tiers cannot undo a put or a delete. Thread-safe, not reentrant.
-
-    Puts and deletes wait for their keys (``exclusive``); moves (promotion, demotion, write-back) take those that are
-    free (``try_lock``). A load notes the versions of its keys: what it read is promoted only if they are unchanged.
-    """
-
-    def __init__(self) -> None:
-        self._freed = threading.Condition()
-        self._busy: set[bytes] = set()
-        self._versions = [0] * _STRIPES
-
-    def versions(self, keys: Iterable[bytes]) -> dict[bytes, int]:
-        with self._freed:
-            return {key: self._versions[_stripe(key)] for key in keys}
-
-    @contextmanager
-    def exclusive(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
-        """Wait for all of ``keys`` and hold them, to put or delete; after ``patience_s`` yield False instead."""
-        if not self.take(keys, patience_s):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self.give_back(keys)
-
-    def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
-        """As ``exclusive``, until ``give_back``; whether they are held."""
-        with self._freed:
-            if not self._busy.isdisjoint(keys):
-                timeout_s = patience_s if patience_s < math.inf else None
-                if not self._freed.wait_for(lambda: self._busy.isdisjoint(keys), timeout_s):
-                    return False
-            self._busy.update(keys)
-            return True
-
-    def give_back(self, keys: Sequence[bytes]) -> None:
-        """Of what ``take`` holds; another value may be under each of them."""
-        with self._freed:
-            for key in set(keys):
-                self._versions[_stripe(key)] += 1
-            self._busy.difference_update(keys)
-            self._freed.notify_all()
-
-    @contextmanager
-    def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
-        """Hold those of ``keys`` that are free and still have the given ``versions``; yields them."""
-        with self._freed:
-            mine = {
-                key
-                for key in keys
-                if key not in self._busy and (versions is None or versions.get(key) == self._versions[_stripe(key)])
-            }
-            self._busy |= mine
-        try:
-            yield mine
-        finally:
-            with self._freed:
-                self._busy -= mine
-                self._freed.notify_all()
-
-
-def _stripe(key: bytes) -> int:
-    return int.from_bytes(key[:2], "big") % _STRIPES

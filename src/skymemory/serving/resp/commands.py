@@ -28,7 +28,6 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from skymemory import __version__
-from skymemory.cache.tiers.workers import KeyLocks
 from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.value import ValueHeader
@@ -36,7 +35,7 @@ from skymemory.metrics import SharedCounters
 from skymemory.serving.resp import protocol
 from skymemory.serving.resp.protocol import Framed, Reply, Word
 from skymemory.store.accounting import Deadlines
-from skymemory.store.base import KEY_BYTES, Buffer, Expiring, LoadTicket, Presence, Store
+from skymemory.store.base import KEY_BYTES, Buffer, Expiring, KeyLocks, LoadTicket, Presence, Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, bare, named_key, named_payload
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, is_trailer_of, opened, trailer_of

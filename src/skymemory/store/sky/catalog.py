@@ -163,7 +163,8 @@ class Catalog:
     def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
         """The infos of those of these keys that are known here. Asks no satellite."""
         if self.index is None:
-            return {key: self._known[key][0] for key in keys if key in self._known}
+            found = {key: self._known.get(key) for key in keys}
+            return {key: known[0] for key, known in found.items() if known is not None}
         infos = self.index.infos(keys)
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
@@ -177,9 +178,7 @@ class Catalog:
         if self.index is not None:
             chain += self.index.before(chain[-1] if chain else key, _MAX_CHAIN - len(chain))
         chain.reverse()
-        if self.index is not None:
-            return list(self.known(chain).values()) if chain else []
-        return [self._known[known][0] for known in chain if known in self._known]
+        return list(self.known(chain).values()) if chain else []
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
         """``search`` of the distinct keys, in order; what a probing ``prefix`` found is used once."""
@@ -189,8 +188,8 @@ class Catalog:
         else:
             # What ``prefix`` has just probed need not be probed again.
             since_s = self._prober.now_s() - _FRESH_S
-            taken = {key: self._known.pop(key) for key in wanted if key in self._known}
-            found = {key: info for key, (info, at_s) in taken.items() if at_s >= since_s}
+            taken = {key: self._known.pop(key, None) for key in wanted}
+            found = {key: one[0] for key, one in taken.items() if one is not None and one[1] >= since_s}
             unknown = [key for key in wanted if key not in found]
             more, certain = self._prober.search(unknown) if unknown else ({}, True)
             found.update(more)
@@ -314,7 +313,8 @@ class Holders:
         """Per server that has chunks of it, where these may be: its copies; ``nearby``: also where they were before
         the last move, or will be after the next, which may come before a command arrives.
         """
-        r, p = self._driver.machine.moves(self._driver.now_s())
+        with self._driver.lock:
+            r, p = self._driver.machine.moves(self._driver.now_s())
         steps = [(0, 0), (-1, 0), (0, -1), (1, 0), (0, 1)] if nearby else [(0, 0)]
         every = [
             self._sky.servers_at(info.strategy, info.servers, info.set_moves, (r + slots, p + planes), replica)[

@@ -184,7 +184,7 @@ class Prefetcher:
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
             asked = {machine.get(info, values[info.key], driver.now_s(), replicas): info for info in infos}
-            read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
+        read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
         begun: dict[int, tuple[ValueInfo, ValueInfo]] = {}
         with driver.lock:
             for info in reversed(read):  # the first becomes the most recently used, as in every write of a chain
@@ -192,7 +192,7 @@ class Prefetcher:
                     info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim, replicas
                 )
                 begun[number] = info, copy
-            finished = driver.run(begun)
+        finished = driver.run(begun)
         self._counters.add("prefetched_bytes", sum(copy.value_bytes for _, copy in begun.values()))
         done = set()
         for number, (info, copy) in begun.items():

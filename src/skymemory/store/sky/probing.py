@@ -130,7 +130,7 @@ class ClientDriver(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while operations are begun and run."""
+        """Held while operations are begun."""
 
     def now_s(self) -> float: ...
 
@@ -151,7 +151,7 @@ def ask_all(
     now_s = driver.now_s()
     with driver.lock:
         asked = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
-        answers = driver.run(asked)
+    answers = driver.run(asked)
     return [(tag, answers[number]) for number, tag in asked.items()]
 
 
@@ -229,7 +229,8 @@ class Prober:
         return self._settings(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
-        return self._driver.machine.moves(self._driver.now_s())
+        with self._driver.lock:
+            return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
         """Ask the centre for all keys, the other satellites for those it lacks."""
@@ -386,8 +387,8 @@ class IndexRebuilder:
     def _remember(self, keys: Iterable[bytes], certain: bool) -> None:
         until_s = self._prober.now_s() + (ABSENT_S if certain else SILENT_S)
         for key in keys:
+            self._absent.pop(key, None)
             self._absent[key] = until_s, certain
-            self._absent.move_to_end(key)
         while len(self._absent) > MAX_KNOWN:
             self._absent.popitem(last=False)
 
@@ -448,10 +449,11 @@ def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
             machine.ask(Op.PING, b"", satellite, driver.now_s())
             for satellite in dict.fromkeys([centre, *sky.torus.neighbours(centre)])
         ]
-        ahead_s: list[float] = []
-        for number in asked:
-            if len(ahead_s) == _ENOUGH_CLOCKS:
+    ahead_s: list[float] = []
+    for number in asked:
+        if len(ahead_s) == _ENOUGH_CLOCKS:
+            with driver.lock:
                 machine.cancel(number)
-            elif (finished := driver.run([number])[number]).ok:
-                ahead_s.append(finished.report.clock_ahead_s)
+        elif (finished := driver.run([number])[number]).ok:
+            ahead_s.append(finished.report.clock_ahead_s)
     return statistics.median(ahead_s) if ahead_s else None

@@ -19,7 +19,7 @@ import numpy as np
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
-from skymemory.metrics import Counters
+from skymemory.metrics import SharedCounters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.client.transfer import ValueInfo
@@ -29,6 +29,7 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.base import (
     Buffer,
     BufferPool,
+    KeyLocks,
     KeyReport,
     LoadReport,
     LoadTicket,
@@ -134,7 +135,8 @@ class ConstellationStore(RemoteStore):
         prober = Prober(driver, sky, strategy, self.settings.servers, self.settings.can_hold)
         self._catalog = Catalog(index, prober, self.settings.chunk_bytes)
         self._buffers = BufferPool()
-        self._counters = Counters()
+        self._counters = SharedCounters()
+        self._writing = KeyLocks()
         self._holders = Holders(driver, sky, self.settings.replicas)
         self._evictor = Evictor(driver, self._catalog, self._holders, self._counters)
         self._prefetcher = Prefetcher(driver, sky, self._catalog, self._holders, self._evictor, self._counters)
@@ -162,7 +164,9 @@ class ConstellationStore(RemoteStore):
 
     def _process_notices(self) -> None:
         """Remove values from the index that satellites have reported as gone (GONE), unless they were set again."""
-        if dead := dict(self._driver.machine.take_gone()):
+        with self._driver.lock:
+            dead = dict(self._driver.machine.take_gone())
+        if dead:
             known = self._catalog.known(list(dead))
             gone = [key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]]
             self._counters.add("values_gone_by_notice", len(gone))
@@ -245,7 +249,7 @@ class ConstellationStore(RemoteStore):
         with self._driver.lock:
             # In reverse: the first becomes the most recently used, and a chain loses its end first.
             numbers = [machine.get(info, outs[info.key], self._driver.now_s(), replicas) for info in reversed(infos)]
-            finished = self._driver.run(numbers)
+        finished = self._driver.run(numbers)
         for outcome in finished.values():
             self._counters.add("chunks_retransmitted", outcome.report.retransmitted_chunks)
             self._counters.add("chunks_corrupt", outcome.report.corrupt_chunks)
@@ -272,14 +276,15 @@ class ConstellationStore(RemoteStore):
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
         started_s = self._driver.now_s()
-        with self._stores.ending(ticket):
+        # Two threads that write one key at the same time would leave parts of both.
+        with self._stores.ending(ticket), self._writing.exclusive([key for key, _ in ticket.items]):
             # Entries of before: leftovers of other placements are evicted once the new values are stored.
             before = self._catalog.known([key for key, _ in ticket.items])
             with self._driver.lock:
                 # In reverse, as in ``_read``: satellites keep the first block longest.
                 last_first = reversed(dict(ticket.items).items())
                 begun = {key: self._begin_put(key, value) for key, value in last_first}
-                finished = self._driver.run(begun.values())
+            finished = self._driver.run(begun.values())
         stored = {key: finished[number] for key, number in begun.items() if finished[number].ok}
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():
@@ -364,7 +369,7 @@ class ConstellationStore(RemoteStore):
             for satellite, page in reversed(pages) if last_first else pages:
                 body = pack_retain(what, until_s, [info.key for info in page])
                 machine.cancel(machine.ask(Op.RETAIN, body, satellite, now_s))
-            self._driver.run(())
+        self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
         """Per key, whether every satellite that holds chunks of its value has promised."""
@@ -382,8 +387,9 @@ class ConstellationStore(RemoteStore):
         keep useless chunks of it. None: it may still be there; delete it again.
         """
         keys = self._check(keys)
-        infos, certain = self._catalog.search(keys)
-        gone = self._evictor.delete(list(infos.values()))
+        with self._writing.exclusive(keys):
+            infos, certain = self._catalog.search(keys)
+            gone = self._evictor.delete(list(infos.values()))
         absent = False if certain else None
         return [(True if key in gone else None) if key in infos else absent for key in keys]
 
@@ -395,7 +401,8 @@ class ConstellationStore(RemoteStore):
 
     def names(self) -> list[NamedValue]:
         """The named values (``store.named``) in the box."""
-        moves = self._driver.machine.moves(self._driver.now_s())
+        with self._driver.lock:
+            moves = self._driver.machine.moves(self._driver.now_s())
         placement = self._sky.placement(self._strategy, self.settings.servers)
         return list_names(self._driver, list(dict.fromkeys(placement.box_satellites(moves))))
 
