@@ -66,10 +66,10 @@ demo-vllm: $(VENV)/.installed $(VLLM)/.installed ## two vLLM servers that share 
 demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, four schedulers side by side (50 s; ARGS=--quick: 25 s)
 	@$(BIN)/skymemory demo conductor $(ARGS)
 
-# As many processes as there are cores and memory for (tests/conftest.py); one that has nothing to do takes over from another.
+# One process more than there are cores (tests/conftest.py), many tests wait; one that has nothing to do takes over from another.
 PARALLEL := -n auto --dist worksteal
 
-test: $(VENV)/.installed-dev ## the tests, in a process for each core
+test: $(VENV)/.installed-dev ## the tests, in a process for each core and one more
 	@$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=brief -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## the tests marked slow, likewise

@@ -38,13 +38,13 @@ _WORKER_BYTES = 3 << 29
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For ``-n auto``: as many as there are cores and memory for. Two on a single core: many tests wait for a while."""
+    """For ``-n auto``: one more than there are cores, as far as memory goes: many tests wait for a while."""
     import psutil
 
     from skymemory.testbed.carrying import processors
 
     room = psutil.virtual_memory().available // _WORKER_BYTES
-    return max(1, min(max(2, round(processors())), int(room), _MOST_WORKERS))
+    return max(1, min(round(processors()) + 1, int(room), _MOST_WORKERS))
 
 
 @pytest.hookimpl(trylast=True)

@@ -115,10 +115,9 @@ class World:
 
     def holders(self, info: ValueInfo) -> dict[int, list[SatelliteId]]:
         """Every satellite that has chunk ``index``, for every index of the value."""
-        return {
-            index: [here for here, machine in self.sim.satellites.items() if machine.store.peek((info.key, index))]
-            for index in range(info.chunks)
-        }
+        shares = {here: machine.store.shares.get(info.key, {}) for here, machine in self.sim.satellites.items()}
+        some = {here: share for here, share in shares.items() if share}  # few of them
+        return {index: [here for here, share in some.items() if index in share] for index in range(info.chunks)}
 
     def homes(self, info: ValueInfo, moves: tuple[int, int]) -> dict[int, list[SatelliteId]]:
         """Where every chunk must be at ``moves``, as ``holders`` would compute it."""
