@@ -66,7 +66,7 @@ demo-vllm: $(VENV)/.installed $(VLLM)/.installed ## two vLLM servers that share 
 demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, four schedulers side by side (50 s; ARGS=--quick: 25 s)
 	@$(BIN)/skymemory demo conductor $(ARGS)
 
-# One process more than there are cores (tests/conftest.py), many tests wait; one that has nothing to do takes over from another.
+# One process more than there are cores (tests/conftest.py), since many tests wait; one that is idle takes over from another.
 PARALLEL := -n auto --dist worksteal
 
 test: $(VENV)/.installed-dev ## the tests, in a process for each core and one more
