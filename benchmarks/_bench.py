@@ -200,6 +200,17 @@ def client_process(make: Callable[..., tuple[Verb, Verb]], *args: Any, pure: boo
             process.terminate()
 
 
+def turn(pipes: Sequence[Connection], verb: str, runs: int) -> float:
+    """Seconds in which all of these clients do this so often, at the same time, each after a run to warm up."""
+    for count in (1, runs):
+        began_s = time.perf_counter()
+        for pipe in pipes:
+            pipe.send((verb, count))
+        for pipe in pipes:
+            pipe.recv()
+    return time.perf_counter() - began_s
+
+
 def measure(paths: dict[str, Connection], rounds: int, turn: int) -> dict[tuple[str, str], list[float]]:
     """Seconds of every timed run, by path and verb: in each round every path has a turn, whose first run only warms."""
     seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in paths for verb in ("read", "write")}

@@ -18,13 +18,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from _bench import Verb, client_process, print_table, redis_server, write_json
+from _bench import Verb, client_process, print_table, redis_server, turn, write_json
 
 SIZES = (4 << 10, 64 << 10, 512 << 10, 2_949_248, 16 << 20)
 CLIENTS = (1, 8)
@@ -68,17 +66,6 @@ def daemon(folder: Path) -> Iterator[dict[str, str]]:
             yield {"Unix socket": where[0], "TCP": where[1].replace("tcp://", "redis://")}
         finally:
             process.terminate()
-
-
-def turn(pipes: list[Connection], verb: str, runs: int) -> float:
-    """Seconds in which every client does this so often."""
-    for count in (1, runs):
-        began_s = time.perf_counter()
-        for pipe in pipes:
-            pipe.send((verb, count))
-        for pipe in pipes:
-            pipe.recv()
-    return time.perf_counter() - began_s
 
 
 def compare(

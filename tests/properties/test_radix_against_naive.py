@@ -31,6 +31,12 @@ class NaiveIndex:
                 return at
         return len(hashes)
 
+    def bytes_by_servers(self) -> dict[int, int]:
+        return {
+            servers: sum(info.value_bytes for info in self.infos.values() if info.servers == servers)
+            for servers in {info.servers for info in self.infos.values()}
+        }
+
     def orphans(self) -> list[bytes]:
         reached = {one for prompt in PROMPTS for one in prompt[: self.longest_prefix(prompt)]}
         return sorted(set(self.infos) - reached)
@@ -58,7 +64,8 @@ def test_same_as_the_naive_twin(steps: list[tuple[object, ...]]) -> None:
                 start = min(first, last) if hashes else 0
                 parent = PROMPTS[prompt][start - 1] if start else None
                 infos = [
-                    BlockInfo(number, at, at, 0.5, -at, at, "hop", 9, CONTEXTS[context]) for at in range(len(hashes))
+                    BlockInfo(number, at + 1, at, 0.5, -at, at, "hop", 1 + (number + at) % 3, CONTEXTS[context])
+                    for at in range(len(hashes))
                 ]
                 new = index.add(hashes, infos, start, parent)
                 assert new == len(set(hashes) - set(naive.infos))
@@ -89,6 +96,8 @@ def test_same_as_the_naive_twin(steps: list[tuple[object, ...]]) -> None:
         assert len(one) == len(naive.infos)
         assert {block_hash: one.get(block_hash) for block_hash in one} == naive.infos
         assert sorted(one.orphans()) == naive.orphans()
+        held = one.bytes_by_servers()
+        assert {servers: its for servers, its in held.items() if its} == naive.bytes_by_servers()
         for hashes in PROMPTS:
             assert one.longest_prefix(hashes) == naive.longest_prefix(hashes)
 

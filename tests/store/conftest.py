@@ -16,7 +16,7 @@ from skymemory.protocol.clock import SkyMap
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.testbed.connect import clock_of, host_spec, sky_of
-from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Faults, local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
 from skymemory.transport.simulated import SimulatedConstellation
 from skymemory.transport.udp_client import UdpClient
@@ -76,14 +76,14 @@ def store_on(
     authority: Authority | None = None,
     ground: int = 9,
     give_up_s: float = PATIENCE_S,
+    **settings: Any,
 ) -> ConstellationStore:
-    """One more host on the ground of a constellation that runs."""
+    """One more host on the ground of a constellation that runs; ``settings``: of ``SkySettings``."""
     client = UdpClient(
         ClientConfig(ground, authority=authority, give_up_s=give_up_s), sky_of(plan), clock_of(plan), plan.addresses()
     )
-    return ConstellationStore(
-        client, sky_of(plan), SkySettings(memory_per_satellite_bytes=plan.memory_per_satellite_bytes), index=index
-    )
+    settings = {"memory_per_satellite_bytes": plan.memory_per_satellite_bytes, **settings}
+    return ConstellationStore(client, sky_of(plan), SkySettings(**settings), index=index)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def stopped(loop: asyncio.AbstractEventLoop, client: UdpClient) -> Iterator[None
 
 @contextmanager
 def udp_sky_and_loop(
-    authority: Authority | None = None, delay_scale: float = 0.0
+    authority: Authority | None = None, delay_scale: float = 0.0, faults: Faults | None = None
 ) -> Iterator[tuple[ConstellationPlan, asyncio.AbstractEventLoop]]:
     """And the event loop of their host."""
     plan = make_plan(
@@ -127,6 +127,7 @@ def udp_sky_and_loop(
         hosts=local_hosts(PRESET, 1, free_ports(95)),
         delay_scale=delay_scale,
         memory_per_satellite_bytes=8 << 20,
+        faults=faults,
     )
     loop = asyncio.new_event_loop()
     ready = threading.Event()

@@ -136,7 +136,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of a satellite (default: 64MiB)",
     )
-    add("--servers", type=int, metavar="S", help="satellites a value is spread over (default: the preset's, 10)")
+    add(
+        "--servers",
+        type=int,
+        metavar="S",
+        help="satellites each value is spread over (default: chosen by its size, at most the preset's number, 10)",
+    )
     add("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
     add("--strategy", metavar="NAME", help="placement: rotation, hop, rotation_hop, cost or baseline")
     _add_ground_options(parser)

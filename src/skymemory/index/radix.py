@@ -32,6 +32,7 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 # kept once, as a group whose number ends the row.
 _ROW = struct.Struct("<IQIdiiI")
 ROW_BYTES = _ROW.size
+_VALUE_BYTES_AND_GROUP = struct.Struct("<4xQ20xI")
 _GROUP_COLUMN = np.dtype({"names": ["group"], "formats": ["<u4"], "offsets": [ROW_BYTES - 4], "itemsize": ROW_BYTES})
 
 
@@ -106,6 +107,11 @@ class InfoTable:
         )
         return BlockInfo(chunks, value_bytes, crc, set_at_s, slot_moves, plane_moves, *self.groups[number])
 
+    def size_and_group(self, at: int) -> tuple[int, int]:
+        """The value's bytes at position ``at``, and the number of its group."""
+        size_bytes, number = _VALUE_BYTES_AND_GROUP.unpack_from(self.rows, at * ROW_BYTES)
+        return size_bytes, number
+
     def rows_of_context(self, context: bytes) -> npt.NDArray[np.bool_]:
         """Per row, whether its block belongs to ``context``."""
         numbers = [number for number, group in enumerate(self.groups) if group[2] == context]
@@ -172,11 +178,15 @@ class RadixIndex:
     """
 
     def __init__(self) -> None:
+        self.capacity_bytes = math.inf
+        """Of the memory that the blocks are in, for ``bytes_by_servers``."""
         self.clear()
 
     def clear(self) -> None:
         """Removes everything."""
         self._infos = InfoTable()
+        self._held: dict[int, float] = {}
+        """``bytes_by_servers``, by the number of their group."""
         self._rows: dict[bytes, int] = {}
         """Hash → row number; rows of removed blocks are used again."""
         self._run_of: list[Run] = []
@@ -219,7 +229,10 @@ class RadixIndex:
             if at is None:
                 at = self._insert(key, depth, previous)
                 new += 1
+            else:
+                self._count(at, -1)
             self._infos.put(at, row)
+            self._count(at, 1)
             previous = key
         return new
 
@@ -262,6 +275,24 @@ class RadixIndex:
         at = self._rows.get(block_hash)
         return None if at is None else self._infos.get(at)
 
+    def bytes_by_servers(self) -> dict[int, float]:
+        """Bytes of the values present, by the number of servers they were set on. A value counts the less the more has
+        been set after it (exponentially, by ``capacity_bytes``): most that is evicted is never reported.
+        """
+        held: dict[int, float] = {}
+        for number, size_bytes in self._held.items():
+            servers = self._infos.groups[number][1]
+            held[servers] = held.get(servers, 0.0) + size_bytes
+        return held
+
+    def _count(self, at: int, sign: int) -> None:
+        """The value at a row is there, or is no longer."""
+        size_bytes, group = self._infos.size_and_group(at)
+        if sign > 0 and self.capacity_bytes < math.inf:
+            fade = math.exp(-size_bytes / self.capacity_bytes)
+            self._held = {number: its * fade for number, its in self._held.items()}
+        self._held[group] = max(0.0, self._held.get(group, 0.0) + sign * size_bytes)
+
     def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
         """Depth of a block and the hash before it; None if it is not present."""
         at = self._rows.get(key)
@@ -282,6 +313,7 @@ class RadixIndex:
         at = self._rows.pop(key, None)
         if at is None:
             return False
+        self._count(at, -1)
         self._free.append(at)
         run = self._run_of[at]
         offset = self._depths[at] - run.start

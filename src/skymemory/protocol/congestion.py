@@ -25,7 +25,7 @@ class RoundTrip:
 
     def forget(self) -> None:
         """Discard the measurements: those of an overloaded satellite do not apply to it later."""
-        self.smoothed_s = self._longest_s = self._expected_s
+        self.smoothed_s = self.latest_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
         self._measured = False
 
@@ -35,6 +35,7 @@ class RoundTrip:
         self._measured = False
 
     def sample(self, round_trip_s: float) -> None:
+        self.latest_s = round_trip_s
         if round_trip_s > self._longest_s:
             self._longest_s = round_trip_s
         if not self._measured:

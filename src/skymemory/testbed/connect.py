@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from skymemory.constellation.orbit import Shell
@@ -14,6 +14,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.keys import KeyRing
+from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut
+from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.gateway import ACCESS_MODES, Access
 from skymemory.protocol.client.machine import ClientConfig
@@ -32,9 +34,18 @@ from skymemory.transport.udp_socket import source_address
 
 
 def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
-    """Round trip to the farthest server by the current geometry and the plan's delay scale."""
-    # By the way a packet takes: beam to each satellite (los), or beam to the gateway and links from there. The farthest
-    # satellite of the box counts, because the timeout must hold for all. An onboard host has no beam.
+    """Round trip to the farthest satellite of the box: the timeout must hold for all."""
+    round_trip_s, moves = _round_trips(plan, access, now_s)
+    placement = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
+    return max(map(round_trip_s, placement.box_satellites(moves)))
+
+
+def _round_trips(
+    plan: ConstellationPlan, access: str, now_s: float | None = None
+) -> tuple[Callable[[SatelliteId], float], Moves]:
+    """Round trips by the current geometry and the plan's delay scale, and the moves of now."""
+    # By the way a packet takes: beam to each satellite (los), or beam to the gateway and links from there. An onboard
+    # host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
     sky_s, moves = 0.0, (0, 0)
     if plan.time_scale:
@@ -46,14 +57,13 @@ def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | N
     beam_s = 0.0 if access == "onboard" else sight.one_way_s(gateway, centre, sky_s)
     slot_s, plane_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
 
-    def one_way_s(satellite: SatelliteId) -> float:
+    def round_trip_s(satellite: SatelliteId) -> float:
         if access == "los" or (access == "hybrid" and satellite in seen):
-            return sight.one_way_s(satellite, centre, sky_s)
+            return 2 * sight.one_way_s(satellite, centre, sky_s) * plan.delay_scale
         slots, planes = plan.torus.delta(gateway, satellite)
-        return beam_s + abs(slots) * slot_s + abs(planes) * plane_s
+        return 2 * (beam_s + abs(slots) * slot_s + abs(planes) * plane_s) * plan.delay_scale
 
-    placement = sky.placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
-    return 2 * max(one_way_s(satellite) for satellite in placement.box_satellites(moves)) * plan.delay_scale
+    return round_trip_s, moves
 
 
 def check_access(plan: ConstellationPlan, access: str) -> Access:
@@ -109,13 +119,33 @@ def store_of(
     """The store over a constellation that runs by ``plan``; ``access`` overrides the plan's."""
     access = access or plan.access
     client = client_of(plan, check_access(plan, access), expected_round_trip_s(plan, access), give_up_s)
-    return ConstellationStore(client, sky_of(plan), settings_of(plan), index=index)
+    return ConstellationStore(client, sky_of(plan), settings_of(plan, access), index=index)
 
 
-def settings_of(plan: ConstellationPlan) -> SkySettings:
+def settings_of(plan: ConstellationPlan, access: str | None = None) -> SkySettings:
     """Placement and sizes of the values that clients write."""
     memory_bytes, lazy = plan.memory_per_satellite_bytes, plan.memory_policy.lazy
-    return SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, memory_bytes, lazy, plan.replicas)
+    fan_out = fan_out_of(plan, access or plan.access) if plan.by_size else None
+    return SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, memory_bytes, lazy, plan.replicas, fan_out)
+
+
+def fan_out_of(plan: ConstellationPlan, access: str) -> FanOut:
+    """How many satellites a value is worth, by the current geometry."""
+    sky, code = sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
+    round_trip_s, moves = _round_trips(plan, access)
+    # With a beam for each satellite more of them transmit at the same time; through a gateway all share its beam. The
+    # plan's delay scale holds for the whole link: without delays it transmits as fast as this computer.
+    beams = access in ("los", "hybrid")
+    chunk_s = plan.chunk_bytes / BEAM_BYTES_PER_S * plan.delay_scale if beams else 0.0
+    return FanOut.of(
+        lambda servers: sky.placement(code, servers),
+        plan.servers,
+        moves,
+        round_trip_s,
+        chunk_s,
+        plan.memory_per_satellite_bytes,
+        plan.replicas,
+    )
 
 
 BIND_SETTING = "SKYMEMORY_BIND"

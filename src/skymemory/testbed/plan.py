@@ -107,6 +107,7 @@ DEFAULT_BASE_PORT = 26_000
 """Below the ephemeral port range (32768 and up on Linux)."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
+FAN_OUTS = ("size", "fixed")
 MAX_PUSHED_MOVES = MOST_PUSHED
 
 
@@ -231,6 +232,10 @@ class ConstellationPlan:
     """One of ``AUTH_MODES``."""
     keys_file: str = ""
     """Key file, if ``auth`` is not off; in a plan file relative to its folder."""
+    fan_out: str = ""
+    """``size``: each value on as many satellites as its size pays for, ``servers`` at most; ``fixed``: on ``servers``.
+    Empty: by size where ``servers`` is the preset's number. (Earlier releases know no other plans: theirs are fixed.)
+    """
 
     def __post_init__(self) -> None:
         preset = preset_named(self.preset)
@@ -241,6 +246,7 @@ class ConstellationPlan:
             f"the plan says {self.planes} of {self.slots_per_plane}",
         )
         check_servers(self.servers, torus)
+        _require(self.fan_out in ("", *FAN_OUTS), f"fan_out {self.fan_out!r}: expected {' or '.join(FAN_OUTS)}")
         box = layout(parse_strategy(self.strategy), self.servers, torus).box
         most = min(255, box.width * box.height)
         _require(1 <= self.replicas <= most, f"{self.replicas} replicas: expected 1 to {most}, the box's satellites")
@@ -291,6 +297,13 @@ class ConstellationPlan:
     @property
     def torus(self) -> Torus:
         return Torus(self.planes, self.slots_per_plane)
+
+    @property
+    def by_size(self) -> bool:
+        """Whether clients choose each value's number of satellites by its size."""
+        if self.fan_out:
+            return self.fan_out == "size"
+        return self.servers == preset_named(self.preset).servers
 
     @property
     def memory_bytes(self) -> int:
@@ -369,7 +382,7 @@ def make_plan(
     keys_file: str = "",
 ) -> ConstellationPlan:
     """A plan with the preset's defaults; ``hosts`` defaults to five on this computer, the strategy with access
-    ``onboard`` to ``hop``.
+    ``onboard`` to ``hop``. With ``servers`` every value has so many; by default they are chosen by its size.
     """
     chosen = preset_named(preset)
     ground = ground or Ground()
@@ -394,6 +407,7 @@ def make_plan(
         ground=ground,
         auth=auth,
         keys_file=keys_file,
+        fan_out="fixed" if servers == chosen.servers else "",
     )
 
 

@@ -32,6 +32,8 @@ def to_json(plan: ConstellationPlan) -> str:
     for host in fields["hosts"]:
         if not host["skipped_ports"]:
             del host["skipped_ports"]
+    if not plan.fan_out:
+        del fields["fan_out"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 

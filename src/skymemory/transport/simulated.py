@@ -21,6 +21,7 @@ from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
+from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
@@ -362,6 +363,12 @@ class SimulatedClient:
 
     def now_s(self) -> float:
         return self._constellation.now_s
+
+    def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
+        """Begin a ``get`` and ``run`` it."""
+        with self.lock:
+            number = self.machine.get(info, out, self.now_s(), replicas)
+        return self.run([number])[number]
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Advance virtual time until all these operations have ended."""

@@ -22,7 +22,8 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import SkyMemoryError
 from skymemory.forks import OwnLock
 from skymemory.native import Run, Tally
-from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished, PlainRead
+from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import SegmentBatch
 from skymemory.transport.udp_socket import BatchSocket, UnixClock
@@ -30,6 +31,8 @@ from skymemory.transport.udp_socket import BatchSocket, UnixClock
 Endpoint = tuple[str, int]
 _SPIN_US = 40
 """How long to poll an empty socket before sleeping: the next datagrams of an answer come sooner than a thread wakes."""
+_PLAIN_SPIN_US = 300
+"""The same for the answer of a satellite on this computer or beside it, which must be woken first."""
 _MAX_RECEIVES = 64
 """Receive calls before the machine processes what came, unless it has something to send: then one."""
 DRAIN_BYTES_PER_S = 400e6
@@ -163,6 +166,36 @@ class UdpClient:
         those that have. The caller runs the others again, or cancels them; an interruption cancels them all.
         """
         return self._run(_Call(numbers, until_s, any_of_them=True))
+
+    def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
+        """Begin a ``get`` and ``run`` it. A small value from a near satellite, with nothing else under way, takes one
+        call to send and one or two to receive, and no operation.
+        """
+        machine = self.machine
+        self._clock.follow_wall()
+        with self._lock:
+            now_s = self.now_s()
+            alone = replicas == 1 and not self._calls and not self._backlog and not self._closed
+            plain = machine.plain_get(info, out, now_s) if alone else None
+            if plain is None:
+                number = machine.get(info, out, now_s, replicas)
+            else:
+                ended = self._read_plain(plain)
+                if isinstance(ended, Finished):
+                    return ended
+                number = ended
+        return self.run([number])[number]
+
+    def _read_plain(self, plain: PlainRead) -> Finished | int:
+        """Its end, or the number of the operation that it has become."""
+        sock, awaited = self._sock, {plain.request_id: plain.landing}
+        sock.send_each([(plain.packet, *self._satellites[plain.satellite])])
+        tallies, runs = sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
+        now_s = self.now_s()
+        ended = self.machine.end_plain(plain, tallies, now_s)
+        if runs:
+            self.machine.receive_runs(runs, now_s)
+        return ended
 
     # Several threads may wait for operations at the same time. One of them, the leader, sends, receives and serves the
     # timers for all; a call that has got what it waits for returns, and a leader then hands over to another. So one

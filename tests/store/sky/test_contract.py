@@ -19,6 +19,7 @@ from tests.store.conftest import (
 )
 from tests.testbed.virtual import VirtualConstellation
 
+from skymemory.placement.fan_out import FanOut
 from skymemory.protocol.client.gateway import ACCESS_MODES
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.plan import make_plan
@@ -97,6 +98,32 @@ class TestSimulatedWithLittleMemory(StoreContract):
             most_bytes=store.settings.largest_value_bytes,
             pins=False,
             flood_bytes=10 * 128 << 10,
+            later=lambda seconds: sky.settle(sky.now_s + seconds),
+            outage=lambda: cut_off(sky),
+        )
+        store.close()
+
+
+class TestSimulatedBySize(StoreContract):
+    """Each value on as many satellites as its size is worth, and with little memory."""
+
+    can = frozenset({"limit", "flood", "leases", "clock", "outage"})
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        memory_bytes = 128 << 10
+        sky, journal = simulated(memory_bytes), tmp_path / "index"
+        how = {
+            "memory_per_satellite_bytes": memory_bytes,
+            "fan_out": FanOut({1: 0.004, 4: 0.006, 10: 0.01}, 1e-4, memory_bytes),
+        }
+        store = store_over(sky, index=SharedIndex(journal, born=True), **how)
+        yield Tier(
+            store,
+            most_bytes=store.settings.largest_value_bytes,
+            pins=False,
+            flood_bytes=10 * memory_bytes,
+            another=lambda: store_over(sky, 2, SharedIndex(journal), **how),
             later=lambda seconds: sky.settle(sky.now_s + seconds),
             outage=lambda: cut_off(sky),
         )

@@ -21,7 +21,8 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -33,7 +34,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
 from skymemory.protocol.client.gateway import Access, Gateway
 from skymemory.protocol.client.liveness import FailureDetector, Peers, Probes
-from skymemory.protocol.client.requests import ALWAYS_SENT, InFlight, Operation, Request
+from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, Request
 from skymemory.protocol.client.transfer import (
     CHUNK_OVERHEAD_BYTES,
     Absence,
@@ -47,9 +48,11 @@ from skymemory.protocol.client.transfer import (
     Where,
     WriteKeepalive,
     WriteTransfer,
+    landing_of,
+    verified,
 )
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
-from skymemory.protocol.messages import Capabilities, Dead, Selection, unpack_dead
+from skymemory.protocol.messages import Capabilities, Dead, Selection, pack_steps, unpack_dead
 from skymemory.protocol.wire import (
     CREDIT_UNIT_BYTES,
     FLAG_SETTLED,
@@ -112,6 +115,27 @@ class Finished:
     report: TransferReport
     body: bytes = b""
     info: ValueInfo | None = None
+
+
+_PLAIN_ROUND_TRIP_S = 0.0005
+"""Farther satellites are not waited for with the socket in hand."""
+
+
+class PlainRead(NamedTuple):
+    """A read that one GET serves, packed (``ClientMachine.plain_get``). ``landing``: where its answer belongs."""
+
+    info: ValueInfo
+    satellite: SatelliteId
+    request_id: int
+    packet: Buffer
+    landing: Landing
+    moves: Moves
+    begun_s: float
+
+
+@lru_cache(maxsize=256)
+def _steps_of_all(chunks: int, servers: int) -> bytes:
+    return pack_steps(range(0, chunks, servers))
 
 
 # The life of a read:
@@ -182,6 +206,63 @@ class ClientMachine:
             hedged = ReplicatedRead(info, out, copies, moves, burst_chunks, self.config.hedge_round_trips)
             return self._begin(hedged, now_s)
         return self._begin(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
+
+    def plain_get(self, info: ValueInfo, out: memoryview, now_s: float) -> PlainRead | None:
+        """``get`` for the usual case of a small value, without an operation: all its chunks are on one satellite, which
+        is near, nothing else is under way, and all is well. None elsewhere.
+
+        The caller sends ``packet``, receives what comes at once, and calls ``end_plain``.
+        """
+        peers, config = self._peers, self.config
+        one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= config.read_burst_chunks
+        if not one_packet or self._operations or self._gateway is not None or config.authority is not None:
+            return None
+        if not self.breaker.closed or peers.suspects or self._in_flight.packets:
+            return None
+        if len(out) < info.value_bytes or out.readonly:  # ``get`` says so
+            return None
+        moves = self._clock.to_read_at(info.set_moves, now_s)
+        satellite = self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves)[0]
+        peer = peers.peer(satellite)
+        if peer.round_trip.latest_s > _PLAIN_ROUND_TRIP_S or peer.heard_s + STALE_S < now_s:
+            return None
+        info.check()
+        body = info.key + _steps_of_all(info.chunks, info.servers)
+        request_id, packet = self._in_flight.pack_get(satellite, body, self.moves(now_s), now_s)
+        return PlainRead(info, satellite, request_id, packet, landing_of(info, out), moves, now_s)
+
+    def end_plain(self, read: PlainRead, tallies: Sequence[Tally], now_s: float) -> Finished | int:
+        """What came for a plain read: its end, or, where that is not all, the number of an operation that goes on."""
+        info = read.info
+        if len(tallies) == 1:
+            request_id, echo_us, _, placed, duplicates, corrupt, foreign = tallies[0]
+            whole = request_id == read.request_id and placed == info.chunks
+            if whole and not (duplicates or corrupt or foreign) and verified(info, read.landing):
+                self._peers.peer(read.satellite).heard(since_s(echo_us, now_s), now_s)
+                self._detector.succeeded(now_s)
+                seconds = now_s - read.begun_s
+                report = TransferReport(info.value_bytes, info.chunks, 1, 1, seconds=seconds)
+                return Finished(0, True, report, b"", info)
+        # Late, lost or damaged: it becomes an operation like any other, and what came counts.
+        copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
+        transfer = ReadTransfer(info, read.landing[5], copies[0], read.moves, info.chunks)
+        transfer.begun(read.landing)
+        operation = self._register(transfer, transfer.report, read.begun_s)
+        size_bytes = info.chunks * (info.chunk_bytes + CHUNK_OVERHEAD_BYTES)
+        request = self._in_flight.begin(
+            operation,
+            read.satellite,
+            Op.GET,
+            range(0, info.chunks, info.servers),
+            b"",
+            size_bytes,
+            read.moves,
+            read.begun_s,
+            read.request_id,
+        )
+        request.sent_s = read.begun_s
+        self.receive_placed(tallies, now_s)
+        return operation.number
 
     def put(
         self,
@@ -477,7 +558,7 @@ class ClientMachine:
                     # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
                     self._in_flight.hurry(request, now_s)
             elif request.operation not in ended:
-                ended[request.operation] = "" if transfer.verified() else "corrupt"
+                ended[request.operation] = "" if verified(transfer.info, transfer.landing) else "corrupt"
         for operation, failure in ended.items():
             self._finish(operation, failure, now_s)
 

@@ -35,6 +35,7 @@ from skymemory.protocol.wire import (
     MOST_CREDIT,
     SKY,
     VERSION,
+    Buffer,
     Op,
     SegmentBatch,
     Status,
@@ -63,7 +64,7 @@ know it. At 2 % of loss each way one question in 390,000 comes to that by chance
 """
 _MODEST_BYTES_PER_S = 200e6
 """A busy satellite (or we) may take what is queued as slowly as this before it looks like loss."""
-_STALE_S = 10.0
+STALE_S = 10.0
 """A round trip measured this long ago is not used: in a past overload answers took seconds."""
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
@@ -166,17 +167,20 @@ class InFlight:
         size_bytes: int,
         moves: Moves,
         now_s: float,
+        request_id: int = 0,
     ) -> Request:
-        """A new request, to be transmitted. ``size_bytes`` is what it puts in flight, up or down."""
+        """A new request, to be transmitted. ``size_bytes`` is what it puts in flight, up or down. ``request_id``: of
+        one that ``pack_get`` has packed.
+        """
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
-        if peer.heard_s + _STALE_S < now_s:
+        if peer.heard_s + STALE_S < now_s:
             peer.round_trip.forget()
         # At most ``give_up_s``: a peer that has answered late may be dead by now.
         timeout_s = min(_timeout_s(peer, window), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
         request = Request(
-            self._next_request_id,
+            request_id or self._take_id(),
             operation,
             satellite,
             op,
@@ -189,7 +193,6 @@ class InFlight:
             window,
             peer,
         )
-        self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
         self._alarm_s = min(self._alarm_s, request.deadline_s) if self.by_id else request.deadline_s
         self.by_id[request.request_id] = request
         if isinstance(operation.transfer, ReadTransfer):
@@ -211,7 +214,7 @@ class InFlight:
                 beam = request.satellite if gateway is None else gateway.beam(request.satellite)
                 refs, payloads = transfer.of_these(request.indices)
                 sequence = self._take_sequence(len(payloads))
-                prefix = self._prefix(request, beam, 1, sequence, now_s)
+                prefix = self._prefix(request.op, request.satellite, beam, request.request_id, request.moves, sequence, now_s)
                 self._queue(prefixed_batch(prefix, refs, payloads, sequence), beam, now_s)
             return
         # Reads and questions are single packets: one native call builds them from one prefix.
@@ -224,7 +227,8 @@ class InFlight:
                 (_wire_address(request.satellite), _GROUND | _wire_address(beam), request.request_id, request.body)
             )
             beams.append(beam)
-        prefix = self._prefix(requests[0], beams[0], 1, 0, now_s)
+        first = requests[0]
+        prefix = self._prefix(first.op, first.satellite, beams[0], first.request_id, first.moves, 0, now_s)
         packets = native.command_packets(prefix, self._take_sequence(len(rows)), rows)
         for packet, beam in zip(packets, beams, strict=True):
             self._queue(single(packet), beam, now_s)
@@ -233,14 +237,35 @@ class InFlight:
         """A repetition is signed again: MACs carry a time."""
         self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
-    def _prefix(self, request: Request, beam: SatelliteId, body_bytes: int, sequence: int, now_s: float) -> bytes:
+    def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
+        """A GET by a beam of its own, and its request id. It is not in flight: ``begin`` may take it up later."""
+        request_id = self._take_id()
+        prefix = self._prefix(Op.GET, satellite, satellite, request_id, moves, 0, now_s)
+        address = _wire_address(satellite)
+        row = address, _GROUND | address, request_id, body
+        (packet,) = native.command_packets(prefix, self._take_sequence(1), [row])
+        return request_id, packet
+
+    def _prefix(
+        self,
+        op: Op,
+        satellite: SatelliteId,
+        beam: SatelliteId,
+        request_id: int,
+        moves: Moves,
+        sequence: int,
+        now_s: float,
+    ) -> bytes:
         """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
-        outer = command_fields(request.op, sequence, COMMAND_PREFIX_BYTES + body_bytes)
-        ends = _wire_address(request.satellite), _GROUND | _wire_address(beam), self._ground, request.request_id
+        outer = command_fields(op, sequence, COMMAND_PREFIX_BYTES + 1)
+        ends = _wire_address(satellite), _GROUND | _wire_address(beam), self._ground, request_id
         journey = HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF
-        return _COMMAND_PREFIX.pack(
-            *outer, VERSION, request.op, 0, Status.OK, *ends, *journey, *request.moves, self._credit, 0, 0
-        )
+        return _COMMAND_PREFIX.pack(*outer, VERSION, op, 0, Status.OK, *ends, *journey, *moves, self._credit, 0, 0)
+
+    def _take_id(self) -> int:
+        request_id = self._next_request_id
+        self._next_request_id = request_id % 0xFFFFFFFF + 1
+        return request_id
 
     def _take_sequence(self, count: int) -> int:
         first = self._sequence

@@ -199,26 +199,15 @@ class ReadTransfer:
             )
         self.info = info
         self.out = out
-        # Written by the native helper as chunks arrive (``landing``).
-        self.arrived = bytearray(info.chunks)
-        self.crcs = bytearray(info.chunks * _CRC_BYTES)
+        self.landing = landing_of(info, out)
+        """Where the native helper places its chunks as they arrive."""
+        self.arrived = self.landing[6]
         self.missing = info.chunks
         bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.checked_suspects: int | None = None
         """``Suspects.added`` when none of ``pending`` was for one of them."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
-        self.landing: Landing = (
-            info.key,
-            info.chunks,
-            info.chunk_bytes,
-            info.value_bytes,
-            info.value_crc,
-            out,
-            self.arrived,
-            self.crcs,
-        )
-        """Where the native helper places its chunks as they arrive."""
         self._where = where
         self._searches: dict[int, _Search] = {}
         self._aside: list[Burst] = []
@@ -375,12 +364,26 @@ class ReadTransfer:
         found = (self._searches.get(index) for index in indices if not self.arrived[index])
         return any(search is not None and search.in_place_of_silent for search in found)
 
-    def verified(self) -> bool:
-        """Whether the value's checksum is right, by combining those of its chunks, which were verified."""
-        info = self.info
-        if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
-            return info.value_crc == 0
-        return native.crc32_join(self.crcs, info.chunk_bytes, info.value_bytes) == info.value_crc
+    def begun(self, landing: Landing) -> None:
+        """All its chunks have been asked for, to be placed there."""
+        self.landing = landing
+        self.arrived = landing[6]
+        self.pending.clear()
+
+
+def landing_of(info: ValueInfo, out: memoryview) -> Landing:
+    """Where the chunks of a value belong, none of which has arrived."""
+    arrived, crcs = bytearray(info.chunks), bytearray(info.chunks * _CRC_BYTES)
+    return info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, arrived, crcs
+
+
+def verified(info: ValueInfo, landing: Landing) -> bool:
+    """Whether the checksum of a value that has arrived is right, by combining those of its chunks, which were
+    verified.
+    """
+    if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
+        return info.value_crc == 0
+    return native.crc32_join(landing[7], info.chunk_bytes, info.value_bytes) == info.value_crc
 
 
 @dataclass(slots=True)

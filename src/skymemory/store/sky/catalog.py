@@ -109,6 +109,10 @@ class Catalog:
         known = self.known(keys)
         return any(self._rebuilder.absent(key) for key in keys if key not in known)
 
+    def bytes_by_servers(self) -> dict[int, float] | None:
+        """Bytes of values by their number of servers, as in ``RadixIndex``; None without an index."""
+        return None if self.index is None else self.index.bytes_by_servers()
+
     def probing(self) -> dict[str, int]:
         """Figures for ``stats``: HAS packets, keys probed and values adopted by this process; writes of the index that
         found no room.

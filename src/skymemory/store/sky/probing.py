@@ -134,6 +134,9 @@ class ClientDriver(Protocol):
 
     def now_s(self) -> float: ...
 
+    def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
+        """Begin a ``get`` of one value and ``run`` it."""
+
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Send and receive until these operations have ended."""
 

@@ -118,6 +118,18 @@ class SharedIndex:
             self._follow()
             return len(self._index)
 
+    def assume_capacity(self, memory_bytes: float) -> None:
+        """What is entered from now on is in a memory of this size."""
+        with self._lock:
+            self._index.capacity_bytes = memory_bytes
+
+    def bytes_by_servers(self) -> dict[int, float]:
+        """As in ``RadixIndex``."""
+        with self._lock:
+            self._reopen()
+            self._follow()
+            return self._index.bytes_by_servers()
+
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """Leading keys that are all present; ``keys`` may start anywhere in a chain, or be no chain."""
         with self._lock:
@@ -352,7 +364,9 @@ class SharedIndex:
         return True
 
     def _reset(self) -> None:
-        self._index, self._state, self._replayed_bytes = RadixIndex(), JournalState(), 0
+        fresh = RadixIndex()
+        fresh.capacity_bytes = self._index.capacity_bytes
+        self._index, self._state, self._replayed_bytes = fresh, JournalState(), 0
         self._compact_at_bytes = COMPACT_BYTES
 
     def _reopen(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import SharedCounters
+from skymemory.placement.fan_out import FanOut
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.client.transfer import ValueInfo
@@ -73,12 +74,15 @@ class SkySettings:
 
     strategy: str = "rotation_hop"
     servers: int = 10
+    """Satellites of a value: of each, or at most, with ``fan_out``."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     memory_per_satellite_bytes: int = 0
     lazy_eviction: bool = True
     """Whether a reader that finds a chunk gone evicts the rest of the value."""
     replicas: int = 1
     """Copies of every chunk, on different satellites (and planes, as far as the box has rows)."""
+    fan_out: FanOut | None = None
+    """Chooses each value's number of servers by its size; None: all values have ``servers``."""
 
     @property
     def strategy_code(self) -> int:
@@ -87,6 +91,12 @@ class SkySettings:
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
         return int(code)
+
+    @property
+    def box_bytes(self) -> float:
+        """How much of all values the satellites of the box hold; infinite where their memory is unknown."""
+        memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
+        return memory_bytes or math.inf
 
     @property
     def largest_value_bytes(self) -> int:
@@ -134,6 +144,8 @@ class ConstellationStore(RemoteStore):
         self._sky = sky
         prober = Prober(driver, sky, strategy, self.settings.servers, self.settings.can_hold)
         self._catalog = Catalog(index, prober, self.settings.chunk_bytes)
+        if index is not None and self.settings.fan_out is not None:
+            index.assume_capacity(self.settings.box_bytes)
         self._buffers = BufferPool()
         self._counters = SharedCounters()
         self._writing = KeyLocks()
@@ -245,16 +257,19 @@ class ConstellationStore(RemoteStore):
 
     def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview]) -> dict[bytes, Finished]:
         """Read these values once."""
-        machine, replicas = self._driver.machine, self.settings.replicas
-        with self._driver.lock:
-            # In reverse: the first becomes the most recently used, and a chain loses its end first.
-            numbers = [machine.get(info, outs[info.key], self._driver.now_s(), replicas) for info in reversed(infos)]
-        finished = self._driver.run(numbers)
-        for outcome in finished.values():
+        driver, machine, replicas = self._driver, self._driver.machine, self.settings.replicas
+        if len(infos) == 1:
+            finished = [driver.read(infos[0], outs[infos[0].key], replicas)]
+        else:
+            with driver.lock:
+                # In reverse: the first becomes the most recently used, and a chain loses its end first.
+                numbers = [machine.get(info, outs[info.key], driver.now_s(), replicas) for info in reversed(infos)]
+            finished = list(driver.run(numbers).values())
+        for outcome in finished:
             self._counters.add("chunks_retransmitted", outcome.report.retransmitted_chunks)
             self._counters.add("chunks_corrupt", outcome.report.corrupt_chunks)
             self._counters.add("requests", outcome.report.requests)
-        return {outcome.info.key: outcome for outcome in finished.values() if outcome.info is not None}
+        return {outcome.info.key: outcome for outcome in finished if outcome.info is not None}
 
     def _key_report(self, outcome: Finished) -> KeyReport:
         report = outcome.report
@@ -280,10 +295,7 @@ class ConstellationStore(RemoteStore):
         with self._stores.ending(ticket), self._writing.exclusive([key for key, _ in ticket.items]):
             # Entries of before: leftovers of other placements are evicted once the new values are stored.
             before = self._catalog.known([key for key, _ in ticket.items])
-            with self._driver.lock:
-                # In reverse, as in ``_read``: satellites keep the first block longest.
-                last_first = reversed(dict(ticket.items).items())
-                begun = {key: self._begin_put(key, value) for key, value in last_first}
+            begun = self._begin_puts(dict(ticket.items))
             finished = self._driver.run(begun.values())
         stored = {key: finished[number] for key, number in begun.items() if finished[number].ok}
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
@@ -310,18 +322,25 @@ class ConstellationStore(RemoteStore):
         self._counters.add("stored", len(stored))
         return [key in stored for key, _ in ticket.items]
 
-    def _begin_put(self, key: bytes, value: Buffer) -> int:
-        settings = self.settings
-        number, _ = self._driver.machine.put(
-            key,
-            value,
-            settings.chunk_bytes,
-            self._strategy,
-            settings.servers,
-            self._driver.now_s(),
-            replicas=settings.replicas,
-        )
-        return number
+    def _begin_puts(self, items: Mapping[bytes, Buffer]) -> dict[bytes, int]:
+        """The number of each write's operation."""
+        settings, machine, begun = self.settings, self._driver.machine, dict[bytes, int]()
+        # Without an index nothing tells how full small boxes are.
+        held = self._catalog.bytes_by_servers() if settings.fan_out else None
+        with self._driver.lock:
+            now_s = self._driver.now_s()
+            # In reverse, as in ``_read``: satellites keep the first block longest.
+            for key, value in reversed(items.items()):
+                servers = settings.servers
+                if settings.fan_out is not None and held is not None:
+                    size_bytes = memoryview(value).nbytes
+                    chunks = max(1, -(-size_bytes // settings.chunk_bytes))
+                    servers = settings.fan_out.servers(chunks, size_bytes, held)
+                    held[servers] = held.get(servers, 0.0) + size_bytes
+                begun[key], _ = machine.put(
+                    key, value, settings.chunk_bytes, self._strategy, servers, now_s, replicas=settings.replicas
+                )
+        return begun
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
@@ -424,10 +443,13 @@ class ConstellationStore(RemoteStore):
         satellite: what an index cannot know counts as present.
         """
         keys = self._check(keys)
-        rtt_s = self._driver.machine.config.expected_rtt_s
+        farthest_s = self._driver.machine.config.expected_rtt_s
         if self._catalog.absent(keys):
             return math.inf
         found = self._catalog.known(keys) if self._catalog.index is not None else {}
+        boxes_s = self.settings.fan_out.round_trips_s if self.settings.fan_out is not None else {}
+        rtts_s = (boxes_s.get(found[key].servers, farthest_s) if key in found else farthest_s for key in keys)
+        rtt_s = max(rtts_s, default=farthest_s)
         sizes = [found[key].value_bytes if key in found else _TYPICAL_BYTES for key in keys]
         return rtt_s + sum(sizes) / self._rate.bytes_per_s
 

@@ -1,0 +1,163 @@
+"""Small values from near satellites take a short way in the client. It ends as the long one would, whatever comes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.contract.store_contract import key, value
+from tests.store.conftest import connection, stopped, store_on, udp_sky_and_loop
+
+from skymemory.placement.fan_out import FanOut
+from skymemory.protocol.client import machine
+from skymemory.protocol.client.machine import Finished
+from skymemory.protocol.messages import pack_keys
+from skymemory.protocol.wire import Op
+from skymemory.store.sky.probing import ask_all
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.plan import Faults
+
+ON_ONE = FanOut({1: 0.0, 10: 0.0}, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _satellites_of_this_process_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the interpreter with the client, and answer after milliseconds."""
+    monkeypatch.setattr(machine, "_PLAIN_ROUND_TRIP_S", 1.0)
+
+
+def short_ways(store: ConstellationStore) -> list[bool]:
+    """Grows with each read that takes the short way: whether it ended there."""
+    client, taken = connection(store), list[bool]()
+    end_plain = client.machine.end_plain
+
+    def noted(*given: object) -> Finished | int:
+        ended = end_plain(*given)  # type: ignore[arg-type]
+        taken.append(isinstance(ended, Finished))
+        return ended
+
+    client.machine.end_plain = noted  # type: ignore[method-assign]
+    return taken
+
+
+def without_short_ways(store: ConstellationStore) -> None:
+    connection(store).machine.plain_get = lambda *given: None  # type: ignore[method-assign]
+
+
+def read(store: ConstellationStore, one: bytes) -> tuple[bytes | None, str]:
+    """The value, or why it is a miss."""
+    ticket = store.prepare_load([one])
+    (found,) = store.complete_load(ticket)
+    assert ticket.report is not None
+    return None if found is None else bytes(found), ticket.report.keys[0].reason
+
+
+@pytest.mark.parametrize("size", [0, 1, 6143, 6144, 6145, 63 * 6144, 64 * 6144])
+def test_a_small_value_of_any_size_ends_on_the_short_way(size: int) -> None:
+    with udp_sky_and_loop() as (plan, _):
+        store = store_on(plan, SharedIndex(), fan_out=ON_ONE)
+        taken = short_ways(store)
+        assert store.put_many([(key(1), value(1, size))]) == [True]
+        for _ in range(5):
+            assert read(store, key(1)) == (value(1, size), "")
+        assert len(taken) >= 4, "but for the first, whose round trip is not known"
+        store.close()
+
+
+def test_a_larger_value_or_one_on_several_satellites_takes_the_long_way() -> None:
+    with udp_sky_and_loop() as (plan, _):
+        for one in (store_on(plan, SharedIndex(), fan_out=ON_ONE), store_on(plan, SharedIndex())):
+            taken = short_ways(one)
+            size = 64 * 6144 + 1 if one.settings.fan_out else 6145
+            assert one.put_many([(key(2), value(2, size))]) == [True]
+            assert read(one, key(2)) == read(one, key(2)) == (value(2, size), "")
+            assert taken == []
+            one.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_network_does_to_packets_a_read_gives_the_value(seed: int) -> None:
+    faults = Faults(loss=0.03, duplicate=0.05, reorder=0.05, corrupt=0.03, seed=seed)
+    with udp_sky_and_loop(faults=faults) as (plan, _):
+        store = store_on(plan, SharedIndex(), fan_out=ON_ONE)
+        taken, dice = short_ways(store), random.Random(seed)
+        items = [(key(number), value(number, dice.randrange(1, 40 * 6144))) for number in range(8)]
+        assert all(store.put_many(items))
+        for _ in range(150):
+            one, its = dice.choice(items)
+            assert read(store, one) == (its, "")
+        assert True in taken
+        assert False in taken, "some went on as operations"
+        open_requests = connection(store).machine._in_flight.by_id.values()
+        assert all(request.operation.transfer is None for request in open_requests), "but for pings"
+        assert connection(store).machine._peers.inbound.in_flight_bytes == 0
+        store.close()
+
+
+def gone(store: ConstellationStore, other: ConstellationStore) -> None:
+    """The satellites have evicted it; nobody has said so."""
+    everyone = [(one, pack_keys([key(1)]), None) for one in connection(other)._satellites]
+    assert all(answer.ok for _, answer in ask_all(other._driver, Op.EVICT, everyone))
+
+
+def replaced(store: ConstellationStore, other: ConstellationStore) -> None:
+    assert other.put_many([(key(1), value(9, 30_000))]) == [True]
+
+
+def nothing(store: ConstellationStore, other: ConstellationStore) -> None:
+    pass
+
+
+@pytest.mark.parametrize("happens", [nothing, gone, replaced])
+def test_a_miss_has_the_reason_of_the_long_way(
+    happens: Callable[[ConstellationStore, ConstellationStore], None],
+) -> None:
+    ends = []
+    for short in (True, False):
+        with udp_sky_and_loop() as (plan, _):
+            index = SharedIndex()
+            store, other = store_on(plan, index, fan_out=ON_ONE), store_on(plan, None, ground=8, fan_out=ON_ONE)
+            other._catalog.bytes_by_servers = dict  # type: ignore[method-assign,assignment]
+            assert store.put_many([(key(1), value(1, 20_000))]) == [True]
+            assert read(store, key(1)) == (value(1, 20_000), "")
+            taken = short_ways(store)
+            if not short:
+                without_short_ways(store)
+            happens(store, other)
+            ends.append([read(store, key(1)), read(store, key(1)), len(index)])
+            assert bool(taken) is short
+            for one in (store, other):
+                one.close()
+    assert ends[0] == ends[1]
+
+
+def test_a_satellite_that_is_silent_for_a_moment_is_waited_for_and_one_that_stays_silent_is_given_up() -> None:
+    with udp_sky_and_loop() as (plan, loop):
+        store = store_on(plan, SharedIndex(), fan_out=ON_ONE)
+        assert store.put_many([(key(1), value(1, 20_000))]) == [True]
+        assert read(store, key(1))[0] == read(store, key(1))[0] == value(1, 20_000)
+        loop.call_soon_threadsafe(time.sleep, 0.05)
+        assert read(store, key(1)) == (value(1, 20_000), "")
+        with stopped(loop, connection(store)):
+            assert read(store, key(1)) == (None, "timeout")
+        assert read(store, key(1)) == (value(1, 20_000), "")
+        store.close()
+
+
+def test_threads_that_read_small_values_get_their_own() -> None:
+    with udp_sky_and_loop() as (plan, _):
+        store = store_on(plan, SharedIndex(), fan_out=ON_ONE)
+        items = [(key(number), value(number, 500 * number + 1)) for number in range(8)]
+        assert all(store.put_many(items))
+
+        def many(number: int) -> bool:
+            one, its = items[number]
+            return all(read(store, one) == (its, "") for _ in range(50))
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(many, range(8)))
+        store.close()
