@@ -30,7 +30,6 @@ from typing import Any
 
 from _bench import (
     Verb,
-    block_verbs,
     client_process,
     constellation,
     environment,
@@ -55,6 +54,8 @@ TURN_BYTES = 48 << 20
 LEAST_RUNS, MOST_RUNS = 3, 400
 THREADS, THREAD_READS = 16, 30
 Row = dict[str, Any]
+Peers = dict[str, tuple[Callable[..., tuple[Verb, Verb]], tuple[Any, ...]]]
+"""How each client is made, and with what."""
 
 
 def redis_client(port: int, name: str, size_bytes: int) -> tuple[Verb, Verb]:
@@ -95,8 +96,23 @@ def memcached_client(port: int, name: str, size_bytes: int) -> tuple[Verb, Verb]
 
 
 def sky_client(folder: Path, access: str, name: str, size_bytes: int) -> tuple[Verb, Verb]:
-    store = open_constellation(folder, access=access)
-    return block_verbs(store, hashlib.sha256(name.encode()).digest(), value_of(name, size_bytes))
+    store, key = open_constellation(folder, access=access), hashlib.sha256(name.encode()).digest()
+    value = value_of(name, size_bytes)
+
+    def write() -> None:
+        if store.put_many([(key, value)]) != [True]:
+            raise SystemExit(f"the value was not stored: {store.stats()}")
+
+    def read() -> memoryview:
+        (found,) = store.get_many([key])
+        if found is None or len(found) != size_bytes:
+            raise SystemExit(f"the value did not come back: {store.stats()}")
+        return found
+
+    write()
+    if read() != value:
+        raise SystemExit("the constellation gave another value back")
+    return read, write
 
 
 def value_of(name: str, size_bytes: int) -> bytes:
@@ -207,7 +223,7 @@ def sizes(options: argparse.Namespace) -> Iterator[Row]:
     """A row for each size, number of clients, path and verb."""
     memory = {"memory_per_satellite_bytes": MEMORY_BYTES, "delay_scale": 0.0}
     with ExitStack() as stack:
-        peers: dict[str, tuple[Callable[..., tuple[Verb, Verb]], tuple[Any, ...]]] = {}
+        peers: Peers = {}
         if (redis_port := stack.enter_context(redis_server())) is not None:
             peers["Redis"] = redis_client, (redis_port,)
         if (memcached_port := stack.enter_context(memcached_server())) is not None:
@@ -221,7 +237,10 @@ def sizes(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _sizes_of(
-    peers: dict[str, tuple[Callable[..., tuple[Verb, Verb]], tuple[Any, ...]]], size_bytes: int, clients: int, rounds: int
+    peers: dict[str, tuple[Callable[..., tuple[Verb, Verb]], tuple[Any, ...]]],
+    size_bytes: int,
+    clients: int,
+    rounds: int,
 ) -> Iterator[Row]:
     runs = max(LEAST_RUNS, min(MOST_RUNS, TURN_BYTES // (size_bytes * clients)))
     seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in peers for verb in ("read", "write")}
@@ -314,9 +333,10 @@ def main() -> None:
         print_table("Values of many sizes", header, [_size_cells(row) for row in found])
     for row in rows:
         if row["section"] == "threads":
+            ratio = f"{row['x']:.1f} x ({row['x_least']:.1f}–{row['x_most']:.1f})"
             print(
                 f"\n4 KB with the delays of the orbits: {row['one_per_s']:.0f} reads a second by one thread, "
-                f"{row['many_per_s']:.0f} by {row['threads']}: {row['x']:.1f} x ({row['x_least']:.1f}–{row['x_most']:.1f})"
+                f"{row['many_per_s']:.0f} by {row['threads']}: {ratio}"
             )
     write_json(options.json, "data_path", 1, rows)
 

@@ -209,3 +209,18 @@ def test_an_index_replayed_from_its_records_goes_on_working() -> None:
     assert again.longest_prefix(hashes) == 30
     assert len(again._all_runs()) == 2
     assert index.longest_prefix(hashes) == 10, "nothing is shared"
+
+
+def test_held_bytes_fade_with_what_is_set_after_them() -> None:
+    index, size = RadixIndex(), INFO.value_bytes
+    index.capacity_bytes = 10.0 * size
+    old, new = chain(5), chain(200, seed=1)
+    index.add(old, [dataclasses.replace(INFO, servers=1)] * 5)
+    assert 4.0 * size < index.bytes_by_servers()[1] < 5.0 * size
+    index.add(new, [dataclasses.replace(INFO, servers=9)] * 200)
+    held = index.bytes_by_servers()
+    assert held[1] < 1
+    assert held[9] == pytest.approx(size / (1 - np.exp(-0.1)), rel=1e-6)
+    for key in new:
+        index.remove(key)
+    assert index.bytes_by_servers()[9] == 0

@@ -78,7 +78,7 @@ def one_way_s(plan: ConstellationPlan, access: str, satellite: SatelliteId) -> f
 @pytest.mark.parametrize("access", ACCESS_MODES)
 @pytest.mark.parametrize("preset", ["testbed-19x5", "kuiper-b", "starlink-a"])
 def test_every_mode_reads_what_it_wrote(preset: str, access: str) -> None:
-    plan = plan_of(preset, access, ground=Ground(latitude_deg=25.0))
+    plan = plan_of(preset, access, ground=Ground(latitude_deg=25.0), servers=10)
     sky = VirtualConstellation(plan)
     store = sky.store(index=SharedIndex())
     assert store.put_many([(key(1), value(1, 300_000)), (key(2), b"")]) == [True, True]

@@ -40,6 +40,7 @@ static PyMethodDef methods[] = {
     {"verify_segments", sky_py_verify_segments, METH_VARARGS, "verify_segments(data, segment_bytes) -> bytes"},
     {"place_segments", sky_py_place_segments, METH_VARARGS, "place_segments(...) -> (placed, duplicates, corrupt, foreign)"},
     {"bulk_headers", sky_py_bulk_headers, METH_VARARGS, "bulk_headers(prefix, refs, sequence, sky_offset) -> bytearray"},
+    {"value_refs", sky_py_value_refs, METH_VARARGS, "value_refs(value, key, chunk_bytes, ...) -> (bytearray, crc)"},
     {"answer_get", sky_py_answer_get, METH_VARARGS, "answer_get(...) -> (key, headers, payloads) or None"},
     {"open_runs", sky_py_open_runs, METH_VARARGS, "open_runs(runs, first) -> (indices, chunks, size_bytes, runs) or None"},
     {"serve", sky_py_serve, METH_VARARGS, "serve(fd, scratch, slots, ...) -> (arrivals, served, send errors)"},

@@ -73,25 +73,11 @@ PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args)
 }
 
 /* Multiplication by one fixed polynomial as 8 tables of 16: eight lookups for each chunk. */
-PyObject *sky_py_crc32_join(PyObject *self, PyObject *args)
+uint32_t sky_crc32_join(const uint8_t *crcs, size_t chunks, size_t chunk_bytes, size_t size)
 {
-    Py_buffer crcs;
-    Py_ssize_t chunk, size;
-    if (!PyArg_ParseTuple(args, "y*nn:crc32_join", &crcs, &chunk, &size))
-        return NULL;
-    Py_ssize_t chunks = crcs.len / 4;
     uint32_t whole = 0, part, nibbles[8][16];
-    if (chunk < 1) {
-        PyErr_Format(PyExc_ValueError, "chunks of %zd bytes: expected 1 or more", chunk);
-        goto fail;
-    }
-    if (size < 0 || crcs.len % 4 || chunks != size / chunk + (size % chunk != 0)) {
-        PyErr_Format(PyExc_ValueError, "%zd CRCs for %zd bytes in chunks of %zd: the count disagrees", chunks, size, chunk);
-        goto fail;
-    }
-    const uint8_t *at = crcs.buf;
     if (chunks > 2) {
-        uint32_t column = sky_power_of_x((uint64_t)chunk * 8); /* the image of bit 31, then of 30, ... */
+        uint32_t column = sky_power_of_x((uint64_t)chunk_bytes * 8); /* the image of bit 31, then of 30, ... */
         for (int bit = 31; bit >= 0; bit--) {
             uint32_t *table = nibbles[bit / 4];
             table[1 << bit % 4] = column;
@@ -104,8 +90,8 @@ PyObject *sky_py_crc32_join(PyObject *self, PyObject *args)
                     nibbles[i][j] = nibbles[i][j & (j - 1)] ^ nibbles[i][j & -j];
         }
     }
-    for (Py_ssize_t i = 0; i < chunks; i++) {
-        memcpy(&part, at + 4 * i, 4);
+    for (size_t i = 0; i < chunks; i++) {
+        memcpy(&part, crcs + 4 * i, 4);
         if (i == 0) {
             whole = part;
         } else if (i < chunks - 1) {
@@ -114,12 +100,26 @@ PyObject *sky_py_crc32_join(PyObject *self, PyObject *args)
                 next ^= nibbles[j][whole >> 4 * j & 15];
             whole = next;
         } else {
-            whole = sky_multiply(whole, sky_power_of_x((uint64_t)(size - (chunks - 1) * chunk) * 8)) ^ part;
+            whole = sky_multiply(whole, sky_power_of_x((uint64_t)(size - (chunks - 1) * chunk_bytes) * 8)) ^ part;
         }
     }
+    return whole;
+}
+
+PyObject *sky_py_crc32_join(PyObject *self, PyObject *args)
+{
+    Py_buffer crcs;
+    Py_ssize_t chunk, size;
+    if (!PyArg_ParseTuple(args, "y*nn:crc32_join", &crcs, &chunk, &size))
+        return NULL;
+    Py_ssize_t chunks = crcs.len / 4;
+    uint32_t whole = 0;
+    if (chunk < 1)
+        PyErr_Format(PyExc_ValueError, "chunks of %zd bytes: expected 1 or more", chunk);
+    else if (size < 0 || crcs.len % 4 || chunks != size / chunk + (size % chunk != 0))
+        PyErr_Format(PyExc_ValueError, "%zd CRCs for %zd bytes in chunks of %zd: the count disagrees", chunks, size, chunk);
+    else
+        whole = sky_crc32_join(crcs.buf, (size_t)chunks, (size_t)chunk, (size_t)size);
     PyBuffer_Release(&crcs);
-    return PyLong_FromUnsignedLong(whole);
-fail:
-    PyBuffer_Release(&crcs);
-    return NULL;
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(whole);
 }

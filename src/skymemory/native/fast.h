@@ -22,6 +22,7 @@ int sky_crc_select(const char *kind);
 uint32_t sky_crc32(uint32_t crc, const uint8_t *data, size_t size);
 
 /* crc_calls.c */
+uint32_t sky_crc32_join(const uint8_t *crcs, size_t chunks, size_t chunk_bytes, size_t size);
 PyObject *sky_py_crc32(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args);
 PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args);
@@ -34,6 +35,7 @@ PyObject *sky_py_piece_hashes(PyObject *self, PyObject *args);
 /* headers.c */
 PyObject *sky_py_seal_headers(PyObject *self, PyObject *args);
 PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args);
+PyObject *sky_py_value_refs(PyObject *self, PyObject *args);
 
 /* receive.c */
 PyObject *sky_py_receive_all(PyObject *self, PyObject *args);

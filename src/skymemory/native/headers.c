@@ -130,3 +130,65 @@ PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args)
     PyBuffer_Release(&refs);
     return headers;
 }
+
+/* Row i: the reference of chunk i, whose CRC is the i-th of ``crcs``. */
+static void fill_refs(uint8_t *rows, const uint8_t *key, const uint8_t *crcs, uint32_t chunks, size_t chunk_bytes,
+                      size_t size, uint32_t value_crc, uint32_t servers, uint32_t strategy, const int32_t *moves)
+{
+    for (uint32_t i = 0; i < chunks; i++, rows += REF_BYTES) {
+        size_t left = size - i * chunk_bytes;
+        uint32_t crc;
+        memcpy(&crc, crcs + 4 * (size_t)i, 4);
+        memcpy(rows, key, KEY_BYTES);
+        put32(rows + REF_NUMBER_AT, i + 1);
+        put32(rows + REF_CHUNKS_AT, chunks);
+        put32(rows + REF_LENGTH_AT, (uint32_t)(left < chunk_bytes ? left : chunk_bytes));
+        put32(rows + REF_CRC_AT, crc);
+        put32(rows + REF_VALUE_BYTES_AT, (uint32_t)size);
+        put32(rows + REF_VALUE_CRC_AT, value_crc);
+        put16(rows + REF_TAG_AT, servers);
+        put16(rows + REF_TAG_AT + 2, i % servers + 1);
+        rows[REF_TAG_AT + 4] = (uint8_t)strategy;
+        memset(rows + REF_TAG_AT + 5, 0, 3);
+        put32(rows + REF_TAG_AT + 8, (uint32_t)moves[0]);
+        put32(rows + REF_TAG_AT + 12, (uint32_t)moves[1]);
+    }
+}
+
+PyObject *sky_py_value_refs(PyObject *self, PyObject *args)
+{
+    Py_buffer value, key;
+    Py_ssize_t chunk, servers, strategy;
+    int moves[2];
+    if (!PyArg_ParseTuple(args, "y*y*nnnii:value_refs", &value, &key, &chunk, &servers, &strategy, &moves[0], &moves[1]))
+        return NULL;
+    PyObject *refs = NULL;
+    uint32_t value_crc = 0;
+    if (key.len != KEY_BYTES || chunk < 1 || servers < 1 || servers > 0xFFFF || strategy < 0 || strategy > 0xFF ||
+        (uint64_t)value.len > UINT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes in chunks of %zd under a key of %zd, on %zd servers by strategy %zd: "
+                     "a reference has no room for it", value.len, chunk, key.len, servers, strategy);
+    } else {
+        size_t size = (size_t)value.len, chunks = size ? (size + (size_t)chunk - 1) / (size_t)chunk : 1;
+        uint8_t *crcs = PyMem_Calloc(chunks, 4);
+        refs = crcs ? PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(chunks * REF_BYTES)) : PyErr_NoMemory();
+        if (refs) {
+            uint8_t *rows = (uint8_t *)PyByteArray_AS_STRING(refs);
+            int32_t its_moves[2] = {moves[0], moves[1]};
+            Py_BEGIN_ALLOW_THREADS
+            for (size_t i = 0; size && i < chunks; i++) {
+                size_t at = i * (size_t)chunk, left = size - at;
+                uint32_t crc = sky_crc32(0, (uint8_t *)value.buf + at, left < (size_t)chunk ? left : (size_t)chunk);
+                memcpy(crcs + 4 * i, &crc, 4);
+            }
+            value_crc = size ? sky_crc32_join(crcs, chunks, (size_t)chunk, size) : 0;
+            fill_refs(rows, key.buf, crcs, (uint32_t)chunks, (size_t)chunk, size, value_crc, (uint32_t)servers,
+                      (uint32_t)strategy, its_moves);
+            Py_END_ALLOW_THREADS
+        }
+        PyMem_Free(crcs);
+    }
+    PyBuffer_Release(&key);
+    PyBuffer_Release(&value);
+    return refs ? Py_BuildValue("NI", refs, (unsigned)value_crc) : NULL;
+}

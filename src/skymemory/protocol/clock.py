@@ -332,6 +332,8 @@ class FollowedClock:
         self._clock = clock
         self._counters = counters if counters is not None else Counters()
         self._latest: Moves | None = None
+        self._same_from_s = self._same_until_s = math.inf
+        """From when until when the moves are certainly the latest ones."""
         self._since: dict[tuple[Moves, str, int], list[Moves]] = {}
         self._since_at: tuple[MoveClock, Moves] | None = None
         """Cached results of ``everywhere``, and the clock and moves for which they hold."""
@@ -340,7 +342,11 @@ class FollowedClock:
         """Of the satellites heard last, latest last: their difference from our own clock, and when it was reported."""
 
     def moves(self, now_s: float) -> Moves:
+        if self._latest is not None and self._same_from_s <= now_s < self._same_until_s:
+            return self._latest
         moves = self._clock.moves(now_s)
+        next_s = self._clock.next_move_s(now_s)
+        self._same_from_s, self._same_until_s = now_s, math.inf if next_s is None else next_s
         if moves != self._latest:
             if self._latest is None:  # the moves before we started follow from the clock
                 self._before.extend(dict.fromkeys(self._clock.moves_before(now_s, _REMEMBERED_MOVES)))
@@ -356,6 +362,8 @@ class FollowedClock:
         handovers are certainly complete, but not from before the value was set.
         """
         moves, looked_at_s = self.moves(now_s), now_s - HANDED_OVER_S
+        if looked_at_s >= self._same_from_s:
+            return moves
         before = self._clock.moves(looked_at_s)
         while any((now - then) * (its - then) > 0 for now, then, its in zip(moves, before, set_moves, strict=True)):
             next_s = self._clock.next_move_s(looked_at_s)
@@ -402,6 +410,7 @@ class FollowedClock:
         added, count = Tally(reports).most_common(1)[0]
         if added != self._added and count >= _LEAST_AGREEING and 2 * count > len(reports):
             self._clock = self._base.push(*added)
+            self._same_from_s = self._same_until_s = math.inf
             self._counters.add("clock_corrected")
             self.moves(now_s)
 

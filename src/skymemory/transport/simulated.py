@@ -26,7 +26,7 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
-from skymemory.protocol.wire import MAX_PACKET_BYTES, LinkEnd, SegmentBatch
+from skymemory.protocol.wire import MAX_PACKET_BYTES, Buffer, LinkEnd, SegmentBatch
 from skymemory.transport.faults import FaultEvent, FaultInjector
 from skymemory.transport.simulated_host import HostLimits, SimulatedHost
 from skymemory.transport.udp_host import PATIENCE_S
@@ -368,6 +368,15 @@ class SimulatedClient:
         """Begin a ``get`` and ``run`` it."""
         with self.lock:
             number = self.machine.get(info, out, self.now_s(), replicas)
+        return self.run([number])[number]
+
+    def write(
+        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, replicas: int = 1
+    ) -> Finished:
+        """Begin a ``put`` and ``run`` it."""
+        with self.lock:
+            how = chunk_bytes, strategy, servers, self.now_s()
+            number, _ = self.machine.put(key, value, *how, replicas=replicas)
         return self.run([number])[number]
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:

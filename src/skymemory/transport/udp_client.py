@@ -21,11 +21,11 @@ from dataclasses import replace
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import SkyMemoryError
 from skymemory.forks import OwnLock
-from skymemory.native import Run, Tally
-from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished, PlainRead
+from skymemory.native import Landing, Run, Tally
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.wire import SegmentBatch
+from skymemory.protocol.wire import Buffer, SegmentBatch
 from skymemory.transport.udp_socket import BatchSocket, UnixClock
 
 Endpoint = tuple[str, int]
@@ -168,34 +168,58 @@ class UdpClient:
         return self._run(_Call(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
-        """Begin a ``get`` and ``run`` it. A small value from a near satellite, with nothing else under way, takes one
+        """Begin a ``get`` and ``run`` it. A small value on a near satellite, with nothing else under way, takes one
         call to send and one or two to receive, and no operation.
         """
         machine = self.machine
         self._clock.follow_wall()
         with self._lock:
             now_s = self.now_s()
-            alone = replicas == 1 and not self._calls and not self._backlog and not self._closed
-            plain = machine.plain_get(info, out, now_s) if alone else None
+            plain = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
             if plain is None:
                 number = machine.get(info, out, now_s, replicas)
             else:
-                ended = self._read_plain(plain)
+                self._sock.send_each([(plain.packet, *self._satellites[plain.satellite])])
+                tallies, runs = self._receive_plain({plain.request_id: plain.landing})
+                now_s = self.now_s()
+                ended = machine.end_plain_get(plain, tallies, now_s)
+                if runs:
+                    machine.receive_runs(runs, now_s)
                 if isinstance(ended, Finished):
                     return ended
                 number = ended
         return self.run([number])[number]
 
-    def _read_plain(self, plain: PlainRead) -> Finished | int:
-        """Its end, or the number of the operation that it has become."""
-        sock, awaited = self._sock, {plain.request_id: plain.landing}
-        sock.send_each([(plain.packet, *self._satellites[plain.satellite])])
-        tallies, runs = sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
-        now_s = self.now_s()
-        ended = self.machine.end_plain(plain, tallies, now_s)
-        if runs:
-            self.machine.receive_runs(runs, now_s)
-        return ended
+    def write(
+        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, replicas: int = 1
+    ) -> Finished:
+        """Begin a ``put`` and ``run`` it; a small value as in ``read``."""
+        machine = self.machine
+        self._clock.follow_wall()
+        with self._lock:
+            how = key, value, chunk_bytes, strategy, servers, self.now_s()
+            plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
+            if plain is None:
+                number, _ = machine.put(*how, replicas=replicas)
+            else:
+                endpoint = self._satellites[plain.satellite]
+                rest = self._sock.send(plain.batch, endpoint)
+                if rest is not None:
+                    self._backlog.append((endpoint, rest))
+                ended = None
+                while ended is None:
+                    _, runs = self._receive_plain({})
+                    ended = machine.end_plain_put(plain, runs, self.now_s())
+                if isinstance(ended, Finished):
+                    return ended
+                number = ended
+        return self.run([number])[number]
+
+    def _is_idle(self) -> bool:
+        return not self._calls and not self._backlog and not self._closed
+
+    def _receive_plain(self, awaited: dict[int, Landing]) -> tuple[list[Tally], list[Run]]:
+        return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     # Several threads may wait for operations at the same time. One of them, the leader, sends, receives and serves the
     # timers for all; a call that has got what it waits for returns, and a leader then hands over to another. So one

@@ -1,4 +1,4 @@
-"""Small values from near satellites take a short way in the client. It ends as the long one would, whatever comes."""
+"""Small values on near satellites take a short way in the client. It ends as the long one would, whatever comes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 from tests.contract.store_contract import key, value
 from tests.store.conftest import connection, stopped, store_on, udp_sky_and_loop
 
+from skymemory import native
 from skymemory.placement.fan_out import FanOut
 from skymemory.protocol.client import machine
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.messages import pack_keys
-from skymemory.protocol.wire import Op
+from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
 from skymemory.store.sky.probing import ask_all
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -33,14 +34,14 @@ def _satellites_of_this_process_are_near(monkeypatch: pytest.MonkeyPatch) -> Non
 def short_ways(store: ConstellationStore) -> list[bool]:
     """Grows with each read that takes the short way: whether it ended there."""
     client, taken = connection(store), list[bool]()
-    end_plain = client.machine.end_plain
+    end_plain_get = client.machine.end_plain_get
 
     def noted(*given: object) -> Finished | int:
-        ended = end_plain(*given)  # type: ignore[arg-type]
+        ended = end_plain_get(*given)  # type: ignore[arg-type]
         taken.append(isinstance(ended, Finished))
         return ended
 
-    client.machine.end_plain = noted  # type: ignore[method-assign]
+    client.machine.end_plain_get = noted  # type: ignore[method-assign]
     return taken
 
 
@@ -56,7 +57,7 @@ def read(store: ConstellationStore, one: bytes) -> tuple[bytes | None, str]:
     return None if found is None else bytes(found), ticket.report.keys[0].reason
 
 
-@pytest.mark.parametrize("size", [0, 1, 6143, 6144, 6145, 63 * 6144, 64 * 6144])
+@pytest.mark.parametrize("size", [0, 1, 6143, 6144, 6145, 64 * 6144, 128 * 6144])
 def test_a_small_value_of_any_size_ends_on_the_short_way(size: int) -> None:
     with udp_sky_and_loop() as (plan, _):
         store = store_on(plan, SharedIndex(), fan_out=ON_ONE)
@@ -72,7 +73,7 @@ def test_a_larger_value_or_one_on_several_satellites_takes_the_long_way() -> Non
     with udp_sky_and_loop() as (plan, _):
         for one in (store_on(plan, SharedIndex(), fan_out=ON_ONE), store_on(plan, SharedIndex())):
             taken = short_ways(one)
-            size = 64 * 6144 + 1 if one.settings.fan_out else 6145
+            size = 128 * 6144 + 1 if one.settings.fan_out else 6145
             assert one.put_many([(key(2), value(2, size))]) == [True]
             assert read(one, key(2)) == read(one, key(2)) == (value(2, size), "")
             assert taken == []
@@ -95,6 +96,50 @@ def test_whatever_the_network_does_to_packets_a_read_gives_the_value(seed: int) 
         open_requests = connection(store).machine._in_flight.by_id.values()
         assert all(request.operation.transfer is None for request in open_requests), "but for pings"
         assert connection(store).machine._peers.inbound.in_flight_bytes == 0
+        store.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_said_to_be_written_is_whole(seed: int) -> None:
+    faults = Faults(loss=0.05, duplicate=0.05, reorder=0.05, corrupt=0.02, seed=seed)
+    with udp_sky_and_loop(faults=faults) as (plan, _):
+        index = SharedIndex()
+        store, other = store_on(plan, index, fan_out=ON_ONE), store_on(plan, index, ground=8)
+        ended, dice = [], random.Random(seed)
+        end_plain_put = connection(store).machine.end_plain_put
+
+        def noted(*given: object) -> Finished | int | None:
+            ended.append(end_plain_put(*given))  # type: ignore[arg-type]
+            return ended[-1]
+
+        connection(store).machine.end_plain_put = noted  # type: ignore[method-assign]
+        for number in range(60):
+            its = value(number, dice.randrange(1, dice.choice([1, 2, 100]) * 6144))
+            assert store.put_many([(key(1), its)]) == [True]
+            assert read(other, key(1)) == (its, "")
+        kinds = {type(one) for one in ended}
+        assert {Finished, int} <= kinds
+        assert connection(store).machine._keepalive._writes == {}
+        for one in (store, other):
+            one.close()
+
+
+def test_sound_chunks_that_do_not_make_the_value_they_claim_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    value_refs, wrong = native.value_refs, (0xDEADBEEF).to_bytes(4, "big")
+
+    def lying(*how: object) -> tuple[bytearray, int]:
+        refs, _ = value_refs(*how)  # type: ignore[arg-type]
+        for at in range(0, len(refs), CHUNK_REF_BYTES):
+            refs[at + 52 : at + 56] = wrong
+        return refs, int.from_bytes(wrong, "big")
+
+    with udp_sky_and_loop() as (plan, _):
+        store = store_on(plan, SharedIndex(), fan_out=ON_ONE)
+        taken = short_ways(store)
+        monkeypatch.setattr(native, "value_refs", lying)
+        assert store.put_many([(key(1), value(1, 20_000))]) == [True]
+        assert read(store, key(1)) == (None, "corrupt")
+        assert taken[0] is False
         store.close()
 
 

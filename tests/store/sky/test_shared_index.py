@@ -442,3 +442,15 @@ def test_a_journal_with_records_of_a_later_release_is_left_as_it_is(tmp_path: Pa
     churn(index, range(700))
     assert path.stat().st_size > 700 * 2000 and bytes(later) in path.read_bytes()
     assert_churned(SharedIndex(path), range(700))
+
+
+def test_the_capacity_is_kept_when_the_journal_is_another(tmp_path: Path) -> None:
+    path, info = tmp_path / "index", BlockInfo(1, 1000, 1, 1.0, 0, 0, "hop", 1)
+    create_journal(path)
+    index = SharedIndex(path)
+    index.assume_capacity(1000.0)
+    create_journal(path)  # the constellation was started again
+    for number in range(20):
+        index.add_unplaced([bytes([number]) * 32], [info])
+    assert index.bytes_by_servers()[1] < 2000
+    index.close()

@@ -31,6 +31,7 @@ from skymemory.native.twin.segments import (
     seal_headers,
     sign_packets,
     strip_macs,
+    value_refs,
     verify_segments,
 )
 from skymemory.native.twin.sockets import (
@@ -79,6 +80,7 @@ __all__ = [
     "serve",
     "sign_packets",
     "strip_macs",
+    "value_refs",
     "verify_segments",
 ]
 """The functions and classes that the compiled helper provides, too."""

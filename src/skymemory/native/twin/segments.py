@@ -41,7 +41,8 @@ CARRIERS = frozenset((SET, MIGRATE, DATA))
 
 _PRIMARY = struct.Struct(">HHH")
 _CRC = struct.Struct(">I")
-_REF = struct.Struct(">32s6I")
+_KEY_BYTES = 32
+_REF, _TAG = struct.Struct(">32s6I"), struct.Struct(">HHB3xii")
 _ZEROS = bytes(MUTABLE_END - MUTABLE_AT)
 _NATIVE_CRC = struct.Struct("=I")
 
@@ -52,6 +53,31 @@ def header_crc(packet: memoryview, sky: int, end: int) -> int:
     crc = zlib.crc32(_ZEROS, crc)
     crc = zlib.crc32(packet[sky + MUTABLE_END : sky + CRC_AT], crc)
     return zlib.crc32(packet[sky + SKY_BYTES : end], crc)
+
+
+def value_refs(
+    value: Buffer, key: Buffer, chunk_bytes: int, servers: int, strategy: int, slot_moves: int, plane_moves: int
+) -> tuple[bytearray, int]:
+    """The references of all chunks of a value, end to end, and the CRC-32 of the value.
+
+    Raises:
+        ValueError: a number that a reference has no room for.
+    """
+    view = memoryview(value).cast("B")
+    fits = chunk_bytes > 0 and 0 < servers < 1 << 16 and 0 <= strategy < 256 and len(view) < 1 << 32
+    if not fits or memoryview(key).nbytes != _KEY_BYTES:
+        raise ValueError(
+            f"{len(view)} bytes in chunks of {chunk_bytes} under a key of {memoryview(key).nbytes}, on {servers} "
+            f"servers by strategy {strategy}: a reference has no room for it"
+        )
+    chunks = max(1, -(-len(view) // chunk_bytes))
+    value_crc, refs = zlib.crc32(view), bytearray()
+    for index in range(chunks):
+        chunk = view[index * chunk_bytes : (index + 1) * chunk_bytes]
+        numbers = index + 1, chunks, len(chunk), zlib.crc32(chunk), len(view), value_crc
+        refs += _REF.pack(bytes(key), *numbers)
+        refs += _TAG.pack(servers, index % servers + 1, strategy, slot_moves, plane_moves)
+    return refs, value_crc
 
 
 def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:

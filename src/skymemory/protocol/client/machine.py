@@ -117,6 +117,7 @@ class Finished:
     info: ValueInfo | None = None
 
 
+_PLAIN_CHUNKS = 128
 _PLAIN_ROUND_TRIP_S = 0.0005
 """Farther satellites are not waited for with the socket in hand."""
 
@@ -129,6 +130,17 @@ class PlainRead(NamedTuple):
     request_id: int
     packet: Buffer
     landing: Landing
+    moves: Moves
+    begun_s: float
+
+
+class PlainWrite(NamedTuple):
+    """The same of a write: one SET with all chunks (``plain_put``)."""
+
+    transfer: WriteTransfer
+    satellite: SatelliteId
+    request_id: int
+    batch: SegmentBatch
     moves: Moves
     begun_s: float
 
@@ -207,61 +219,118 @@ class ClientMachine:
             return self._begin(hedged, now_s)
         return self._begin(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
 
-    def plain_get(self, info: ValueInfo, out: memoryview, now_s: float) -> PlainRead | None:
-        """``get`` for the usual case of a small value, without an operation: all its chunks are on one satellite, which
-        is near, nothing else is under way, and all is well. None elsewhere.
+    # Most values are small and near. Where nothing else is under way and all is well, their reads and writes need no
+    # operation: the transport sends what ``plain_get`` or ``plain_put`` has packed, receives what comes at once, and
+    # gives it to ``end_plain_get`` or ``end_plain_put``. Where that is not all, an operation takes over.
 
-        The caller sends ``packet``, receives what comes at once, and calls ``end_plain``.
-        """
-        peers, config = self._peers, self.config
-        one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= config.read_burst_chunks
-        if not one_packet or self._operations or self._gateway is not None or config.authority is not None:
-            return None
-        if not self.breaker.closed or peers.suspects or self._in_flight.packets:
-            return None
-        if len(out) < info.value_bytes or out.readonly:  # ``get`` says so
+    def plain_get(self, info: ValueInfo, out: memoryview, now_s: float) -> PlainRead | None:
+        """``get`` of a value of which all chunks are on one near satellite. None where an operation must serve it."""
+        one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
+        if not one_packet or len(out) < info.value_bytes or out.readonly or not self._is_quiet():
             return None
         moves = self._clock.to_read_at(info.set_moves, now_s)
         satellite = self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves)[0]
-        peer = peers.peer(satellite)
-        if peer.round_trip.latest_s > _PLAIN_ROUND_TRIP_S or peer.heard_s + STALE_S < now_s:
+        if not self._is_near(satellite, now_s):
             return None
         info.check()
         body = info.key + _steps_of_all(info.chunks, info.servers)
         request_id, packet = self._in_flight.pack_get(satellite, body, self.moves(now_s), now_s)
         return PlainRead(info, satellite, request_id, packet, landing_of(info, out), moves, now_s)
 
-    def end_plain(self, read: PlainRead, tallies: Sequence[Tally], now_s: float) -> Finished | int:
-        """What came for a plain read: its end, or, where that is not all, the number of an operation that goes on."""
+    def end_plain_get(self, read: PlainRead, tallies: Sequence[Tally], now_s: float) -> Finished | int:
+        """Its end, or the number of the operation that goes on with it."""
         info = read.info
         if len(tallies) == 1:
             request_id, echo_us, _, placed, duplicates, corrupt, foreign = tallies[0]
             whole = request_id == read.request_id and placed == info.chunks
             if whole and not (duplicates or corrupt or foreign) and verified(info, read.landing):
                 self._peers.peer(read.satellite).heard(since_s(echo_us, now_s), now_s)
-                self._detector.succeeded(now_s)
-                seconds = now_s - read.begun_s
-                report = TransferReport(info.value_bytes, info.chunks, 1, 1, seconds=seconds)
-                return Finished(0, True, report, b"", info)
-        # Late, lost or damaged: it becomes an operation like any other, and what came counts.
+                return self._end_plain(TransferReport(info.value_bytes, info.chunks, 1), info, read.begun_s, now_s)
         copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
         transfer = ReadTransfer(info, read.landing[5], copies[0], read.moves, info.chunks)
         transfer.begun(read.landing)
-        operation = self._register(transfer, transfer.report, read.begun_s)
-        size_bytes = info.chunks * (info.chunk_bytes + CHUNK_OVERHEAD_BYTES)
+        number = self._take_over(transfer, Op.GET, read)
+        self.receive_placed(tallies, now_s)
+        return number
+
+    def plain_put(
+        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
+    ) -> PlainWrite | None:
+        """``put`` of a value of which all chunks go to one near satellite. None where an operation must serve it."""
+        size_bytes = memoryview(value).nbytes
+        chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
+        if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
+            return None
+        moves = self.moves(now_s)
+        satellite = self._sky.servers_at(strategy, servers, moves, moves)[0]
+        fits = size_bytes + chunks * CHUNK_OVERHEAD_BYTES <= self._peers.outbound(satellite).open_bytes
+        if not fits or not self._is_near(satellite, now_s):
+            return None
+        copies = self._copies(strategy, servers, moves, 1)
+        transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
+        request_id, batch = self._in_flight.pack_set(transfer, satellite, moves, now_s)
+        return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
+
+    def end_plain_put(self, write: PlainWrite, runs: list[Run], now_s: float) -> Finished | int | None:
+        """What has come for it, or nothing: its end, the number of the operation that goes on with it, or None where
+        more is to come at once.
+        """
+        transfer = write.transfer
+        acks = [native.open_ack(run) if len(run) <= segment_bytes else None for run, segment_bytes in runs]
+        if acks and all(ack is not None and self._is_of(write, ack) for ack in acks):
+            for ack in filter(None, acks):
+                _, _, echo_us, slot_moves, plane_moves, credit, _, first, stride, count = ack
+                round_trip_s = since_s(echo_us, now_s)
+                self._peers.peer(write.satellite).heard(round_trip_s, now_s)
+                self._clock.report(write.satellite, (slot_moves, plane_moves), round_trip_s or 0.0, now_s)
+                self._peers.outbound(write.satellite).offer(credit * CREDIT_UNIT_BYTES)
+                transfer.acknowledge(range(first, first + stride * count, stride))
+            if transfer.missing:
+                return None
+            return self._end_plain(transfer.report, transfer.info, write.begun_s, now_s)
+        transfer.pending.clear()
+        number = self._take_over(transfer, Op.SET, write)
+        self._keepalive.began(number, transfer, write.begun_s)
+        self.receive_runs(runs, now_s)
+        return number
+
+    def _is_of(self, write: PlainWrite, ack: Ack) -> bool:
+        request_id, ground, _, _, _, _, key, first, stride, count = ack
+        inside = first + stride * (count - 1) < write.transfer.info.chunks
+        its = key == write.transfer.info.key and ground == self.config.ground
+        return its and inside and request_id == write.request_id
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is under way, and no satellite is suspected."""
+        busy = self._operations or self._in_flight.packets or self._gateway is not None
+        unsafe = self.config.authority is not None or not self.breaker.closed or self._peers.suspects
+        return not busy and not unsafe
+
+    def _is_near(self, satellite: SatelliteId, now_s: float) -> bool:
+        """Whether it has answered lately, and at once."""
+        peer = self._peers.peer(satellite)
+        return peer.round_trip.latest_s <= _PLAIN_ROUND_TRIP_S and peer.heard_s + STALE_S >= now_s
+
+    def _end_plain(self, report: TransferReport, info: ValueInfo, begun_s: float, now_s: float) -> Finished:
+        self._detector.succeeded(now_s)
+        report.requests, report.seconds = 1, now_s - begun_s
+        return Finished(0, True, report, b"", info)
+
+    def _take_over(self, transfer: Transfer, op: Op, plain: PlainRead | PlainWrite) -> int:
+        """An operation for what a plain read or write has sent, as if it had begun so; its number."""
+        operation, info = self._register(transfer, transfer.report, plain.begun_s), transfer.info
         request = self._in_flight.begin(
             operation,
-            read.satellite,
-            Op.GET,
-            range(0, info.chunks, info.servers),
+            plain.satellite,
+            op,
+            range(info.chunks),
             b"",
-            size_bytes,
-            read.moves,
-            read.begun_s,
-            read.request_id,
+            info.chunks * (info.chunk_bytes + CHUNK_OVERHEAD_BYTES),
+            plain.moves,
+            plain.begun_s,
+            plain.request_id,
         )
-        request.sent_s = read.begun_s
-        self.receive_placed(tallies, now_s)
+        request.sent_s = plain.begun_s
         return operation.number
 
     def put(

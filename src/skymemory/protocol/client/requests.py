@@ -209,13 +209,10 @@ class InFlight:
         transfer = requests[0].operation.transfer
         gateway = self._gateway
         if isinstance(transfer, WriteTransfer):
-            # A batch for each request: all its chunks behind one prefix, sent from the caller's buffer.
             for request in requests:
                 beam = request.satellite if gateway is None else gateway.beam(request.satellite)
-                refs, payloads = transfer.of_these(request.indices)
-                sequence = self._take_sequence(len(payloads))
-                prefix = self._prefix(request.op, request.satellite, beam, request.request_id, request.moves, sequence, now_s)
-                self._queue(prefixed_batch(prefix, refs, payloads, sequence), beam, now_s)
+                ends = request.satellite, beam, request.request_id
+                self._queue(self._pack_set(transfer, request.indices, *ends, request.moves, now_s), beam, now_s)
             return
         # Reads and questions are single packets: one native call builds them from one prefix.
         rows, beams = [], []
@@ -245,6 +242,29 @@ class InFlight:
         row = address, _GROUND | address, request_id, body
         (packet,) = native.command_packets(prefix, self._take_sequence(1), [row])
         return request_id, packet
+
+    def pack_set(
+        self, transfer: WriteTransfer, satellite: SatelliteId, moves: Moves, now_s: float
+    ) -> tuple[int, SegmentBatch]:
+        """All chunks of a value in one SET by a beam of its own; as ``pack_get``."""
+        request_id, indices = self._take_id(), range(transfer.info.chunks)
+        return request_id, self._pack_set(transfer, indices, satellite, satellite, request_id, moves, now_s)
+
+    def _pack_set(
+        self,
+        transfer: WriteTransfer,
+        indices: Sequence[int],
+        satellite: SatelliteId,
+        beam: SatelliteId,
+        request_id: int,
+        moves: Moves,
+        now_s: float,
+    ) -> SegmentBatch:
+        """A batch for each request: all its chunks behind one prefix, sent from the caller's buffer."""
+        refs, payloads = transfer.of_these(indices)
+        sequence = self._take_sequence(len(payloads))
+        prefix = self._prefix(Op.SET, satellite, beam, request_id, moves, sequence, now_s)
+        return prefixed_batch(prefix, refs, payloads, sequence)
 
     def _prefix(
         self,

@@ -32,7 +32,6 @@ from skymemory.protocol.wire import (
     TELEMETRY_PREFIX_BYTES,
     Buffer,
     Slices,
-    pack_refs,
 )
 
 Everywhere = Callable[[], Sequence[Moves]]
@@ -408,11 +407,10 @@ class WriteTransfer:
             raise ValueTooLarge(f"chunks of {chunk_bytes} bytes: one datagram carries 1 to {MAX_CHUNK_BYTES} bytes")
         if len(view) >= 1 << 32 or len(key) != KEY_BYTES:
             raise ValueTooLarge(f"a value of {len(view)} bytes, key of {len(key)}: expected < 4 GiB and {KEY_BYTES}")
-        crcs = native.crc32_chunks(view, chunk_bytes) if len(view) else np.zeros(1, dtype=np.uint32)
-        chunks = len(crcs)
-        value_crc = native.crc32_join(crcs.data, chunk_bytes, len(view)) if len(view) else 0
+        packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, *moves)
+        chunks = len(packed) // CHUNK_REF_BYTES
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
-        refs = pack_refs(key, range(chunks), crcs, chunk_bytes, len(view), value_crc, servers, strategy, moves)
+        refs = np.frombuffer(packed, dtype=np.uint8).reshape(chunks, CHUNK_REF_BYTES)
         payloads = Slices(view, chunk_bytes, range(chunks))
         bursts, satellites = planned(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)

@@ -53,8 +53,9 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Keys were stored again in another placement, or with fewer chunks: evict leftovers of the earlier values,
-        where the later ones have no chunks. A lookup without an index would find them.
+        """Keys were stored again in another placement, or with fewer chunks: evict leftovers of the earlier values; of
+        the same bytes set at the same moves, where the later ones have no chunks. A lookup without an index would find
+        them.
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -62,7 +63,8 @@ class Evictor:
 
         moved = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
         if moved:
-            kept = {info.key: self._holders.of(info, nearby=True) for info in moved}
+            again = [info for info in moved if _setting(info) == _setting(before[info.key])]
+            kept = {info.key: self._holders.of(info, nearby=True) for info in again}
             self.forget([before[info.key] for info in moved], but=kept)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
@@ -91,7 +93,7 @@ class Evictor:
         """
         questions = []
         for satellite, page in self._holders.pages(infos, nearby=True, but=but, most=MAX_DEAD_PER_PACKET):
-            dead = [(info.key, pack_setting(info.value_crc, *info.set_moves)) for info in page]
+            dead = [(info.key, _setting(info)) for info in page]
             questions.append((satellite, pack_forget(dead, since_s), None))
         ask_all(self._driver, Op.FORGET, questions)
 
@@ -113,6 +115,11 @@ class Evictor:
         }
         self._catalog.remove(list(gone))
         return gone
+
+
+def _setting(info: ValueInfo) -> bytes:
+    """What FORGET knows a value by."""
+    return pack_setting(info.value_crc, *info.set_moves)
 
 
 def _same_bytes(one: ValueInfo, other: ValueInfo) -> bool:

@@ -28,7 +28,7 @@ from skymemory.protocol.client.machine import ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import SkyMap
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence, Selection
-from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
+from skymemory.protocol.wire import CHUNK_REF_BYTES, Buffer, Op
 from skymemory.store.named import NamedValue, named_value
 from skymemory.store.sky.shared_index import SharedIndex
 
@@ -136,6 +136,11 @@ class ClientDriver(Protocol):
 
     def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
         """Begin a ``get`` of one value and ``run`` it."""
+
+    def write(
+        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, replicas: int = 1
+    ) -> Finished:
+        """Begin a ``put`` of one value and ``run`` it."""
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Send and receive until these operations have ended."""

@@ -37,6 +37,7 @@ from skymemory.store.base import (
     Presence,
     RemoteStore,
     StoreTicket,
+    aligned_buffer,
     check_ttl,
 )
 from skymemory.store.named import NamedValue
@@ -60,6 +61,8 @@ _GONE = ("missing", "corrupt")
 """Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
 
 
+_ALIGNED_FROM_BYTES = 128 << 10
+"""Where the alignment of smaller values matters, the call matters more."""
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
@@ -148,6 +151,8 @@ class ConstellationStore(RemoteStore):
             index.assume_capacity(self.settings.box_bytes)
         self._buffers = BufferPool()
         self._counters = SharedCounters()
+        for name in ("hits", "misses", "stored", "requests", "chunks_retransmitted", "chunks_corrupt"):
+            self._counters.add(name, 0)
         self._writing = KeyLocks()
         self._holders = Holders(driver, sky, self.settings.replicas)
         self._evictor = Evictor(driver, self._catalog, self._holders, self._counters)
@@ -197,7 +202,25 @@ class ConstellationStore(RemoteStore):
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Both phases at once, without a lease: there is nothing to protect in between."""
-        return self.complete_load(super().prepare_load(keys))
+        if len(keys) != 1:
+            return self.complete_load(super().prepare_load(keys))
+        (key,) = self._check(keys)
+        infos, _ = self._catalog.take((key,))
+        value = None if key not in infos else self._get(infos[key])
+        self._counters.add("misses" if value is None else "hits")
+        return [value]
+
+    def _get(self, info: ValueInfo) -> memoryview | None:
+        """One value, or None where it cannot be read."""
+        size_bytes, began_s = info.value_bytes, self._driver.now_s()
+        out = memoryview(bytearray(size_bytes)) if size_bytes < _ALIGNED_FROM_BYTES else aligned_buffer(size_bytes).data
+        outcome = self._driver.read(info, out[:size_bytes], self.settings.replicas)
+        self._count(outcome)
+        if not outcome.ok:
+            _, values = self._settle([info], {info.key: out[:size_bytes]}, {info.key: outcome}, began_s)
+            return values.get(info.key)
+        self._rate.learn(size_bytes, outcome.report.seconds)
+        return out[:size_bytes].toreadonly()
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
@@ -230,9 +253,19 @@ class ConstellationStore(RemoteStore):
         for info in infos:
             outs[info.key] = buffer[at : at + info.value_bytes]
             at += info.value_bytes
-        # 1. Read all into one buffer; 2. doubtful ones again; 3. evict what is proved lost, adopt what was replaced.
         looked_s = self._driver.now_s()
-        outcomes = self._read(infos, outs)
+        return self._settle(infos, outs, self._read(infos, outs), looked_s)
+
+    def _settle(
+        self,
+        infos: Sequence[ValueInfo],
+        outs: Mapping[bytes, memoryview],
+        outcomes: dict[bytes, Finished],
+        looked_s: float,
+    ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
+        """What ``_fetch`` does once all have been read: doubtful ones again; then evict what is proved lost, and adopt
+        what was replaced.
+        """
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
         if doubtful:
             self._counters.add("second_looks", len(doubtful))
@@ -244,7 +277,6 @@ class ConstellationStore(RemoteStore):
             if outcome is not None and outcome.ok:
                 values[info.key] = outs[info.key].toreadonly()
             elif outcome is not None:
-                self._counters.add("failures", label=outcome.report.failure)
                 failed.setdefault(outcome.report.failure, []).append(info)
         gone = [info for failure in _GONE for info in failed.get(failure, ())]
         if others := failed.get("other version"):
@@ -266,10 +298,18 @@ class ConstellationStore(RemoteStore):
                 numbers = [machine.get(info, outs[info.key], driver.now_s(), replicas) for info in reversed(infos)]
             finished = list(driver.run(numbers).values())
         for outcome in finished:
-            self._counters.add("chunks_retransmitted", outcome.report.retransmitted_chunks)
-            self._counters.add("chunks_corrupt", outcome.report.corrupt_chunks)
-            self._counters.add("requests", outcome.report.requests)
+            self._count(outcome)
         return {outcome.info.key: outcome for outcome in finished if outcome.info is not None}
+
+    def _count(self, outcome: Finished) -> None:
+        report, add = outcome.report, self._counters.add
+        add("requests", report.requests)
+        if report.retransmitted_chunks:
+            add("chunks_retransmitted", report.retransmitted_chunks)
+        if report.corrupt_chunks:
+            add("chunks_corrupt", report.corrupt_chunks)
+        if not outcome.ok:
+            add("failures", label=report.failure)
 
     def _key_report(self, outcome: Finished) -> KeyReport:
         report = outcome.report
@@ -295,15 +335,11 @@ class ConstellationStore(RemoteStore):
         with self._stores.ending(ticket), self._writing.exclusive([key for key, _ in ticket.items]):
             # Entries of before: leftovers of other placements are evicted once the new values are stored.
             before = self._catalog.known([key for key, _ in ticket.items])
-            begun = self._begin_puts(dict(ticket.items))
-            finished = self._driver.run(begun.values())
-        stored = {key: finished[number] for key, number in begun.items() if finished[number].ok}
+            finished = self._write(dict(ticket.items))
+        stored = {key: outcome for key, outcome in finished.items() if outcome.ok}
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():
-            self._counters.add("chunks_retransmitted", outcome.report.retransmitted_chunks)
-            self._counters.add("requests", outcome.report.requests)
-            if not outcome.ok:
-                self._counters.add("failures", label=outcome.report.failure)
+            self._count(outcome)
         if failed:
             self._evictor.clean_up_failed(failed, before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
@@ -317,30 +353,41 @@ class ConstellationStore(RemoteStore):
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(
-            key for key, number in begun.items() if finished[number].report.failure in ("unreachable", "timeout")
+            key for key, outcome in finished.items() if outcome.report.failure in ("unreachable", "timeout")
         )
         self._counters.add("stored", len(stored))
         return [key in stored for key, _ in ticket.items]
 
-    def _begin_puts(self, items: Mapping[bytes, Buffer]) -> dict[bytes, int]:
-        """The number of each write's operation."""
-        settings, machine, begun = self.settings, self._driver.machine, dict[bytes, int]()
+    def _write(self, items: Mapping[bytes, Buffer]) -> dict[bytes, Finished]:
+        """Write values; the end of each, the last one first."""
+        driver, settings = self._driver, self.settings
         # Without an index nothing tells how full small boxes are.
-        held = self._catalog.bytes_by_servers() if settings.fan_out else None
-        with self._driver.lock:
-            now_s = self._driver.now_s()
-            # In reverse, as in ``_read``: satellites keep the first block longest.
-            for key, value in reversed(items.items()):
-                servers = settings.servers
-                if settings.fan_out is not None and held is not None:
-                    size_bytes = memoryview(value).nbytes
-                    chunks = max(1, -(-size_bytes // settings.chunk_bytes))
-                    servers = settings.fan_out.servers(chunks, size_bytes, held)
-                    held[servers] = held.get(servers, 0.0) + size_bytes
-                begun[key], _ = machine.put(
-                    key, value, settings.chunk_bytes, self._strategy, servers, now_s, replicas=settings.replicas
-                )
-        return begun
+        held = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
+        # In reverse, as in ``_read``: satellites keep the first block longest.
+        servers = {key: self._servers_for(value, held) for key, value in reversed([*items.items()])}
+        how = settings.chunk_bytes, self._strategy
+        if len(items) == 1:
+            return {
+                key: driver.write(key, items[key], *how, count, settings.replicas) for key, count in servers.items()
+            }
+        with driver.lock:
+            put, now_s = driver.machine.put, driver.now_s()
+            begun = {
+                key: put(key, items[key], *how, count, now_s, replicas=settings.replicas)[0]
+                for key, count in servers.items()
+            }
+        finished = driver.run(begun.values())
+        return {key: finished[number] for key, number in begun.items()}
+
+    def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
+        """On how many satellites a value is put; it is added to what is held."""
+        settings = self.settings
+        if settings.fan_out is None or held is None:
+            return settings.servers
+        size_bytes = memoryview(value).nbytes
+        servers = settings.fan_out.servers(max(1, -(-size_bytes // settings.chunk_bytes)), size_bytes, held)
+        held[servers] = held.get(servers, 0.0) + size_bytes
+        return servers
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
