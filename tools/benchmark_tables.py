@@ -6,7 +6,7 @@ A page says where a table stands by ``<!-- benchmark: NAME -->`` and ``<!-- end 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,28 @@ def _data_path() -> str:
                 ("× Redis", _number(f"{way}_x", 2)),
             )
         ),
+        where=lambda row: row["section"] == "ways",
     )
+
+
+def _data_path_sizes() -> str:
+    """A line for each size, number of clients and verb; of each path its time and by how much it is faster."""
+    found: dict[tuple[int, int, str], dict[str, Row]] = {}
+    for row in rows_of("data_path"):
+        if row["section"] == "sizes":
+            found.setdefault((row["size_bytes"], row["clients"], row["verb"]), {})[row["path"]] = row
+    paths = list(dict.fromkeys(path for its in found.values() for path in its))
+
+    def cells(its: dict[str, Row]) -> Iterator[str]:
+        for path in paths:
+            ratio = "" if path == "Redis" else f" ({its[path]['x']:.2f} ×)"
+            yield f"{its[path]['us']:,.0f} µs{ratio}"
+
+    lines = [
+        [f"{size_bytes / 1000:,.0f} KB", str(clients), verb, *cells(its)]
+        for (size_bytes, clients, verb), its in found.items()
+    ]
+    return table([["value", "clients", "", *paths], *lines])
 
 
 def _tiers() -> str:
@@ -569,6 +590,7 @@ def _store_daemon() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "data path": _data_path,
+    "data path, sizes": _data_path_sizes,
     "tiers": _tiers,
     "tiers that hang": _hung_tiers,
     "policies, conversations": lambda: _policies("policies"),

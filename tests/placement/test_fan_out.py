@@ -36,6 +36,10 @@ def test_a_small_value_is_on_the_nearest_satellite_alone_and_a_large_one_on_many
     assert chosen[-1] > 4
 
 
+def test_the_fullest_server_decides_and_each_costs_a_request() -> None:
+    assert fan_out(chunk_s=1e-3).seconds(4, 9) == pytest.approx(0.008 + 3 * 1e-3 + 4 * 25e-6)
+
+
 def test_where_links_transmit_at_once_one_satellite_is_best_for_any_size() -> None:
     assert {fan_out(chunk_s=0.0).servers(chunks, 6144 * chunks, {}) for chunks in (1, 480, 100_000)} == {1}
 

@@ -216,7 +216,7 @@ class UdpClient:
         return self.run([number])[number]
 
     def _is_idle(self) -> bool:
-        return not self._calls and not self._backlog and not self._closed
+        return not self._backlog and not self._closed
 
     def _receive_plain(self, awaited: dict[int, Landing]) -> tuple[list[Tally], list[Run]]:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)

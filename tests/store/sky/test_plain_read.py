@@ -105,21 +105,24 @@ def test_what_is_said_to_be_written_is_whole(seed: int) -> None:
     with udp_sky_and_loop(faults=faults) as (plan, _):
         index = SharedIndex()
         store, other = store_on(plan, index, fan_out=ON_ONE), store_on(plan, index, ground=8)
-        ended, dice = [], random.Random(seed)
-        end_plain_put = connection(store).machine.end_plain_put
+        ended, dice, client = [], random.Random(seed), connection(store).machine
+        end_plain_put = client.end_plain_put
 
         def noted(*given: object) -> Finished | int | None:
             ended.append(end_plain_put(*given))  # type: ignore[arg-type]
+            goes_on = type(ended[-1]) is int and ended[-1] in client._operations
+            assert not goes_on or ended[-1] in client._keepalive._writes, "announced while it lasts"
             return ended[-1]
 
-        connection(store).machine.end_plain_put = noted  # type: ignore[method-assign]
-        for number in range(60):
+        client.end_plain_put = noted  # type: ignore[method-assign]
+        for number in range(60):  # each under its own key: a late packet of one write must not meet the next
             its = value(number, dice.randrange(1, dice.choice([1, 2, 100]) * 6144))
-            assert store.put_many([(key(1), its)]) == [True]
-            assert read(other, key(1)) == (its, "")
+            assert store.put_many([(key(number), its)]) == [True]
+            got, reason = read(other, key(number))
+            assert (got == its, reason) == (True, ""), number
         kinds = {type(one) for one in ended}
         assert {Finished, int} <= kinds
-        assert connection(store).machine._keepalive._writes == {}
+        assert client._keepalive._writes == {}
         for one in (store, other):
             one.close()
 
