@@ -87,7 +87,7 @@ def between_moves(plan: ConstellationPlan) -> float:
 
 def turn(scale: float, blocks: int, seconds: float, every_s: float, delay: float, seed: int) -> dict[str, Any]:
     """One constellation at ``scale`` (0: still), read from (or, ``every_s`` 0, left alone) for this many seconds."""
-    with constellation(delay_scale=delay, time_scale=scale, epoch_s=time.time()) as (plan, folder):
+    with constellation(delay_scale=delay, time_scale=scale, epoch_s=time.time(), servers=10) as (plan, folder):
         store = open_constellation(folder)
         values = fill(store, blocks, seed)
         names = list(values)

@@ -105,7 +105,7 @@ def main() -> None:
         folders: dict[str, Path] = {}
         with environment(pure=False):
             for auth in ("off", "on", "every"):
-                folders[auth] = stack.enter_context(constellation(delay_scale=0.0, auth=auth))[1]
+                folders[auth] = stack.enter_context(constellation(delay_scale=0.0, auth=auth, servers=10))[1]
         tenant = folders["off"] / "tenant"
         new_keys(tenant)
         paths = {

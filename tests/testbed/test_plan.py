@@ -175,6 +175,7 @@ def _changed(**changes: object) -> str:
         ({"servers": True}, "servers is True"),
         ({"servers": 96}, "96"),
         ({"servers": 0}, "0"),
+        ({"fan_out": "some"}, "fan_out 'some': expected size or fixed"),
         ({"delay_scale": -1}, "delay scale -1"),
         ({"delay_scale": float("nan")}, "delay scale nan"),
         ({"epoch_s": float("inf")}, "epoch inf"),
@@ -299,3 +300,15 @@ def test_what_runs_is_laid_out_as_the_map_says(preset: str, strategy: Strategy) 
     assert sky_of(plan).servers_at(STRATEGY_CODES[strategy], plan.servers, (0, 0), (3, 1)) == placement.locate_all(
         (0, 0), (3, 1)
     )
+
+
+def test_values_have_the_servers_that_are_named_and_else_as_many_as_their_sizes_are_worth() -> None:
+    assert make_plan().by_size
+    for servers in (1, 10, 16):
+        assert not make_plan(servers=servers).by_size
+        assert not from_json(to_json(make_plan(servers=servers))).by_size
+    assert from_json(to_json(make_plan())).by_size
+    assert dataclasses.replace(make_plan(servers=16), fan_out="size").by_size
+    # Earlier releases read every plan but one: all values on as many as the preset's default.
+    fields = [json.loads(to_json(make_plan(servers=servers))) for servers in (None, 16, 10)]
+    assert ["fan_out" in one for one in fields] == [False, False, True]

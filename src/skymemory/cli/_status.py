@@ -132,6 +132,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "planes": report.plan.planes,
         "slots_per_plane": report.plan.slots_per_plane,
         "servers": report.plan.servers,
+        "servers_by_size": report.plan.by_size,
         "strategy": report.plan.strategy,
         "access": report.plan.access,
         "delay_scale": report.plan.delay_scale,
@@ -171,7 +172,8 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
     plan = report.plan
     print(
         f"{plan.preset}: {plan.planes} planes x {plan.slots_per_plane} slots = {plan.torus.size} satellites; "
-        f"{plan.servers} servers by {plan.strategy}; access {plan.access}; delay {_delay_text(plan.delay_scale)}"
+        f"{'up to ' if plan.by_size else ''}{plan.servers} servers by {plan.strategy}; access {plan.access}; "
+        f"delay {_delay_text(plan.delay_scale)}"
     )
     print(f"{'host':<10}{'planes':<10}{'ports':<14}{'process':<16}{'memory':<12}satellites that answer")
     for share, host in zip(plan.hosts, report.hosts, strict=True):

@@ -429,7 +429,10 @@ def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, Ru
             started = start_on_free_ports(
                 directory,
                 lambda ports: make_plan(
-                    hosts=local_hosts(DEFAULT_PRESET, 5, ports), epoch_s=time.time(), time_scale=speed
+                    hosts=local_hosts(DEFAULT_PRESET, 5, ports),
+                    servers=preset_named(DEFAULT_PRESET).servers,
+                    epoch_s=time.time(),
+                    time_scale=speed,
                 ),
                 preset_named(DEFAULT_PRESET).torus.size,
                 foreground=True,

@@ -36,8 +36,10 @@ def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPl
         try:
             started = start_on_free_ports(
                 directory,
-                lambda ports: make_plan(hosts=local_hosts(DEFAULT_PRESET, 5, ports), delay_scale=1.0),
-                # one UDP port per satellite
+                # As in the paper: all values on ten satellites.
+                lambda ports: make_plan(
+                    hosts=local_hosts(DEFAULT_PRESET, 5, ports), servers=preset_named(DEFAULT_PRESET).servers
+                ),
                 preset_named(DEFAULT_PRESET).torus.size,
                 foreground=True,
                 confirm=confirm_all_answer,

@@ -5,6 +5,9 @@ processing a chunk takes less than transmitting it):
 
     round trip to the farthest satellite of the box of s  +  ⌈n / s⌉ · transmission of a chunk  +  s · ``_SERVER_S``
 
+A satellite gets at most ``_MOST_BYTES`` of a value, though links may carry more: it takes so much at once, and of
+several writers the packets would otherwise overrun it.
+
 Small boxes lie inside large ones, so the nearest satellite has a share of every value; a small box is carried whole at
 every move of the overhead point; and where one satellite is full, it evicts a share of a value that is then lost on all
 others. So values on s servers and fewer may have a fifth of a satellite's memory, and only what those on more leave
@@ -27,6 +30,7 @@ TR 38.821 in ``sim.loading.LinkBudget``).
 """
 _SERVER_S = 25e-6
 """One more request to pack, send and answer, as measured on one computer."""
+_MOST_BYTES = 1 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
 """The larger is below what a satellite leases (a quarter), so that loads of such values can be leased."""
 
@@ -86,7 +90,9 @@ class FanOut:
         return next((one for one in ranked if one == most or self._has_room(one, value_bytes, held)), most)
 
     def _has_room(self, servers: int, value_bytes: int, held: Mapping[int, float]) -> bool:
-        """Whether the nearest satellite, which has a share of each value, has room for another one's."""
+        """Whether its satellites may have this much of a value, and the nearest, which has a share of each, has room."""
+        if value_bytes > servers * _MOST_BYTES:
+            return False
         if not self.memory_bytes:
             return True
         room_bytes = self.memory_bytes / self.replicas
