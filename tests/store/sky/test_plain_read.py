@@ -147,7 +147,7 @@ def test_sound_chunks_that_do_not_make_the_value_they_claim_are_a_miss(monkeypat
 
 
 def gone(store: ConstellationStore, other: ConstellationStore) -> None:
-    """The satellites have evicted it; nobody has said so."""
+    """The satellites have evicted it, without a notice."""
     everyone = [(one, pack_keys([key(1)]), None) for one in connection(other)._satellites]
     assert all(answer.ok for _, answer in ask_all(other._driver, Op.EVICT, everyone))
 

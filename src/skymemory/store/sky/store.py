@@ -361,7 +361,7 @@ class ConstellationStore(RemoteStore):
     def _write(self, items: Mapping[bytes, Buffer]) -> dict[bytes, Finished]:
         """Write values; the end of each, the last one first."""
         driver, settings = self._driver, self.settings
-        # Without an index nothing tells how full small boxes are.
+        # Without an index it is not known how full small boxes are.
         held = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
         # In reverse, as in ``_read``: satellites keep the first block longest.
         servers = {key: self._servers_for(value, held) for key, value in reversed([*items.items()])}
