@@ -32,6 +32,8 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH
 # kept once, as a group whose number ends the row.
 _ROW = struct.Struct("<IQIdiiI")
 ROW_BYTES = _ROW.size
+_FEW_ROWS = 8
+"""Of so few rows a loop is faster than NumPy."""
 _VALUE_BYTES_AND_GROUP = struct.Struct("<4xQ20xI")
 _GROUP_COLUMN = np.dtype({"names": ["group"], "formats": ["<u4"], "offsets": [ROW_BYTES - 4], "itemsize": ROW_BYTES})
 
@@ -119,9 +121,12 @@ class InfoTable:
 
     def check(self) -> None:
         """Raises :class:`MalformedPacket` when a row names a missing group."""
-        column = np.frombuffer(self.rows, dtype=_GROUP_COLUMN)["group"]
-        if len(column) and int(column.max()) >= len(self.groups):
-            raise MalformedPacket(f"a row names group {int(column.max())} of {len(self.groups)}")
+        if len(self) <= _FEW_ROWS:
+            last = max((self.size_and_group(at)[1] for at in range(len(self))), default=-1)
+        else:
+            last = int(np.frombuffer(self.rows, dtype=_GROUP_COLUMN)["group"].max())
+        if last >= len(self.groups):
+            raise MalformedPacket(f"a row names group {last} of {len(self.groups)}")
 
     @staticmethod
     def _check_group(group: Group) -> None:

@@ -90,7 +90,7 @@ class FanOut:
         return next((one for one in ranked if one == most or self._has_room(one, value_bytes, held)), most)
 
     def _has_room(self, servers: int, value_bytes: int, held: Mapping[int, float]) -> bool:
-        """Whether its satellites may have this much of a value, and the nearest, which has a share of each, has room."""
+        """Whether its satellites may have this much of a value, and the nearest, with a share of each, has room."""
         if value_bytes > servers * _MOST_BYTES:
             return False
         if not self.memory_bytes:
