@@ -258,8 +258,8 @@ def test_what_a_thread_waits_for_a_processor_is_not_waited_for_its_tier(
     starved_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the kernel counts it: half a second of the time in which the call is under way."""
-    counted = iter([1.0])
-    monkeypatch.setattr(tier_workers, "_starved_s", lambda thread: next(counted, 1.0 + starved_s))
+    monkeypatch.setattr(tier_workers, "_own_starved_s", lambda: 1.0)
+    monkeypatch.setattr(tier_workers, "_starved_s", lambda thread: 1.0 + starved_s)
     workers, gate = TierWorkers("busy"), threading.Event()
     call = Call(lambda: gate.wait(5) and "answered")
     assert workers.submit(call)  # type: ignore[arg-type]
@@ -267,6 +267,20 @@ def test_what_a_thread_waits_for_a_processor_is_not_waited_for_its_tier(
     threading.Timer(0.1, gate.set).start()
     assert workers.wait(call, 0.02) == (starved_s > 0)
     workers.close()
+
+
+def test_a_thread_counts_for_itself_what_others_count_for_it() -> None:
+    here = threading.get_native_id()
+    until_s = time.monotonic() + 0.05
+    while time.monotonic() < until_s:
+        pass
+    before_s, own_s, after_s = (
+        tier_workers._starved_s(here),
+        tier_workers._own_starved_s(),
+        tier_workers._starved_s(here),
+    )
+    assert before_s <= own_s <= after_s
+    assert tier_workers._own_starved_s() >= own_s
 
 
 def test_a_call_that_no_thread_took_up_in_time_says_nothing_of_its_tier() -> None:

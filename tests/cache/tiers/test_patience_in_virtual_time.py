@@ -42,14 +42,14 @@ class World:
         return True
 
     def wait(self, call: Call[object], timeout_s: float) -> bool:
-        return call._ended.is_set() or self.pass_until(self.now_s + max(0.0, timeout_s), call)
+        return call._ended or self.pass_until(self.now_s + max(0.0, timeout_s), call)
 
     def pass_until(self, until_s: float, call: Call[object] | None = None) -> bool:
         """Time goes on, until ``call`` has ended if that is before."""
         while self._due and self._due[0][0] <= until_s:
             self.now_s, _, ended = heapq.heappop(self._due)
             ended.result = result = ended._work()
-            ended._ended.set()
+            ended._ended = True
             if ended._on_late is not None:
                 ended._on_late(result)
             if ended is call:

@@ -6,12 +6,13 @@ waits for a processor is this machine's load, not the tier's latency: it is adde
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 Result = TypeVar("Result")
 
@@ -27,7 +28,9 @@ class Call(Generic[Result]):
         self._work = work
         self._context = copy_context()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._running = threading.Lock()  # held until it ends: an Event takes three times as long to set and see
+        self._running.acquire()
+        self._ended = False
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
@@ -47,9 +50,8 @@ class Call(Generic[Result]):
         self.dropped = self._on_late is not None
         result = error = None
         if not self.dropped:
-            thread = threading.get_native_id()
-            self._starved_before_s = _starved_s(thread)
-            self._thread = thread
+            self._starved_before_s = _own_starved_s()
+            self._thread = threading.get_native_id()
         self.begun = True
         if not self.dropped:
             try:
@@ -59,13 +61,16 @@ class Call(Generic[Result]):
         with self._lock:
             self.result, self.error = result, error
             on_late = self._on_late
-            self._ended.set()
+            self._ended = True
+            self._running.release()
         if on_late is not None:
             on_late(result)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended."""
-        return self._ended.wait(max(0.0, timeout_s))
+        if not self._ended and self._running.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
+            self._running.release()  # for who waits next
+        return self._ended
 
     @property
     def starved_s(self) -> float:
@@ -81,7 +86,7 @@ class Call(Generic[Result]):
     def give_up(self, on_late: Callable[[Result | None], object] = lambda result: None) -> bool:
         """Stop waiting: ``on_late(result or None)`` is called when it ends. False: it has ended already."""
         with self._lock:
-            if self._ended.is_set():
+            if self._ended:
                 return False
             self._on_late = on_late
             return True
@@ -93,7 +98,8 @@ class TierWorkers:
     def __init__(self, name: str, threads: int = 2, waiting: int = 64) -> None:
         self._name = name
         self._threads = threads
-        self._calls: queue.Queue[Call[object] | None] = queue.Queue(waiting)
+        self._waiting = waiting
+        self._calls: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._started = 0
         self._idle = 0
         self._running: set[Call[object]] = set()
@@ -102,13 +108,13 @@ class TierWorkers:
     def submit(self, call: Call[object]) -> bool:
         """Queue the call. False: the queue is full."""
         with self._lock:
-            if self._idle <= self._calls.qsize() and self._started < self._threads:
+            queued = self._calls.qsize()
+            if self._idle <= queued and self._started < self._threads:
                 self._started += 1
                 threading.Thread(target=self._work, name=f"tier {self._name}", daemon=True).start()
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            return False
+            if queued >= self._waiting:
+                return False
+            self._calls.put(call)
         return True
 
     def wait(self, call: Call[Result], timeout_s: float) -> bool:
@@ -159,16 +165,33 @@ class TierWorkers:
 
     def close(self) -> None:
         """Threads end after the calls already queued; does not wait for them."""
-        try:
-            self._calls.put_nowait(None)
-        except queue.Full:
-            threading.Thread(target=self._calls.put, args=(None,), daemon=True).start()
+        self._calls.put(None)
 
 
 def _starved_s(thread: int) -> float:
     """Total time that this thread was runnable and did not run; 0 where the kernel does not report it."""
     try:
-        with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
+        with open(_SCHEDSTAT.format(thread), "rb") as file:
+            return _second_number_s(file.read())
+    except OSError:
         return 0.0
+
+
+def _own_starved_s() -> float:
+    """The same of the calling thread, which keeps the file open: opening it takes longer than many a call."""
+    try:
+        file: BinaryIO | None = getattr(_own, "file", None)
+        if file is None:
+            file = _own.file = open(_SCHEDSTAT.format(threading.get_native_id()), "rb", buffering=0)  # noqa: SIM115
+        return _second_number_s(os.pread(file.fileno(), 64, 0))
+    except OSError:
+        return 0.0
+
+
+def _second_number_s(text: bytes) -> float:
+    numbers = text.split()
+    return int(numbers[1]) / 1e9 if len(numbers) > 1 and numbers[1].isdigit() else 0.0
+
+
+_SCHEDSTAT = "/proc/self/task/{}/schedstat"
+_own = threading.local()
