@@ -76,9 +76,9 @@ class Sky:
 
 
 @pytest.fixture
-def sky(tmp_path: Path) -> Iterator[Sky]:
+def sky(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sky]:
     sky = Sky(tmp_path)
-    sky("constellation", "up", "--base-port", "auto", "--delay", "off")
+    sky("constellation", "up", "--base-port", "auto", "--delay", "off", *getattr(request, "param", ()))
     yield sky
     sky("constellation", "down")
 
@@ -137,6 +137,7 @@ def test_a_name_is_found_after_the_loss_and_the_command_says_how(sky: Sky, tmp_p
     assert again["keys_probed"] == again["values_adopted"] == 0
 
 
+@pytest.mark.parametrize("sky", [("--servers", "10")], indirect=True, ids=["on ten"])
 @pytest.mark.slow
 def test_with_a_host_of_satellites_restarted_too_what_survived_is_found(sky: Sky) -> None:
     """Plane 2, the middle of the box, comes back empty: long values lost chunks with it, short ones elsewhere live."""

@@ -70,6 +70,8 @@ def test_copies_of_a_chunk_are_on_as_many_planes_as_in_the_largest_box(strategy:
         for server in range(servers):
             assert len({its.locate(server, replica=replica) for replica in range(replicas)}) == replicas
         assert planes(servers) >= planes(10)
+    rows = {servers: placement(servers, strategy).box.height for servers in found}
+    assert min(rows.values()) >= (1 if replicas == 1 else min(replicas + 1, rows[10]))
 
 
 @settings(max_examples=200, deadline=None)

@@ -60,12 +60,13 @@ class FanOut:
         replicas: int = 1,
     ) -> FanOut:
         """Full boxes of at most ``most`` servers, and ``most`` itself. A box must hold all ``replicas`` of a chunk, on
-        as many planes as the largest box does. ``round_trip_s``: to each satellite of the boxes at ``moves``.
+        as many planes as the largest box does, and have a plane more: with one dead, others still know of some chunk
+        that all its copies are gone (a delete is then sure). ``round_trip_s``: to each satellite of the boxes at ``moves``.
         """
-        largest = placement(most).box
+        planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 
         def has_room(box: Box) -> bool:
-            return box.width * box.height >= replicas and box.height >= min(replicas, largest.height)
+            return box.width * box.height >= replicas and box.height >= planes
 
         chosen: dict[int, float] = {}
         for servers in range(1, most + 1):
