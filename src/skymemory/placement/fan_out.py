@@ -61,7 +61,8 @@ class FanOut:
     ) -> FanOut:
         """Full boxes of at most ``most`` servers, and ``most`` itself. A box must hold all ``replicas`` of a chunk, on
         as many planes as the largest box does, and have a plane more: with one dead, others still know of some chunk
-        that all its copies are gone (a delete is then sure). ``round_trip_s``: to each satellite of the boxes at ``moves``.
+        that all its copies are gone (a delete is then sure). ``round_trip_s``: to each satellite of the boxes at
+        ``moves``.
         """
         planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 
