@@ -98,6 +98,13 @@ def constellation(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextmanager
 def redis_server(socket_path: Path | None = None) -> Iterator[int | None]:
     """A Redis on a free port (and a Unix socket) that keeps nothing; None, and a line, where it is not installed."""
@@ -105,9 +112,7 @@ def redis_server(socket_path: Path | None = None) -> Iterator[int | None]:
         print("redis-server is not installed: the peer's columns stay empty", file=sys.stderr)
         yield None
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     if socket_path is not None:
         command += ["--unixsocket", str(socket_path)]

@@ -33,6 +33,7 @@ from _bench import (
     client_process,
     constellation,
     environment,
+    free_port,
     measure,
     print_table,
     redis_server,
@@ -125,9 +126,7 @@ def memcached_server() -> Iterator[int | None]:
         print("memcached is not installed: its columns stay empty", file=sys.stderr)
         yield None
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         ["memcached", "-u", getpass.getuser(), "-l", "127.0.0.1", "-p", str(port), "-m", "2048", "-I", "128m"]
     )

@@ -23,7 +23,7 @@ import numpy as np
 from _bench import print_table, redis_server, write_json
 from skymemory import native
 from skymemory.native.twin import backend
-from skymemory.protocol.wire import Address, Op, SegmentBatch, SkyHeader, bulk_batch, pack_refs
+from skymemory.protocol.wire import Address, Buffer, Op, SegmentBatch, SkyHeader, bulk_batch
 from skymemory.transport.udp_socket import BatchSocket
 
 CHUNK_BYTES, CHUNKS, SERVERS, PROCESSES = 6144, 480, 10, 5
@@ -33,12 +33,16 @@ DATA_BYTES, SET_BYTES = 16 + 44 + 72 + CHUNK_BYTES, 8 + 44 + 72 + CHUNK_BYTES
 PATIENCE_MS = 2000
 
 
-def batch_of(op: Op, value: memoryview, crcs: np.ndarray, value_crc: int, server: int) -> SegmentBatch:
+def refs_of(value: Buffer) -> np.ndarray:
+    """The references of all chunks, a row each."""
+    packed, _ = native.value_refs(value, KEY, CHUNK_BYTES, SERVERS, 1, 0, 0)
+    return np.frombuffer(packed, dtype=np.uint8).reshape(CHUNKS, -1)
+
+
+def batch_of(op: Op, value: memoryview, refs: np.ndarray, server: int) -> SegmentBatch:
     """The sealed packets of every chunk of one server."""
-    indices = range(server, CHUNKS, SERVERS)
-    refs = pack_refs(KEY, indices, crcs, CHUNK_BYTES, len(value), value_crc, SERVERS, 1, (0, 0))
-    payloads = [value[index * CHUNK_BYTES :][:CHUNK_BYTES] for index in indices]
-    return bulk_batch(SkyHeader(op, Address(1, 2), Address(3, 4), 7, 9), refs, payloads, 0, 0.0)
+    payloads = [value[index * CHUNK_BYTES :][:CHUNK_BYTES] for index in range(server, CHUNKS, SERVERS)]
+    return bulk_batch(SkyHeader(op, Address(1, 2), Address(3, 4), 7, 9), refs[server::SERVERS], payloads, 0, 0.0)
 
 
 def serve(sockets: list[BatchSocket], batches: list[SegmentBatch]) -> None:
@@ -89,11 +93,10 @@ class Client:
             raise SystemExit("the value that arrived is not the one that was sent")
 
     def write(self) -> None:
-        crcs = native.crc32_chunks(self.value, CHUNK_BYTES)
-        value_crc = native.crc32_join(crcs, CHUNK_BYTES, VALUE_BYTES)
+        refs = refs_of(self.value)
         view = memoryview(self.value)
         for server, endpoint in enumerate(self.endpoints):
-            self.sock.send(batch_of(Op.SET, view, crcs, value_crc, server), endpoint)
+            self.sock.send(batch_of(Op.SET, view, refs, server), endpoint)
         stored = 0
         while stored < SERVERS:
             if not self.poll.poll(PATIENCE_MS):
@@ -116,8 +119,8 @@ def alternate(paths: dict[str, Callable[[], object]], runs: int) -> dict[str, li
 def data_paths(value: bytes, runs: int) -> list[dict[str, Any]]:
     crcs = native.crc32_chunks(value, CHUNK_BYTES)
     value_crc = native.crc32_join(crcs, CHUNK_BYTES, VALUE_BYTES)
-    sockets = [BatchSocket() for _ in range(SERVERS)]
-    batches = [batch_of(Op.DATA, memoryview(value), crcs, value_crc, server) for server in range(SERVERS)]
+    sockets, refs = [BatchSocket() for _ in range(SERVERS)], refs_of(value)
+    batches = [batch_of(Op.DATA, memoryview(value), refs, server) for server in range(SERVERS)]
     share = SERVERS // PROCESSES
     workers = [
         multiprocessing.get_context("fork").Process(
@@ -156,7 +159,8 @@ def loops(value: bytes, runs: int) -> list[dict[str, Any]]:
     """GB/s of payload through each loop, by the implementation in use and by the twin."""
     crcs = backend.crc32_chunks(value, CHUNK_BYTES)
     value_crc = backend.crc32_join(crcs, CHUNK_BYTES, VALUE_BYTES)
-    batches = [batch_of(Op.DATA, memoryview(value), crcs, value_crc, server) for server in range(SERVERS)]
+    refs = refs_of(value)
+    batches = [batch_of(Op.DATA, memoryview(value), refs, server) for server in range(SERVERS)]
     run = b"".join(b"".join(batch.datagrams()) for batch in batches)
     headers = bytearray(b"".join(bytes(batch.headers) for batch in batches))
     out, sums = bytearray(VALUE_BYTES), np.zeros(CHUNKS, dtype=np.uint32)

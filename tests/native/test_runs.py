@@ -9,10 +9,11 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.protocol.refs import pack_refs
 
 from skymemory.native.twin import backend
 from skymemory.protocol import wire
-from skymemory.protocol.wire import Address, Op, SkyHeader, bulk_batch, bulk_prefix, pack_refs
+from skymemory.protocol.wire import Address, Op, SkyHeader, bulk_batch, bulk_prefix
 
 KEY = bytes(range(32))
 CHUNK, CHUNKS, SERVERS, VALUE_BYTES = 48, 11, 3, 48 * 10 + 17

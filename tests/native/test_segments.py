@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.protocol.refs import pack_refs
 
 from skymemory.native.twin import backend, segments
 from skymemory.protocol import wire
 from skymemory.protocol import wire as space_packet
-from skymemory.protocol.wire import Address, Op, SkyHeader, bulk_batch, pack_refs
+from skymemory.protocol.wire import Address, Op, SkyHeader, bulk_batch
 
 KEY = bytes(range(32))
 CHUNK, CHUNKS, VALUE_BYTES = 48, 5, 48 * 4 + 17

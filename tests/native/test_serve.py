@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.protocol.refs import pack_refs
 from tests.protocol.satellite.ledgers import unaccounted_bytes
 
 from skymemory import native
@@ -29,7 +30,6 @@ from skymemory.protocol.wire import (
     SkyHeader,
     build_packet,
     bulk_batch,
-    pack_refs,
     parse_packet,
 )
 from skymemory.transport.udp_socket import BatchSocket

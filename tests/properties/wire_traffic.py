@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 from hypothesis import strategies as st
 from tests.protocol.datagrams import receive_datagram
+from tests.protocol.refs import pack_refs
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -37,7 +38,6 @@ from skymemory.protocol.wire import (
     SkyHeader,
     build_packet,
     bulk_batch,
-    pack_refs,
     parse_packet,
 )
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.protocol.refs import pack_refs
 from tests.vectors.test_wire_vectors import KEY, NOW_S, SEQUENCE, VALUE, header
 
 from skymemory import native
@@ -13,7 +14,7 @@ from skymemory.keys import KeyRing, SecretKey
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
-from skymemory.protocol.wire import Op, Status, build_packet, bulk_batch, pack_refs, single
+from skymemory.protocol.wire import Op, Status, build_packet, bulk_batch, single
 
 VECTORS = {
     entry["name"]: bytes.fromhex(entry["hex"].replace(" ", ""))

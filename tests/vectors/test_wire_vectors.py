@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.protocol.refs import pack_refs
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -48,7 +49,6 @@ from skymemory.protocol.wire import (
     Status,
     build_packet,
     bulk_batch,
-    pack_refs,
     parse_packet,
 )
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.protocol.conftest import key_of
 from tests.protocol.datagrams import receive_datagram
+from tests.protocol.refs import pack_refs
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -30,7 +31,6 @@ from skymemory.protocol.wire import (
     SkyHeader,
     build_packet,
     bulk_batch,
-    pack_refs,
     parse_packet,
 )
 

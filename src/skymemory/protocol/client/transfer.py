@@ -407,12 +407,13 @@ class WriteTransfer:
             raise ValueTooLarge(f"chunks of {chunk_bytes} bytes: one datagram carries 1 to {MAX_CHUNK_BYTES} bytes")
         if len(view) >= 1 << 32 or len(key) != KEY_BYTES:
             raise ValueTooLarge(f"a value of {len(view)} bytes, key of {len(key)}: expected < 4 GiB and {KEY_BYTES}")
+        places = where(moves)  # first: it refuses what this constellation does not have
         packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, *moves)
         chunks = len(packed) // CHUNK_REF_BYTES
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
         refs = np.frombuffer(packed, dtype=np.uint8).reshape(chunks, CHUNK_REF_BYTES)
         payloads = Slices(view, chunk_bytes, range(chunks))
-        bursts, satellites = planned(chunks, where(moves), servers, WRITE_BURST_CHUNKS)
+        bursts, satellites = planned(chunks, places, servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)
         return cls(info, refs, payloads, bytearray(chunks), chunks, deque(bursts), report)
 
