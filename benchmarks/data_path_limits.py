@@ -69,10 +69,10 @@ def serve(sockets: list[BatchSocket], batches: list[SegmentBatch]) -> None:
 class Client:
     """One socket, one warm buffer."""
 
-    def __init__(self, endpoints: list[tuple[str, int]], value: bytes, crcs: np.ndarray, value_crc: int) -> None:
+    def __init__(self, endpoints: list[tuple[str, int]], value: bytes, value_crc: int) -> None:
         self.sock = BatchSocket()
         self.endpoints = endpoints
-        self.value, self.crcs, self.value_crc = value, crcs, value_crc
+        self.value, self.value_crc = value, value_crc
         self.out = bytearray(VALUE_BYTES)
         self.poll = select.poll()
         self.poll.register(self.sock.fileno(), select.POLLIN)
@@ -130,7 +130,7 @@ def data_paths(value: bytes, runs: int) -> list[dict[str, Any]]:
     ]
     for worker in workers:
         worker.start()
-    client = Client([sock.address for sock in sockets], value, crcs, value_crc)
+    client = Client([sock.address for sock in sockets], value, value_crc)
     paths: dict[str, Callable[[], object]] = {"udp read": client.read, "udp write": client.write}
     try:
         with redis_server() as port:
