@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import BinaryIO, Generic, TypeVar
 
@@ -45,12 +46,14 @@ class Call(Generic[Result]):
         self.result: Result | None = None
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Do the work, unless it was given up before it began."""
+    def run(self, schedstat: BinaryIO | None = None) -> None:
+        """Do the work, unless it was given up before it began. ``schedstat``: the figures of the thread that does it,
+        kept open, since opening them takes longer than many a call.
+        """
         self.dropped = self._on_late is not None
         result = error = None
-        if not self.dropped:
-            self._starved_before_s = _own_starved_s()
+        if not self.dropped and schedstat is not None:
+            self._starved_before_s = _starved_now_s(schedstat)
             self._thread = threading.get_native_id()
         self.begun = True
         if not self.dropped:
@@ -148,50 +151,44 @@ class TierWorkers:
             return any(call.overdue for call in self._running)
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._idle += 1
-            call = self._calls.get()
-            with self._lock:
-                self._idle -= 1
-                if call is not None:
-                    self._running.add(call)
-            if call is None:
-                self._calls.put(None)  # for the next thread
-                return
-            call.run()
-            with self._lock:
-                self._running.discard(call)
+        with _schedstat_of(threading.get_native_id()) as schedstat:
+            while True:
+                with self._lock:
+                    self._idle += 1
+                call = self._calls.get()
+                with self._lock:
+                    self._idle -= 1
+                    if call is not None:
+                        self._running.add(call)
+                if call is None:
+                    self._calls.put(None)  # for the next thread
+                    return
+                call.run(schedstat)
+                with self._lock:
+                    self._running.discard(call)
 
     def close(self) -> None:
         """Threads end after the calls already queued; does not wait for them."""
         self._calls.put(None)
 
 
-def _starved_s(thread: int) -> float:
-    """Total time that this thread was runnable and did not run; 0 where the kernel does not report it."""
+def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:
+    """None where the kernel counts nothing."""
     try:
-        with open(_SCHEDSTAT.format(thread), "rb") as file:
-            return _second_number_s(file.read())
+        return open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0)
+    except OSError:
+        return nullcontext()
+
+
+def _starved_now_s(schedstat: BinaryIO) -> float:
+    """Total time that the thread was runnable and did not run; 0 where that is not reported."""
+    try:
+        numbers = os.pread(schedstat.fileno(), 64, 0).split()
     except OSError:
         return 0.0
-
-
-def _own_starved_s() -> float:
-    """The same of the calling thread, which keeps the file open: opening it takes longer than many a call."""
-    try:
-        file: BinaryIO | None = getattr(_own, "file", None)
-        if file is None:
-            file = _own.file = open(_SCHEDSTAT.format(threading.get_native_id()), "rb", buffering=0)  # noqa: SIM115
-        return _second_number_s(os.pread(file.fileno(), 64, 0))
-    except OSError:
-        return 0.0
-
-
-def _second_number_s(text: bytes) -> float:
-    numbers = text.split()
     return int(numbers[1]) / 1e9 if len(numbers) > 1 and numbers[1].isdigit() else 0.0
 
 
-_SCHEDSTAT = "/proc/self/task/{}/schedstat"
-_own = threading.local()
+def _starved_s(thread: int) -> float:
+    with _schedstat_of(thread) as schedstat:
+        return 0.0 if schedstat is None else _starved_now_s(schedstat)
