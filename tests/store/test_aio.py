@@ -12,11 +12,11 @@ from tests.contract.store_contract import key, value
 from tests.store.conftest import store_on, udp_sky_and_loop
 
 from skymemory.errors import InvalidInput
-from skymemory.store.aio import AsyncStore
 from skymemory.store.base import Presence
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
 from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.wrappers import AsyncStore
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

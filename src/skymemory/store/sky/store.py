@@ -277,6 +277,7 @@ class ConstellationStore(RemoteStore):
             if outcome is not None and outcome.ok:
                 values[info.key] = outs[info.key].toreadonly()
             elif outcome is not None:
+                self._counters.add("failures", label=outcome.report.failure)
                 failed.setdefault(outcome.report.failure, []).append(info)
         gone = [info for failure in _GONE for info in failed.get(failure, ())]
         if others := failed.get("other version"):
@@ -308,8 +309,6 @@ class ConstellationStore(RemoteStore):
             add("chunks_retransmitted", report.retransmitted_chunks)
         if report.corrupt_chunks:
             add("chunks_corrupt", report.corrupt_chunks)
-        if not outcome.ok:
-            add("failures", label=report.failure)
 
     def _key_report(self, outcome: Finished) -> KeyReport:
         report = outcome.report
@@ -340,6 +339,8 @@ class ConstellationStore(RemoteStore):
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():
             self._count(outcome)
+            if not outcome.ok:
+                self._counters.add("failures", label=outcome.report.failure)
         if failed:
             self._evictor.clean_up_failed(failed, before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
