@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
-from skymemory.index.radix import ROW_BYTES, BlockInfo, Group, InfoTable, RadixIndex, check_chain
+from skymemory.index.radix import ROW_BYTES, BlockInfo, Group, Groups, RadixIndex, check_chain
 from skymemory.kv.block import HASH_BYTES, MAX_DEPTH, Buffer
 
 JOURNAL_VERSION = 1
@@ -99,6 +99,10 @@ def encode_record(
         body = _PROBED.pack(*(min(count, 0xFFFFFFFF) for count in probed))
     else:
         body = b""
+    return _framed(op, version, body)
+
+
+def _framed(op: RecordOp, version: int, body: bytes) -> bytes:
     blank = _FRAME.pack(_MARKER, op, version, len(body), 0)
     return blank[:8] + native.crc32(blank + body).to_bytes(4, "little") + body
 
@@ -112,31 +116,38 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
     view = memoryview(data).cast("B")
     records: list[Record] = []
     at = 0
-    while at + _FRAME.size <= len(view):
-        marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
-        end = at + _FRAME.size + body_bytes
-        if marker != _MARKER or end > len(view):
-            break
-        blank = _FRAME.pack(marker, op, version, body_bytes, 0)
-        body = view[at + _FRAME.size : end]
-        if native.crc32(body, native.crc32(blank)) != crc:
-            break
-        with_sizes = version == _SIZED_VERSION and op == RecordOp.ADD
-        # Skipped, not an error: a later release may share this journal.
-        known = with_sizes or (version == JOURNAL_VERSION and op in _KNOWN)
-        records.append(_decode_body(op, body, with_sizes) if known else Record(RecordOp.UNKNOWN))
-        at = end
+    while (found := _record_at(view, at)) is not None:
+        record, at = found
+        records.append(record)
     return records, at
+
+
+def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
+    """The record that begins there, and where it ends; None if it is incomplete or damaged."""
+    if at + _FRAME.size > len(view):
+        return None
+    marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
+    end = at + _FRAME.size + body_bytes
+    if marker != _MARKER or end > len(view):
+        return None
+    blank = _FRAME.pack(marker, op, version, body_bytes, 0)
+    body = view[at + _FRAME.size : end]
+    if native.crc32(body, native.crc32(blank)) != crc:
+        return None
+    with_sizes = version == _SIZED_VERSION and op == RecordOp.ADD
+    # Skipped, not an error: a later release may share this journal.
+    known = with_sizes or (version == JOURNAL_VERSION and op in _KNOWN)
+    return (_decode_body(op, body, with_sizes) if known else Record(RecordOp.UNKNOWN)), end
 
 
 def _add_body(hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
     if len(hashes) != len(infos):
         raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
     check_chain(hashes, start, parent)
-    table = InfoTable()
-    rows = [table.pack(info) for info in infos]
-    head = _ADD.pack(start, len(hashes), len(table.groups), parent or _NO_PARENT)
-    return b"".join([head, pack_groups(table.groups), *hashes, *rows])
+    groups = Groups()
+    rows = [groups.pack(info) for info in infos]
+    head = _ADD.pack(start, len(hashes), len(groups.listed), parent or _NO_PARENT)
+    return b"".join([head, pack_groups(groups.listed), *hashes, *rows])
 
 
 def _decode_body(op: int, body: memoryview, with_sizes: bool) -> Record:
@@ -165,9 +176,11 @@ def _decode_add(body: memoryview, with_sizes: bool) -> Record:
         raise MalformedPacket(f"an ADD record of {blocks} blocks with {len(rest)} bytes for them")
     if (start == 0 and parent != _NO_PARENT) or start + blocks > MAX_DEPTH:
         raise MalformedPacket(f"an ADD record of {blocks} blocks at an impossible depth {start}")
-    table = InfoTable(groups, bytes(rest[blocks * HASH_BYTES :]))
-    table.check()
-    infos = tuple(table.get(at) for at in range(blocks))
+    shared, rows = Groups(groups), rest[blocks * HASH_BYTES :]
+    try:
+        infos = tuple(shared.unpack(rows[at : at + ROW_BYTES]) for at in range(0, len(rows), ROW_BYTES))
+    except IndexError:
+        raise MalformedPacket(f"a row of an ADD record names a group beyond the {len(groups)} of the record") from None
     hashes = split_hashes(rest[: blocks * HASH_BYTES])
     return Record(RecordOp.ADD, hashes, infos, start, parent if start else None)
 
@@ -231,10 +244,40 @@ def replay(record: Record, index: RadixIndex) -> None:
         index.clear()
 
 
-def records_of(index: RadixIndex) -> Iterator[bytes]:
-    """The fewest records that make an index like this one: an ADD for each run."""
-    for start, parent, keys, infos in index.runs():
-        yield encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
+def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
+    """``replay`` the records of ``decode_records``, and apply them to ``state``; returns the bytes they take. Those
+    that add or remove blocks, nearly all, are never objects. A contradiction to the index is :class:`InvalidInput`.
+    """
+    view = memoryview(data).cast("B")
+    at = 0
+    while True:
+        at = index.replay(view, at, _groups_of)
+        found = _record_at(view, at)
+        if found is None:
+            return at
+        record, at = found
+        replay(record, index)
+        state.apply(record)
+
+
+def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
+    """The groups of an ADD record; none where they cannot be read."""
+    try:
+        groups, taken = unpack_groups(memoryview(packed), count, sized)
+    except MalformedPacket:
+        return ()
+    return groups if taken == len(packed) else ()
+
+
+def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
+    """``write`` the fewest records that make an index like this one: an ADD for each run."""
+
+    def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
+        head = _ADD.pack(start, len(hashes) // HASH_BYTES, len(groups), parent or _NO_PARENT)
+        version = _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
+        write(_framed(RecordOp.ADD, version, b"".join([head, pack_groups(groups), hashes, rows])))
+
+    index.runs(write_run)
 
 
 class JournalState:

@@ -1,4 +1,5 @@
 /* The module object of the compiled helper: names and arguments only. */
+#include "blocks.h"
 #include "sha.h"
 #include "ttft.h"
 
@@ -71,7 +72,8 @@ PyMODINIT_FUNC PyInit__fast(void)
 {
     sky_crc_init();
     PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddType(made, &sky_prefix_table_type) < 0 ||
+    if (made && (PyModule_AddType(made, &sky_block_table_type) < 0 ||
+                 PyModule_AddType(made, &sky_prefix_table_type) < 0 ||
                  PyModule_AddType(made, &sky_holder_table_type) < 0 ||
                  PyModule_AddType(made, &sky_under_way_type) < 0 ||
                  PyModule_AddType(made, &sky_prefill_queues_type) < 0 ||

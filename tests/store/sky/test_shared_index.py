@@ -36,6 +36,25 @@ def add(index: SharedIndex, number: int) -> None:
     index.add([key(number)], [INFO], 0, None)
 
 
+@pytest.mark.parametrize("piece_bytes", [8, 64, 250, 1000])
+@pytest.mark.parametrize("torn_bytes", [0, 5])
+def test_a_journal_longer_than_a_piece_is_replayed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, torn_bytes: int
+) -> None:
+    path = tmp_path / "index"
+    writer = SharedIndex(path, born=True)
+    for at in range(0, 20, 2):
+        writer.add([key(at), key(at + 1)], [INFO] * 2, 0, None)
+        writer.remove([key(at)])
+    if torn_bytes:
+        with path.open("ab") as file:
+            file.write(encode_record(RecordOp.ADD, [key(99)], [INFO])[:torn_bytes])
+    monkeypatch.setattr(shared_index, "_PIECE_BYTES", piece_bytes)
+    late = SharedIndex(path)
+    assert late.infos([key(at) for at in range(20)]) == [None, INFO] * 10
+    assert late.complete is (torn_bytes == 0)
+
+
 def test_a_removed_journal_is_restarted_by_a_process_that_has_it_open(tmp_path: Path) -> None:
     path = tmp_path / "run" / "index"
     old = SharedIndex(path)

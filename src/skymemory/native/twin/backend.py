@@ -7,6 +7,7 @@ All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers
 ``runs``       runs of packets as receive offload delivers them: a client's answers, a satellite's plain GETs and SETs
 ``udp``        batched socket calls, small packets
 ``streams``    values from stream sockets
+``blocks``     which blocks an index knows
 ``prefix``     which servers hold which blocks of prompts
 ``queues``     prefills sent to servers, and when they end
 ``ttft``       estimates of the time to a first token
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from skymemory.native.twin.blocks import BlockTable
 from skymemory.native.twin.prefix import HolderTable, PrefixTable
 from skymemory.native.twin.queues import PrefillQueues, UnderWay
 from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs, serve
@@ -47,6 +49,7 @@ from skymemory.native.twin.sockets import (
 from skymemory.native.twin.ttft import DelayPrice, ShareGuard, TtftRanker, fit_prefills, fit_whole
 
 __all__ = [
+    "BlockTable",
     "DelayPrice",
     "HolderTable",
     "PrefillQueues",

@@ -19,14 +19,22 @@ import fcntl
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from skymemory.errors import InvalidInput
 from skymemory.forks import OwnLock
-from skymemory.index.journal import JournalState, Record, RecordOp, decode_records, encode_record, records_of, replay
+from skymemory.index.journal import (
+    JournalState,
+    Record,
+    RecordOp,
+    decode_records,
+    encode_record,
+    replay_all,
+    write_records,
+)
 from skymemory.index.radix import BlockInfo, RadixIndex
 
 COMPACT_BYTES = 1 << 20
@@ -41,6 +49,8 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 2.0
 millisecond; but one that has just been woken is no longer seen waiting.
 """
 _KEPT_JOURNALS = 4
+_PIECE_BYTES = 8 << 20
+"""A long journal is replayed in pieces of this size, so that it is never in memory whole."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -94,7 +104,6 @@ class SharedIndex:
     def journal_state(self) -> JournalState:
         """Whether the journal is complete, and what probing has added to it; as of now."""
         with self._lock:
-            self._reopen()
             self._follow()
             return self._state
 
@@ -114,7 +123,6 @@ class SharedIndex:
 
     def __len__(self) -> int:
         with self._lock:
-            self._reopen()
             self._follow()
             return len(self._index)
 
@@ -126,27 +134,19 @@ class SharedIndex:
     def bytes_by_servers(self) -> dict[int, float]:
         """As in ``RadixIndex``."""
         with self._lock:
-            self._reopen()
             self._follow()
             return self._index.bytes_by_servers()
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """Leading keys that are all present; ``keys`` may start anywhere in a chain, or be no chain."""
         with self._lock:
-            self._reopen()
             self._follow()
-            count = self._index.longest_prefix(keys)
-            # The search goes as far as places are known. From there key by key: the keys may not start at a chain's
-            # first block, and the places of some are unknown.
-            while count < len(keys) and keys[count] in self._index:
-                count += 1
-            return count
+            return self._index.longest_prefix(keys)
 
     def before(self, key: bytes, most: int) -> list[bytes]:
         """Up to ``most`` blocks before ``key``, the nearest first, as far as places are known."""
         found: list[bytes] = []
         with self._lock:
-            self._reopen()
             self._follow()
             while len(found) < most and (place := self._index.place_of(key)) is not None and place[1] is not None:
                 key = place[1]
@@ -156,9 +156,8 @@ class SharedIndex:
     def infos(self, keys: Sequence[bytes]) -> list[BlockInfo | None]:
         """The entry of each key; None if absent."""
         with self._lock:
-            self._reopen()
             self._follow()
-            return [self._index.get(key) for key in keys]
+            return self._index.infos(keys)
 
     def add(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> None:
         """Add a chain with the places that its writer gives, which replace older entries of the same blocks. Blocks
@@ -190,11 +189,12 @@ class SharedIndex:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
-        """Add to the index here; returns the record for other processes. InvalidInput, and no change, for a
-        contradiction.
+        """Add to the index here what other processes will read: the record, which is returned. InvalidInput, and no
+        change, for a contradiction.
         """
-        self._index.add(keys, infos, start, parent)
-        return encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
+        record = encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
+        replay_all(record, self._index, self._state)
+        return record
 
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
@@ -207,11 +207,9 @@ class SharedIndex:
             entry, place = self._index.get(key), self._index.place_of(key)
             if entry is None or place is None or not expected(entry):
                 return b""
-            start, parent = place
-            fresh = [changed(entry)]
-            self._index.add([key], fresh, start, parent)
+            record = self._enter([key], [changed(entry)], *place)
             done = True
-            return encode_record(RecordOp.ADD, [key], fresh, start=start, parent=parent)
+            return record
 
         return self._write(change) and done
 
@@ -255,26 +253,37 @@ class SharedIndex:
                 return True
             # 1. Lock the current journal; 2. replay what others wrote; 3. change and append; 4. compact, perhaps.
             while True:
-                self._reopen()
-                with self._file_lock():
-                    if self._replaced():
-                        continue  # while we waited for the lock
-                    if not self._replay():
-                        self._cut_off()
-                    record, whole = change(), False
-                    try:
-                        whole = self._append(record)
-                    finally:
-                        if not whole:  # other processes cannot read it, so it must not be known here either
-                            self._reset()
-                    others_wait = (
-                        self._replayed_bytes >= self._compact_at_bytes
-                        and self._compact()
-                        and _lock_is_awaited(self._fd)
-                    )
+                if self._old:
+                    self._copy_late_records()
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                try:
+                    now = os.fstat(self._fd)
+                    removed = not now.st_nlink and self._path is not None and self._path.exists()
+                    if not removed:
+                        others_wait, whole = self._write_locked(change, now.st_size)
+                finally:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+                if removed:  # while we waited for the lock, or before
+                    self._reopen()
+                    continue
                 if others_wait:
                     self._wait_for_writers_of_old()
                 return whole
+
+    def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
+        """With the file lock held, of a journal of this size: whether processes wait for the lock of a journal that was
+        replaced here, and whether the change is in the journal.
+        """
+        if size_bytes != self._replayed_bytes and not self._replay(size_bytes):
+            self._cut_off()
+        record, whole = change(), False
+        try:
+            whole = self._append(record)
+        finally:
+            if not whole:  # other processes cannot read it, so it must not be known here either
+                self._reset()
+        compacted = self._replayed_bytes >= self._compact_at_bytes and self._compact()
+        return compacted and _lock_is_awaited(self._fd), whole
 
     def _compact(self) -> bool:
         """Replace the journal by one with the fewest records, if that is much smaller; returns whether it was. With the
@@ -295,7 +304,7 @@ class SharedIndex:
             new.unlink(missing_ok=True)  # of a process that was killed here
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                 file.writelines(head)
-                file.writelines(records_of(self._index))
+                write_records(self._index, file.write)
             new.rename(path)
         except OSError:  # disk full, or no permission: the old one is whole, and keeps growing
             with suppress(OSError):
@@ -337,15 +346,6 @@ class SharedIndex:
                 elif record.op is RecordOp.PROBED:
                     self.record_probes(*record.probed)
 
-    @contextmanager
-    def _file_lock(self) -> Iterator[None]:
-        """No other process writes while it is held."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-
     def _append(self, record: bytes) -> bool:
         """Returns whether there was room for it. If not, the journal gets a torn tail, which other processes see;
         OSError where not even that can be written.
@@ -370,10 +370,8 @@ class SharedIndex:
         self._compact_at_bytes = COMPACT_BYTES
 
     def _reopen(self) -> None:
-        """Open the new journal where ours was removed. If its folder is gone no constellation runs there: keep ours."""
-        if self._old:
-            self._copy_late_records()
-        if self._fd < 0 or self._path is None or os.fstat(self._fd).st_nlink:
+        """Open the new journal: ours was removed. If its folder is gone no constellation runs there: keep ours."""
+        if self._path is None:
             return
         try:
             fresh = os.open(self._path, _FLAGS, 0o600)
@@ -384,29 +382,40 @@ class SharedIndex:
         self._reset()
         self._shortened = False
 
-    def _replaced(self) -> bool:
-        """Whether another journal has replaced the open one."""
-        return self._path is not None and not os.fstat(self._fd).st_nlink and self._path.exists()
-
     def _follow(self) -> None:
-        """Replay what others have appended; cut off what is torn or damaged."""
-        if self._fd < 0 or os.fstat(self._fd).st_size == self._replayed_bytes or self._replay():
+        """Replay what others have appended, in the journal that is there now; cut off what is torn or damaged."""
+        if self._old:
+            self._copy_late_records()
+        if self._fd < 0:
             return
-        with self._file_lock():  # perhaps it was only being written
-            if not self._replay():
+        now = os.fstat(self._fd)
+        if not now.st_nlink:
+            self._reopen()
+            now = os.fstat(self._fd)
+        if now.st_size == self._replayed_bytes or self._replay(now.st_size):
+            return
+        fcntl.flock(self._fd, fcntl.LOCK_EX)  # perhaps it was only being written
+        try:
+            if not self._replay(os.fstat(self._fd).st_size):
                 self._cut_off()
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def _replay(self) -> bool:
-        """Apply what others have appended; False if the journal is not whole."""
-        size_bytes = os.fstat(self._fd).st_size
+    def _replay(self, size_bytes: int) -> bool:
+        """Apply what others have appended, to the end of a journal of this size; False if it is not whole."""
         if size_bytes < self._replayed_bytes:
             self._reset()
             self._shortened = True
-        records, taken = decode_records(os.pread(self._fd, size_bytes - self._replayed_bytes, self._replayed_bytes))
-        for record in records:
-            replay(record, self._index)
-            self._state.apply(record)
-        self._replayed_bytes += taken
+        piece_bytes = _PIECE_BYTES
+        while self._replayed_bytes < size_bytes:
+            left_bytes = size_bytes - self._replayed_bytes
+            piece = os.pread(self._fd, min(piece_bytes, left_bytes), self._replayed_bytes)
+            taken = replay_all(piece, self._index, self._state)
+            self._replayed_bytes += taken
+            if not taken:  # damaged, or a record that is longer than the piece
+                if piece_bytes >= left_bytes:
+                    break
+                piece_bytes *= 4
         return not self._shortened and self._replayed_bytes == size_bytes
 
     def _cut_off(self) -> None:

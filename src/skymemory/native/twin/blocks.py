@@ -1,0 +1,246 @@
+"""``BlockTable``: the blocks of a radix index by their hashes, each with a packed row and the block before it.
+
+A block's hash names all blocks before it, so no edges are compared: one look-up finds a block, and ``parent`` leads
+back along its prompt. A block that is named as a parent but is not there has no row; it is forgotten with the last
+block behind it. Depth is the number of blocks before a block: all that is known about one block must agree on it.
+
+Rows are those of ``skymemory.index.radix``; here only two of their fields matter, the value's bytes and the number of
+its group. Records are those of ``skymemory.index.journal``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_HASH_BYTES, _ROW_BYTES = 32, 36
+_SIZE_AND_GROUP = struct.Struct("<4xQ20xI")
+_GROUP = struct.Struct("<I")
+_MOST_GROUPS = 1 << 24
+_MOST_DEPTH = 0xFFFFFFFF
+_FRAME = struct.Struct("<BBHII")
+_ADD_HEAD = struct.Struct("<III32s")
+_MARKER, _ADD, _REMOVE = 0x5B, 1, 2
+
+NumbersOf = Callable[[bytes, int, bool], Sequence[int]]
+"""Numbers of the groups that a record packs: (their bytes, how many, whether they give the size of chunks)."""
+Visit = Callable[[int, "bytes | None", bytes, bytes, list[int]], object]
+
+
+class _Block:
+    __slots__ = ("children", "depth", "parent", "row")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.parent: bytes | None = None
+        self.children = 0
+        self.row: bytes | None = None
+        """None: it is not there, but blocks behind it are."""
+
+
+class BlockTable:
+    """Not thread-safe. Only ``bytes`` of 32 are found; other keys are absent."""
+
+    def __init__(self) -> None:
+        self.capacity_bytes = math.inf
+        """Of the memory that the values are in, for ``held``."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self._blocks: dict[bytes, _Block] = {}
+        self._present = 0
+        self._held: list[float] = []
+
+    def __len__(self) -> int:
+        return self._present
+
+    def enter(self, hashes: Buffer, rows: Buffer, start: int, parent: bytes | None) -> int | None:
+        """Enter a chain, whose first block is at depth ``start`` behind ``parent`` (None exactly at depth 0), with the
+        table's own numbers of groups; rows of blocks that are there are replaced. Returns how many are new; None, and
+        nothing is changed, where the chain contradicts itself or what is known.
+        """
+        keys, packed = _split(hashes, _HASH_BYTES, "hashes"), _split(rows, _ROW_BYTES, "rows")
+        if len(keys) != len(packed):
+            raise ValueError(f"{len(keys)} hashes and {len(packed)} rows: one row for each is expected")
+        if parent is not None and (not isinstance(parent, bytes) or len(parent) != _HASH_BYTES):
+            raise ValueError(f"a parent must be None or {_HASH_BYTES} bytes")
+        if any(_SIZE_AND_GROUP.unpack(row)[1] >= _MOST_GROUPS for row in packed):
+            raise ValueError(f"a row names a group beyond {_MOST_GROUPS - 1}")
+        if not 0 <= start <= _MOST_DEPTH - len(keys) or (start == 0) != (parent is None):
+            return None
+        if not keys:
+            return 0
+        depths: dict[bytes, int] = {}
+        previous = parent
+        for depth, key in enumerate([*([] if parent is None else [parent]), *keys], start - (parent is not None)):
+            block = self._blocks.get(key)
+            if depth != (depths.setdefault(key, depth) if block is None else block.depth):
+                return None
+            if depth >= start:
+                if block is not None and block.row is not None and block.parent != previous:
+                    return None
+                previous = key
+        before, previous = self._present, parent
+        for depth, (key, row) in enumerate(zip(keys, packed, strict=True), start):
+            block = self._blocks.setdefault(key, _Block(depth))
+            if block.row is None:
+                self._present += 1
+                block.parent = previous
+                if previous is not None:
+                    self._blocks.setdefault(previous, _Block(depth - 1)).children += 1
+            else:
+                self._count(block.row, -1)
+            block.row = row
+            self._count(row, 1)
+            previous = key
+        return self._present - before
+
+    def remove(self, key: bytes) -> bool:
+        """Remove a block; False if it is not there. Those behind it stay, out of reach until it is entered again."""
+        block = self._block(key)
+        if block is None or block.row is None:
+            return False
+        self._count(block.row, -1)
+        self._present -= 1
+        parent, block.row, block.parent = block.parent, None, None
+        if not block.children:
+            del self._blocks[key]
+        if parent is not None:
+            above = self._blocks[parent]
+            above.children -= 1
+            if above.row is None and not above.children:
+                del self._blocks[parent]
+        return True
+
+    def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The row of each key; None where it is not there."""
+        blocks = [self._block(key) for key in keys]
+        return [None if block is None else block.row for block in blocks]
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are all there."""
+        for at, key in enumerate(keys):
+            block = self._block(key)
+            if block is None or block.row is None:
+                return at
+        return len(keys)
+
+    def place(self, key: bytes) -> tuple[int, bytes | None] | None:
+        """Depth of a block and the hash before it; None if it is not there."""
+        block = self._block(key)
+        return None if block is None or block.row is None else (block.depth, block.parent)
+
+    def below(self, key: bytes) -> int | None:
+        """The depth of the blocks behind one that is not there; None where there are none, or it is there."""
+        block = self._block(key)
+        return None if block is None or block.row is not None else block.depth + 1
+
+    def held(self) -> list[float]:
+        """By number of group: bytes of the values that are there. A value counts the less the more was entered after
+        it: exponentially, by ``capacity_bytes``.
+        """
+        return list(self._held)
+
+    def items(self) -> list[tuple[bytes, int, int]]:
+        """Key, depth and number of group of every block, in no order."""
+        return [(key, self._blocks[key].depth, _SIZE_AND_GROUP.unpack(row)[1]) for key, row in self._there()]
+
+    def runs(self, visit: Visit) -> None:
+        """Call ``visit(start, parent, hashes, rows, groups)`` for every run, a chain that is as long as can be. Its
+        rows name groups by their places in ``groups``, the numbers that occur. It must not change the table.
+        """
+        follows: dict[bytes, bytes] = {}
+        heads = []
+        for key, _ in self._there():
+            parent = self._blocks[key].parent
+            above = None if parent is None else self._blocks[parent]
+            if parent is None or above is None or above.row is None or parent in follows:
+                heads.append(key)
+            else:
+                follows[parent] = key
+        named = len(self._blocks)
+        for head in heads:
+            hashes, rows, groups = list[bytes](), list[bytes](), dict[int, int]()
+            key: bytes | None = head
+            while key is not None:
+                row = self._blocks[key].row or b""
+                number = _SIZE_AND_GROUP.unpack(row)[1]
+                hashes.append(key)
+                rows.append(row[:-4] + _GROUP.pack(groups.setdefault(number, len(groups))))
+                key = follows.get(key)
+            first = self._blocks[head]
+            visit(first.depth, first.parent, b"".join(hashes), b"".join(rows), list(groups))
+            if len(self._blocks) != named:
+                raise RuntimeError("the table was changed while its runs were visited")
+
+    def replay(self, data: Buffer, at: int, numbers_of: NumbersOf) -> int:
+        """Apply the records in ``data`` from ``at`` on that add or remove blocks, up to the first that is incomplete,
+        damaged, of another kind, or that contradicts what is known; returns where that begins.
+        """
+        view = memoryview(data).cast("B")
+        if not 0 <= at <= len(view):
+            raise ValueError(f"records from byte {at} on, of {len(view)}")
+        while at + _FRAME.size <= len(view):
+            marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
+            end = at + _FRAME.size + body_bytes
+            if marker != _MARKER or end > len(view):
+                break
+            body = view[at + _FRAME.size : end]
+            if zlib.crc32(body, zlib.crc32(_FRAME.pack(marker, op, version, body_bytes, 0))) != crc:
+                break
+            if not self._apply(op, version, body, numbers_of):
+                break
+            at = end
+        return at
+
+    def _apply(self, op: int, version: int, body: memoryview, numbers_of: NumbersOf) -> bool:
+        if op == _REMOVE and version == 1 and not len(body) % _HASH_BYTES:
+            for key in _split(body, _HASH_BYTES, "hashes"):
+                self.remove(key)
+            return True
+        if op != _ADD or version not in (1, 2) or len(body) < _ADD_HEAD.size:
+            return False
+        start, count, groups, named = _ADD_HEAD.unpack_from(body)
+        ends_at = len(body) - count * (_HASH_BYTES + _ROW_BYTES)
+        if ends_at < _ADD_HEAD.size or (start == 0 and any(named)):
+            return False
+        numbers = numbers_of(bytes(body[_ADD_HEAD.size : ends_at]), groups, version == 2)
+        rows = []
+        for row in _split(body[ends_at + count * _HASH_BYTES :], _ROW_BYTES, "rows"):
+            place = _SIZE_AND_GROUP.unpack(row)[1]
+            if place >= len(numbers):
+                return False
+            rows.append(row[:-4] + _GROUP.pack(numbers[place]))
+        hashes = body[ends_at : ends_at + count * _HASH_BYTES]
+        return self.enter(hashes, b"".join(rows), start, named if start else None) is not None
+
+    def _block(self, key: object) -> _Block | None:
+        return self._blocks.get(key) if isinstance(key, bytes) else None
+
+    def _there(self) -> Iterator[tuple[bytes, bytes]]:
+        for key, block in self._blocks.items():
+            if block.row is not None:
+                yield key, block.row
+
+    def _count(self, row: bytes, sign: int) -> None:
+        """The value of a row is there, or is no longer."""
+        size_bytes, number = _SIZE_AND_GROUP.unpack(row)
+        if sign > 0 and self.capacity_bytes < math.inf:
+            fade = math.exp(-size_bytes / self.capacity_bytes)
+            self._held = [its * fade for its in self._held]
+        self._held += [0.0] * (number + 1 - len(self._held))
+        self._held[number] = max(0.0, self._held[number] + sign * size_bytes)
+
+
+def _split(data: Buffer, piece_bytes: int, what: str) -> list[bytes]:
+    raw = bytes(data)
+    if len(raw) % piece_bytes:
+        raise ValueError(f"{len(raw)} bytes of {what}: expected a multiple of {piece_bytes}")
+    return [raw[at : at + piece_bytes] for at in range(0, len(raw), piece_bytes)]
