@@ -3,7 +3,7 @@
 Below: entries (``BlockInfo``), the groups of what they share, and the index.
 
 Because hashes are chained, one hash names its whole prefix, so no edge labels are compared: a block is found by one
-look-up and knows the block before it (``native.twin.blocks``). A prefix is looked up from its first block to the first
+lookup and knows the block before it (``native.twin.blocks``). A prefix is looked up from its first block to the first
 that is absent: a hole stops it, however much is present behind.
 """
 

@@ -1,6 +1,6 @@
 """``BlockTable``: the blocks of a radix index by their hashes, each with a packed row and the block before it.
 
-A block's hash names all blocks before it, so no edges are compared: one look-up finds a block, and ``parent`` leads
+A block's hash names all blocks before it, so no edges are compared: one lookup finds a block, and ``parent`` leads
 back along its prompt. A block that is named as a parent but is not there has no row; it is forgotten with the last
 block behind it. Depth is the number of blocks before a block: all that is known about one block must agree on it.
 
@@ -168,13 +168,13 @@ class BlockTable:
         named = len(self._blocks)
         for head in heads:
             hashes, rows, groups = list[bytes](), list[bytes](), dict[int, int]()
-            key: bytes | None = head
-            while key is not None:
-                row = self._blocks[key].row or b""
+            at: bytes | None = head
+            while at is not None:
+                row = self._blocks[at].row or b""
                 number = _SIZE_AND_GROUP.unpack(row)[1]
-                hashes.append(key)
+                hashes.append(at)
                 rows.append(row[:-4] + _GROUP.pack(groups.setdefault(number, len(groups))))
-                key = follows.get(key)
+                at = follows.get(at)
             first = self._blocks[head]
             visit(first.depth, first.parent, b"".join(hashes), b"".join(rows), list(groups))
             if len(self._blocks) != named:
