@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from tests.contract.store_contract import key, value
 
+from skymemory.errors import InvalidInput
 from skymemory.store import disk as disk_store
 from skymemory.store import disk_files
 from skymemory.store.base import Presence
 from skymemory.store.disk import DiskStore
+from skymemory.store.disk_files import file_name
 
 BUDGET_BYTES = 1 << 20
 
@@ -34,6 +36,48 @@ def test_a_new_process_finds_values_and_their_order_of_use(tmp_path: Path) -> No
     assert [found is Presence.HIT for found in second.lookup([key(n) for n in range(4)])] == [False, True, False, True]
     assert second.get_many([key(1), key(3)]) == [value(1, size), value(3, size)]
     second.close()
+
+
+def test_the_order_of_use_is_written_each_second_and_at_the_end(tmp_path: Path) -> None:
+    """What a kill loses of it is the last second's."""
+    now_s = [0.0]
+    store = DiskStore(tmp_path, BUDGET_BYTES, clock=lambda: now_s[0])
+    store.put_many([(key(n), value(n, 100)) for n in range(4)])
+
+    def order() -> list[int]:
+        stamps = {n: (tmp_path / "values" / file_name(key(n))).stat().st_mtime_ns for n in range(4)}
+        return sorted(stamps, key=stamps.__getitem__)
+
+    now_s[0] = 2.0
+    store.get_many([key(2)])
+    assert order()[-1] == 2
+    store.get_many([key(3)])
+    store.get_many([key(0)])
+    store.get_many([key(3)])
+    assert order()[-1] == 2, "within the second"
+    now_s[0] = 3.5
+    store.get_many([key(1)])
+    assert order() == [2, 0, 3, 1]
+    store.get_many([key(2)])
+    store.close()
+    assert order() == [0, 3, 1, 2]
+
+
+def test_one_value_read_without_a_lease_counts_as_any(tmp_path: Path) -> None:
+    """A file that is gone, or replaced, between looking and reading; and one that is damaged."""
+    store = DiskStore(tmp_path, BUDGET_BYTES)
+    store.put_many([(key(n), value(n, 300)) for n in range(3)])
+    (tmp_path / "values" / file_name(key(0))).unlink()
+    file = tmp_path / "values" / file_name(key(1))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert [store.get_many([key(n)]) for n in range(4)] == [[None], [None], [value(2, 300)], [None]]
+    assert (store.stats()["hits_total"], store.stats()["misses_total"]) == (1, 3)
+    assert store.get_many([key(1)]) == [None] and not file.exists(), "what is damaged is dropped"
+    with pytest.raises(InvalidInput):
+        store.get_many([b"short"])
+    store.close()
+    with pytest.raises(InvalidInput):
+        store.get_many([key(2)])
 
 
 def test_a_smaller_budget_evicts_the_least_recently_used_at_the_start(tmp_path: Path) -> None:
@@ -264,11 +308,11 @@ def test_released_rooms_are_used_again_and_kept_ones_are_not(tmp_path: Path) -> 
     store.put_many([(key(1), value(1, 9000)), (key(2), value(2, 9000))])
     ticket = store.prepare_load([key(1)])
     (kept,) = store.complete_load(ticket)
-    (other,) = store.get_many([key(2)])
+    (other,) = store.complete_load(store.prepare_load([key(2)]))
     assert kept == value(1, 9000) and other == value(2, 9000)
     store.release(ticket)
     store.release(ticket)
-    store.get_many([key(2)])
+    store.complete_load(store.prepare_load([key(2)]))
     assert kept == value(2, 9000)  # given back, and written over
     assert other == value(2, 9000)
     store.close()

@@ -484,6 +484,17 @@ class BufferPool:
                 del self._free[0]
 
 
+_ALIGNED_FROM_BYTES = 128 << 10
+"""Where the alignment of a smaller value matters, the call matters more."""
+
+
+def value_buffer(size_bytes: int) -> memoryview:
+    """New memory for one value, of this size; aligned if it is large."""
+    if size_bytes < _ALIGNED_FROM_BYTES:
+        return memoryview(bytearray(size_bytes))
+    return aligned_buffer(size_bytes).data[:size_bytes]
+
+
 def aligned_buffer(size_bytes: int) -> np.ndarray:
     """New memory, at least a byte, that begins at a multiple of ``ALIGNED``."""
     buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)

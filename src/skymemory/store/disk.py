@@ -36,6 +36,7 @@ from skymemory.store.base import (
     StoreTicket,
     aligned_bytes,
     check_keys,
+    value_buffer,
 )
 from skymemory.store.disk_files import (
     FAULTS_OF_THE_FILE,
@@ -48,6 +49,10 @@ from skymemory.store.disk_files import (
 
 Sync = Literal["never", "each"]
 """When bytes must be on the disk: at the kernel's leisure, or before a store is acknowledged."""
+_STAMPS_S = 1.0
+"""Files are stamped with the order of use this often: a stamp takes as long as opening the file. A kill loses the order
+of what was used since.
+"""
 
 
 class DiskStore(BudgetedStore):
@@ -82,6 +87,9 @@ class DiskStore(BudgetedStore):
         self._buffers = BufferPool()
         self._rate = ReadRate()
         self._used_ns = 0
+        self._unstamped: dict[bytes, None] = {}
+        """In the order of their use."""
+        self._stamp_again_s = -math.inf
         self._directory = StoreDirectory(path)
         try:
             self._scan()
@@ -105,6 +113,23 @@ class DiskStore(BudgetedStore):
         self._evict(self._inventory.over_budget(self._clock()))
 
     # --- loading ---
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """One key without a lease: what is evicted meanwhile is read to its end, or is a miss."""
+        if len(keys) != 1:
+            return super().get_many(keys)
+        (key,) = check_keys(keys)
+        with self._open():
+            entry = self._inventory.entries.get(key)
+        read = ABSENT
+        if entry is not None:
+            read = self._read(key, entry, value_buffer(entry.size_bytes))
+        with self._lock:
+            if entry is not None:
+                self._stamp(self._inventory.use([key]))
+                self._rate.learn(entry.size_bytes, read.seconds)
+            self._counters.add("misses" if read.view is None else "hits")
+        return [read.view]
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         with self._open():
@@ -266,10 +291,20 @@ class DiskStore(BudgetedStore):
         return True
 
     def _stamp(self, keys: Sequence[bytes]) -> None:
-        """Record the order of use for the next process; the last of ``keys`` is the most recent."""
+        """Record the order of use for the next process, soon; the last of ``keys`` is the most recent."""
         for key in keys:
+            self._unstamped.pop(key, None)
+            self._unstamped[key] = None
+        now_s = self._clock()
+        if now_s >= self._stamp_again_s:
+            self._stamp_again_s = now_s + _STAMPS_S
+            self._write_stamps()
+
+    def _write_stamps(self) -> None:
+        for key in self._unstamped:
             self._used_ns = max(self._used_ns + 1, time.time_ns())
             self._directory.stamp(key, self._used_ns)
+        self._unstamped.clear()
 
     def stats(self) -> dict[str, int | float]:
         return {**super().stats(), "later_version": len(self._inventory.kept)}
@@ -286,6 +321,7 @@ class DiskStore(BudgetedStore):
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._write_stamps()
                 self._directory.close()
 
 

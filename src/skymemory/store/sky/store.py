@@ -37,8 +37,8 @@ from skymemory.store.base import (
     Presence,
     RemoteStore,
     StoreTicket,
-    aligned_buffer,
     check_ttl,
+    value_buffer,
 )
 from skymemory.store.named import NamedValue
 from skymemory.store.sky.catalog import Catalog, Holders
@@ -61,8 +61,6 @@ _GONE = ("missing", "corrupt")
 """Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
 
 
-_ALIGNED_FROM_BYTES = 128 << 10
-"""Where the alignment of smaller values matters, the call matters more."""
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
@@ -213,14 +211,14 @@ class ConstellationStore(RemoteStore):
     def _get(self, info: ValueInfo) -> memoryview | None:
         """One value, or None where it cannot be read."""
         size_bytes, began_s = info.value_bytes, self._driver.now_s()
-        out = memoryview(bytearray(size_bytes)) if size_bytes < _ALIGNED_FROM_BYTES else aligned_buffer(size_bytes).data
-        outcome = self._driver.read(info, out[:size_bytes], self.settings.replicas)
+        out = value_buffer(size_bytes)
+        outcome = self._driver.read(info, out, self.settings.replicas)
         self._count(outcome)
         if not outcome.ok:
-            _, values = self._settle([info], {info.key: out[:size_bytes]}, {info.key: outcome}, began_s)
+            _, values = self._settle([info], {info.key: out}, {info.key: outcome}, began_s)
             return values.get(info.key)
         self._rate.learn(size_bytes, outcome.report.seconds)
-        return out[:size_bytes].toreadonly()
+        return out.toreadonly()
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
