@@ -2,7 +2,7 @@
 
 from setuptools import Extension, setup
 
-SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve sha macs slices take udp"
+SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve sha macs slices take relay udp"
 SOURCES += " prefix_rows prefix_shelf prefix_table prefix_calls holders holders_walk under_way queues guard delay_price"
 SOURCES += " ttft fit http_headers receive"
 HEADERS = "fast packet answers udp serve sha prefix holders ttft"

@@ -81,9 +81,9 @@ static PyObject *answer_get(Service *service, const uint8_t *packet, size_t size
                           : sky_answer_plain_get(packet, size, service->shares, &service->terms);
 }
 
-/* Serve the request that begins with message ``at`` and comes from ``endpoint``: how many messages it took, 0 where it
- * is not plain, -1 with an exception. */
-static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
+/* Serve the request that begins with message ``at`` and comes by the link ``source``; the answer leaves by ``link``, which
+ * leads to ``to``. How many messages it took, 0 where it is not plain, -1 with an exception. */
+static int serve(Service *service, int at, PyObject *source, PyObject *link, struct sockaddr_in *to, PyObject *served)
 {
     size_t size, segment;
     const uint8_t *packet = sky_message(service, at, &size, &segment);
@@ -104,10 +104,10 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     }
     if (messages > 0) {
         const char *key = (const char *)packet + COMMAND_BYTES + SKY_BYTES; /* a selection and a reference begin with it */
-        PyObject *rest = send_answer(service, &service->inbox.from[at], headers, payloads);
-        PyObject *entry = rest ? Py_BuildValue("iy#IOnnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
-                                               (unsigned)be32(packet + GROUND_AT), endpoint, taken.chunks, taken.replaced,
-                                               taken.replaced_bytes, taken.added_bytes, rest)
+        PyObject *rest = send_answer(service, to, headers, payloads);
+        PyObject *entry = rest ? Py_BuildValue("iy#IOOnnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
+                                               (unsigned)be32(packet + GROUND_AT), source, link, taken.chunks,
+                                               taken.replaced, taken.replaced_bytes, taken.added_bytes, rest)
                                : NULL;
         service->terms.sequence += (unsigned)packets;
         if (!entry || PyList_Append(served, entry) < 0)
@@ -119,33 +119,60 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     return PyErr_Occurred() ? -1 : messages;
 }
 
-/* ``serve`` for a message of either kind. */
-static int serve_if_ours(Service *service, int at, PyObject *served)
+/* Serve a request of a ground host, by our own beam or by the link to the satellite ``neighbour``. */
+static int serve_if_known(Service *service, int at, PyObject *endpoint, PyObject *neighbour, PyObject *served)
+{
+    size_t size, segment;
+    const uint8_t *source = sky_message(service, at, &size, &segment) + COMMAND_BYTES + SOURCE_AT;
+    int our_beam = !memcmp(source, service->addresses + 4, 4), found;
+    struct sockaddr_in to = service->inbox.from[at];
+    PyObject *link = endpoint;
+    if (!neighbour)
+        return our_beam ? serve(service, at, endpoint, endpoint, &to, served) : 0;
+    if (our_beam || *source != GROUND_SHELL)
+        return 0;
+    found = sky_next_hop(service, be32(source), 0, &link, &to);
+    return found == 1 ? serve(service, at, neighbour, link, &to, served) : found;
+}
+
+/* Serve, pass on or keep message ``at``: how many messages it took, 0 if it is kept, in ``arrivals``; -1 with an exception.
+ * ``plain``: nothing before it was kept. */
+static int handle(Service *service, int at, int plain, PyObject *served, PyObject *arrivals)
 {
     size_t size, segment;
     const uint8_t *packet = sky_message(service, at, &size, &segment);
-    if (size < GROUND_AT + 4 || memcmp(packet + ADDRESSES_AT, service->addresses, ADDRESSES_BYTES))
-        return 0;
-    PyObject *host = sky_host_text(&service->inbox.from[at]);
-    PyObject *endpoint = host ? Py_BuildValue("(Oi)", host, (int)ntohs(service->inbox.from[at].sin_port)) : NULL;
-    int neighbour = endpoint ? PyDict_Contains(service->neighbours, endpoint) : -1;
-    int messages = neighbour ? (neighbour < 0 ? -1 : 0) : serve(service, at, endpoint, served);
+    int ours = size >= GROUND_AT + 4 && packet[0] & 0x10 && !memcmp(packet + ADDRESSES_AT, service->addresses, 4);
+    int passes = !ours && sky_in_transit(service, at), messages = 0;
+    PyObject *host = sky_host_text(&service->inbox.from[at]), *endpoint = NULL;
+    if (host && ((ours && plain) || passes)) {
+        endpoint = Py_BuildValue("(Oi)", host, (int)ntohs(service->inbox.from[at].sin_port));
+        PyObject *neighbour = endpoint ? PyDict_GetItemWithError(service->neighbours, endpoint) : NULL;
+        if (endpoint && !PyErr_Occurred())
+            messages = passes ? sky_pass(service, at, endpoint, neighbour)
+                              : serve_if_known(service, at, endpoint, neighbour, served);
+    }
+    if (host && !messages && !PyErr_Occurred()) {
+        PyObject *arrival = sky_arrival(&service->inbox, at, host);
+        if (arrival)
+            PyList_Append(arrivals, arrival);
+        Py_XDECREF(arrival);
+    }
     Py_XDECREF(endpoint);
     Py_XDECREF(host);
-    return messages;
+    return PyErr_Occurred() ? -1 : messages;
 }
 
 PyObject *sky_py_serve(PyObject *self, PyObject *args)
 {
     Py_buffer scratch, addresses;
     Py_ssize_t slots;
-    PyObject *guard = NULL;
+    PyObject *guard = NULL, *transit = NULL;
     Service service = {0};
-    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|O:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
+    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|OO:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
                           &service.neighbours, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
-                          &service.room_bytes, SKY_TERMS(&service.terms), &guard))
+                          &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
         return NULL;
-    PyObject *result = NULL, *served = NULL;
+    PyObject *result = NULL, *served = NULL, *arrivals = NULL, *passed = NULL;
     if (guard && guard != Py_None) {
         if (!PyTuple_Check(guard)) {
             PyErr_SetString(PyExc_TypeError, "guard: expected None or a tuple");
@@ -155,22 +182,37 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
                               &service.check.skew_us, &service.first))
             goto done;
     }
+    if (transit && transit != Py_None) {
+        if (!PyTuple_Check(transit)) {
+            PyErr_SetString(PyExc_TypeError, "transit: expected None or a tuple");
+            goto done;
+        }
+        if (!PyArg_ParseTuple(transit, "O!O!O!:transit", &PyDict_Type, &service.routes, &PyDict_Type, &service.grounds,
+                              &PyDict_Type, &service.endpoints))
+            goto done;
+    }
     int guarded_blindly = service.first && !sky_sha_ready(); /* MACs cannot be checked here: the machine gets everything */
+    if (guarded_blindly)
+        service.routes = NULL;
     if (addresses.len != ADDRESSES_BYTES) {
         PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses.len, (int)ADDRESSES_BYTES);
-    } else if ((served = PyList_New(0)) != NULL && sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {
-        int at = 0, messages = !guarded_blindly;
+    } else if ((served = PyList_New(0)) != NULL && (arrivals = PyList_New(0)) != NULL &&
+               sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {
+        int messages = 0, plain = !guarded_blindly;
         service.addresses = addresses.buf, service.scratch = scratch.buf;
-        while (messages > 0 && at < service.inbox.count) {
-            messages = serve_if_ours(&service, at, served);
-            at += messages > 0 ? messages : 0;
+        for (int at = 0; messages >= 0 && at < service.inbox.count; at += messages > 0 ? messages : 1) {
+            messages = handle(&service, at, plain, served, arrivals);
+            plain = plain && messages > 0;
         }
-        PyObject *arrivals = messages < 0 ? NULL : sky_arrivals(&service.inbox, at);
-        if (arrivals)
-            result = Py_BuildValue("NOi", arrivals, served, service.send_errors);
+        passed = messages < 0 ? NULL : sky_send_passing(&service);
+        if (passed)
+            result = Py_BuildValue("OOiO", arrivals, served, service.send_errors, passed);
     }
 done:
+    sky_passing_free(&service);
     sky_inbox_free(&service.inbox);
+    Py_XDECREF(passed);
+    Py_XDECREF(arrivals);
     Py_XDECREF(served);
     PyBuffer_Release(&addresses);
     PyBuffer_Release(&scratch);

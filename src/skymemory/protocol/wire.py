@@ -483,20 +483,6 @@ def header_start(view: memoryview) -> int:
     return COMMAND_BYTES if len(view) and view[0] & COMMAND_BIT else TELEMETRY_BYTES
 
 
-def same_journey(view: memoryview, segment_bytes: int) -> bool:
-    """Whether all segments are whole and have one operation, status and destination: one route serves all."""
-    if len(view) <= segment_bytes:
-        return True
-    start = header_start(view)
-    if 0 < len(view) % segment_bytes < start + SKY_BYTES or segment_bytes < start + SKY_BYTES:
-        return False
-    kind, journey = view[0], bytes(view[start : start + 8])
-    return all(
-        view[at] == kind and view[at + start : at + start + 8] == journey
-        for at in range(segment_bytes, len(view), segment_bytes)
-    )
-
-
 # --- Batches: ``n`` packets for one destination, headers as rows of one array, payloads left where they are ---
 #
 # A ``SegmentBatch`` is what a machine hands to its transport. The UDP transport gathers headers and payloads into sends

@@ -141,6 +141,7 @@ class UdpHost:
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
         self._loop = loop
+        self._endpoints = dict(spec.everyone)
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
         self._clock = UnixClock()
         self.lateness = Lateness()
@@ -242,11 +243,13 @@ class UdpHost:
     def _readable(self, satellite: UdpSatellite) -> None:
         quiet, now_s = True, self.now_s()
         for _ in range(1 if self.lateness.is_late(now_s) else RECEIVE_ROUNDS):
-            arrivals, served = self._receive(satellite)
+            arrivals, served, passed = self._receive(satellite)
+            quiet &= not satellite.machine.wants_to_send
             for endpoint, group in groupby(arrivals, key=itemgetter(2)):
                 quiet = False
                 self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
-            if len(arrivals) + len(served) <= 1 and not (arrivals and len(arrivals[0][0]) > arrivals[0][1]):
+            stream = (arrivals and len(arrivals[0][0]) > arrivals[0][1]) or (passed and passed[0][3] > 1)
+            if len(arrivals) + len(served) + len(passed) <= 1 and not stream:
                 satellite.full_since_s = math.inf
                 break  # nothing, or a single datagram and no stream: answer at once
         else:
@@ -255,21 +258,29 @@ class UdpHost:
         if not quiet:
             self._after(satellite)
 
-    def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served]]:
-        """What has arrived; and, if links are direct, the plain requests that the native helper has served."""
-        # Plain GETs and SETs never reach Python, unless links are delayed or faulty.
-        requests = satellite.machine.plain_requests(self.now_s()) if self._direct else None
+    def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
+        """What has arrived; and, if links are direct, what the native helper has served, and sent on."""
+        # Plain GETs and SETs, and packets in transit, never reach Python, unless links are delayed or faulty.
+        machine, now_s = satellite.machine, self.now_s()
+        requests = machine.plain_requests(now_s) if self._direct else None
         if requests is None:
-            return satellite.sock.receive(), []
-        arrivals, served = satellite.sock.serve(self._names, requests)
+            return satellite.sock.receive(), [], []
+        routes = machine.routes(now_s)
+        transit = (*routes, self._endpoints) if routes is not None else None
+        arrivals, served, passed = satellite.sock.serve(self._names, requests, transit)
+        if passed:
+            machine.passed(passed, now_s)
+            for _, _, link, _, size, packets in passed:
+                if packets is not None:
+                    satellite.wait_to_send(SegmentBatch(packets, size), self._endpoints.get(link, link))
         if served:
-            satellite.machine.served(served)
-            for _, _, _, endpoint, *_, rest in served:
+            machine.served(served, now_s)
+            for _, _, _, _, link, *_, rest in served:
                 if rest is not None:
                     headers, payloads = rest
                     batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
-                    satellite.wait_to_send(batch, endpoint)
-        return arrivals, served
+                    satellite.wait_to_send(batch, self._endpoints.get(link, link))
+        return arrivals, served, passed
 
     def _arrive(self, satellite: UdpSatellite, runs: list[native.Run], endpoint: Endpoint) -> None:
         source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)

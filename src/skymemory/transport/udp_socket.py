@@ -144,21 +144,24 @@ class BatchSocket:
             return [], []
 
     def serve(
-        self, neighbours: Mapping[Endpoint, object], requests: PlainRequests
-    ) -> tuple[list[Run], list[native.Served]]:
-        """``receive``, but plain requests that come first are answered at once: see ``native.serve``."""
+        self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
+    ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
+        """``receive``, but plain requests that come first are answered at once, and packets in transit sent on: see
+        ``native.serve``.
+        """
         view = _scratch(self._slots)
         try:
-            arrivals, served, errors = native.serve(
-                self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:]
+            arrivals, served, errors, passed = native.serve(
+                self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:], transit
             )
         except OSError:
             if self._socket.fileno() < 0:
                 raise
             self.icmp_errors += 1
-            return [], []
+            return [], [], []
         self.send_errors += errors
-        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals], served
+        runs = [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
+        return runs, served, passed
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
         """Send as much as the kernel takes now; returns the rest, to be sent when the socket is writable again.

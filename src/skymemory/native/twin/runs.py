@@ -11,9 +11,11 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Set
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
+from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Transit, next_hop, pass_on
 from skymemory.native.twin.segments import (
     AUTHENTICATED,
     COMMAND_BYTES,
@@ -274,17 +276,19 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 
 # --- A satellite's fast path: plain GETs and SETs are received, executed and answered in one call ---
 #
-# ``serve`` stops at the first packet that is not plain. What lies behind it may depend on it (a GET after the SET of
-# the same chunk), so all of that goes to the state machine, in the order of arrival.
+# ``serve`` stops answering at the first packet that is not plain. What lies behind it may depend on it (a GET after the
+# SET of the same chunk), so all of that goes to the state machine, in the order of arrival. Only packets in transit
+# depend on nothing: they pass whatever lies before them.
 
 Rest = tuple[bytearray, list[bytes] | None]
 """Headers (or a whole packet) and payloads that the kernel did not take."""
-Served = tuple[int, bytes, int, tuple[str, int], int, int, int, int, Rest | None]
-"""Operation, key, ground host, the sender's endpoint, chunks; of a SET also chunks and bytes replaced, and bytes added
-beyond these; what is still to be sent.
+Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
+"""Operation, key, ground host, the links that the request came by and the answer leaves by, chunks; of a SET also chunks
+and bytes replaced, and bytes added beyond these; what is still to be sent.
 """
 
-_ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
+_ADDRESSES_BYTES = 8
+_DESTINATION, _SOURCE = (slice(COMMAND_BYTES + at, COMMAND_BYTES + at + 4) for at in (4, 8))
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _OP_AT, _KEY_AT, _KEY_BYTES = COMMAND_BYTES + 1, COMMAND_BYTES + SKY_BYTES, 32
 
@@ -293,59 +297,95 @@ def serve(
     fd: int,
     scratch: Buffer,
     slots: int,
-    addresses: Buffer,
-    neighbours: Mapping[tuple[str, int], object],
+    addresses: bytes,
+    neighbours: Mapping[tuple[str, int], Link],
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
     settled: Set[bytes],
     room_bytes: int,
     terms: AnswerTerms,
     guard: Guard | None = None,
-) -> tuple[list[Arrival], list[Served], int]:
-    """``recv_batch``, but plain requests that come first are answered at once.
+    transit: Transit | None = None,
+) -> tuple[list[Arrival], list[Served], int, list[Passed]]:
+    """``recv_batch``, but plain requests that come first are answered at once, and runs in transit sent on.
 
-    Plain is what bears ``addresses`` (destination and source, packed), comes from an endpoint that is none of the
-    ``neighbours``, and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
-    SETs that ``take_sets`` takes. Returns what else arrived, what was served, and how often the network refused to
-    send (that answer is lost). With a ``guard`` only what has a MAC that it accepts is plain.
+    Plain is what is for the first of both ``addresses`` (packed) and comes from the second, our beam; or from one of the
+    ``neighbours``, of a ground host behind a satellite to which ``transit`` knows the route; and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
+    SETs that ``take_sets`` takes. Returns what else arrived, what was served, how often the network refused to send
+    (that is lost), and what ``pass_on`` sent by the routes of ``transit`` (None: nothing). With a ``guard`` only what
+    has a MAC that it accepts is plain, or is sent on from the ground.
 
     Raises:
         OSError: the socket's pending error; the next call reads on.
     """
     view = memoryview(scratch).cast("B")
-    if len(bytes(addresses)) != _ADDRESSES.stop - _ADDRESSES.start:
-        raise ValueError(f"addresses of {len(bytes(addresses))} bytes: expected {_ADDRESSES.stop - _ADDRESSES.start}")
+    if len(addresses) != _ADDRESSES_BYTES:
+        raise ValueError(f"addresses of {len(addresses)} bytes: expected {_ADDRESSES_BYTES}")
     arrivals = recv_batch(fd, scratch, slots)
     served: list[Served] = []
+    passed: list[Passed] = []
+    kept: list[Arrival] = []
     at, send_errors, sequence = 0, 0, terms[5]
     while at < len(arrivals):
         begin, size, segment_bytes, host, port = arrivals[at]
         packet = view[begin : begin + size]
-        if size < _GROUND.stop or packet[_ADDRESSES] != addresses or (host, port) in neighbours:
-            break
-        now = (*terms[:5], sequence)
-        headers, payloads, messages, chunks = bytearray(), None, 0, 0
-        replaced, replaced_bytes, added_bytes = 0, 0, 0
-        if packet[_OP_AT] == GET and segment_bytes >= size:
-            answer = _answer(packet, shares, now, guard)
-            if answer is not None:
-                _, headers, payloads = answer
-                messages, chunks = 1, len(payloads)
-        elif packet[_OP_AT] == SET:
+        source, run = neighbours.get((host, port)), [(packet, segment_bytes)]
+        ours = size >= _GROUND.stop and packet[0] & 0x10 and packet[_DESTINATION] == addresses[:4]
+        messages = 0
+        if not ours and transit is not None:
+            admits = None if guard is None else partial(_admitted, run, guard)
+            way = addresses, (host, port), source, transit, admits
+            sent = pass_on(fd, packet, segment_bytes, *way)
+            if sent is not None:
+                passed.append(sent[0])
+                send_errors += sent[1]
+                messages = 1
+        elif ours and not kept:
+            link, to = _way_back(packet, addresses, (host, port), source, transit)
+            now = (*terms[:5], sequence)
             runs = _runs_of_one_sender(view, arrivals[at:])
-            taken = take_sets(runs, shares, settled, room_bytes, now, guard)
-            if taken is not None:
-                messages, chunks, replaced, replaced_bytes, added_bytes, headers = taken
+            done = _execute(packet, segment_bytes, runs, shares, settled, room_bytes, now, guard) if to else None
+            if done is not None and link is not None and to is not None:
+                messages, figures, headers, payloads = done
+                rest, refused = _send(fd, *to, headers, payloads)
+                key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
+                served.append((packet[_OP_AT], key, ground, source or (host, port), link, *figures, rest))
+                send_errors += refused
+                sequence += 1 if payloads is None else len(payloads)
+                room_bytes -= figures[3]
         if not messages:
-            break
-        rest, refused = _send(fd, host, port, headers, payloads)
-        key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
-        figures = chunks, replaced, replaced_bytes, added_bytes
-        served.append((packet[_OP_AT], key, ground, (host, port), *figures, rest))
-        send_errors += refused
-        sequence += 1 if payloads is None else chunks
-        room_bytes -= added_bytes
-        at += messages
-    return arrivals[at:], served, send_errors
+            kept.append(arrivals[at])
+        at += messages or 1
+    return kept, served, send_errors, passed
+
+
+def _way_back(
+    packet: memoryview, addresses: bytes, endpoint: tuple[str, int], source: Link | None, transit: Transit | None
+) -> tuple[Link | None, tuple[str, int] | None]:
+    """The link by which the answer leaves, and where it leads; None where only the machine knows."""
+    our_beam = packet[_SOURCE] == addresses[4:]
+    if source is None:
+        return (endpoint, endpoint) if our_beam else (None, None)
+    if transit is None or our_beam or packet[_SOURCE.start] != GROUND_SHELL:
+        return None, None
+    return next_hop(transit, int.from_bytes(packet[_SOURCE], "big"))
+
+
+def _execute(
+    packet: memoryview,
+    segment_bytes: int,
+    runs: list[Run],
+    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
+    settled: Set[bytes],
+    room_bytes: int,
+    terms: AnswerTerms,
+    guard: Guard | None,
+) -> tuple[int, tuple[int, int, int, int], bytearray, list[bytes] | None] | None:
+    """Runs taken, the figures of ``Served``, headers and payloads of the answer; None unless it is plain."""
+    if packet[_OP_AT] == GET and segment_bytes >= len(packet):
+        answer = _answer(packet, shares, terms, guard)
+        return (1, (len(answer[2]), 0, 0, 0), *answer[1:]) if answer is not None else None
+    taken = take_sets(runs, shares, settled, room_bytes, terms, guard) if packet[_OP_AT] == SET else None
+    return (taken[0], taken[1:5], taken[5], None) if taken is not None else None
 
 
 def _answer(

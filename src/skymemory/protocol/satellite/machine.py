@@ -19,7 +19,7 @@ links. Background packets and timers then wait until the transport has a moment 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -52,7 +52,6 @@ from skymemory.protocol.wire import (
     UnknownOperation,
     header_start,
     parse_packet,
-    same_journey,
 )
 
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
@@ -219,7 +218,7 @@ class SatelliteMachine:
             view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes
         ):
             return
-        elif same_journey(view, segment_bytes):
+        elif native.same_journey(view, segment_bytes):
             self._receive(view, segment_bytes, source, now_s)
         else:
             for at in range(0, len(view), segment_bytes):
@@ -310,13 +309,43 @@ class SatelliteMachine:
     def plain_requests(self, now_s: float) -> PlainRequests | None:
         """What ``native.serve`` needs to serve plain GETs and SETs until the next call of this machine; None: not now.
 
-        Every request that it serves must be reported with ``served``.
+        Every request that it serves must be reported with ``served``, and what passes by ``routes`` with ``passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
 
-    def served(self, served: Sequence[native.Served]) -> None:
+    def served(self, served: Sequence[native.Served], now_s: float) -> None:
         self.counters.add("packets_received", self._chunks.count_served(served))
+        self._carried((run[3] for run in served), (run[4] for run in served), now_s)
+
+    def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
+        """Next hops and beams by which packets in transit may pass until the next call of this machine; None: not now,
+        since an overloaded satellite postpones some.
+        """
+        return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
+
+    def passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
+        packets = sum(run[3] for run in passed)
+        self.counters.add("packets_received", packets)
+        self.counters.add("packets_forwarded", packets)
+        for source, ground, *_ in passed:
+            if not isinstance(source, SatelliteId):
+                self._router.remember(ground, source)
+        # With keys, what is not for us proves nothing.
+        heard = (run[0] for run in passed) if self._gate is None else ()
+        self._carried(heard, (run[2] for run in passed), now_s)
+
+    def _carried(self, heard: Iterable[LinkEnd], used: Iterable[LinkEnd], now_s: float) -> None:
+        for link in set(heard):
+            if isinstance(link, SatelliteId):
+                self.neighbours.heard(link, now_s)
+        for link in set(used):
+            self.neighbours.used(link, now_s)
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether ``served`` or ``passed`` has queued something."""
+        return bool(self._outbox)
 
     # --- Datagrams to send ---
 
