@@ -44,6 +44,7 @@ static PyMethodDef methods[] = {
     {"answer_get", sky_py_answer_get, METH_VARARGS, "answer_get(...) -> (key, headers, payloads) or None"},
     {"open_runs", sky_py_open_runs, METH_VARARGS, "open_runs(runs, first) -> (indices, chunks, size_bytes, runs) or None"},
     {"serve", sky_py_serve, METH_VARARGS, "serve(fd, scratch, slots, ...) -> (arrivals, served, send errors, passed)"},
+    {"serve_runs", sky_py_serve_runs, METH_VARARGS, "serve_runs(fd, scratch, runs, source, ...) -> (kept, served, send errors, passed)"},
     {"same_journey", sky_py_same_journey, METH_VARARGS, "same_journey(data, segment_bytes) -> bool"},
     {"count_hops", sky_py_count_hops, METH_VARARGS, "count_hops(data, segment_bytes) -> bytearray or None"},
     {"place_runs", sky_py_place_runs, METH_VARARGS, "place_runs(runs, first, awaited) -> list of tallies"},

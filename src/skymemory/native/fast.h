@@ -84,5 +84,6 @@ PyObject *sky_py_count_hops(PyObject *self, PyObject *args);
 
 /* serve.c */
 PyObject *sky_py_serve(PyObject *self, PyObject *args);
+PyObject *sky_py_serve_runs(PyObject *self, PyObject *args);
 
 #endif

@@ -128,7 +128,8 @@ int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject
     if (found != 1)
         return found;
     PyObject *endpoint = PyDict_GetItemWithError(service->endpoints, *link);
-    return endpoint ? address_of(endpoint, to) : PyErr_Occurred() ? -1 : 0;
+    *to = (struct sockaddr_in){0};
+    return endpoint ? address_of(endpoint, to) : PyErr_Occurred() ? -1 : 1;
 }
 
 /* Which of our links leads to ``source``, as the keys of routes say it; -1 with an exception. */
@@ -174,8 +175,8 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
         }
     }
     if (!service->passing) {
-        service->passing = PyMem_Malloc((size_t)service->inbox.count * sizeof *service->passing);
-        service->wholes = PyMem_Malloc((size_t)service->inbox.count * sizeof *service->wholes);
+        service->passing = PyMem_Malloc((size_t)service->count * sizeof *service->passing);
+        service->wholes = PyMem_Malloc((size_t)service->count * sizeof *service->wholes);
         if (!service->passing || !service->wholes)
             return PyErr_NoMemory(), -1;
     }
@@ -185,15 +186,6 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
     service->passing[service->passings++] =
         (Passing){Py_NewRef(source ? source : endpoint), Py_NewRef(link), ground};
     return 1;
-}
-
-/* What the kernel did not take: None where it took all. */
-static PyObject *rest_of(const Whole *run)
-{
-    size_t at = run->sent * run->segment;
-    if (at >= run->size)
-        Py_RETURN_NONE;
-    return PyByteArray_FromStringAndSize(run->data + at, (Py_ssize_t)(run->size - at));
 }
 
 PyObject *sky_send_passing(Service *service)
@@ -208,10 +200,10 @@ PyObject *sky_send_passing(Service *service)
     for (int i = 0; passed && i < count; i++) {
         const Passing *one = &service->passing[i];
         const Whole *run = &service->wholes[i];
-        PyObject *rest = rest_of(run);
-        PyObject *entry = rest ? Py_BuildValue("OIOnnN", one->source, (unsigned)one->ground, one->link,
-                                               (Py_ssize_t)sky_whole_packets(run), (Py_ssize_t)run->segment, rest)
-                               : NULL;
+        size_t sent = run->sent * run->segment, left = sent < run->size ? run->size - sent : 0;
+        PyObject *entry = Py_BuildValue("OIOnnnn", one->source, (unsigned)one->ground, one->link,
+                                        (Py_ssize_t)sky_whole_packets(run), (Py_ssize_t)run->segment,
+                                        (Py_ssize_t)(run->data - (const char *)service->scratch + sent), (Py_ssize_t)left);
         if (entry)
             PyList_SET_ITEM(passed, i, entry);
         else

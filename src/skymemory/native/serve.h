@@ -13,6 +13,13 @@ typedef struct {
     uint32_t ground;
 } Passing;
 
+/* A run, as it arrived. ``from`` is NULL where it was handed over in memory. */
+typedef struct {
+    uint8_t *data;
+    size_t size, segment;
+    struct sockaddr_in *from;
+} Message;
+
 typedef struct {
     int fd, send_errors;
     const uint8_t *addresses; /* destination and source, as such requests bear them */
@@ -22,8 +29,9 @@ typedef struct {
     MacCheck check;
     Py_ssize_t room_bytes;
     AnswerTerms terms;
-    Inbox inbox;
-    uint8_t *scratch;
+    Message *messages;
+    int count;
+    const uint8_t *scratch; /* in which all messages lie */
     int passings; /* of these arrays, NULL before the first */
     Passing *passing;
     Whole *wholes;
@@ -31,9 +39,9 @@ typedef struct {
 
 static inline uint8_t *sky_message(const Service *service, int at, size_t *size, size_t *segment)
 {
-    *size = service->inbox.messages[at].msg_len;
-    *segment = (size_t)sky_segment_bytes(&service->inbox, at);
-    return service->scratch + (size_t)at * SLOT_BYTES;
+    *size = service->messages[at].size;
+    *segment = service->messages[at].segment;
+    return service->messages[at].data;
 }
 
 /* Chunks of one key that were stored. */
@@ -51,8 +59,9 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack);
  * not, nothing is. -1 with an exception. */
 int sky_is_admitted(Service *service, int first, int messages);
 
-/* The link towards a satellite, borrowed, and where it leads: 0 where no route is known, -1 with an exception. ``came``:
- * 0, or the axis of the link that the packet came by, as in the keys of routes. */
+/* The link towards a satellite, borrowed, and where it leads: 0 where no route is known, -1 with an exception. The
+ * family of *to is 0 where that has no endpoint: then the caller hands over what goes there. ``came``: 0, or the axis of the
+ * link that the packet came by, as in the keys of routes. */
 int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject **link, struct sockaddr_in *to);
 /* Whether the message is a run of one journey that ends elsewhere. */
 int sky_in_transit(const Service *service, int at);

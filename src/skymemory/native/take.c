@@ -39,16 +39,17 @@ static int in_steps(const uint8_t *data, size_t size, size_t segment, size_t mac
 
 static Extent measure(const Service *service, int first)
 {
-    const Inbox *inbox = &service->inbox;
+    const struct sockaddr_in *sender = service->messages[first].from;
     uint8_t began[RUN_START_BYTES];
     uint32_t after = 0;
     size_t mac = service->first ? MAC_BYTES : 0;
     Extent extent = {0};
-    for (int i = first; i < inbox->count; i++) {
+    for (int i = first; i < service->count; i++) {
         size_t size, segment;
         const uint8_t *data = sky_message(service, i, &size, &segment);
-        if (size < sizeof began || inbox->from[i].sin_port != inbox->from[first].sin_port ||
-            inbox->from[i].sin_addr.s_addr != inbox->from[first].sin_addr.s_addr)
+        const struct sockaddr_in *from = service->messages[i].from;
+        if (size < sizeof began ||
+            (sender && (from->sin_port != sender->sin_port || from->sin_addr.s_addr != sender->sin_addr.s_addr)))
             break;
         if (i == first)
             memcpy(began, data, sizeof began);

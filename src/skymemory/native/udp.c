@@ -84,20 +84,14 @@ Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i)
     return sky_segment_of(&inbox->messages[i].msg_hdr, (Py_ssize_t)inbox->messages[i].msg_len);
 }
 
-PyObject *sky_host_text(const struct sockaddr_in *from)
+static PyObject *host_text(const struct sockaddr_in *from)
 {
     char text[INET_ADDRSTRLEN] = "";
     inet_ntop(AF_INET, &from->sin_addr, text, sizeof text);
     return PyUnicode_FromString(text);
 }
 
-PyObject *sky_arrival(Inbox *inbox, int i, PyObject *host)
-{
-    return Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES, (Py_ssize_t)inbox->messages[i].msg_len,
-                         sky_segment_bytes(inbox, i), host, (int)ntohs(inbox->from[i].sin_port));
-}
-
-static PyObject *all_arrivals(Inbox *inbox)
+PyObject *sky_arrivals(Inbox *inbox)
 {
     PyObject *list = PyList_New(inbox->count), *host = NULL;
     in_addr_t host_is = 0;
@@ -105,10 +99,13 @@ static PyObject *all_arrivals(Inbox *inbox)
         const struct sockaddr_in *from = &inbox->from[i];
         if (!host || from->sin_addr.s_addr != host_is) {
             Py_XDECREF(host);
-            host = sky_host_text(from);
+            host = host_text(from);
             host_is = from->sin_addr.s_addr;
         }
-        PyObject *arrival = host ? sky_arrival(inbox, i, host) : NULL;
+        PyObject *arrival = host ? Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES,
+                                                 (Py_ssize_t)inbox->messages[i].msg_len, sky_segment_bytes(inbox, i), host,
+                                                 (int)ntohs(from->sin_port))
+                                 : NULL;
         if (arrival)
             PyList_SET_ITEM(list, i, arrival);
         else
@@ -126,7 +123,7 @@ PyObject *sky_py_recv_batch(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "iw*n:recv_batch", &fd, &scratch, &slots))
         return NULL;
     Inbox inbox;
-    PyObject *result = sky_receive(fd, &scratch, slots, &inbox) < 0 ? NULL : all_arrivals(&inbox);
+    PyObject *result = sky_receive(fd, &scratch, slots, &inbox) < 0 ? NULL : sky_arrivals(&inbox);
     sky_inbox_free(&inbox);
     PyBuffer_Release(&scratch);
     return result;
@@ -235,6 +232,12 @@ int sky_send_wholes(int fd, Whole *runs, size_t count)
             header->msg_iov = &parts[together], header->msg_iovlen = 1;
             if (run->size > run->segment)
                 set_segment(header, &controls[together], run->segment);
+            if (!run->to.sin_family)
+                break;
+        }
+        if (!together) { /* for no endpoint */
+            next++;
+            continue;
         }
         int taken = sendmmsg(fd, messages, together, MSG_DONTWAIT), error = errno;
         for (int i = 0; i < taken; i++, next++)

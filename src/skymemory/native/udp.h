@@ -50,7 +50,7 @@ typedef struct {
     size_t count;
 } Outgoing;
 
-/* A run that lies end to end in memory, where it goes, and how many of its packets the kernel took. */
+/* A run that lies end to end in memory, where it goes (family 0: nowhere), and how many of its packets the kernel took. */
 typedef struct {
     const char *data;
     size_t size, segment;
@@ -71,9 +71,8 @@ void sky_inbox_free(Inbox *inbox);
 /* The segment length the kernel names, or the whole when it names none; at least 1. */
 Py_ssize_t sky_segment_of(struct msghdr *header, Py_ssize_t size);
 Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i);
-PyObject *sky_host_text(const struct sockaddr_in *from);
-/* Message i, which came from ``host``, as recv_batch returns it. */
-PyObject *sky_arrival(Inbox *inbox, int i, PyObject *host);
+/* All messages as recv_batch returns them. */
+PyObject *sky_arrivals(Inbox *inbox);
 /* Send all; the number of segments taken. *error is what stopped it, 0 if nothing did. Runs without the lock. */
 size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error);
 /* Send each, in as few calls as can be; what full buffers stop stays unsent. Returns how many of them the network refused,

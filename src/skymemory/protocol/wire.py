@@ -483,6 +483,12 @@ def header_start(view: memoryview) -> int:
     return COMMAND_BYTES if len(view) and view[0] & COMMAND_BIT else TELEMETRY_BYTES
 
 
+def destination_of(packet: Buffer) -> Address:
+    """Of a packet with a whole SKY header."""
+    at = header_start(memoryview(packet)) + 4
+    return Address.unpack(int.from_bytes(packet[at : at + 4], "big"))
+
+
 # --- Batches: ``n`` packets for one destination, headers as rows of one array, payloads left where they are ---
 #
 # A ``SegmentBatch`` is what a machine hands to its transport. The UDP transport gathers headers and payloads into sends

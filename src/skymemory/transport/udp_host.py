@@ -28,14 +28,15 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import Ledger
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
-from skymemory.protocol.wire import SegmentBatch, single
+from skymemory.protocol.wire import LinkEnd, SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_socket import BatchSocket, Run, UnixClock
+from skymemory.transport.udp_socket import BatchSocket, Run, Slot, UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
@@ -142,6 +143,7 @@ class UdpHost:
         self.spec = spec
         self._loop = loop
         self._endpoints = dict(spec.everyone)
+        self._elsewhere = {name: endpoint for name, endpoint in spec.everyone.items() if name not in spec.mine}
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
         self._clock = UnixClock()
         self.lateness = Lateness()
@@ -261,26 +263,76 @@ class UdpHost:
     def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
         """What has arrived; and, if links are direct, what the native helper has served, and sent on."""
         # Plain GETs and SETs, and packets in transit, never reach Python, unless links are delayed or faulty.
-        machine, now_s = satellite.machine, self.now_s()
-        requests = machine.plain_requests(now_s) if self._direct else None
-        if requests is None:
+        now_s = self.now_s()
+        terms = self._terms(satellite, now_s) if self._direct else None
+        if terms is None:
             return satellite.sock.receive(), [], []
-        routes = machine.routes(now_s)
-        transit = (*routes, self._endpoints) if routes is not None else None
-        arrivals, served, passed = satellite.sock.serve(self._names, requests, transit)
+        arrivals, served, passed = satellite.sock.serve(self._names, *terms)
+        self._carried(satellite, served, passed, now_s)
+        return arrivals, served, passed
+
+    def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
+        """What the native helper needs; None if the machine must see every packet now."""
+        requests = satellite.machine.plain_requests(now_s)
+        routes = satellite.machine.routes(now_s) if requests is not None else None
+        transit = (*routes, self._elsewhere) if routes is not None else None
+        return (requests, transit) if requests is not None else None
+
+    def _carried(
+        self, satellite: UdpSatellite, served: list[native.Served], passed: list[native.Passed], now_s: float
+    ) -> None:
+        """Account for what was served and sent on, hand over what goes to satellites of this host, and send the rest
+        later.
+        """
+        machine, here = satellite.machine, satellite.machine.config.address
+        handed: dict[SatelliteId, list[Slot]] = {}
         if passed:
             machine.passed(passed, now_s)
-            for _, _, link, _, size, packets in passed:
-                if packets is not None:
-                    satellite.wait_to_send(SegmentBatch(packets, size), self._endpoints.get(link, link))
+            for _, _, link, _, size, at, left in passed:
+                if left and link in self._satellites:
+                    handed.setdefault(link, []).append((at, left, size))
+                elif left:
+                    ((packets, _),) = satellite.sock.received([(at, left, size)])
+                    self._send_later(satellite, SegmentBatch(bytes(packets), size), link)
         if served:
             machine.served(served, now_s)
             for _, _, _, _, link, *_, rest in served:
                 if rest is not None:
                     headers, payloads = rest
                     batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
-                    satellite.wait_to_send(batch, self._endpoints.get(link, link))
-        return arrivals, served, passed
+                    if link in self._satellites:
+                        self._relay(satellite, batch, link, now_s)
+                    else:
+                        self._send_later(satellite, batch, link)
+        for link, runs in handed.items():
+            self._hand_over(here, self._satellites[link], runs, now_s)
+
+    def _send_later(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd) -> None:
+        satellite.wait_to_send(batch, self._endpoints.get(link, link))
+
+    # Links between satellites of one host are memory, where nothing is delayed or damaged: bytes that need not cross a
+    # socket take half the time. Whatever is not plain still comes by the socket, or through the machine.
+
+    def _relay(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd, now_s: float) -> None:
+        """Answers of a satellite go as far as they can within this host, their payloads where they lie."""
+        while link in self._satellites:
+            onward = self._satellites[link].machine.relay(batch, satellite.machine.config.address, now_s)
+            if onward is None:
+                break
+            satellite = self._satellites[link]
+            batch, link = onward
+        satellite.transmit(batch, self._endpoints.get(link, link))
+
+    def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[Slot], now_s: float) -> None:
+        """Runs in the receive buffer go to another satellite of this host."""
+        terms = self._terms(satellite, now_s)
+        if terms is not None:
+            runs, served, passed = satellite.sock.serve_runs(runs, source, *terms)
+            self._carried(satellite, served, passed, now_s)
+        if runs:
+            satellite.machine.receive_runs(satellite.sock.received(runs), source, now_s)
+        if satellite.machine.wants_to_send or runs:
+            self._after(satellite)
 
     def _arrive(self, satellite: UdpSatellite, runs: list[native.Run], endpoint: Endpoint) -> None:
         source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from skymemory import native
+from skymemory.constellation.torus import SatelliteId
 from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO
 from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.wire import Buffer, SegmentBatch, Slices
@@ -27,6 +28,9 @@ from skymemory.units import format_size
 Endpoint = tuple[str, int]
 Run = tuple[memoryview, int, Endpoint]
 """Datagrams of one sender, end to end; the bytes of each (the last maybe shorter); the sender."""
+
+Slot = tuple[int, int, int]
+"""A run in the receive buffer: offset, bytes, bytes of each datagram."""
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
@@ -162,6 +166,23 @@ class BatchSocket:
         self.send_errors += errors
         runs = [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
         return runs, served, passed
+
+    def serve_runs(
+        self, runs: list[Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
+    ) -> tuple[list[Slot], list[native.Served], list[native.Passed]]:
+        """``serve``, of runs in this thread's buffer that another of its satellites hands over."""
+        view = _scratch(self._slots)
+        kept, served, errors, passed = native.serve_runs(
+            self._socket.fileno(), view, runs, source, *requests, transit
+        )
+        self.send_errors += errors
+        return kept, served, passed
+
+    @staticmethod
+    def received(runs: Iterable[Slot]) -> list[native.Run]:
+        """These runs of this thread's buffer, valid until it next receives."""
+        view = _scratch(0)
+        return [(view[at : at + size], segment) for at, size, segment in runs]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
         """Send as much as the kernel takes now; returns the rest, to be sent when the socket is writable again.

@@ -26,7 +26,7 @@ import numpy as np
 from skymemory.native.twin.prefix import HolderTable, PrefixTable
 from skymemory.native.twin.queues import PrefillQueues, UnderWay
 from skymemory.native.twin.relay import count_hops, same_journey
-from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs, serve
+from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs, serve, serve_runs
 from skymemory.native.twin.segments import (
     check_macs,
     place_segments,
@@ -82,6 +82,7 @@ __all__ = [
     "send_each",
     "send_slices",
     "serve",
+    "serve_runs",
     "sign_packets",
     "strip_macs",
     "value_refs",

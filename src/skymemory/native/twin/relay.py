@@ -18,11 +18,12 @@ Link = tuple[int, int] | tuple[str, int]
 """The other end of a link: (plane, slot) of a satellite, or the endpoint of a ground host."""
 Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str, int]]]
 """The routes that are known: next hops by destination (plane · 4096 + slot) and the link that packets came by (0: from
-the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``), the beams of ground hosts, the endpoints of satellites.
+the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``), the beams of ground hosts, the endpoints of satellites. One without an
+endpoint is sent nothing: the caller hands over what goes there.
 """
-Passed = tuple[Link, int, Link, int, int, bytearray | None]
-"""Of a run: the link that it came by, its ground host, the link it leaves by, its packets, the bytes of each, what is
-still to be sent.
+Passed = tuple[Link, int, Link, int, int, int, int]
+"""Of a run: the link that it came by, its ground host, the link it leaves by, its packets, the bytes of each; offset and
+bytes, in the scratch buffer, of what is still to be sent.
 """
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
 
@@ -78,16 +79,18 @@ def pass_on(
     data: memoryview,
     segment_bytes: int,
     addresses: bytes,
-    endpoint: tuple[str, int],
+    endpoint: tuple[str, int] | None,
     source: Link | None,
     transit: Transit,
     admits: Callable[[], bool] | None,
-) -> tuple[Passed, bool] | None:
-    """Send a run on if it is in transit and needs no decision of the machine; None, without effect, if it does.
+) -> tuple[Link, int, Link, int, int, int, bool] | None:
+    """Send a run on, its hops counted in place, if it needs no decision of the machine; None, without effect, if it
+    does.
 
     It has one journey, to another satellite or to a ground host of ours, by a route that is known; no packet is at its
     hop limit. From the ground (``source`` None) it is commands, all sound, which ``admits`` (of a satellite that
-    requires MACs) admits. Returns whether the network refused it, too: then it is lost.
+    requires MACs) admits. Returns the first fields of ``Passed``, the packets sent, and whether the network refused
+    it: then it is lost.
     """
     packets = segments(data, segment_bytes)
     if not _has_headers(packets) or not same_journey(data, segment_bytes):
@@ -95,27 +98,29 @@ def pass_on(
     header = packets[0][sky_start(packets[0]) :]
     there, here = int.from_bytes(header[4:8], "big"), int.from_bytes(addresses[:4], "big")
     ground = int.from_bytes(header[12:16], "big")
-    grounds = transit[1]
     if there == here:
         return None
-    run: bytearray | None = bytearray(data)
+    counted: bytearray | None = bytearray(data)
     if there & 0xFFFFFF == here & 0xFFFFFF:  # a beam is no link between satellites: no hop
-        link = to = grounds.get(ground) if there >> 24 == GROUND_SHELL else None
+        link = transit[1].get(ground) if there >> 24 == GROUND_SHELL else None
+        to = None if link is None else (str(link[0]), link[1])
     else:
         came = 0 if source is None else BY_SLOT_LINK if source[0] == here >> 12 & 0xFFF else BY_PLANE_LINK
         link, to = next_hop(transit, there, came)
-        run = count_hops(data, segment_bytes)
-    if link is None or to is None or run is None:
+        counted = count_hops(data, segment_bytes)
+    if link is None or counted is None:
         return None
     if source is None:
         if not packets[0][0] & 0x10 or any(verify_segments(data, segment_bytes)):
             return None
         if admits is not None and not (header[8:12] == addresses[4:8] and admits()):
             return None
-    sent, refused = len(packets), False
+    data[:] = counted
+    sent, refused = 0, False
     try:
-        sent = send_batch(fd, str(to[0]), to[1], run, segment_bytes, None)
+        sent = send_batch(fd, *to, data, segment_bytes, None) if to is not None else 0
     except OSError:
-        refused = True
-    rest = run[sent * segment_bytes :] if sent < len(packets) else None
-    return (source or endpoint, ground, link, len(packets), segment_bytes, rest), refused
+        sent, refused = len(packets), True
+    came_by = source if source is not None else endpoint
+    assert came_by is not None
+    return came_by, ground, link, len(packets), segment_bytes, sent, refused

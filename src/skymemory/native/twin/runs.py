@@ -287,6 +287,9 @@ Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
 and bytes replaced, and bytes added beyond these; what is still to be sent.
 """
 
+_Way = tuple[tuple[str, int] | None, Link | None]
+"""The endpoint that a run came from (None: handed over), and the satellite there (None: a ground host)."""
+
 _ADDRESSES_BYTES = 8
 _DESTINATION, _SOURCE = (slice(COMMAND_BYTES + at, COMMAND_BYTES + at + 4) for at in (4, 8))
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
@@ -309,83 +312,150 @@ def serve(
     """``recv_batch``, but plain requests that come first are answered at once, and runs in transit sent on.
 
     Plain is what is for the first of both ``addresses`` (packed) and comes from the second, our beam; or from one of the
-    ``neighbours``, of a ground host behind a satellite to which ``transit`` knows the route; and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
-    SETs that ``take_sets`` takes. Returns what else arrived, what was served, how often the network refused to send
-    (that is lost), and what ``pass_on`` sent by the routes of ``transit`` (None: nothing). With a ``guard`` only what
-    has a MAC that it accepts is plain, or is sent on from the ground.
+    ``neighbours``, of a ground host behind a satellite to which ``transit`` knows the route; and is a lone GET of chunks
+    that all are in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets`` takes. Returns what
+    else arrived, what was served, how often the network refused to send (that is lost), and what ``pass_on`` passed by
+    the routes of ``transit`` (None: nothing). With a ``guard`` only what has a MAC that it accepts is plain, or is sent
+    on from the ground.
 
     Raises:
         OSError: the socket's pending error; the next call reads on.
     """
-    view = memoryview(scratch).cast("B")
-    if len(addresses) != _ADDRESSES_BYTES:
-        raise ValueError(f"addresses of {len(addresses)} bytes: expected {_ADDRESSES_BYTES}")
+    service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
     arrivals = recv_batch(fd, scratch, slots)
-    served: list[Served] = []
-    passed: list[Passed] = []
-    kept: list[Arrival] = []
-    at, send_errors, sequence = 0, 0, terms[5]
-    while at < len(arrivals):
-        begin, size, segment_bytes, host, port = arrivals[at]
-        packet = view[begin : begin + size]
-        source, run = neighbours.get((host, port)), [(packet, segment_bytes)]
-        ours = size >= _GROUND.stop and packet[0] & 0x10 and packet[_DESTINATION] == addresses[:4]
-        messages = 0
-        if not ours and transit is not None:
-            admits = None if guard is None else partial(_admitted, run, guard)
-            way = addresses, (host, port), source, transit, admits
-            sent = pass_on(fd, packet, segment_bytes, *way)
-            if sent is not None:
-                passed.append(sent[0])
-                send_errors += sent[1]
-                messages = 1
-        elif ours and not kept:
-            link, to = _way_back(packet, addresses, (host, port), source, transit)
-            now = (*terms[:5], sequence)
-            runs = _runs_of_one_sender(view, arrivals[at:])
-            done = _execute(packet, segment_bytes, runs, shares, settled, room_bytes, now, guard) if to else None
-            if done is not None and link is not None and to is not None:
-                messages, figures, headers, payloads = done
-                rest, refused = _send(fd, *to, headers, payloads)
-                key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
-                served.append((packet[_OP_AT], key, ground, source or (host, port), link, *figures, rest))
-                send_errors += refused
-                sequence += 1 if payloads is None else len(payloads)
-                room_bytes -= figures[3]
-        if not messages:
-            kept.append(arrivals[at])
-        at += messages or 1
-    return kept, served, send_errors, passed
+    senders = [(host, port) for _, _, _, host, port in arrivals]
+    ways = [(sender, neighbours.get(sender)) for sender in senders]
+    kept = service.serve([arrival[:3] for arrival in arrivals], ways)
+    return [arrivals[at] for at in kept], service.served, service.send_errors, service.passed
 
 
-def _way_back(
-    packet: memoryview, addresses: bytes, endpoint: tuple[str, int], source: Link | None, transit: Transit | None
-) -> tuple[Link | None, tuple[str, int] | None]:
-    """The link by which the answer leaves, and where it leads; None where only the machine knows."""
-    our_beam = packet[_SOURCE] == addresses[4:]
-    if source is None:
-        return (endpoint, endpoint) if our_beam else (None, None)
-    if transit is None or our_beam or packet[_SOURCE.start] != GROUND_SHELL:
-        return None, None
-    return next_hop(transit, int.from_bytes(packet[_SOURCE], "big"))
-
-
-def _execute(
-    packet: memoryview,
-    segment_bytes: int,
-    runs: list[Run],
+def serve_runs(
+    fd: int,
+    scratch: Buffer,
+    runs: list[tuple[int, int, int]],
+    source: tuple[int, int],
+    addresses: bytes,
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
     settled: Set[bytes],
     room_bytes: int,
     terms: AnswerTerms,
-    guard: Guard | None,
-) -> tuple[int, tuple[int, int, int, int], bytearray, list[bytes] | None] | None:
-    """Runs taken, the figures of ``Served``, headers and payloads of the answer; None unless it is plain."""
-    if packet[_OP_AT] == GET and segment_bytes >= len(packet):
-        answer = _answer(packet, shares, terms, guard)
-        return (1, (len(answer[2]), 0, 0, 0), *answer[1:]) if answer is not None else None
-    taken = take_sets(runs, shares, settled, room_bytes, terms, guard) if packet[_OP_AT] == SET else None
-    return (taken[0], taken[1:5], taken[5], None) if taken is not None else None
+    guard: Guard | None = None,
+    transit: Transit | None = None,
+) -> tuple[list[tuple[int, int, int]], list[Served], int, list[Passed]]:
+    """``serve``, of runs that the satellite ``source`` has handed over: offset in writable ``scratch``, bytes, bytes of
+    a segment.
+    """
+    service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
+    for at, size, segment_bytes in runs:
+        if at < 0 or size < 1 or segment_bytes < 1 or at + size > len(service.view):
+            raise ValueError(f"a run of {size} bytes at {at}, in packets of {segment_bytes}")
+    kept = service.serve(runs, [(None, source)] * len(runs))
+    return [runs[at] for at in kept], service.served, service.send_errors, service.passed
+
+
+class _Service:
+    """One call."""
+
+    def __init__(
+        self,
+        fd: int,
+        scratch: Buffer,
+        addresses: bytes,
+        shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
+        settled: Set[bytes],
+        room_bytes: int,
+        terms: AnswerTerms,
+        guard: Guard | None,
+        transit: Transit | None,
+    ) -> None:
+        if len(addresses) != _ADDRESSES_BYTES:
+            raise ValueError(f"addresses of {len(addresses)} bytes: expected {_ADDRESSES_BYTES}")
+        self.view = memoryview(scratch).cast("B")
+        if self.view.readonly:
+            raise BufferError("scratch: expected a writable buffer")
+        self.served: list[Served] = []
+        self.passed: list[Passed] = []
+        self.send_errors = 0
+        self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
+        self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
+
+    def serve(self, runs: list[tuple[int, int, int]], ways: list[_Way]) -> list[int]:
+        """Which runs are kept for the machine."""
+        kept: list[int] = []
+        at = 0
+        while at < len(runs):
+            begin, size, _ = runs[at]
+            packet = self.view[begin : begin + size]
+            ours = size >= _GROUND.stop and packet[0] & 0x10 and packet[_DESTINATION] == self._addresses[:4]
+            messages = 0
+            if not ours:
+                messages = self._pass(runs[at], ways[at])
+            elif not kept:
+                same = takewhile(lambda number: ways[number] == ways[at], range(at, len(runs)))  # noqa: B023
+                messages = self._execute([runs[number] for number in same], ways[at])
+            if not messages:
+                kept.append(at)
+            at += messages or 1
+        return kept
+
+    def _pass(self, run: tuple[int, int, int], way: _Way) -> int:
+        begin, size, segment_bytes = run
+        packet = self.view[begin : begin + size]
+        if self._transit is None:
+            return 0
+        admits = None if self._guard is None else partial(_admitted, [(packet, segment_bytes)], self._guard)
+        done = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
+        if done is None:
+            return 0
+        *entry, sent, refused = done
+        sent_bytes = min(size, sent * segment_bytes)
+        self.passed.append((*entry, begin + sent_bytes, size - sent_bytes))  # type: ignore[arg-type]
+        self.send_errors += refused
+        return 1
+
+    def _execute(self, same: list[tuple[int, int, int]], way: _Way) -> int:
+        """Serve the request that begins these runs of one sender: how many it took."""
+        runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
+        packet, segment_bytes = runs[0]
+        found = self._way_back(packet, way)
+        if found is None:
+            return 0
+        link, to = found
+        figures, payloads = (0, 0, 0, 0), None
+        if packet[_OP_AT] == GET and segment_bytes >= len(packet):
+            answer = _answer(packet, self._shares, self._terms, self._guard)
+            if answer is None:
+                return 0
+            _, headers, payloads = answer
+            messages, figures, packets = 1, (len(payloads), 0, 0, 0), len(payloads)
+        elif packet[_OP_AT] == SET:
+            taken = take_sets(runs, self._shares, self._settled, self._room_bytes, self._terms, self._guard)
+            if taken is None:
+                return 0
+            messages, figures, headers, packets = taken[0], taken[1:5], taken[5], 1
+            self._room_bytes -= taken[4]
+        else:
+            return 0
+        rest, refused = _send(self._fd, *to, headers, payloads) if to is not None else ((headers, payloads), False)
+        key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
+        endpoint, source = way
+        came_by = source if source is not None else endpoint
+        assert came_by is not None
+        self.served.append((packet[_OP_AT], key, ground, came_by, link, *figures, rest))
+        self.send_errors += refused
+        self._terms = (*self._terms[:5], self._terms[5] + packets)
+        return messages
+
+    def _way_back(self, packet: memoryview, way: _Way) -> tuple[Link, tuple[str, int] | None] | None:
+        """The link by which the answer leaves, and where it leads; None where only the machine knows."""
+        endpoint, source = way
+        our_beam = packet[_SOURCE] == self._addresses[4:]
+        if source is None:
+            return (endpoint, endpoint) if our_beam and endpoint is not None else None
+        if self._transit is None or our_beam or packet[_SOURCE.start] != GROUND_SHELL:
+            return None
+        link, to = next_hop(self._transit, int.from_bytes(packet[_SOURCE], "big"))
+        return None if link is None else (link, to)
 
 
 def _answer(
@@ -404,13 +474,6 @@ def _answer(
     # Only now: a packet that is not answered here is processed again, and must then be new.
     sequence = int.from_bytes(packet[2:4], "big") & 0x3FFF
     return answer if is_first(bytes(packet[: COMMAND_BYTES + SKY_BYTES]), sent_us, [sequence]) else None
-
-
-def _runs_of_one_sender(view: memoryview, arrivals: list[Arrival]) -> list[Run]:
-    """The first runs that have one sender."""
-    sender = arrivals[0][3:]
-    same = takewhile(lambda arrival: arrival[3:] == sender, arrivals)
-    return [(view[at : at + size], segment_bytes) for at, size, segment_bytes, *_ in same]
 
 
 def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[bytes] | None) -> tuple[Rest | None, bool]:

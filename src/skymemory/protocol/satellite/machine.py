@@ -50,6 +50,7 @@ from skymemory.protocol.wire import (
     SegmentBatch,
     Status,
     UnknownOperation,
+    destination_of,
     header_start,
     parse_packet,
 )
@@ -230,7 +231,7 @@ class SatelliteMachine:
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
             return
-        destination = Address.unpack(int.from_bytes(view[start + 4 : start + 8], "big"))
+        destination = destination_of(view)
         to_me = destination == self._address
         if isinstance(source, SatelliteId) and not to_me:  # in transit: the destination verifies the checksum
             self._forward(view, segment_bytes, destination, source, now_s)
@@ -334,6 +335,21 @@ class SatelliteMachine:
         # With keys, what is not for us proves nothing.
         heard = (run[0] for run in passed) if self._gate is None else ()
         self._carried(heard, (run[2] for run in passed), now_s)
+
+    def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
+        """Forward answers that a satellite of the same host hands over: with their hops counted, and their next link.
+        None, without effect, where they must come as packets.
+        """
+        destination = destination_of(batch.headers)
+        if destination == self._address or self.routes(now_s) is None:
+            return None
+        headers = memoryview(batch.headers)
+        forwarded = self._router.forward(headers, batch.header_bytes, destination, source)
+        if isinstance(forwarded, Status):
+            return None
+        counted, link = forwarded
+        self.passed([(source, 0, link, counted.count, 0, 0, 0)], now_s)
+        return SegmentBatch(counted.headers, counted.header_bytes, batch.payloads), link
 
     def _carried(self, heard: Iterable[LinkEnd], used: Iterable[LinkEnd], now_s: float) -> None:
         for link in set(heard):
