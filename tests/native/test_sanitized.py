@@ -116,7 +116,7 @@ for _ in range(4000):
         shares = {} if dice.random() < 0.5 else {key: {0: dice.choice(("no", ("a", 3), (bytes(72), b"x")))}}
     try:
         room = dice.choice((0, 300, 9999))
-        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
+        _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
         for entry in served:
             kinds[entry[0]] += 1
     except TypeError:
@@ -153,7 +153,7 @@ for n in range(6000):
         b.sendto(packet, ("127.0.0.1", port))
     guard = (dice.choice((keys, keys, {}, {1: b"short", 2: 5})), now, 30_000_000, dice.choice((bool, lambda *_: True)))
     try:
-        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
+        _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
         taken += len(served)
     except TypeError:
         pass

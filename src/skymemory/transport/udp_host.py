@@ -142,7 +142,6 @@ class UdpHost:
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
         self._loop = loop
-        self._endpoints = dict(spec.everyone)
         self._elsewhere = {name: endpoint for name, endpoint in spec.everyone.items() if name not in spec.mine}
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
         self._clock = UnixClock()
@@ -274,9 +273,10 @@ class UdpHost:
     def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
         """What the native helper needs; None if the machine must see every packet now."""
         requests = satellite.machine.plain_requests(now_s)
-        routes = satellite.machine.routes(now_s) if requests is not None else None
-        transit = (*routes, self._elsewhere) if routes is not None else None
-        return (requests, transit) if requests is not None else None
+        if requests is None:
+            return None
+        routes = satellite.machine.routes(now_s)
+        return requests, (*routes, self._elsewhere) if routes is not None else None
 
     def _carried(
         self, satellite: UdpSatellite, served: list[native.Served], passed: list[native.Passed], now_s: float
@@ -293,7 +293,7 @@ class UdpHost:
                     handed.setdefault(link, []).append((at, left, size))
                 elif left:
                     ((packets, _),) = satellite.sock.received([(at, left, size)])
-                    self._send_later(satellite, SegmentBatch(bytes(packets), size), link)
+                    satellite.wait_to_send(SegmentBatch(bytes(packets), size), self._endpoint(link))
         if served:
             machine.served(served, now_s)
             for _, _, _, _, link, *_, rest in served:
@@ -303,12 +303,9 @@ class UdpHost:
                     if link in self._satellites:
                         self._relay(satellite, batch, link, now_s)
                     else:
-                        self._send_later(satellite, batch, link)
+                        satellite.wait_to_send(batch, self._endpoint(link))
         for link, runs in handed.items():
             self._hand_over(here, self._satellites[link], runs, now_s)
-
-    def _send_later(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd) -> None:
-        satellite.wait_to_send(batch, self._endpoints.get(link, link))
 
     # Links between satellites of one host are memory, where nothing is delayed or damaged: bytes that need not cross a
     # socket take half the time. Whatever is not plain still comes by the socket, or through the machine.
@@ -321,7 +318,12 @@ class UdpHost:
                 break
             satellite = self._satellites[link]
             batch, link = onward
-        satellite.transmit(batch, self._endpoints.get(link, link))
+            if satellite.machine.wants_to_send:
+                self._after(satellite)
+        satellite.transmit(batch, self._endpoint(link))
+
+    def _endpoint(self, link: LinkEnd) -> Endpoint:
+        return self.spec.everyone[link] if isinstance(link, SatelliteId) else cast(Endpoint, link)
 
     def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[Slot], now_s: float) -> None:
         """Runs in the receive buffer go to another satellite of this host."""

@@ -172,9 +172,7 @@ class BatchSocket:
     ) -> tuple[list[Slot], list[native.Served], list[native.Passed]]:
         """``serve``, of runs in this thread's buffer that another of its satellites hands over."""
         view = _scratch(self._slots)
-        kept, served, errors, passed = native.serve_runs(
-            self._socket.fileno(), view, runs, source, *requests, transit
-        )
+        kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
         self.send_errors += errors
         return kept, served, passed
 

@@ -6,7 +6,7 @@ A *journey* is what one route serves: packets of one kind, operation, status, de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from skymemory.native.twin.segments import COMMAND_BYTES, SKY_BYTES, TELEMETRY_BYTES, segments, verify_segments
 from skymemory.native.twin.sockets import send_batch
@@ -14,12 +14,12 @@ from skymemory.native.twin.sockets import send_batch
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Link = tuple[int, int] | tuple[str, int]
+Link = Any
 """The other end of a link: (plane, slot) of a satellite, or the endpoint of a ground host."""
 Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str, int]]]
 """The routes that are known: next hops by destination (plane · 4096 + slot) and the link that packets came by (0: from
-the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``), the beams of ground hosts, the endpoints of satellites. One without an
-endpoint is sent nothing: the caller hands over what goes there.
+the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``); the beams of ground hosts; the endpoints of satellites. One without is
+sent nothing: the caller hands over what goes there.
 """
 Passed = tuple[Link, int, Link, int, int, int, int]
 """Of a run: the link that it came by, its ground host, the link it leaves by, its packets, the bytes of each; offset and

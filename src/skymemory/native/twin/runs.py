@@ -12,7 +12,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Set
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Transit, next_hop, pass_on
@@ -283,8 +282,8 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 Rest = tuple[bytearray, list[bytes] | None]
 """Headers (or a whole packet) and payloads that the kernel did not take."""
 Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
-"""Operation, key, ground host, the links that the request came by and the answer leaves by, chunks; of a SET also chunks
-and bytes replaced, and bytes added beyond these; what is still to be sent.
+"""Operation, key, ground host, the links that the request came by and the answer leaves by, chunks; of a SET also
+chunks and bytes replaced, and bytes added beyond these; what is still to be sent.
 """
 
 _Way = tuple[tuple[str, int] | None, Link | None]
@@ -311,20 +310,19 @@ def serve(
 ) -> tuple[list[Arrival], list[Served], int, list[Passed]]:
     """``recv_batch``, but plain requests that come first are answered at once, and runs in transit sent on.
 
-    Plain is what is for the first of both ``addresses`` (packed) and comes from the second, our beam; or from one of the
-    ``neighbours``, of a ground host behind a satellite to which ``transit`` knows the route; and is a lone GET of chunks
-    that all are in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets`` takes. Returns what
-    else arrived, what was served, how often the network refused to send (that is lost), and what ``pass_on`` passed by
-    the routes of ``transit`` (None: nothing). With a ``guard`` only what has a MAC that it accepts is plain, or is sent
-    on from the ground.
+    Plain is what is for the first of both ``addresses`` (packed) and comes from the second, our beam; or comes by one
+    of the ``neighbours`` from a ground host behind another satellite, to which ``transit`` knows the route; and is a
+    lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets``
+    takes. Returns what else arrived, what was served, how often the network refused to send (that is lost), and what
+    ``pass_on`` passed by the routes of ``transit`` (None: nothing). With a ``guard`` only what has a MAC that it
+    accepts is plain, or is sent on from the ground.
 
     Raises:
         OSError: the socket's pending error; the next call reads on.
     """
     service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
     arrivals = recv_batch(fd, scratch, slots)
-    senders = [(host, port) for _, _, _, host, port in arrivals]
-    ways = [(sender, neighbours.get(sender)) for sender in senders]
+    ways: list[_Way] = [((host, port), neighbours.get((host, port))) for _, _, _, host, port in arrivals]
     kept = service.serve([arrival[:3] for arrival in arrivals], ways)
     return [arrivals[at] for at in kept], service.served, service.send_errors, service.passed
 
@@ -391,8 +389,8 @@ class _Service:
             if not ours:
                 messages = self._pass(runs[at], ways[at])
             elif not kept:
-                same = takewhile(lambda number: ways[number] == ways[at], range(at, len(runs)))  # noqa: B023
-                messages = self._execute([runs[number] for number in same], ways[at])
+                end = next((other for other in range(at, len(runs)) if ways[other] != ways[at]), len(runs))
+                messages = self._execute(runs[at:end], ways[at])
             if not messages:
                 kept.append(at)
             at += messages or 1
@@ -407,9 +405,9 @@ class _Service:
         done = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
         if done is None:
             return 0
-        *entry, sent, refused = done
+        entry, sent, refused = done[:5], *done[5:]
         sent_bytes = min(size, sent * segment_bytes)
-        self.passed.append((*entry, begin + sent_bytes, size - sent_bytes))  # type: ignore[arg-type]
+        self.passed.append((*entry, begin + sent_bytes, size - sent_bytes))
         self.send_errors += refused
         return 1
 
