@@ -22,8 +22,8 @@ the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``); the beams of ground hosts; the
 sent nothing: the caller hands over what goes there.
 """
 Passed = tuple[Link, int, Link, int, int, int, int]
-"""Of a run: the link that it came by, its ground host, the link it leaves by, its packets, the bytes of each; offset and
-bytes, in the scratch buffer, of what is still to be sent.
+"""Of a run: the link that it came by, its ground host, the link it leaves by, its packets, the bytes of each; what is
+still to be sent, as offset in the scratch buffer and bytes.
 """
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
 
