@@ -168,7 +168,8 @@ class Crossing:
 
     def books(self) -> tuple[object, ...]:
         counters = {name: count for name, count in self.machine.counters.as_dict().items() if count}
-        return counters, sorted(self.machine._router._grounds), sorted(self.machine.store.items())
+        heard = [neighbour.heard_s for neighbour in self.machine.neighbours._neighbours.values()]
+        return counters, sorted(self.machine._router._grounds), sorted(self.machine.store.items()), heard
 
 
 def ground(gateway: SatelliteId) -> Address:
@@ -439,6 +440,7 @@ def test_with_keys_only_what_is_authentic_and_new_passes_from_the_ground(fast: M
         (signed(MINE, ground(HERE), 31.0), 2),
         ([("A", batch) for batch in batches_of(run_of(Op.SET, far, ground(HERE), [9]))], 2),  # no MAC
         (signed(MINE, ground(HERE), 0.0), 4),
+        ([(NORTH, batch) for batch in batches_of(run_of(Op.DATA, ground(HERE), far, [9]))], 5),  # no sign of life
     ]
     for impl in (fast, backend):
         quick, slow = Crossing(impl, MINE), Crossing(None, MINE)
