@@ -143,10 +143,9 @@ class Crossing:
     def _carried(self, scratch: memoryview, served: list[native.Served], passed: list[native.Passed]) -> None:
         self.machine.passed(passed, NOW_S)
         self.machine.served(served, NOW_S)
-        for _, _, link, _, _, at, left in passed:
+        for _, _, link, _, left in passed:
             assert bool(left) == (link in self.near)
-            if left:
-                self.handed.append((link, bytes(scratch[at : at + left])))
+            self.handed += [(link, bytes(scratch[at : at + size])) for at, size, _ in left]
         self.passed += sum(run[3] for run in passed)
         self.served += len(served)
 
@@ -322,7 +321,7 @@ def test_what_the_network_refuses_is_counted_and_holds_up_nothing(impl: ModuleTy
         transit = (*routes, crossing.endpoints | {SatelliteId(2, 8): ("127.0.0.1", 0)})
         scratch, fd = bytearray(16 * SLOT_BYTES), crossing.sock.fileno()
         kept, _, errors, passed = impl.serve(fd, scratch, 16, requests[0], crossing.names, *requests[1:], transit)
-        assert (kept, errors) == ([], 1) and [(run[3], run[6]) for run in passed] == [(3, 0), (1, 0)]
+        assert (kept, errors) == ([], 1) and [run[3:] for run in passed] == [(3, []), (1, [])]
         assert len(crossing.left()[WEST]) == 1
     finally:
         crossing.close()

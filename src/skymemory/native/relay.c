@@ -188,27 +188,74 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
     return 1;
 }
 
+static int same_way(const Passing *one, const Passing *other)
+{
+    if (one->ground != other->ground)
+        return 0;
+    int same = PyObject_RichCompareBool(one->link, other->link, Py_EQ);
+    return same == 1 ? PyObject_RichCompareBool(one->source, other->source, Py_EQ) : same;
+}
+
+/* (offset, size, segment) of what was not sent of each run of this way; -1 with an exception, else the packets of all. */
+static Py_ssize_t add_left(const Service *service, int first, PyObject *left)
+{
+    Py_ssize_t packets = 0;
+    for (int i = first; i < service->passings; i++) {
+        const Whole *run = &service->wholes[i];
+        int same = i == first ? 1 : same_way(&service->passing[first], &service->passing[i]);
+        if (same < 0)
+            return -1;
+        if (!same)
+            continue;
+        packets += (Py_ssize_t)sky_whole_packets(run);
+        size_t sent = run->sent * run->segment;
+        if (sent >= run->size)
+            continue;
+        PyObject *rest = Py_BuildValue("nnn", (Py_ssize_t)((const uint8_t *)run->data - service->scratch + (Py_ssize_t)sent),
+                                       (Py_ssize_t)(run->size - sent), (Py_ssize_t)run->segment);
+        if (!rest || PyList_Append(left, rest) < 0)
+            packets = -1;
+        Py_XDECREF(rest);
+        if (packets < 0)
+            return -1;
+    }
+    return packets;
+}
+
+/* Whether an earlier run went the same way; -1 with an exception. */
+static int is_told(const Service *service, int at)
+{
+    int same = 0;
+    for (int i = 0; i < at && !same; i++)
+        same = same_way(&service->passing[i], &service->passing[at]);
+    return same;
+}
+
 PyObject *sky_send_passing(Service *service)
 {
-    int count = service->passings;
-    if (count) {
+    int told = 0;
+    if (service->passings) {
         Py_BEGIN_ALLOW_THREADS
-        service->send_errors += sky_send_wholes(service->fd, service->wholes, (size_t)count);
+        service->send_errors += sky_send_wholes(service->fd, service->wholes, (size_t)service->passings);
         Py_END_ALLOW_THREADS
     }
-    PyObject *passed = PyList_New(count);
-    for (int i = 0; passed && i < count; i++) {
+    PyObject *passed = PyList_New(0);
+    for (int i = 0; passed && told >= 0 && i < service->passings; i++) {
+        told = is_told(service, i);
+        if (told)
+            continue;
         const Passing *one = &service->passing[i];
-        const Whole *run = &service->wholes[i];
-        size_t sent = run->sent * run->segment, left = sent < run->size ? run->size - sent : 0;
-        PyObject *entry = Py_BuildValue("OIOnnnn", one->source, (unsigned)one->ground, one->link,
-                                        (Py_ssize_t)sky_whole_packets(run), (Py_ssize_t)run->segment,
-                                        (Py_ssize_t)(run->data - (const char *)service->scratch + sent), (Py_ssize_t)left);
-        if (entry)
-            PyList_SET_ITEM(passed, i, entry);
-        else
-            Py_CLEAR(passed);
+        PyObject *left = PyList_New(0);
+        Py_ssize_t packets = left ? add_left(service, i, left) : -1;
+        PyObject *entry = packets < 0 ? NULL
+                                      : Py_BuildValue("OIOnO", one->source, (unsigned)one->ground, one->link, packets, left);
+        if (!entry || PyList_Append(passed, entry) < 0)
+            told = -1;
+        Py_XDECREF(entry);
+        Py_XDECREF(left);
     }
+    if (told < 0)
+        Py_CLEAR(passed);
     return passed;
 }
 

@@ -36,7 +36,7 @@ from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import LinkEnd, SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_socket import BatchSocket, Run, Slot, UnixClock
+from skymemory.transport.udp_socket import BatchSocket, Run, UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
@@ -285,15 +285,15 @@ class UdpHost:
         later.
         """
         machine, here = satellite.machine, satellite.machine.config.address
-        handed: dict[SatelliteId, list[Slot]] = {}
+        handed: dict[SatelliteId, list[native.Slot]] = {}
         if passed:
             machine.passed(passed, now_s)
-            for _, _, link, _, size, at, left in passed:
+            for _, _, link, _, left in passed:
                 if left and link in self._satellites:
-                    handed.setdefault(link, []).append((at, left, size))
-                elif left:
-                    ((packets, _),) = satellite.sock.received([(at, left, size)])
-                    satellite.wait_to_send(SegmentBatch(bytes(packets), size), self._endpoint(link))
+                    handed.setdefault(link, []).extend(left)
+                else:
+                    for packets, size in satellite.sock.received(left):
+                        satellite.wait_to_send(SegmentBatch(bytes(packets), size), self._endpoint(link))
         if served:
             machine.served(served, now_s)
             for _, _, _, _, link, *_, rest in served:
@@ -325,7 +325,7 @@ class UdpHost:
     def _endpoint(self, link: LinkEnd) -> Endpoint:
         return self.spec.everyone[link] if isinstance(link, SatelliteId) else cast(Endpoint, link)
 
-    def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[Slot], now_s: float) -> None:
+    def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[native.Slot], now_s: float) -> None:
         """Runs in the receive buffer go to another satellite of this host."""
         terms = self._terms(satellite, now_s)
         if terms is not None:

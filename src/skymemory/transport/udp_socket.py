@@ -29,9 +29,6 @@ Endpoint = tuple[str, int]
 Run = tuple[memoryview, int, Endpoint]
 """Datagrams of one sender, end to end; the bytes of each (the last maybe shorter); the sender."""
 
-Slot = tuple[int, int, int]
-"""A run in the receive buffer: offset, bytes, bytes of each datagram."""
-
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
 """Runs received in one call. Sixteen are 1 MiB, which is still in the processor's cache when it is processed."""
@@ -168,8 +165,8 @@ class BatchSocket:
         return runs, served, passed
 
     def serve_runs(
-        self, runs: list[Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
-    ) -> tuple[list[Slot], list[native.Served], list[native.Passed]]:
+        self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
+    ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
         """``serve``, of runs in this thread's buffer that another of its satellites hands over."""
         view = _scratch(self._slots)
         kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
@@ -177,7 +174,7 @@ class BatchSocket:
         return kept, served, passed
 
     @staticmethod
-    def received(runs: Iterable[Slot]) -> list[native.Run]:
+    def received(runs: Iterable[native.Slot]) -> list[native.Run]:
         """These runs of this thread's buffer, valid until it next receives."""
         view = _scratch(0)
         return [(view[at : at + size], segment) for at, size, segment in runs]

@@ -21,9 +21,11 @@ Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str,
 the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``); the beams of ground hosts; the endpoints of satellites. One without is
 sent nothing: the caller hands over what goes there.
 """
-Passed = tuple[Link, int, Link, int, int, int, int]
-"""Of a run: the link that it came by, its ground host, the link it leaves by, its packets, the bytes of each; what is
-still to be sent, as offset in the scratch buffer and bytes.
+Slot = tuple[int, int, int]
+"""A run in the scratch buffer: offset, bytes, bytes of each packet (the last maybe shorter)."""
+Passed = tuple[Link, int, Link, int, list[Slot]]
+"""Of the runs of one way: the link that they came by, their ground host, the link they leave by, their packets; what is
+still to be sent.
 """
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
 
@@ -83,14 +85,13 @@ def pass_on(
     source: Link | None,
     transit: Transit,
     admits: Callable[[], bool] | None,
-) -> tuple[Link, int, Link, int, int, int, bool] | None:
+) -> tuple[tuple[Link, int, Link], int, bool] | None:
     """Send a run on, its hops counted in place, if it needs no decision of the machine; None, without effect, if it
     does.
 
     It has one journey, to another satellite or to a ground host of ours, by a route that is known; no packet is at its
     hop limit. From the ground (``source`` None) it is commands, all sound, which ``admits`` (of a satellite that
-    requires MACs) admits. Returns the first fields of ``Passed``, the packets sent, and whether the network refused
-    it: then it is lost.
+    requires MACs) admits. Returns its way, the packets sent, and whether the network refused it: then it is lost.
     """
     packets = segments(data, segment_bytes)
     if not _has_headers(packets) or not same_journey(data, segment_bytes):
@@ -123,4 +124,4 @@ def pass_on(
         sent, refused = len(packets), True
     came_by = source if source is not None else endpoint
     assert came_by is not None
-    return came_by, ground, link, len(packets), segment_bytes, sent, refused
+    return (came_by, ground, link), sent, refused

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Transit, next_hop, pass_on
+from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Slot, Transit, next_hop, pass_on
 from skymemory.native.twin.segments import (
     AUTHENTICATED,
     COMMAND_BYTES,
@@ -330,7 +330,7 @@ def serve(
 def serve_runs(
     fd: int,
     scratch: Buffer,
-    runs: list[tuple[int, int, int]],
+    runs: list[Slot],
     source: tuple[int, int],
     addresses: bytes,
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
@@ -339,7 +339,7 @@ def serve_runs(
     terms: AnswerTerms,
     guard: Guard | None = None,
     transit: Transit | None = None,
-) -> tuple[list[tuple[int, int, int]], list[Served], int, list[Passed]]:
+) -> tuple[list[Slot], list[Served], int, list[Passed]]:
     """``serve``, of runs that the satellite ``source`` has handed over: offset in writable ``scratch``, bytes, bytes of
     a segment.
     """
@@ -372,12 +372,16 @@ class _Service:
         if self.view.readonly:
             raise BufferError("scratch: expected a writable buffer")
         self.served: list[Served] = []
-        self.passed: list[Passed] = []
+        self._passed: dict[tuple[Link, int, Link], tuple[int, list[Slot]]] = {}
         self.send_errors = 0
         self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
         self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
 
-    def serve(self, runs: list[tuple[int, int, int]], ways: list[_Way]) -> list[int]:
+    @property
+    def passed(self) -> list[Passed]:
+        return [(*way, packets, left) for way, (packets, left) in self._passed.items()]
+
+    def serve(self, runs: list[Slot], ways: list[_Way]) -> list[int]:
         """Which runs are kept for the machine."""
         kept: list[int] = []
         at = 0
@@ -396,7 +400,7 @@ class _Service:
             at += messages or 1
         return kept
 
-    def _pass(self, run: tuple[int, int, int], way: _Way) -> int:
+    def _pass(self, run: Slot, way: _Way) -> int:
         begin, size, segment_bytes = run
         packet = self.view[begin : begin + size]
         if self._transit is None:
@@ -405,13 +409,16 @@ class _Service:
         done = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
         if done is None:
             return 0
-        entry, sent, refused = done[:5], *done[5:]
-        sent_bytes = min(size, sent * segment_bytes)
-        self.passed.append((*entry, begin + sent_bytes, size - sent_bytes))
+        its_way, sent, refused = done
+        sent_bytes = sent * segment_bytes
+        packets, left = self._passed.setdefault(its_way, (0, []))
+        if sent_bytes < size:
+            left.append((begin + sent_bytes, size - sent_bytes, segment_bytes))
+        self._passed[its_way] = packets - (-size // segment_bytes), left
         self.send_errors += refused
         return 1
 
-    def _execute(self, same: list[tuple[int, int, int]], way: _Way) -> int:
+    def _execute(self, same: list[Slot], way: _Way) -> int:
         """Serve the request that begins these runs of one sender: how many it took."""
         runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
         packet, segment_bytes = runs[0]

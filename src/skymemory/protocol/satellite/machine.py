@@ -19,7 +19,7 @@ links. Background packets and timers then wait until the transport has a moment 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -317,7 +317,10 @@ class SatelliteMachine:
 
     def served(self, served: Sequence[native.Served], now_s: float) -> None:
         self.counters.add("packets_received", self._chunks.count_served(served))
-        self._carried((run[3] for run in served), (run[4] for run in served), now_s)
+        for _, _, _, source, link, *_ in served:
+            if isinstance(source, SatelliteId):
+                self.neighbours.heard(source, now_s)
+            self.neighbours.used(link, now_s)
 
     def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
         """Next hops and beams by which packets in transit may pass until the next call of this machine; None: not now,
@@ -326,15 +329,16 @@ class SatelliteMachine:
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
     def passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
-        packets = sum(run[3] for run in passed)
-        self.counters.add("packets_received", packets)
-        self.counters.add("packets_forwarded", packets)
-        for source, ground, *_ in passed:
+        packets = 0
+        for source, ground, link, its_packets, _ in passed:
+            packets += its_packets
             if not isinstance(source, SatelliteId):
                 self._router.remember(ground, source)
-        # With keys, what is not for us proves nothing.
-        heard = (run[0] for run in passed) if self._gate is None else ()
-        self._carried(heard, (run[2] for run in passed), now_s)
+            elif self._gate is None:  # with keys, what is not for us proves nothing
+                self.neighbours.heard(source, now_s)
+            self.neighbours.used(link, now_s)
+        self.counters.add("packets_received", packets)
+        self.counters.add("packets_forwarded", packets)
 
     def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
         """Forward answers that a satellite of the same host hands over: with their hops counted, and their next link.
@@ -348,15 +352,8 @@ class SatelliteMachine:
         if isinstance(forwarded, Status):
             return None
         counted, link = forwarded
-        self.passed([(source, 0, link, counted.count, 0, 0, 0)], now_s)
+        self.passed([(source, 0, link, counted.count, [])], now_s)
         return SegmentBatch(counted.headers, counted.header_bytes, batch.payloads), link
-
-    def _carried(self, heard: Iterable[LinkEnd], used: Iterable[LinkEnd], now_s: float) -> None:
-        for link in set(heard):
-            if isinstance(link, SatelliteId):
-                self.neighbours.heard(link, now_s)
-        for link in set(used):
-            self.neighbours.used(link, now_s)
 
     @property
     def wants_to_send(self) -> bool:

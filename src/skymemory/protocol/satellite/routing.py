@@ -91,11 +91,14 @@ class Router:
 
     def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
         """The next hop to another satellite; None without a route."""
-        greedy = self._torus.next_hop(self._here, there, self._mode, came)
-        onward = greedy if self._links.clear else self._links.onward(self._here, there, greedy)
-        if onward is not None:
-            next_hops, _ = self.known()
-            next_hops[Address(*there).pack() | _CAME[came]] = onward
+        next_hops, _ = self.known()
+        key = there.plane << 12 | there.slot | _CAME[came]
+        onward = next_hops.get(key)
+        if onward is None:
+            greedy = self._torus.next_hop(self._here, there, self._mode, came)
+            onward = greedy if self._links.clear else self._links.onward(self._here, there, greedy)
+            if onward is not None:
+                next_hops[key] = onward
         return onward
 
     def _beam(self, destination: Address, packet: Buffer) -> LinkEnd | None:
