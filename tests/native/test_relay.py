@@ -307,7 +307,7 @@ def test_satellites_of_one_host_are_handed_what_goes_there(fast: ModuleType) -> 
 
 
 def test_what_the_network_refuses_is_counted_and_holds_up_nothing(impl: ModuleType) -> None:
-    """Nobody has port 0."""
+    """No socket has port 0."""
     crossing = Crossing(impl)
     try:
         packets = run_of(Op.SET, Address(2, 7), ground(HERE), [80] * 3)

@@ -223,7 +223,7 @@ static Py_ssize_t add_left(const Service *service, int first, PyObject *left)
 }
 
 /* Whether an earlier run went the same way; -1 with an exception. */
-static int is_told(const Service *service, int at)
+static int is_reported(const Service *service, int at)
 {
     int same = 0;
     for (int i = 0; i < at && !same; i++)
@@ -233,16 +233,16 @@ static int is_told(const Service *service, int at)
 
 PyObject *sky_send_passing(Service *service)
 {
-    int told = 0;
+    int reported = 0;
     if (service->passings) {
         Py_BEGIN_ALLOW_THREADS
         service->send_errors += sky_send_wholes(service->fd, service->wholes, (size_t)service->passings);
         Py_END_ALLOW_THREADS
     }
     PyObject *passed = PyList_New(0);
-    for (int i = 0; passed && told >= 0 && i < service->passings; i++) {
-        told = is_told(service, i);
-        if (told)
+    for (int i = 0; passed && reported >= 0 && i < service->passings; i++) {
+        reported = is_reported(service, i);
+        if (reported)
             continue;
         const Passing *one = &service->passing[i];
         PyObject *left = PyList_New(0);
@@ -250,11 +250,11 @@ PyObject *sky_send_passing(Service *service)
         PyObject *entry = packets < 0 ? NULL
                                       : Py_BuildValue("OIOnO", one->source, (unsigned)one->ground, one->link, packets, left);
         if (!entry || PyList_Append(passed, entry) < 0)
-            told = -1;
+            reported = -1;
         Py_XDECREF(entry);
         Py_XDECREF(left);
     }
-    if (told < 0)
+    if (reported < 0)
         Py_CLEAR(passed);
     return passed;
 }
