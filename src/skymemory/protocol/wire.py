@@ -149,7 +149,6 @@ SKY = struct.Struct(">BBBBIIIIBBHIiiHHI")
 SKY_BYTES = SKY.size
 MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
 """Within the SKY header: hop limit, hop count, congestion marks. Zero when the CRC is taken."""
-HOP_LIMIT_OFFSET = 20
 HOP_LIMIT = 64
 """Links that a packet may cross, as its sender sets it."""
 CRC_OFFSET = 40
