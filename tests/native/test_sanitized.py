@@ -116,7 +116,7 @@ for _ in range(4000):
         shares = {} if dice.random() < 0.5 else {key: {0: dice.choice(("no", ("a", 3), (bytes(72), b"x")))}}
     try:
         room = dice.choice((0, 300, 9999))
-        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
+        _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, room, terms)
         for entry in served:
             kinds[entry[0]] += 1
     except TypeError:
@@ -126,6 +126,36 @@ for _ in range(4000):
     view = [(memoryview(bytes(packet)), dice.choice((len(packet) or 1, 60, 0))) for packet in burst]
     fast.open_runs(view, dice.randrange(3))
 assert min(kinds.values()) > 200, kinds
+here, near, far, link = bytes(8), ("127.0.0.1", b.getsockname()[1]), ("127.0.0.1", port), (0, 1)
+passing = {to | came << 24: dice.choice((link, (0, 2))) for to in range(3) for came in range(3)}
+transit, went = (passing, {0: far, 7: far}, {link: far}), 0
+for _ in range(3000):
+    moving = b"".join(request(dice.choice((1, 1, 2)), i, value[:chunk], 1) for i in range(dice.randrange(1, 4)))
+    moving, segment = bytearray(moving), len(moving) // dice.choice((1, 2, 3))
+    for at in range(0, len(moving), dice.choice((segment, len(moving)))):
+        moving[at + 15 : at + 16] = bytes((dice.randrange(4),))
+        moving[at + 28 : at + 29] = bytes((dice.randrange(3),))
+    for _ in range(dice.choice((0, 0, 1, 2))):
+        moving[dice.randrange(len(moving))] = dice.randrange(256)
+    if dice.random() < 0.2:
+        del moving[dice.randrange(len(moving)) :]
+    fast.same_journey(moving, segment)
+    try:
+        fast.count_hops(moving, segment)
+    except ValueError:
+        pass
+    scratch[5 : 5 + len(moving)] = moving
+    b.sendto(moving, ("127.0.0.1", port))
+    known = {near: link} if dice.random() < 0.7 else {}
+    rest = {}, set(), 9, terms, None, transit
+    for _, _, _, passed in (
+        fast.serve_runs(b.fileno(), scratch, [(5, len(moving), segment)] if moving else [], link, here, *rest),
+        fast.serve(a.fileno(), scratch, 4, here, known, *rest),
+    ):
+        went += len(passed)
+    while fast.recv_batch(a.fileno(), scratch, 4):
+        pass
+assert went > 500, went
 keys, taken, now = {1: bytes(32), 2: bytes(range(32))}, 0, 1_700_000_000_000_000
 shares = {}
 for n in range(6000):
@@ -153,7 +183,7 @@ for n in range(6000):
         b.sendto(packet, ("127.0.0.1", port))
     guard = (dice.choice((keys, keys, {}, {1: b"short", 2: 5})), now, 30_000_000, dice.choice((bool, lambda *_: True)))
     try:
-        _, served, _ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
+        _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
         taken += len(served)
     except TypeError:
         pass
@@ -371,6 +401,8 @@ calls = [
     (lambda s, c: fast.recv_runs(a.fileno(), room, s, c, 0, {}), 2),
     (lambda s: fast.recv_batch(a.fileno(), room, s), 1),
     (lambda s, n: fast.serve(a.fileno(), room, s, bytes(8), {}, {}, set(), n, terms), 2), (guard, 2),
+    (lambda p, s, w: fast.serve_runs(a.fileno(), room, [(p, s, w)], (0, 1), bytes(8), {}, set(), 9, terms), 3),
+    (lambda w: fast.same_journey(signed * 3, w), 1), (lambda w: fast.count_hops(signed * 3, w), 1),
     (lambda p, w: fast.send_batch(b.fileno(), "127.0.0.1", p, bytes(24), w, None), 2),
     (lambda p, f: fast.send_each(b.fileno(), [(b"x", "127.0.0.1", p)], f), 2),
     (lambda w, c, f, s: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), w, value, c, f, s), 4),

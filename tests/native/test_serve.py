@@ -97,11 +97,11 @@ class Satellite:
                 requests = self.machine.plain_requests(1000.25)
                 assert requests is not None
                 addresses, shares, settled, room_bytes, terms, guard = requests
-                arrivals, served, errors = self.impl.serve(
+                arrivals, served, errors, passed = self.impl.serve(
                     fd, scratch, 16, addresses, {("127.0.0.9", 1): 0}, shares, settled, room_bytes, terms, guard
                 )
-                assert errors == 0 and all(entry[-1] is None for entry in served)
-                self.machine.served(served)
+                assert errors == 0 and passed == [] and all(entry[-1] is None for entry in served)
+                self.machine.served(served, 1000.25)
                 self.served += len(served)
             if not arrivals and not served:
                 return self._answers(passed_on)
@@ -217,7 +217,7 @@ def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:
             satellite.client.sendto(batch.datagrams()[0], satellite.sock.address)
             scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
             known = {satellite.client.getsockname(): HERE}
-            arrivals, served, _ = impl.serve(fd, scratch, 1, addresses, known, shares, settled, room, terms)
+            arrivals, served, *_ = impl.serve(fd, scratch, 1, addresses, known, shares, settled, room, terms)
             assert len(arrivals) == 1 and served == []
             for bad in ((scratch, 2, addresses), (scratch, 0, addresses), (scratch, 1, b"short")):
                 with pytest.raises(ValueError, match="expected"):
@@ -238,8 +238,8 @@ def test_what_the_kernel_does_not_take_is_handed_back(fast: ModuleType) -> None:
         satellite.client.sendto(get_batch(KEYS[0], [0, 1, 2, 3], 1).datagrams()[0], satellite.sock.address)
         addresses, _, settled, room, terms, _ = satellite.machine.plain_requests(1.0) or pytest.fail("not now")
         scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
-        _, (entry,), errors = fast.serve(fd, scratch, 1, addresses, {}, shares, settled, room, terms)
-        assert errors == 0 and entry[4] == 4
+        _, (entry,), errors, _ = fast.serve(fd, scratch, 1, addresses, {}, shares, settled, room, terms)
+        assert errors == 0 and entry[5] == 4
         headers, rest = entry[-1]
         assert rest == payloads[2:] and len(headers) == 2 * 132
         assert [len(answer) for answer in satellite._answers([])] == [172, 172]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.satellite.routing import Router
-from skymemory.protocol.wire import Address, Op, SkyHeader, Status, build_packet, parse_packet, same_journey
+from skymemory.protocol.wire import Address, Op, SkyHeader, Status, build_packet, parse_packet
 
 TORUS = Torus(7, 9)
 satellites = st.builds(SatelliteId, st.integers(0, 6), st.integers(0, 8))
@@ -76,4 +76,4 @@ def test_known_ground_hosts_are_bounded_and_the_latest_stay():
     ],
 )
 def test_runs_of_one_journey(packets, one):
-    assert same_journey(memoryview(b"".join(packets)), len(packets[0])) is one
+    assert native.same_journey(memoryview(b"".join(packets)), len(packets[0])) is one

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import socket
 import time
 
+import pytest
 from tests.protocol.datagrams import receive_datagram
 
+from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol import messages
+from skymemory.protocol.client.gateway import ACCESS_MODES, Access
+from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
-from skymemory.testbed.connect import host_spec
+from skymemory.testbed.connect import host_spec, sky_of
 from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
+from skymemory.transport.udp_client import UdpClient
 from skymemory.transport.udp_host import RECEIVE_ROUNDS, UdpHost
 from skymemory.transport.udp_socket import DEFAULT_SLOTS, UnixClock, running_s
 
@@ -87,5 +94,56 @@ def test_a_socket_that_was_emptied_keeps_nothing_waiting_until_the_next_burst() 
             assert satellite.full_since_s == math.inf
         finally:
             host.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("access", ACCESS_MODES)
+@pytest.mark.parametrize("hosts", [1, 5])
+def test_values_are_the_same_whether_links_are_sockets_or_memory(
+    access: Access, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a question finds its way around a satellite that died, whose neighbours are in the same process."""
+    handed = []
+    hand_over = UdpHost._hand_over
+    monkeypatch.setattr(UdpHost, "_hand_over", lambda self, *given: handed.append(given) or hand_over(self, *given))
+    values = [random.Random(number).randbytes(200_000 + number) for number in range(4)]
+
+    async def scenario() -> None:
+        plan = make_plan(hosts=local_hosts("testbed-19x5", hosts, free_ports(95)), delay_scale=0.0, servers=10)
+        loop = asyncio.get_running_loop()
+        processes = [UdpHost(host_spec(plan, share), loop) for share in plan.hosts]
+        spec = processes[0].spec
+        config = ClientConfig(7, access=access, give_up_s=20.0)
+        client = UdpClient(config, sky_of(plan), spec.clock, spec.everyone)
+
+        def write_and_read() -> None:
+            for number, value in enumerate(values):
+                written = client.write(bytes([number]) * 32, value, 6144, STRATEGY_CODES["rotation_hop"], 10)
+                assert written.ok and written.info is not None
+                out = bytearray(len(value))
+                assert client.read(written.info, memoryview(out)).ok and out == value
+
+        def ask(there: SatelliteId) -> None:
+            with client.lock:
+                number = client.machine.ask(Op.PING, b"", there, client.now_s())
+            assert client.run([number])[number].ok
+
+        try:
+            await asyncio.to_thread(write_and_read)
+            forwarded = sum(
+                satellite.machine.counters.get("packets_forwarded")
+                for host in processes
+                for satellite in host._satellites.values()
+            )
+            assert bool(handed) == (forwarded > len(values) * 33) == (access != "los")
+            await asyncio.to_thread(ask, SatelliteId(2, 5))
+            for host in processes:
+                host.set_dead([SatelliteId(2, 7)])
+            await asyncio.to_thread(ask, SatelliteId(2, 5))
+        finally:
+            client.close()
+            for host in processes:
+                host.close()
 
     asyncio.run(scenario())

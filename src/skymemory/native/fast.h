@@ -78,7 +78,12 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args);
 /* answers.c */
 PyObject *sky_py_answer_get(PyObject *self, PyObject *args);
 
+/* relay.c */
+PyObject *sky_py_same_journey(PyObject *self, PyObject *args);
+PyObject *sky_py_count_hops(PyObject *self, PyObject *args);
+
 /* serve.c */
 PyObject *sky_py_serve(PyObject *self, PyObject *args);
+PyObject *sky_py_serve_runs(PyObject *self, PyObject *args);
 
 #endif

@@ -24,11 +24,13 @@ enum {
     MAC_BYTES = 16,
     DESTINATION_AT = 4, /* within the SKY header, and the next two */
     SOURCE_AT = 8,
+    GROUND_HOST_AT = 12,
     REQUEST_AT = 16,
     TIMESTAMP_AT = 24,
     SLOT_MOVES_AT = 28,
     CREDIT_AT = 36,
     KEY_ID_AT = 38,
+    GROUND_SHELL = 0xFF,
     OP_SET = 0x01,
     OP_GET = 0x02,
     OP_MIGRATE = 0x05,

@@ -11,10 +11,12 @@ enum {
 };
 
 /* Send headers (a bytearray) and payloads (a list of bytes, or NULL): returns what the kernel did not take as (headers,
- * payloads or None), None if it took all; NULL with an exception. */
+ * payloads or None), None if it took all; NULL with an exception. All is returned where ``to`` has no endpoint. */
 static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject *headers, PyObject *payloads)
 {
     Py_ssize_t count = payloads ? PyList_GET_SIZE(payloads) : 1;
+    if (!to->sin_family)
+        return PyTuple_Pack(2, headers, payloads ? payloads : Py_None);
     Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : PyMem_Malloc((size_t)count * sizeof *held);
     if (!held)
         return PyErr_NoMemory();
@@ -81,9 +83,9 @@ static PyObject *answer_get(Service *service, const uint8_t *packet, size_t size
                           : sky_answer_plain_get(packet, size, service->shares, &service->terms);
 }
 
-/* Serve the request that begins with message ``at`` and comes from ``endpoint``: how many messages it took, 0 where it
- * is not plain, -1 with an exception. */
-static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
+/* Serve the request that begins with message ``at`` and comes by the link ``source``; the answer leaves by ``link``, which
+ * leads to ``to``. How many messages it took, 0 where it is not plain, -1 with an exception. */
+static int serve(Service *service, int at, PyObject *source, PyObject *link, struct sockaddr_in *to, PyObject *served)
 {
     size_t size, segment;
     const uint8_t *packet = sky_message(service, at, &size, &segment);
@@ -104,10 +106,10 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     }
     if (messages > 0) {
         const char *key = (const char *)packet + COMMAND_BYTES + SKY_BYTES; /* a selection and a reference begin with it */
-        PyObject *rest = send_answer(service, &service->inbox.from[at], headers, payloads);
-        PyObject *entry = rest ? Py_BuildValue("iy#IOnnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
-                                               (unsigned)be32(packet + GROUND_AT), endpoint, taken.chunks, taken.replaced,
-                                               taken.replaced_bytes, taken.added_bytes, rest)
+        PyObject *rest = send_answer(service, to, headers, payloads);
+        PyObject *entry = rest ? Py_BuildValue("iy#IOOnnnnN", (int)op, key, (Py_ssize_t)KEY_BYTES,
+                                               (unsigned)be32(packet + GROUND_AT), source, link, taken.chunks,
+                                               taken.replaced, taken.replaced_bytes, taken.added_bytes, rest)
                                : NULL;
         service->terms.sequence += (unsigned)packets;
         if (!entry || PyList_Append(served, entry) < 0)
@@ -119,59 +121,147 @@ static int serve(Service *service, int at, PyObject *endpoint, PyObject *served)
     return PyErr_Occurred() ? -1 : messages;
 }
 
-/* ``serve`` for a message of either kind. */
-static int serve_if_ours(Service *service, int at, PyObject *served)
+/* Serve a request of a ground host, by our own beam or by the link to the satellite ``neighbour``. */
+static int serve_if_known(Service *service, int at, PyObject *endpoint, PyObject *neighbour, PyObject *served)
+{
+    size_t size, segment;
+    const uint8_t *source = sky_message(service, at, &size, &segment) + COMMAND_BYTES + SOURCE_AT;
+    int our_beam = !memcmp(source, service->addresses + 4, 4), found;
+    struct sockaddr_in to;
+    PyObject *link;
+    if (!neighbour)
+        return our_beam ? serve(service, at, endpoint, endpoint, service->messages[at].from, served) : 0;
+    if (our_beam || *source != GROUND_SHELL)
+        return 0;
+    found = sky_next_hop(service, be32(source), 0, &link, &to);
+    return found == 1 ? serve(service, at, neighbour, link, &to, served) : found;
+}
+
+/* Serve or pass on message ``at``, which came from ``host`` or, if that is NULL, was handed over by the satellite
+ * ``source``: how many messages it took, 0 if it is to be kept; -1 with an exception. ``plain``: none was kept before. */
+static int handle(Service *service, int at, int plain, PyObject *host, PyObject *source, PyObject *served)
 {
     size_t size, segment;
     const uint8_t *packet = sky_message(service, at, &size, &segment);
-    if (size < GROUND_AT + 4 || memcmp(packet + ADDRESSES_AT, service->addresses, ADDRESSES_BYTES))
+    int ours = size >= GROUND_AT + 4 && packet[0] & 0x10 && !memcmp(packet + ADDRESSES_AT, service->addresses, 4);
+    int passes = !ours && sky_in_transit(service, at), messages = 0;
+    PyObject *endpoint = NULL;
+    if (!(ours && plain) && !passes)
         return 0;
-    PyObject *host = sky_host_text(&service->inbox.from[at]);
-    PyObject *endpoint = host ? Py_BuildValue("(Oi)", host, (int)ntohs(service->inbox.from[at].sin_port)) : NULL;
-    int neighbour = endpoint ? PyDict_Contains(service->neighbours, endpoint) : -1;
-    int messages = neighbour ? (neighbour < 0 ? -1 : 0) : serve(service, at, endpoint, served);
+    if (host) {
+        endpoint = Py_BuildValue("(Oi)", host, (int)ntohs(service->messages[at].from->sin_port));
+        source = endpoint ? PyDict_GetItemWithError(service->neighbours, endpoint) : NULL;
+    }
+    if (!PyErr_Occurred())
+        messages = passes ? sky_pass(service, at, endpoint, source) : serve_if_known(service, at, endpoint, source, served);
     Py_XDECREF(endpoint);
-    Py_XDECREF(host);
-    return messages;
+    return PyErr_Occurred() ? -1 : messages;
+}
+
+/* Arguments from ``addresses`` on, common to both calls; 0 with an exception. */
+static int read_terms(Service *service, PyObject *guard, PyObject *transit, const Py_buffer *addresses)
+{
+    if (addresses->len != ADDRESSES_BYTES) {
+        PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses->len, (int)ADDRESSES_BYTES);
+        return 0;
+    }
+    if ((guard != Py_None && !PyTuple_Check(guard)) || (transit != Py_None && !PyTuple_Check(transit))) {
+        PyErr_SetString(PyExc_TypeError, "guard and transit: expected None or a tuple");
+        return 0;
+    }
+    service->addresses = addresses->buf;
+    return (guard == Py_None || PyArg_ParseTuple(guard, "O!LLO:guard", &PyDict_Type, &service->check.keys,
+                                                 &service->check.now_us, &service->check.skew_us, &service->first)) &&
+           (transit == Py_None || PyArg_ParseTuple(transit, "O!O!O!:transit", &PyDict_Type, &service->routes, &PyDict_Type,
+                                                   &service->grounds, &PyDict_Type, &service->endpoints));
+}
+
+/* Serve the messages, which ``arrivals`` (each a tuple; of ``source`` NULL, its fourth item is the host) describe: the
+ * result of the call. */
+static PyObject *serve_all(Service *service, PyObject *arrivals, PyObject *source)
+{
+    PyObject *kept = PyList_New(0), *served = PyList_New(0), *passed = NULL, *result = NULL;
+    int messages = kept && served ? 0 : -1, plain = 1;
+    if (service->first && !sky_sha_ready()) /* MACs cannot be checked here: the machine gets everything */
+        service->routes = NULL, plain = 0;
+    for (int at = 0; messages >= 0 && at < service->count; at += messages > 0 ? messages : 1) {
+        PyObject *arrival = PyList_GET_ITEM(arrivals, at);
+        messages = handle(service, at, plain, source ? NULL : PyTuple_GET_ITEM(arrival, 3), source, served);
+        if (!messages) {
+            plain = 0;
+            messages = PyList_Append(kept, arrival);
+        }
+    }
+    if (messages >= 0)
+        passed = sky_send_passing(service);
+    if (passed)
+        result = Py_BuildValue("OOiO", kept, served, service->send_errors, passed);
+    sky_passing_free(service);
+    Py_XDECREF(passed);
+    Py_XDECREF(served);
+    Py_XDECREF(kept);
+    return result;
 }
 
 PyObject *sky_py_serve(PyObject *self, PyObject *args)
 {
     Py_buffer scratch, addresses;
     Py_ssize_t slots;
-    PyObject *guard = NULL;
+    PyObject *guard = Py_None, *transit = Py_None, *arrivals = NULL, *result = NULL;
     Service service = {0};
-    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|O:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
+    Inbox inbox = {0};
+    if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|OO:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
                           &service.neighbours, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
-                          &service.room_bytes, SKY_TERMS(&service.terms), &guard))
+                          &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
         return NULL;
-    PyObject *result = NULL, *served = NULL;
-    if (guard && guard != Py_None) {
-        if (!PyTuple_Check(guard)) {
-            PyErr_SetString(PyExc_TypeError, "guard: expected None or a tuple");
-            goto done;
-        }
-        if (!PyArg_ParseTuple(guard, "O!LLO:guard", &PyDict_Type, &service.check.keys, &service.check.now_us,
-                              &service.check.skew_us, &service.first))
-            goto done;
+    if (read_terms(&service, guard, transit, &addresses) && sky_receive(service.fd, &scratch, slots, &inbox) == 0 &&
+        (arrivals = sky_arrivals(&inbox)) != NULL) {
+        service.scratch = scratch.buf;
+        service.messages = PyMem_Malloc(((size_t)inbox.count + 1) * sizeof *service.messages);
+        service.count = service.messages ? inbox.count : 0;
+        for (int i = 0; i < service.count; i++)
+            service.messages[i] = (Message){(uint8_t *)scratch.buf + (size_t)i * SLOT_BYTES, inbox.messages[i].msg_len,
+                                            (size_t)sky_segment_bytes(&inbox, i), &inbox.from[i]};
+        result = service.messages ? serve_all(&service, arrivals, NULL) : PyErr_NoMemory();
+        PyMem_Free(service.messages);
     }
-    int guarded_blindly = service.first && !sky_sha_ready(); /* MACs cannot be checked here: the machine gets everything */
-    if (addresses.len != ADDRESSES_BYTES) {
-        PyErr_Format(PyExc_ValueError, "addresses of %zd bytes: expected %d", addresses.len, (int)ADDRESSES_BYTES);
-    } else if ((served = PyList_New(0)) != NULL && sky_receive(service.fd, &scratch, slots, &service.inbox) == 0) {
-        int at = 0, messages = !guarded_blindly;
-        service.addresses = addresses.buf, service.scratch = scratch.buf;
-        while (messages > 0 && at < service.inbox.count) {
-            messages = serve_if_ours(&service, at, served);
-            at += messages > 0 ? messages : 0;
-        }
-        PyObject *arrivals = messages < 0 ? NULL : sky_arrivals(&service.inbox, at);
-        if (arrivals)
-            result = Py_BuildValue("NOi", arrivals, served, service.send_errors);
+    Py_XDECREF(arrivals);
+    sky_inbox_free(&inbox);
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&scratch);
+    return result;
+}
+
+PyObject *sky_py_serve_runs(PyObject *self, PyObject *args)
+{
+    Py_buffer scratch, addresses;
+    PyObject *runs, *source, *guard = Py_None, *transit = Py_None, *result = NULL;
+    Service service = {0};
+    if (!PyArg_ParseTuple(args, "iw*O!O!y*O!O!n(iiIIII)|OO:serve_runs", &service.fd, &scratch, &PyList_Type, &runs,
+                          &PyTuple_Type, &source, &addresses, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
+                          &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(runs);
+    int right = read_terms(&service, guard, transit, &addresses);
+    service.scratch = scratch.buf;
+    service.messages = PyMem_Malloc(((size_t)count + 1) * sizeof *service.messages);
+    if (!service.messages)
+        right = 0, PyErr_NoMemory();
+    for (Py_ssize_t i = 0; right && i < count; i++) {
+        Py_ssize_t at, size, segment;
+        PyObject *run = PyList_GET_ITEM(runs, i);
+        right = PyTuple_Check(run) && PyArg_ParseTuple(run, "nnn:run", &at, &size, &segment);
+        if (right && (at < 0 || size < 1 || segment < 1 || size > scratch.len || at > scratch.len - size))
+            right = 0, PyErr_Format(PyExc_ValueError, "a run of %zd bytes at %zd, in packets of %zd", size, at, segment);
+        else if (!right && !PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "runs: expected tuples (offset, bytes, segment bytes)");
+        else if (right)
+            service.messages[i] = (Message){(uint8_t *)scratch.buf + at, (size_t)size, (size_t)segment, NULL};
     }
-done:
-    sky_inbox_free(&service.inbox);
-    Py_XDECREF(served);
+    service.count = (int)count;
+    if (right)
+        result = serve_all(&service, runs, source);
+    PyMem_Free(service.messages);
     PyBuffer_Release(&addresses);
     PyBuffer_Release(&scratch);
     return result;

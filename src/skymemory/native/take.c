@@ -39,16 +39,17 @@ static int in_steps(const uint8_t *data, size_t size, size_t segment, size_t mac
 
 static Extent measure(const Service *service, int first)
 {
-    const Inbox *inbox = &service->inbox;
+    const struct sockaddr_in *sender = service->messages[first].from;
     uint8_t began[RUN_START_BYTES];
     uint32_t after = 0;
     size_t mac = service->first ? MAC_BYTES : 0;
     Extent extent = {0};
-    for (int i = first; i < inbox->count; i++) {
+    for (int i = first; i < service->count; i++) {
         size_t size, segment;
         const uint8_t *data = sky_message(service, i, &size, &segment);
-        if (size < sizeof began || inbox->from[i].sin_port != inbox->from[first].sin_port ||
-            inbox->from[i].sin_addr.s_addr != inbox->from[first].sin_addr.s_addr)
+        const struct sockaddr_in *from = service->messages[i].from;
+        if (size < sizeof began ||
+            (sender && (from->sin_port != sender->sin_port || from->sin_addr.s_addr != sender->sin_addr.s_addr)))
             break;
         if (i == first)
             memcpy(began, data, sizeof began);
@@ -110,17 +111,14 @@ static PyObject *acknowledgement(const Service *service, const uint8_t *request,
     return packet;
 }
 
-/* Whether all packets of the extent are authentic, of one sender and one moment, and new: then that is
- * recorded. If not, nothing is. -1 with an exception. */
-static int is_admitted(Service *service, int first, const Extent *extent)
+int sky_is_admitted(Service *service, int first, int messages)
 {
     size_t size, segment;
     const uint8_t *request = sky_message(service, first, &size, &segment);
-    PyObject *sequences = PyList_New(extent->chunks);
-    Py_ssize_t count = 0;
+    PyObject *sequences = PyList_New(0);
     long long sent_us = 0, its_us;
     int right = sequences ? 1 : -1;
-    for (int i = first; right == 1 && i < first + extent->messages; i++) {
+    for (int i = first; right == 1 && i < first + messages; i++) {
         const uint8_t *data = sky_message(service, i, &size, &segment);
         for (size_t start = 0; right == 1 && start < size; start += segment) {
             const uint8_t *packet = data + start;
@@ -135,10 +133,11 @@ static int is_admitted(Service *service, int first, const Extent *extent)
             PyObject *sequence = PyLong_FromUnsignedLong(be16(packet + 2) & 0x3FFF);
             if (!sequence)
                 right = -1;
-            else if (count && its_us != sent_us)
-                right = 0, Py_DECREF(sequence);
+            else if (PyList_GET_SIZE(sequences) && its_us != sent_us)
+                right = 0;
             else
-                PyList_SET_ITEM(sequences, count++, sequence);
+                right = PyList_Append(sequences, sequence) < 0 ? -1 : 1;
+            Py_XDECREF(sequence);
             sent_us = its_us;
         }
     }
@@ -162,7 +161,7 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
     Extent extent = measure(service, first);
     if (!extent.messages || extent.bytes > service->room_bytes)
         return 0;
-    int admitted = service->first ? is_admitted(service, first, &extent) : 1;
+    int admitted = service->first ? sky_is_admitted(service, first, extent.messages) : 1;
     if (admitted != 1)
         return admitted;
     size_t mac = service->first ? MAC_BYTES : 0;

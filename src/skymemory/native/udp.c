@@ -84,22 +84,22 @@ Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i)
     return sky_segment_of(&inbox->messages[i].msg_hdr, (Py_ssize_t)inbox->messages[i].msg_len);
 }
 
-PyObject *sky_host_text(const struct sockaddr_in *from)
+static PyObject *host_text(const struct sockaddr_in *from)
 {
     char text[INET_ADDRSTRLEN] = "";
     inet_ntop(AF_INET, &from->sin_addr, text, sizeof text);
     return PyUnicode_FromString(text);
 }
 
-PyObject *sky_arrivals(Inbox *inbox, int first)
+PyObject *sky_arrivals(Inbox *inbox)
 {
-    PyObject *list = PyList_New(inbox->count - first), *host = NULL;
+    PyObject *list = PyList_New(inbox->count), *host = NULL;
     in_addr_t host_is = 0;
-    for (int i = first; list && i < inbox->count; i++) {
+    for (int i = 0; list && i < inbox->count; i++) {
         const struct sockaddr_in *from = &inbox->from[i];
         if (!host || from->sin_addr.s_addr != host_is) {
             Py_XDECREF(host);
-            host = sky_host_text(from);
+            host = host_text(from);
             host_is = from->sin_addr.s_addr;
         }
         PyObject *arrival = host ? Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES,
@@ -107,7 +107,7 @@ PyObject *sky_arrivals(Inbox *inbox, int first)
                                                  (int)ntohs(from->sin_port))
                                  : NULL;
         if (arrival)
-            PyList_SET_ITEM(list, i - first, arrival);
+            PyList_SET_ITEM(list, i, arrival);
         else
             Py_CLEAR(list);
     }
@@ -123,7 +123,7 @@ PyObject *sky_py_recv_batch(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "iw*n:recv_batch", &fd, &scratch, &slots))
         return NULL;
     Inbox inbox;
-    PyObject *result = sky_receive(fd, &scratch, slots, &inbox) < 0 ? NULL : sky_arrivals(&inbox, 0);
+    PyObject *result = sky_receive(fd, &scratch, slots, &inbox) < 0 ? NULL : sky_arrivals(&inbox);
     sky_inbox_free(&inbox);
     PyBuffer_Release(&scratch);
     return result;
@@ -155,6 +155,18 @@ static size_t run_length(const Outgoing *out, size_t first)
     return end - first;
 }
 
+/* The kernel cuts the message into datagrams of this size. */
+static void set_segment(struct msghdr *header, Control *control, size_t segment)
+{
+    uint16_t size = (uint16_t)segment;
+    memset(control, 0, sizeof *control);
+    header->msg_control = control;
+    header->msg_controllen = CMSG_SPACE(sizeof size);
+    struct cmsghdr *c = CMSG_FIRSTHDR(header);
+    c->cmsg_level = SOL_UDP, c->cmsg_type = UDP_SEGMENT, c->cmsg_len = CMSG_LEN(sizeof size);
+    memcpy(CMSG_DATA(c), &size, sizeof size);
+}
+
 size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error)
 {
     static const struct mmsghdr empty;
@@ -182,15 +194,8 @@ size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *er
                 }
             }
             header->msg_iovlen = (size_t)(&parts[used] - header->msg_iov);
-            if (length > 1) {
-                uint16_t size = (uint16_t)segment_size(out, next);
-                memset(&controls[runs], 0, sizeof controls[runs]);
-                header->msg_control = &controls[runs];
-                header->msg_controllen = CMSG_SPACE(sizeof size);
-                struct cmsghdr *c = CMSG_FIRSTHDR(header);
-                c->cmsg_level = SOL_UDP, c->cmsg_type = UDP_SEGMENT, c->cmsg_len = CMSG_LEN(sizeof size);
-                memcpy(CMSG_DATA(c), &size, sizeof size);
-            }
+            if (length > 1)
+                set_segment(header, &controls[runs], segment_size(out, next));
             lengths[runs] = length;
             next += length;
         }
@@ -207,6 +212,51 @@ size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *er
             sent += lengths[i];
     }
     return sent;
+}
+
+int sky_send_wholes(int fd, Whole *runs, size_t count)
+{
+    static const struct mmsghdr empty;
+    struct mmsghdr messages[RUNS_A_CALL];
+    struct iovec parts[RUNS_A_CALL];
+    Control controls[RUNS_A_CALL];
+    int refused = 0;
+    for (size_t next = 0; next < count;) {
+        unsigned together = 0;
+        for (; together < RUNS_A_CALL && next + together < count; together++) {
+            Whole *run = &runs[next + together];
+            struct msghdr *header = &messages[together].msg_hdr;
+            messages[together] = empty;
+            parts[together] = (struct iovec){(char *)run->data, run->size};
+            header->msg_name = &run->to, header->msg_namelen = sizeof run->to;
+            header->msg_iov = &parts[together], header->msg_iovlen = 1;
+            if (run->size > run->segment)
+                set_segment(header, &controls[together], run->segment);
+            if (!run->to.sin_family)
+                break;
+        }
+        if (!together) { /* for no endpoint */
+            next++;
+            continue;
+        }
+        int taken = sendmmsg(fd, messages, together, MSG_DONTWAIT), error = errno;
+        for (int i = 0; i < taken; i++, next++)
+            runs[next].sent = sky_whole_packets(&runs[next]);
+        if (taken > 0)
+            continue;
+        if (sky_try_later(error))
+            break;
+        /* Refused: perhaps only as a whole. */
+        Whole *run = &runs[next];
+        Outgoing out = {run->data, run->size, run->segment, NULL, sky_whole_packets(run)};
+        run->sent = sky_send_all(fd, &run->to, &out, &error);
+        if (error && sky_try_later(error))
+            break;
+        if (error)
+            refused++, run->sent = out.count;
+        next++;
+    }
+    return refused;
 }
 
 /* Acquire the payloads' buffers; returns their number, less than ``count`` with an exception set. */

@@ -50,6 +50,19 @@ typedef struct {
     size_t count;
 } Outgoing;
 
+/* A run that lies end to end in memory, where it goes (family 0: nowhere), and how many of its packets the kernel took. */
+typedef struct {
+    const char *data;
+    size_t size, segment;
+    struct sockaddr_in to;
+    size_t sent;
+} Whole;
+
+static inline size_t sky_whole_packets(const Whole *run)
+{
+    return (run->size + run->segment - 1) / run->segment;
+}
+
 /* Buffers are full or a signal came: not an error. */
 int sky_try_later(int error);
 /* All that waits, never waiting itself; -1 with an exception. */
@@ -58,11 +71,13 @@ void sky_inbox_free(Inbox *inbox);
 /* The segment length the kernel names, or the whole when it names none; at least 1. */
 Py_ssize_t sky_segment_of(struct msghdr *header, Py_ssize_t size);
 Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i);
-PyObject *sky_host_text(const struct sockaddr_in *from);
-/* From message ``first`` on, as recv_batch returns them. */
-PyObject *sky_arrivals(Inbox *inbox, int first);
+/* All messages as recv_batch returns them. */
+PyObject *sky_arrivals(Inbox *inbox);
 /* Send all; the number of segments taken. *error is what stopped it, 0 if nothing did. Runs without the lock. */
 size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error);
+/* Send each, in as few calls as can be; what full buffers stop stays unsent. Returns how many of them the network refused,
+ * which are lost. Runs without the lock. */
+int sky_send_wholes(int fd, Whole *runs, size_t count);
 /* The same with the lock held: the number as send_batch returns it, or an exception. */
 PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out);
 

@@ -35,7 +35,6 @@ from skymemory.protocol.wire import (
     Op,
     SegmentBatch,
     header_start,
-    same_journey,
 )
 
 FLAG_AUTHENTICATED = 0x01
@@ -245,7 +244,7 @@ class SatelliteGate:
         admitted: list[Run] = []
         self._commanded = False
         for view, size in runs:
-            if size > 0 and same_journey(view, size):
+            if size > 0 and native.same_journey(view, size):
                 self._admit(view, size, source, now_s, admitted)
             else:
                 for at in range(0, len(view), size) if size > 0 else ():

@@ -149,7 +149,6 @@ SKY = struct.Struct(">BBBBIIIIBBHIiiHHI")
 SKY_BYTES = SKY.size
 MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
 """Within the SKY header: hop limit, hop count, congestion marks. Zero when the CRC is taken."""
-HOP_LIMIT_OFFSET = 20
 HOP_LIMIT = 64
 """Links that a packet may cross, as its sender sets it."""
 CRC_OFFSET = 40
@@ -483,18 +482,10 @@ def header_start(view: memoryview) -> int:
     return COMMAND_BYTES if len(view) and view[0] & COMMAND_BIT else TELEMETRY_BYTES
 
 
-def same_journey(view: memoryview, segment_bytes: int) -> bool:
-    """Whether all segments are whole and have one operation, status and destination: one route serves all."""
-    if len(view) <= segment_bytes:
-        return True
-    start = header_start(view)
-    if 0 < len(view) % segment_bytes < start + SKY_BYTES or segment_bytes < start + SKY_BYTES:
-        return False
-    kind, journey = view[0], bytes(view[start : start + 8])
-    return all(
-        view[at] == kind and view[at + start : at + start + 8] == journey
-        for at in range(segment_bytes, len(view), segment_bytes)
-    )
+def destination_of(packet: Buffer) -> Address:
+    """Of a packet with a whole SKY header."""
+    at = header_start(memoryview(packet)) + 4
+    return Address.unpack(int.from_bytes(packet[at : at + 4], "big"))
 
 
 # --- Batches: ``n`` packets for one destination, headers as rows of one array, payloads left where they are ---

@@ -28,11 +28,12 @@ from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import Ledger
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
-from skymemory.protocol.wire import SegmentBatch, single
+from skymemory.protocol.wire import LinkEnd, SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_socket import BatchSocket, Run, UnixClock
@@ -141,6 +142,7 @@ class UdpHost:
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
         self._loop = loop
+        self._elsewhere = {name: endpoint for name, endpoint in spec.everyone.items() if name not in spec.mine}
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
         self._clock = UnixClock()
         self.lateness = Lateness()
@@ -242,11 +244,13 @@ class UdpHost:
     def _readable(self, satellite: UdpSatellite) -> None:
         quiet, now_s = True, self.now_s()
         for _ in range(1 if self.lateness.is_late(now_s) else RECEIVE_ROUNDS):
-            arrivals, served = self._receive(satellite)
+            arrivals, served, passed = self._receive(satellite)
+            quiet &= not satellite.machine.wants_to_send
             for endpoint, group in groupby(arrivals, key=itemgetter(2)):
                 quiet = False
                 self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
-            if len(arrivals) + len(served) <= 1 and not (arrivals and len(arrivals[0][0]) > arrivals[0][1]):
+            stream = (arrivals and len(arrivals[0][0]) > arrivals[0][1]) or (passed and passed[0][3] > 1)
+            if len(arrivals) + len(served) + len(passed) <= 1 and not stream:
                 satellite.full_since_s = math.inf
                 break  # nothing, or a single datagram and no stream: answer at once
         else:
@@ -255,21 +259,82 @@ class UdpHost:
         if not quiet:
             self._after(satellite)
 
-    def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served]]:
-        """What has arrived; and, if links are direct, the plain requests that the native helper has served."""
-        # Plain GETs and SETs never reach Python, unless links are delayed or faulty.
-        requests = satellite.machine.plain_requests(self.now_s()) if self._direct else None
+    def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
+        """What has arrived; and, if links are direct, what the native helper has served, and sent on."""
+        # Plain GETs and SETs, and packets in transit, never reach Python, unless links are delayed or faulty.
+        now_s = self.now_s()
+        terms = self._terms(satellite, now_s) if self._direct else None
+        if terms is None:
+            return satellite.sock.receive(), [], []
+        arrivals, served, passed = satellite.sock.serve(self._names, *terms)
+        self._carried(satellite, served, passed, now_s)
+        return arrivals, served, passed
+
+    def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
+        """What the native helper needs; None if the machine must see every packet now."""
+        requests = satellite.machine.plain_requests(now_s)
         if requests is None:
-            return satellite.sock.receive(), []
-        arrivals, served = satellite.sock.serve(self._names, requests)
+            return None
+        routes = satellite.machine.routes(now_s)
+        return requests, (*routes, self._elsewhere) if routes is not None else None
+
+    def _carried(
+        self, satellite: UdpSatellite, served: list[native.Served], passed: list[native.Passed], now_s: float
+    ) -> None:
+        """Account for what was served and sent on, hand over what goes to satellites of this host, and send the rest
+        later.
+        """
+        machine, here = satellite.machine, satellite.machine.config.address
+        handed: dict[SatelliteId, list[native.Slot]] = {}
+        if passed:
+            machine.passed(passed, now_s)
+            for _, _, link, _, left in passed:
+                if left and link in self._satellites:
+                    handed.setdefault(link, []).extend(left)
+                else:
+                    for packets, size in satellite.sock.received(left):
+                        satellite.wait_to_send(SegmentBatch(bytes(packets), size), self._endpoint(link))
         if served:
-            satellite.machine.served(served)
-            for _, _, _, endpoint, *_, rest in served:
+            machine.served(served, now_s)
+            for _, _, _, _, link, *_, rest in served:
                 if rest is not None:
                     headers, payloads = rest
                     batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
-                    satellite.wait_to_send(batch, endpoint)
-        return arrivals, served
+                    if link in self._satellites:
+                        self._relay(satellite, batch, link, now_s)
+                    else:
+                        satellite.wait_to_send(batch, self._endpoint(link))
+        for link, runs in handed.items():
+            self._hand_over(here, self._satellites[link], runs, now_s)
+
+    # Links between satellites of one host are memory, where nothing is delayed or damaged: bytes that need not cross a
+    # socket take half the time. Whatever is not plain still comes by the socket, or through the machine.
+
+    def _relay(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd, now_s: float) -> None:
+        """Answers of a satellite go as far as they can within this host, their payloads where they lie."""
+        while link in self._satellites:
+            onward = self._satellites[link].machine.relay(batch, satellite.machine.config.address, now_s)
+            if onward is None:
+                break
+            satellite = self._satellites[link]
+            batch, link = onward
+            if satellite.machine.wants_to_send:
+                self._after(satellite)
+        satellite.transmit(batch, self._endpoint(link))
+
+    def _endpoint(self, link: LinkEnd) -> Endpoint:
+        return self.spec.everyone[link] if isinstance(link, SatelliteId) else cast(Endpoint, link)
+
+    def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[native.Slot], now_s: float) -> None:
+        """Runs in the receive buffer go to another satellite of this host."""
+        terms = self._terms(satellite, now_s)
+        if terms is not None:
+            runs, served, passed = satellite.sock.serve_runs(runs, source, *terms)
+            self._carried(satellite, served, passed, now_s)
+        if runs:
+            satellite.machine.receive_runs(satellite.sock.received(runs), source, now_s)
+        if satellite.machine.wants_to_send or runs:
+            self._after(satellite)
 
     def _arrive(self, satellite: UdpSatellite, runs: list[native.Run], endpoint: Endpoint) -> None:
         source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from skymemory import native
+from skymemory.constellation.torus import SatelliteId
 from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO
 from skymemory.protocol.satellite.chunks import PlainRequests
 from skymemory.protocol.wire import Buffer, SegmentBatch, Slices
@@ -144,21 +145,39 @@ class BatchSocket:
             return [], []
 
     def serve(
-        self, neighbours: Mapping[Endpoint, object], requests: PlainRequests
-    ) -> tuple[list[Run], list[native.Served]]:
-        """``receive``, but plain requests that come first are answered at once: see ``native.serve``."""
+        self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
+    ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
+        """``receive``, but plain requests that come first are answered at once, and packets in transit sent on: see
+        ``native.serve``.
+        """
         view = _scratch(self._slots)
         try:
-            arrivals, served, errors = native.serve(
-                self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:]
+            arrivals, served, errors, passed = native.serve(
+                self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:], transit
             )
         except OSError:
             if self._socket.fileno() < 0:
                 raise
             self.icmp_errors += 1
-            return [], []
+            return [], [], []
         self.send_errors += errors
-        return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals], served
+        runs = [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
+        return runs, served, passed
+
+    def serve_runs(
+        self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
+    ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
+        """``serve``, of runs in this thread's buffer that another of its satellites hands over."""
+        view = _scratch(self._slots)
+        kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
+        self.send_errors += errors
+        return kept, served, passed
+
+    @staticmethod
+    def received(runs: Iterable[native.Slot]) -> list[native.Run]:
+        """These runs of this thread's buffer, valid until it next receives."""
+        view = _scratch(0)
+        return [(view[at : at + size], segment) for at, size, segment in runs]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
         """Send as much as the kernel takes now; returns the rest, to be sent when the socket is writable again.

@@ -34,5 +34,6 @@ def test_what_the_transport_served_is_evicted_last(world, value_of):
     infos = {name: sky.put(name, value_of(3000, at), 1000, servers=1)[1] for at, name in enumerate("abc")}
     (home,) = sky.homes(infos["a"], (0, 0))[0]
     machine = sky.sim.satellites[home]
-    machine.served([(Op.GET, infos["a"].key, 7, ("127.0.0.1", 1), 3, 0, 0, 0, None)])
+    client = "127.0.0.1", 1
+    machine.served([(Op.GET, infos["a"].key, 7, client, client, 3, 0, 0, 0, None)], sky.sim.now_s)
     assert last_first(machine.store) == [infos[name].key for name in "bca"]

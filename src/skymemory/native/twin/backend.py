@@ -4,6 +4,7 @@ All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers
 
 =============  ===================================================================================
 ``segments``   packets: verify, place payloads; MACs
+``relay``      packets in transit
 ``runs``       runs of packets as receive offload delivers them: a client's answers, a satellite's plain GETs and SETs
 ``udp``        batched socket calls, small packets
 ``streams``    values from stream sockets
@@ -26,7 +27,8 @@ import numpy as np
 from skymemory.native.twin.blocks import BlockTable
 from skymemory.native.twin.prefix import HolderTable, PrefixTable
 from skymemory.native.twin.queues import PrefillQueues, UnderWay
-from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs, serve
+from skymemory.native.twin.relay import count_hops, same_journey
+from skymemory.native.twin.runs import answer_get, bulk_headers, open_runs, place_runs, recv_runs, serve, serve_runs
 from skymemory.native.twin.segments import (
     check_macs,
     place_segments,
@@ -61,6 +63,7 @@ __all__ = [
     "bulk_headers",
     "check_macs",
     "command_packets",
+    "count_hops",
     "crc32",
     "crc32_combine",
     "crc32_join",
@@ -76,11 +79,13 @@ __all__ = [
     "recv_batch",
     "recv_runs",
     "request_words",
+    "same_journey",
     "seal_headers",
     "send_batch",
     "send_each",
     "send_slices",
     "serve",
+    "serve_runs",
     "sign_packets",
     "strip_macs",
     "value_refs",

@@ -11,9 +11,10 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Set
-from itertools import takewhile
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from skymemory.native.twin.relay import GROUND_SHELL, Link, Passed, Slot, Transit, next_hop, pass_on
 from skymemory.native.twin.segments import (
     AUTHENTICATED,
     COMMAND_BYTES,
@@ -274,17 +275,22 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 
 # --- A satellite's fast path: plain GETs and SETs are received, executed and answered in one call ---
 #
-# ``serve`` stops at the first packet that is not plain. What lies behind it may depend on it (a GET after the SET of
-# the same chunk), so all of that goes to the state machine, in the order of arrival.
+# ``serve`` stops answering at the first packet that is not plain. What lies behind it may depend on it (a GET after the
+# SET of the same chunk), so all of that goes to the state machine, in the order of arrival. Only packets in transit
+# depend on nothing: they pass whatever lies before them.
 
 Rest = tuple[bytearray, list[bytes] | None]
 """Headers (or a whole packet) and payloads that the kernel did not take."""
-Served = tuple[int, bytes, int, tuple[str, int], int, int, int, int, Rest | None]
-"""Operation, key, ground host, the sender's endpoint, chunks; of a SET also chunks and bytes replaced, and bytes added
-beyond these; what is still to be sent.
+Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
+"""Operation, key, ground host, the links that the request came by and the answer leaves by, chunks; of a SET also
+chunks and bytes replaced, and bytes added beyond these; what is still to be sent.
 """
 
-_ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
+_Way = tuple[tuple[str, int] | None, Link | None]
+"""The endpoint that a run came from (None: handed over), and the satellite there (None: a ground host)."""
+
+_ADDRESSES_BYTES = 8
+_DESTINATION, _SOURCE = (slice(COMMAND_BYTES + at, COMMAND_BYTES + at + 4) for at in (4, 8))
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _OP_AT, _KEY_AT, _KEY_BYTES = COMMAND_BYTES + 1, COMMAND_BYTES + SKY_BYTES, 32
 
@@ -293,59 +299,168 @@ def serve(
     fd: int,
     scratch: Buffer,
     slots: int,
-    addresses: Buffer,
-    neighbours: Mapping[tuple[str, int], object],
+    addresses: bytes,
+    neighbours: Mapping[tuple[str, int], Link],
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
     settled: Set[bytes],
     room_bytes: int,
     terms: AnswerTerms,
     guard: Guard | None = None,
-) -> tuple[list[Arrival], list[Served], int]:
-    """``recv_batch``, but plain requests that come first are answered at once.
+    transit: Transit | None = None,
+) -> tuple[list[Arrival], list[Served], int, list[Passed]]:
+    """``recv_batch``, but plain requests that come first are answered at once, and runs in transit sent on.
 
-    Plain is what bears ``addresses`` (destination and source, packed), comes from an endpoint that is none of the
-    ``neighbours``, and is a lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of
-    SETs that ``take_sets`` takes. Returns what else arrived, what was served, and how often the network refused to
-    send (that answer is lost). With a ``guard`` only what has a MAC that it accepts is plain.
+    Plain is what is for the first of both ``addresses`` (packed) and comes from the second, our beam; or comes by one
+    of the ``neighbours`` from a ground host behind another satellite, to which ``transit`` knows the route; and is a
+    lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets``
+    takes. Returns what else arrived, what was served, how often the network refused to send (that is lost), and what
+    ``pass_on`` passed by the routes of ``transit`` (None: nothing). With a ``guard`` only what has a MAC that it
+    accepts is plain, or is sent on from the ground.
 
     Raises:
         OSError: the socket's pending error; the next call reads on.
     """
-    view = memoryview(scratch).cast("B")
-    if len(bytes(addresses)) != _ADDRESSES.stop - _ADDRESSES.start:
-        raise ValueError(f"addresses of {len(bytes(addresses))} bytes: expected {_ADDRESSES.stop - _ADDRESSES.start}")
+    service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
     arrivals = recv_batch(fd, scratch, slots)
-    served: list[Served] = []
-    at, send_errors, sequence = 0, 0, terms[5]
-    while at < len(arrivals):
-        begin, size, segment_bytes, host, port = arrivals[at]
-        packet = view[begin : begin + size]
-        if size < _GROUND.stop or packet[_ADDRESSES] != addresses or (host, port) in neighbours:
-            break
-        now = (*terms[:5], sequence)
-        headers, payloads, messages, chunks = bytearray(), None, 0, 0
-        replaced, replaced_bytes, added_bytes = 0, 0, 0
-        if packet[_OP_AT] == GET and segment_bytes >= size:
-            answer = _answer(packet, shares, now, guard)
-            if answer is not None:
-                _, headers, payloads = answer
-                messages, chunks = 1, len(payloads)
+    ways: list[_Way] = [((host, port), neighbours.get((host, port))) for _, _, _, host, port in arrivals]
+    kept = service.serve([arrival[:3] for arrival in arrivals], ways)
+    return [arrivals[at] for at in kept], service.served, service.send_errors, service.passed
+
+
+def serve_runs(
+    fd: int,
+    scratch: Buffer,
+    runs: list[Slot],
+    source: tuple[int, int],
+    addresses: bytes,
+    shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
+    settled: Set[bytes],
+    room_bytes: int,
+    terms: AnswerTerms,
+    guard: Guard | None = None,
+    transit: Transit | None = None,
+) -> tuple[list[Slot], list[Served], int, list[Passed]]:
+    """``serve``, of runs that the satellite ``source`` has handed over: offset in writable ``scratch``, bytes, bytes of
+    a segment.
+    """
+    service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
+    for at, size, segment_bytes in runs:
+        if at < 0 or size < 1 or segment_bytes < 1 or at + size > len(service.view):
+            raise ValueError(f"a run of {size} bytes at {at}, in packets of {segment_bytes}")
+    kept = service.serve(runs, [(None, source)] * len(runs))
+    return [runs[at] for at in kept], service.served, service.send_errors, service.passed
+
+
+class _Service:
+    """One call."""
+
+    def __init__(
+        self,
+        fd: int,
+        scratch: Buffer,
+        addresses: bytes,
+        shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
+        settled: Set[bytes],
+        room_bytes: int,
+        terms: AnswerTerms,
+        guard: Guard | None,
+        transit: Transit | None,
+    ) -> None:
+        if len(addresses) != _ADDRESSES_BYTES:
+            raise ValueError(f"addresses of {len(addresses)} bytes: expected {_ADDRESSES_BYTES}")
+        self.view = memoryview(scratch).cast("B")
+        if self.view.readonly:
+            raise BufferError("scratch: expected a writable buffer")
+        self.served: list[Served] = []
+        self._passed: dict[tuple[Link, int, Link], tuple[int, list[Slot]]] = {}
+        self.send_errors = 0
+        self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
+        self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
+
+    @property
+    def passed(self) -> list[Passed]:
+        return [(*way, packets, left) for way, (packets, left) in self._passed.items()]
+
+    def serve(self, runs: list[Slot], ways: list[_Way]) -> list[int]:
+        """Which runs are kept for the machine."""
+        kept: list[int] = []
+        at = 0
+        while at < len(runs):
+            begin, size, _ = runs[at]
+            packet = self.view[begin : begin + size]
+            ours = size >= _GROUND.stop and packet[0] & 0x10 and packet[_DESTINATION] == self._addresses[:4]
+            messages = 0
+            if not ours:
+                messages = self._pass(runs[at], ways[at])
+            elif not kept:
+                end = next((other for other in range(at, len(runs)) if ways[other] != ways[at]), len(runs))
+                messages = self._execute(runs[at:end], ways[at])
+            if not messages:
+                kept.append(at)
+            at += messages or 1
+        return kept
+
+    def _pass(self, run: Slot, way: _Way) -> int:
+        begin, size, segment_bytes = run
+        packet = self.view[begin : begin + size]
+        if self._transit is None:
+            return 0
+        admits = None if self._guard is None else partial(_admitted, [(packet, segment_bytes)], self._guard)
+        done = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
+        if done is None:
+            return 0
+        its_way, sent, refused = done
+        sent_bytes = sent * segment_bytes
+        packets, left = self._passed.setdefault(its_way, (0, []))
+        if sent_bytes < size:
+            left.append((begin + sent_bytes, size - sent_bytes, segment_bytes))
+        self._passed[its_way] = packets - (-size // segment_bytes), left
+        self.send_errors += refused
+        return 1
+
+    def _execute(self, same: list[Slot], way: _Way) -> int:
+        """Serve the request that begins these runs of one sender: how many it took."""
+        runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
+        packet, segment_bytes = runs[0]
+        found = self._way_back(packet, way)
+        if found is None:
+            return 0
+        link, to = found
+        figures, payloads = (0, 0, 0, 0), None
+        if packet[_OP_AT] == GET and segment_bytes >= len(packet):
+            answer = _answer(packet, self._shares, self._terms, self._guard)
+            if answer is None:
+                return 0
+            _, headers, payloads = answer
+            messages, figures, packets = 1, (len(payloads), 0, 0, 0), len(payloads)
         elif packet[_OP_AT] == SET:
-            runs = _runs_of_one_sender(view, arrivals[at:])
-            taken = take_sets(runs, shares, settled, room_bytes, now, guard)
-            if taken is not None:
-                messages, chunks, replaced, replaced_bytes, added_bytes, headers = taken
-        if not messages:
-            break
-        rest, refused = _send(fd, host, port, headers, payloads)
+            taken = take_sets(runs, self._shares, self._settled, self._room_bytes, self._terms, self._guard)
+            if taken is None:
+                return 0
+            messages, figures, headers, packets = taken[0], taken[1:5], taken[5], 1
+            self._room_bytes -= taken[4]
+        else:
+            return 0
+        rest, refused = _send(self._fd, *to, headers, payloads) if to is not None else ((headers, payloads), False)
         key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
-        figures = chunks, replaced, replaced_bytes, added_bytes
-        served.append((packet[_OP_AT], key, ground, (host, port), *figures, rest))
-        send_errors += refused
-        sequence += 1 if payloads is None else chunks
-        room_bytes -= added_bytes
-        at += messages
-    return arrivals[at:], served, send_errors
+        endpoint, source = way
+        came_by = source if source is not None else endpoint
+        assert came_by is not None
+        self.served.append((packet[_OP_AT], key, ground, came_by, link, *figures, rest))
+        self.send_errors += refused
+        self._terms = (*self._terms[:5], self._terms[5] + packets)
+        return messages
+
+    def _way_back(self, packet: memoryview, way: _Way) -> tuple[Link, tuple[str, int] | None] | None:
+        """The link by which the answer leaves, and where it leads; None where only the machine knows."""
+        endpoint, source = way
+        our_beam = packet[_SOURCE] == self._addresses[4:]
+        if source is None:
+            return (endpoint, endpoint) if our_beam and endpoint is not None else None
+        if self._transit is None or our_beam or packet[_SOURCE.start] != GROUND_SHELL:
+            return None
+        link, to = next_hop(self._transit, int.from_bytes(packet[_SOURCE], "big"))
+        return None if link is None else (link, to)
 
 
 def _answer(
@@ -364,13 +479,6 @@ def _answer(
     # Only now: a packet that is not answered here is processed again, and must then be new.
     sequence = int.from_bytes(packet[2:4], "big") & 0x3FFF
     return answer if is_first(bytes(packet[: COMMAND_BYTES + SKY_BYTES]), sent_us, [sequence]) else None
-
-
-def _runs_of_one_sender(view: memoryview, arrivals: list[Arrival]) -> list[Run]:
-    """The first runs that have one sender."""
-    sender = arrivals[0][3:]
-    same = takewhile(lambda arrival: arrival[3:] == sender, arrivals)
-    return [(view[at : at + size], segment_bytes) for at, size, segment_bytes, *_ in same]
 
 
 def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[bytes] | None) -> tuple[Rest | None, bool]:

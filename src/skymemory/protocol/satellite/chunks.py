@@ -140,8 +140,9 @@ class ChunkService:
     def count_served(self, served: Sequence[native.Served]) -> int:
         """Account for requests served by ``plain_requests``; how many packets they came in."""
         packets = 0
-        for op, key, ground, endpoint, chunks, replaced, replaced_bytes, added_bytes, _ in served:
-            self._router.remember(ground, endpoint)
+        for op, key, ground, source, _, chunks, replaced, replaced_bytes, added_bytes, _ in served:
+            if not isinstance(source, SatelliteId):
+                self._router.remember(ground, source)
             if op == Op.GET:
                 self._count_read(key, chunks, ground)
                 self._outbox.sent(chunks)

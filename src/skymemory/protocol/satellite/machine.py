@@ -50,9 +50,9 @@ from skymemory.protocol.wire import (
     SegmentBatch,
     Status,
     UnknownOperation,
+    destination_of,
     header_start,
     parse_packet,
-    same_journey,
 )
 
 __all__ = ["SatelliteConfig", "SatelliteMachine"]
@@ -219,7 +219,7 @@ class SatelliteMachine:
             view, segment_bytes, source, now_s, self.backlog_bytes > self.config.max_backlog_bytes
         ):
             return
-        elif same_journey(view, segment_bytes):
+        elif native.same_journey(view, segment_bytes):
             self._receive(view, segment_bytes, source, now_s)
         else:
             for at in range(0, len(view), segment_bytes):
@@ -231,7 +231,7 @@ class SatelliteMachine:
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
             return
-        destination = Address.unpack(int.from_bytes(view[start + 4 : start + 8], "big"))
+        destination = destination_of(view)
         to_me = destination == self._address
         if isinstance(source, SatelliteId) and not to_me:  # in transit: the destination verifies the checksum
             self._forward(view, segment_bytes, destination, source, now_s)
@@ -310,13 +310,55 @@ class SatelliteMachine:
     def plain_requests(self, now_s: float) -> PlainRequests | None:
         """What ``native.serve`` needs to serve plain GETs and SETs until the next call of this machine; None: not now.
 
-        Every request that it serves must be reported with ``served``.
+        Every request that it serves must be reported with ``served``, and what passes by ``routes`` with ``passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
 
-    def served(self, served: Sequence[native.Served]) -> None:
+    def served(self, served: Sequence[native.Served], now_s: float) -> None:
         self.counters.add("packets_received", self._chunks.count_served(served))
+        for _, _, _, source, link, *_ in served:
+            if isinstance(source, SatelliteId):
+                self.neighbours.heard(source, now_s)
+            self.neighbours.used(link, now_s)
+
+    def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
+        """Next hops and beams by which packets in transit may pass until the next call of this machine; None: not now,
+        since an overloaded satellite postpones some.
+        """
+        return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
+
+    def passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
+        packets = 0
+        for source, ground, link, its_packets, _ in passed:
+            packets += its_packets
+            if not isinstance(source, SatelliteId):
+                self._router.remember(ground, source)
+            elif self._gate is None:  # with keys, what is not for us proves nothing
+                self.neighbours.heard(source, now_s)
+            self.neighbours.used(link, now_s)
+        self.counters.add("packets_received", packets)
+        self.counters.add("packets_forwarded", packets)
+
+    def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
+        """Forward answers that a satellite of the same host hands over: with their hops counted, and their next link.
+        None, without effect, where they must come as packets.
+        """
+        destination = destination_of(batch.headers)
+        if destination == self._address or self.routes(now_s) is None:
+            return None
+        headers = memoryview(batch.headers)
+        forwarded = self._router.forward(headers, batch.header_bytes, destination, source)
+        if isinstance(forwarded, Status):
+            return None
+        counted, link = forwarded
+        self.passed([(source, 0, link, counted.count, [])], now_s)
+        return SegmentBatch(counted.headers, counted.header_bytes, batch.payloads), link
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether ``served`` or ``passed`` has queued something."""
+        return bool(self._outbox)
 
     # --- Datagrams to send ---
 

@@ -60,6 +60,9 @@ class Outbox:
 
     # --- The queues ---
 
+    def __bool__(self) -> bool:
+        return bool(self._outgoing or self._links)
+
     def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
         """Batches with the link each leaves by, except LINKS; each is returned once."""
         outgoing, self._outgoing = self._outgoing, []

@@ -11,8 +11,9 @@ import math
 from collections import deque
 from collections.abc import Iterator
 
+from skymemory import native
 from skymemory.native import Run
-from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start, same_journey
+from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start
 
 LATE_S = 0.05
 """A longer wait counts as late."""
@@ -116,7 +117,7 @@ class Postponed:
 
 def _journeys(view: memoryview, size: int) -> Iterator[Run]:
     """Split a run into packets that have one operation, destination and status each."""
-    if size <= 0 or same_journey(view, size):
+    if size <= 0 or native.same_journey(view, size):
         yield view, size
     else:
         for at in range(0, len(view), size):

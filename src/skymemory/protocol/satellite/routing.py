@@ -10,12 +10,12 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
+from skymemory import native
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.wire import (
     GROUND_SHELL,
-    HOP_LIMIT_OFFSET,
     MAX_MOVES,
     Address,
     Buffer,
@@ -27,6 +27,7 @@ from skymemory.protocol.wire import (
 
 _KNOWN_GROUND_HOSTS = 4096
 _GROUND_OFFSET = 12
+_CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": native.BY_PLANE_LINK}
 
 
 class Router:
@@ -41,12 +42,22 @@ class Router:
         self._torus = torus
         self._mode = mode
         self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
+        self._next_hops: dict[int, SatelliteId] = {}
+        """As found since the links were last ``_changes``: keys as in ``native.Transit``."""
+        self._changes = self._links.changes
 
     def remember(self, ground: int, link: LinkEnd) -> None:
         self._grounds[ground] = link
         self._grounds.move_to_end(ground)
         if len(self._grounds) > _KNOWN_GROUND_HOSTS:
             self._grounds.popitem(last=False)
+
+    def known(self) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]]:
+        """Next hops that were found and still hold; beams of ground hosts."""
+        if self._changes != self._links.changes:
+            self._changes = self._links.changes
+            self._next_hops.clear()
+        return self._next_hops, self._grounds
 
     def heard_last(self, most: int) -> list[int]:
         """The ``most`` ground hosts heard from last."""
@@ -75,19 +86,20 @@ class Router:
         onward = self._onward(there, came) if there in self._torus else None
         if onward is None:
             return Status.NO_ROUTE
-        packets = bytearray(view)
-        first_limit = header_start(view) + HOP_LIMIT_OFFSET
-        for at in range(first_limit, len(packets), segment_bytes):
-            if packets[at] == 0:
-                return Status.HOP_LIMIT
-            packets[at] -= 1
-            packets[at + 1] = (packets[at + 1] + 1) & 0xFF
-        return SegmentBatch(packets, segment_bytes), onward
+        packets = native.count_hops(view, segment_bytes)
+        return Status.HOP_LIMIT if packets is None else (SegmentBatch(packets, segment_bytes), onward)
 
     def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
         """The next hop to another satellite; None without a route."""
-        greedy = self._torus.next_hop(self._here, there, self._mode, came)
-        return greedy if self._links.clear else self._links.onward(self._here, there, greedy)
+        next_hops, _ = self.known()
+        key = there.plane << 12 | there.slot | _CAME[came]
+        onward = next_hops.get(key)
+        if onward is None:
+            greedy = self._torus.next_hop(self._here, there, self._mode, came)
+            onward = greedy if self._links.clear else self._links.onward(self._here, there, greedy)
+            if onward is not None:
+                next_hops[key] = onward
+        return onward
 
     def _beam(self, destination: Address, packet: Buffer) -> LinkEnd | None:
         if destination.shell != GROUND_SHELL:
@@ -216,6 +228,8 @@ class LinkState:
         self.trees_grown = 0
         self.satellites_searched = 0
         """Satellites visited by searches so far: work that no packet shows."""
+        self.changes = 0
+        """Whenever this differs, routes may, too."""
         self.healed = 0
         """How often a link came up again."""
         self._next_expiry_s: float | None = math.inf
@@ -342,6 +356,7 @@ class LinkState:
             self._stale = False
             self._growing.done(now_s)
             self._trees.clear()
+            self.changes += 1
 
     def _changed(self, origin: SatelliteId, now_s: float, at_once: bool = False) -> None:
         """Apply what ``origin`` declares: a link is down if either end says so."""
@@ -354,6 +369,7 @@ class LinkState:
                 self._down.difference_update(ways)
                 self.healed += 1
         self._stale = True
+        self.changes += 1
         if at_once or self._growing.is_open(now_s):
             self.discard_trees(now_s)
 
