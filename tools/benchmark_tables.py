@@ -115,6 +115,16 @@ def _data_path_sizes() -> str:
     return table([["value", "clients", "", *paths], *lines])
 
 
+def _hashing() -> str:
+    """Ours and vLLM's, in milliseconds."""
+    results = json.loads((FOLDER / "hashing_index.json").read_text("utf-8"))["results"]
+    made = [["hashed", "median", "99th"]]
+    for name, found in results.items():
+        if name.startswith("hash "):
+            made.append([name.removeprefix("hash ").removesuffix(" [ms]"), *(f"{each:.2f} ms" for each in found)])
+    return table(made)
+
+
 def _tiers() -> str:
     def time(row: Row, key: str) -> str:
         return f"{row[key] * 1e3:.1f} ms" if row[key] >= 0.01 else f"{row[key] * 1e6:,.0f} µs"
@@ -591,6 +601,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
+    "hashing": _hashing,
     "tiers": _tiers,
     "tiers that hang": _hung_tiers,
     "policies, conversations": lambda: _policies("policies"),
