@@ -29,6 +29,11 @@ Verb = Callable[[], Any]
 OpenValue = Callable[[str, memoryview], tuple[Verb, Verb]]
 """Of a name and a value: how it is read and how it is written over an open connection."""
 APART_BYTES = 64
+OPENING_TRIES = 20
+
+
+class Failed(Exception):
+    """A value was not read or not written: counted, since under load that is an answer."""
 
 
 def redis_store(port: int) -> OpenValue:
@@ -58,7 +63,7 @@ def memcached_store(port: int) -> OpenValue:
         def write() -> None:
             sent = sock.sendmsg([head, value, b"\r\n"])
             if sent != len(head) + len(value) + 2 or sock.recv(64) != b"STORED\r\n":
-                raise SystemExit("memcached did not store the value")
+                raise Failed("memcached did not store the value")
 
         return read, write
 
@@ -76,12 +81,12 @@ def sky_store(folder: str, access: str) -> OpenValue:
         def read() -> memoryview:
             (found,) = store.get_many([key])
             if found is None or len(found) != len(value):
-                raise SystemExit(f"the value did not come back: {store.stats()}")
+                raise Failed(f"the value did not come back: {store.stats()}")
             return memoryview(found)
 
         def write() -> None:
             if store.put_many([(key, value)]) != [True]:
-                raise SystemExit(f"the value was not stored: {store.stats()}")
+                raise Failed(f"the value was not stored: {store.stats()}")
 
         return read, write
 
@@ -102,9 +107,7 @@ def lmcache_store(port: int, most_bytes: int) -> OpenValue:
 
     shape = (1, 2, 256, 1, 1)
     metadata = LMCacheMetadata("none", 1, 1, 0, 0, torch.uint8, shape, chunk_size=256, role="worker")
-    config = LMCacheEngineConfig.from_defaults(
-        local_cpu=False, max_local_cpu_size=(2 * most_bytes + (32 << 20)) / 2**30
-    )
+    config = LMCacheEngineConfig.from_defaults(local_cpu=False, max_local_cpu_size=(2 * most_bytes + (4 << 20)) / 2**30)
     memory = LocalCPUBackend(config, metadata, "cpu")
     loop = asyncio.new_event_loop()
     connector = LMCServerConnector("127.0.0.1", port, loop, memory)
@@ -130,7 +133,7 @@ def lmcache_store(port: int, most_bytes: int) -> OpenValue:
 
         def write() -> None:
             if not loop.run_until_complete(put()):
-                raise SystemExit("LMCache's server did not store the value")
+                raise Failed("LMCache's server did not store the value")
 
         return read, write
 
@@ -158,12 +161,12 @@ def mooncake_store(master: str) -> OpenValue:
 
         def read() -> memoryview:
             if store.get_into(name, target, len(value)) != len(value):
-                raise SystemExit("Mooncake did not give the value back")
+                raise Failed("Mooncake did not give the value back")
             return room
 
         def write() -> None:
             if store.upsert_from(name, source, len(value)):
-                raise SystemExit("Mooncake did not store the value")
+                raise Failed("Mooncake did not store the value")
 
         return read, write
 
@@ -180,25 +183,41 @@ STORES: dict[str, tuple[Callable[..., OpenValue], str]] = {
 """By kind: how a store is opened, and what is imported for it."""
 
 
+def check(read: Verb, write: Verb, value: memoryview) -> None:
+    """Writes the value and reads it back, at the latest when others have done so."""
+    for last in [False] * OPENING_TRIES + [True]:
+        try:
+            write()
+            found = read()
+        except Failed:
+            if last:
+                raise
+            continue
+        if found != value:
+            raise SystemExit("another value came back")
+        return
+
+
 def serve(pipe: Connection, kind: str, arguments: list[Any], pool: memoryview, number: int) -> None:
-    """The whole of a client: answers each order with the seconds of the processor that it took."""
+    """The whole of a client: answers each order with the seconds of the processor that it took and how often it failed."""
     open_value = STORES[kind][0](*arguments)
     read: Verb = lambda: None  # noqa: E731
     write = read
-    pipe.send(0.0)
+    pipe.send((0.0, 0))
     while (order := pipe.recv()) is not None:
-        began_s = time.process_time()
+        began_s, failed = time.process_time(), 0
         if "size_bytes" in order:
             value = pool[APART_BYTES * number :][: order["size_bytes"]]
             read, write = open_value(f"{len(value)}-{number}", value)
-            write()
-            if read() != value:
-                raise SystemExit(f"{kind} gave another value back")
+            check(read, write, value)
         else:
             run = read if order["verb"] == "read" else write
             for _ in range(order["runs"]):
-                run()
-        pipe.send(time.process_time() - began_s)
+                try:
+                    run()
+                except Failed:
+                    failed += 1
+        pipe.send((time.process_time() - began_s, failed))
 
 
 class Clients:
@@ -213,32 +232,35 @@ class Clients:
     def carry_out(self, order: dict[str, Any]) -> dict[str, float]:
         began_s = time.perf_counter()
         if "clients" in order:
-            processor_s = self._start(order["clients"], order["arguments"])
-        else:
-            for pipe in self._pipes:
+            self._start(order["clients"], order["arguments"])
+        for pipe in self._pipes:
+            if "clients" not in order:
                 pipe.send(order)
-            processor_s = sum(pipe.recv() for pipe in self._pipes)
-        return {"seconds": time.perf_counter() - began_s, "processor_s": processor_s}
+        answers = [pipe.recv() for pipe in self._pipes]
+        return {
+            "seconds": time.perf_counter() - began_s,
+            "processor_s": sum(processor_s for processor_s, _ in answers),
+            "failed": sum(failed for _, failed in answers),
+        }
 
-    def _start(self, count: int, arguments: list[Any]) -> float:
+    def _start(self, count: int, arguments: list[Any]) -> None:
         """New ones in the place of all that were: they give their memory back."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
             process.join(10)
             process.kill()
+        self._pipes, self._processes = [], []
         context = multiprocessing.get_context("fork")
-        pairs = [context.Pipe() for _ in range(count)]
-        self._pipes = [ours for ours, _ in pairs]
-        self._processes = [
-            context.Process(target=serve, args=(theirs, self._kind, arguments, self._pool, number), daemon=True)
-            for number, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, self._kind, arguments, self._pool, number), daemon=True
+            )
             process.start()
-        for _, theirs in pairs:
-            theirs.close()
-        return sum(pipe.recv() for pipe in self._pipes)
+            theirs.close()  # before the next fork: only so its end is noticed
+            self._pipes.append(ours)
+            self._processes.append(process)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from _bench import (
     redis_server,
     write_json,
 )
-from _data_path_clients import STORES
+from _data_path_clients import STORES, check
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.connect import open_constellation, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan, make_plan
@@ -86,9 +86,7 @@ def one_value(kind: str, arguments: list[Any], name: str, size_bytes: int) -> tu
     """Read and write of one value, which is there and right already."""
     value = value_of(name, size_bytes)
     read, write = STORES[kind][0](*arguments)(name, memoryview(value))
-    write()
-    if read() != value:
-        raise SystemExit(f"{kind} gave another value back")
+    check(read, write, memoryview(value))
     return read, write
 
 
@@ -281,15 +279,25 @@ PATHS: dict[str, Callable[[ExitStack, argparse.Namespace], Service | None]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Of one run by all clients: its seconds, those of the processor, and the share of reads or writes that failed."""
+
+    seconds: float
+    clients_s: float
+    servers_s: float
+    failed: float
+
+
 class Clients:
     """The clients of one store, in processes of their own (`_data_path_clients.py`)."""
 
     def __init__(self, stack: ExitStack, service: Service, options: argparse.Namespace) -> None:
-        self._service, self._log = service, options.log
+        self._service, self._log, self._most_bytes = service, options.log, max(options.sizes)
         command = [service.python, str(HERE / "_data_path_clients.py"), service.kind]
         with environment(pure=False):
             self._process = subprocess.Popen(
-                [*command, str(max(options.sizes)), str(max(options.clients))],
+                [*command, str(self._most_bytes), str(max(options.clients))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -298,7 +306,8 @@ class Clients:
         stack.callback(self._end)
 
     def start(self, count: int) -> None:
-        self._do(clients=count, arguments=self._service.arguments(MOST_IN_FLIGHT_BYTES // count))
+        self._count = count
+        self._do(clients=count, arguments=self._service.arguments(min(self._most_bytes, MOST_IN_FLIGHT_BYTES // count)))
 
     def open_values(self, size_bytes: int) -> dict[str, int]:
         """How often a turn reads and writes so that it takes about ``TURN_S``."""
@@ -306,15 +315,16 @@ class Clients:
         once_s = {verb: [self._do(verb=verb, runs=1)["seconds"] for _ in range(2)][1] for verb in VERBS}
         return {verb: max(1, min(MOST_RUNS, int(TURN_S / once_s[verb]))) for verb in VERBS}
 
-    def turn(self, verb: str, runs: int) -> tuple[float, float, float]:
-        """Seconds of a run by all, after one to warm up, and of the processor for a run: of clients, of servers."""
+    def turn(self, verb: str, runs: int) -> Turn:
+        """After a run to warm up."""
         before_s = processor_s(self._service.pids)
         warm, timed = self._do(verb=verb, runs=1), self._do(verb=verb, runs=runs)
         servers_s = processor_s(self._service.pids) - before_s
-        return (
+        return Turn(
             timed["seconds"] / runs,
             (warm["processor_s"] + timed["processor_s"]) / (runs + 1),
             servers_s / (runs + 1),
+            (warm["failed"] + timed["failed"]) / (runs + 1) / self._count,
         )
 
     def _do(self, **order: Any) -> dict[str, float]:
@@ -357,24 +367,21 @@ def sizes(options: argparse.Namespace) -> Iterator[Row]:
 
 def _cell(paths: dict[str, Clients], size_bytes: int, count: int, rounds: int) -> Iterator[Row]:
     runs = {name: clients.open_values(size_bytes) for name, clients in paths.items()}
-    turns: dict[tuple[str, str], list[tuple[float, float, float]]] = {
-        (verb, name): [] for verb in VERBS for name in paths
-    }
+    turns: dict[tuple[str, str], list[Turn]] = {(verb, name): [] for verb in VERBS for name in paths}
     for number in range(rounds):
         for verb in VERBS:
             for name in list(paths) if number % 2 else list(paths)[::-1]:
                 turns[verb, name].append(paths[name].turn(verb, runs[name][verb]))
+    gb = count * size_bytes / 1e9
     for (verb, name), its in turns.items():
-        seconds, clients_s, servers_s = zip(*its, strict=True)
+        seconds, failed = statistics.median(turn.seconds for turn in its), statistics.mean(turn.failed for turn in its)
         row: Row = {"section": "sizes", "size_bytes": size_bytes, "clients": count, "verb": verb, "path": name}
-        gb = count * size_bytes / 1e9
-        row |= {"us": statistics.median(seconds) * 1e6, "mb_per_s": gb * 1e3 / statistics.median(seconds)}
-        row |= {
-            "clients_s_per_gb": statistics.mean(clients_s) / gb,
-            "servers_s_per_gb": statistics.mean(servers_s) / gb,
-        }
+        row |= {"us": seconds * 1e6, "mb_per_s": gb * 1e3 * (1 - failed) / seconds, "failed": failed}
+        row["clients_s_per_gb"] = statistics.mean(turn.clients_s for turn in its) / gb
+        row["servers_s_per_gb"] = statistics.mean(turn.servers_s for turn in its) / gb
         if "Redis" in paths:
-            ratios = [theirs[0] / ours for theirs, ours in zip(turns[verb, "Redis"], seconds, strict=True)]
+            peer = turns[verb, "Redis"]
+            ratios = [theirs.seconds / ours.seconds for theirs, ours in zip(peer, its, strict=True)]
             row |= {"x": statistics.median(ratios), "x_least": min(ratios), "x_most": max(ratios)}
         print(*_size_cells(row), sep="  ", file=sys.stderr)
         yield row
@@ -385,7 +392,7 @@ def _size_cells(row: Row) -> list[str]:
     size = f"{row['size_bytes'] / 1000:,.0f} KB"
     spent = [f"{row[f'{who}_s_per_gb']:.2f}" for who in ("clients", "servers")]
     times = [f"{row['us']:,.0f}", f"{row['mb_per_s']:,.0f}"]
-    return [size, str(row["clients"]), row["verb"], row["path"], *times, ratio, *spent]
+    return [size, str(row["clients"]), row["verb"], row["path"], *times, ratio, *spent, f"{row['failed']:.1%}"]
 
 
 # --- threads ---
@@ -453,7 +460,7 @@ def main() -> None:
     if any(row["section"] == "ways" for row in rows):
         print_ways([row for row in rows if row["section"] == "ways"])
     if found := [row for row in rows if row["section"] == "sizes"]:
-        header = ("value", "clients", "", "path", "µs", "MB/s", "× Redis", "s/GB of clients", "of servers")
+        header = ("value", "clients", "", "path", "µs", "MB/s", "× Redis", "s/GB of clients", "of servers", "failed")
         print_table("Values of many sizes", header, [_size_cells(row) for row in found])
     for row in rows:
         if row["section"] == "threads":

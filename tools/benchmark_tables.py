@@ -119,7 +119,8 @@ def _data_path_sizes() -> str:
     """Of each path its time and by how much it is faster than Redis; of our default, than the fastest other store."""
 
     def time(row: Row) -> str:
-        return f"{row['us']:,.0f} µs" + (f" ({row['x']:.2f} ×)" if row["path"] != "Redis" and "x" in row else "")
+        ratio = f" ({row['x']:.2f} ×)" if row["path"] != "Redis" and "x" in row else ""
+        return f"{row['us']:,.0f} µs{ratio}" + (f", {row['failed']:.1%} failed" if row.get("failed") else "")
 
     def best(its: dict[str, Row]) -> str:
         peers = [(row["us"], path) for path, row in its.items() if path not in OURS]

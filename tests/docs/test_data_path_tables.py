@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = [
     {"path": "Redis", "us": 50.0, "x": 1.0, "clients_s_per_gb": 0.5, "servers_s_per_gb": 0.25},
     {"path": "memcached", "us": 30.0, "x": 1.7, "clients_s_per_gb": 0.25, "servers_s_per_gb": 0.125},
-    {"path": "Mooncake", "us": 400.0, "x": 0.12},
+    {"path": "Mooncake", "us": 400.0, "x": 0.12, "failed": 0.25},
     {"path": "by size", "us": 60.0, "x": 0.8, "clients_s_per_gb": 1.0, "servers_s_per_gb": 2.0},
     {"path": "on ten", "us": 20.0, "x": 2.5, "clients_s_per_gb": 3.0, "servers_s_per_gb": 4.0},
 ]
@@ -43,7 +43,7 @@ def test_ours_stands_beside_the_fastest_other_store(lines: dict[str, list[str]])
         "| value | clients |  | by size | Redis | memcached | Mooncake | on ten | by size, of the best peer |"
     )
     assert one == (
-        "| 66 KB | 1 | read | 60 µs (0.80 ×) | 50 µs | 30 µs (1.70 ×) | 400 µs (0.12 ×) | 20 µs (2.50 ×) "
+        "| 66 KB | 1 | read | 60 µs (0.80 ×) | 50 µs | 30 µs (1.70 ×) | 400 µs (0.12 ×), 25.0% failed | 20 µs (2.50 ×) "
         "| 0.50 × memcached |"
     )
     assert eight.startswith("| 66 KB | 8 | read | 60 µs (0.80 ×) |  | 30 µs") and eight.endswith("| 0.50 × memcached |")
@@ -73,7 +73,7 @@ def test_sizes_are_measured_and_drawn(tmp_path: Path) -> None:
     assert {row["path"] for row in rows} == stores
     assert len(rows) == len(stores) * 2 * 2 * 2
     for row in rows:
-        assert row["us"] > 0 and row["clients_s_per_gb"] > 0 and row["servers_s_per_gb"] > 0, row
+        assert row["failed"] == 0 and row["us"] > 0 and row["clients_s_per_gb"] > 0 and row["servers_s_per_gb"] > 0, row
         used_s = row["clients_s_per_gb"] * row["size_bytes"] * row["clients"] / 1e9
         assert used_s < 10 * row["clients"] * row["us"] / 1e6, "no more than its processors have"
     run("plot_data_path.py", out, drawn)
