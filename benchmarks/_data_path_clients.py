@@ -199,7 +199,7 @@ def check(read: Verb, write: Verb, value: memoryview) -> None:
 
 
 def serve(pipe: Connection, kind: str, arguments: list[Any], pool: memoryview, number: int) -> None:
-    """The whole of a client: answers each order with the seconds of the processor that it took and how often it failed."""
+    """The whole of a client: answers each order with the seconds of the processor that it took, and its failures."""
     open_value = STORES[kind][0](*arguments)
     read: Verb = lambda: None  # noqa: E731
     write = read

@@ -6,7 +6,7 @@
              by size and on ten satellites; the seconds of the processor that a GB takes clients and servers
 ``threads``  small values with the delays of the orbits: sixteen threads of one process beside one
 
-`sizes` takes ten minutes and up to 14 GB of memory. What is not installed is left out, and that is said.
+`sizes` takes some ten minutes and ten GB of memory. What is not installed is left out, and that is said.
 
 Satellites: 95 in 5 processes, without delays where none are named. Every client is a process of its own. Paths take
 turns; a turn begins with a run that is not timed, which warms what the others have pushed out of the caches. Ratios
@@ -60,8 +60,8 @@ CLIENTS = (1, 8, 16, 64)
 DELAYED_ONE_WAY_S = 0.004
 MEMORY_BYTES = 512 << 20
 """Of a satellite: eight values of 64 MB fit into half of the nearest."""
-MOST_IN_FLIGHT_BYTES = 512 << 20
-"""Values of all clients of a store: each has its own."""
+MOST_IN_FLIGHT_BYTES = 256 << 20
+"""Values of all clients of a store, each has its own: servers and clients hold them several times, for each store."""
 TURN_S, MOST_RUNS = 0.1, 400
 LISTENS_WITHIN_S = 60.0
 THREADS, THREAD_READS = 16, 30

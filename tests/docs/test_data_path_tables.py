@@ -61,6 +61,42 @@ def run(script: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
 
 
+CLIENTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import _data_path_clients as side
+
+def store(ends_at):
+    def open_value(name, value):
+        number, reads = int(name.partition("-")[2]), iter(range(100))
+        def read():
+            count = next(reads)
+            if (number, count) == (1, ends_at):
+                raise SystemExit(1)
+            if number == 0 and count in (2, 3):
+                raise side.Failed
+            return value
+        return read, lambda: None
+    return open_value
+
+side.STORES["odd"] = store, "json"
+clients = side.Clients("odd", 4096, 3)
+clients.carry_out({"clients": 3, "arguments": [5]})
+clients.carry_out({"size_bytes": 4096})
+print(clients.carry_out({"verb": "read", "runs": 3})["failed"], clients.carry_out({"verb": "write", "runs": 9})["failed"])
+try:
+    clients.carry_out({"verb": "read", "runs": 3})
+except EOFError:
+    print("ended")
+"""
+
+
+def test_failures_are_counted_and_a_client_that_ends_is_noticed() -> None:
+    command = [sys.executable, "-c", CLIENTS, str(ROOT / "benchmarks")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "2 0\nended\n"
+
+
 @pytest.mark.slow
 def test_sizes_are_measured_and_drawn(tmp_path: Path) -> None:
     out, drawn = tmp_path / "out.json", tmp_path / "out.svg"
