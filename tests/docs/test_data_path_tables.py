@@ -83,7 +83,8 @@ side.STORES["odd"] = store, "json"
 clients = side.Clients("odd", 4096, 3)
 clients.carry_out({"clients": 3, "arguments": [5]})
 clients.carry_out({"size_bytes": 4096})
-print(clients.carry_out({"verb": "read", "runs": 3})["failed"], clients.carry_out({"verb": "write", "runs": 9})["failed"])
+for verb in ("read", "write"):
+    print(clients.carry_out({"verb": verb, "runs": 3})["failed"])
 try:
     clients.carry_out({"verb": "read", "runs": 3})
 except EOFError:
@@ -94,7 +95,7 @@ except EOFError:
 def test_failures_are_counted_and_a_client_that_ends_is_noticed() -> None:
     command = [sys.executable, "-c", CLIENTS, str(ROOT / "benchmarks")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout == "2 0\nended\n"
+    assert ran.stdout == "2\n0\nended\n"
 
 
 @pytest.mark.slow
