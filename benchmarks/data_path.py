@@ -68,7 +68,7 @@ THREADS, THREAD_READS = 16, 30
 Row = dict[str, Any]
 VERBS = ("read", "write")
 MOONCAKE = "mooncake-transfer-engine-non-cuda"
-QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
+QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def value_of(name: str, size_bytes: int) -> bytes:
 
 
 class NotThere(Exception):
-    """A store cannot be measured here, and why."""
+    """A store cannot be measured, or no longer, and why."""
 
 
 @contextmanager
@@ -348,16 +348,14 @@ def sizes(options: argparse.Namespace) -> Iterator[Row]:
         options.log = stack.enter_context(tempfile.TemporaryFile())
         os.environ.update(QUIET)
         paths: dict[str, Clients] = {}
-        for name in (name for name in PATHS if options.only is None or name in options.only):
-            try:
-                clients = Clients(stack, PATHS[name](stack, options), options)
-                clients.start(1)
-                paths[name] = clients
-            except NotThere as reason:
-                print(f"LEFT OUT: {name}: {reason}", file=sys.stderr)
+        for name in PATHS:
+            if options.only is None or name in options.only:
+                with left_out_if_not_there(name, paths):
+                    paths[name] = Clients(stack, PATHS[name](stack, options), options)
         for count in options.clients:
-            for clients in paths.values():
-                clients.start(count)
+            for name, clients in list(paths.items()):
+                with left_out_if_not_there(name, paths):
+                    clients.start(count)
             for size_bytes in options.sizes:
                 if size_bytes * count <= MOST_IN_FLIGHT_BYTES:
                     yield from _cell(paths, size_bytes, count, options.size_rounds)
@@ -365,8 +363,20 @@ def sizes(options: argparse.Namespace) -> Iterator[Row]:
                     print(f"LEFT OUT: {count} values of {size_bytes / 1e6:,.0f} MB at a time", file=sys.stderr)
 
 
+@contextmanager
+def left_out_if_not_there(name: str, paths: dict[str, Clients]) -> Iterator[None]:
+    try:
+        yield
+    except NotThere as reason:
+        paths.pop(name, None)
+        print(f"LEFT OUT: {name}: {reason}", file=sys.stderr)
+
+
 def _cell(paths: dict[str, Clients], size_bytes: int, count: int, rounds: int) -> Iterator[Row]:
-    runs = {name: clients.open_values(size_bytes) for name, clients in paths.items()}
+    runs = {}
+    for name, clients in list(paths.items()):
+        with left_out_if_not_there(name, paths):
+            runs[name] = clients.open_values(size_bytes)
     turns: dict[tuple[str, str], list[Turn]] = {(verb, name): [] for verb in VERBS for name in paths}
     for number in range(rounds):
         for verb in VERBS:
