@@ -29,7 +29,7 @@ Verb = Callable[[], Any]
 OpenValue = Callable[[str, memoryview], tuple[Verb, Verb]]
 """Of a name and a value: how it is read and how it is written over an open connection."""
 APART_BYTES = 64
-OPENING_TRIES = 20
+OPENING_TRIES, OPENING_PAUSE_S = 30, 0.5
 
 
 class Failed(Exception):
@@ -192,6 +192,7 @@ def check(read: Verb, write: Verb, value: memoryview) -> None:
         except Failed:
             if last:
                 raise
+            time.sleep(OPENING_PAUSE_S)  # some give up at once for a while after they waited in vain
             continue
         if found != value:
             raise SystemExit("another value came back")

@@ -333,7 +333,8 @@ class Clients:
         self._process.stdin.flush()
         if not (answer := self._process.stdout.readline()):
             self._log.seek(0)
-            said = self._log.read().decode(errors="replace").splitlines()[-20:]
+            lines = self._log.read().decode(errors="replace").splitlines()
+            said = [line for line in lines if not line.startswith("  ")][-10:]  # of tracebacks only what was wrong
             raise NotThere("\n".join([f"its clients ended at {order}", *said]))
         found: dict[str, float] = json.loads(answer)
         return found
