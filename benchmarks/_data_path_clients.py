@@ -192,7 +192,7 @@ def check(read: Verb, write: Verb, value: memoryview) -> None:
         except Failed:
             if last:
                 raise
-            time.sleep(OPENING_PAUSE_S)  # some give up at once for a while after they waited in vain
+            time.sleep(OPENING_PAUSE_S)  # after a timeout some fail at once for a while
             continue
         if found != value:
             raise SystemExit("another value came back")
