@@ -2,8 +2,11 @@
 
 ``ways``     one value of 2.95 MB: Redis over loopback TCP, the sky with each value on as many satellites as its size is
              worth, on ten satellites, through a gateway, by the Python twins, and with delays
-``sizes``    4 KB to 64 MB, one client and eight: Redis, memcached, and the sky by size and on ten satellites
+``sizes``    4 KB to 64 MB, one client to 64: Redis, memcached, LMCache's server, Mooncake's store over TCP, and the sky
+             by size and on ten satellites; the seconds of the processor that a GB takes clients and servers
 ``threads``  small values with the delays of the orbits: sixteen threads of one process beside one
+
+`sizes` takes some ten minutes and ten GB of memory. What is not installed is left out, and that is said.
 
 Satellites: 95 in 5 processes, without delays where none are named. Every client is a process of its own. Paths take
 turns; a turn begins with a run that is not timed, which warms what the others have pushed out of the caches. Ratios
@@ -15,18 +18,22 @@ from __future__ import annotations
 import argparse
 import getpass
 import hashlib
+import json
+import os
 import random
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from _bench import (
     Verb,
@@ -37,82 +44,49 @@ from _bench import (
     measure,
     print_table,
     redis_server,
-    turn,
     write_json,
 )
+from _data_path_clients import STORES, check
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.connect import open_constellation, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan, make_plan
+from skymemory.testbed.run_directory import RunDirectory
 
+HERE = Path(__file__).parent
 SECTIONS = ("ways", "sizes", "threads")
 BLOCK_BYTES = 480 * 6144
 SIZES = (4 << 10, 64 << 10, 512 << 10, BLOCK_BYTES, 16 << 20, 64 << 20)
-CLIENTS = (1, 8)
+CLIENTS = (1, 8, 16, 64)
 DELAYED_ONE_WAY_S = 0.004
 MEMORY_BYTES = 512 << 20
 """Of a satellite: eight values of 64 MB fit into half of the nearest."""
-TURN_BYTES = 48 << 20
-LEAST_RUNS, MOST_RUNS = 3, 400
+MOST_IN_FLIGHT_BYTES = 256 << 20
+"""Values of all clients of a store, each has its own: servers and clients hold them several times, for each store."""
+TURN_S, MOST_RUNS = 0.1, 400
+LISTENS_WITHIN_S = 60.0
 THREADS, THREAD_READS = 16, 30
 Row = dict[str, Any]
-Peers = dict[str, tuple[Callable[..., tuple[Verb, Verb]], tuple[Any, ...]]]
-"""How each client is made, and with what."""
+VERBS = ("read", "write")
+MOONCAKE = "mooncake-transfer-engine-non-cuda"
+QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
 
 
-def redis_client(port: int, name: str, size_bytes: int) -> tuple[Verb, Verb]:
-    import redis
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A store that runs: the kind of its clients, what opens them for values of at most some bytes, its processes."""
 
-    peer, value = redis.Redis(port=port, socket_read_size=256 << 10), value_of(name, size_bytes)
-    peer.set(name, value)
-    if peer.get(name) != value:
-        raise SystemExit("Redis gave another value back")
-    return lambda: peer.get(name), lambda: peer.set(name, value)
-
-
-def memcached_client(port: int, name: str, size_bytes: int) -> tuple[Verb, Verb]:
-    """By its text protocol over one connection: the least that a client can do."""
-    sock, value = socket.create_connection(("127.0.0.1", port)), value_of(name, size_bytes)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    get, head = f"get {name}\r\n".encode(), f"set {name} 0 0 {size_bytes}\r\n".encode()
-    answer_bytes = len(f"VALUE {name} 0 {size_bytes}\r\n") + size_bytes + len("\r\nEND\r\n")
-    answer = memoryview(bytearray(answer_bytes))
-
-    def read() -> memoryview:
-        sock.sendall(get)
-        at = 0
-        while at < answer_bytes:
-            at += sock.recv_into(answer[at:])
-        begin = answer_bytes - size_bytes - len("\r\nEND\r\n")
-        return answer[begin : begin + size_bytes]
-
-    def write() -> None:
-        sock.sendmsg([head, value, b"\r\n"]) if size_bytes < 65_536 else sock.sendall(head + value + b"\r\n")
-        if sock.recv(64) != b"STORED\r\n":
-            raise SystemExit("memcached did not store the value")
-
-    write()
-    if read() != value:
-        raise SystemExit("memcached gave another value back")
-    return read, write
+    kind: str
+    arguments: Callable[[int], list[Any]]
+    pids: tuple[int, ...]
+    python: str = sys.executable
+    """What its clients run by."""
 
 
-def sky_client(folder: Path, access: str, name: str, size_bytes: int) -> tuple[Verb, Verb]:
-    store, key = open_constellation(folder, access=access), hashlib.sha256(name.encode()).digest()
+def one_value(kind: str, arguments: list[Any], name: str, size_bytes: int) -> tuple[Verb, Verb]:
+    """Read and write of one value, which is there and right already."""
     value = value_of(name, size_bytes)
-
-    def write() -> None:
-        if store.put_many([(key, value)]) != [True]:
-            raise SystemExit(f"the value was not stored: {store.stats()}")
-
-    def read() -> memoryview:
-        (found,) = store.get_many([key])
-        if found is None or len(found) != size_bytes:
-            raise SystemExit(f"the value did not come back: {store.stats()}")
-        return found
-
-    write()
-    if read() != value:
-        raise SystemExit("the constellation gave another value back")
+    read, write = STORES[kind][0](*arguments)(name, memoryview(value))
+    check(read, write, memoryview(value))
     return read, write
 
 
@@ -120,27 +94,104 @@ def value_of(name: str, size_bytes: int) -> bytes:
     return random.Random(name).randbytes(size_bytes)
 
 
+# --- servers ---
+
+
+class NotThere(Exception):
+    """A store cannot be measured, or no longer, and why."""
+
+
 @contextmanager
-def memcached_server() -> Iterator[int | None]:
-    if shutil.which("memcached") is None:
-        print("memcached is not installed: its columns stay empty", file=sys.stderr)
-        yield None
-        return
-    port = free_port()
-    server = subprocess.Popen(
-        ["memcached", "-u", getpass.getuser(), "-l", "127.0.0.1", "-p", str(port), "-m", "2048", "-I", "128m"]
-    )
+def process(port: int, *command: str, log: IO[bytes]) -> Iterator[int]:
+    """A server that listens at this port of its own; yields its process's number."""
+    running = subprocess.Popen(command, stdout=log, stderr=log)
+    ends_s = time.monotonic() + LISTENS_WITHIN_S
     try:
-        for _ in range(100):
+        while True:
             try:
                 socket.create_connection(("127.0.0.1", port)).close()
                 break
             except ConnectionRefusedError:
+                if running.poll() is not None or time.monotonic() > ends_s:
+                    raise NotThere(f"{command[0]} does not listen") from None
                 time.sleep(0.05)
-        yield port
+        yield running.pid
     finally:
-        server.terminate()
-        server.wait()
+        running.terminate()
+        running.wait()
+
+
+def redis_service(stack: ExitStack, _: argparse.Namespace) -> Service:
+    import redis
+
+    if (port := stack.enter_context(redis_server())) is None:
+        raise NotThere("redis-server")
+    with redis.Redis(port=port) as client:
+        pid = client.info("server")["process_id"]
+    return Service("redis", lambda most_bytes: [port], (pid,))
+
+
+def memcached_service(stack: ExitStack, options: argparse.Namespace) -> Service:
+    if shutil.which("memcached") is None:
+        raise NotThere("it is not installed")
+    port = free_port()
+    limits = ("-m", "2048", "-I", "128m")
+    command = ("memcached", "-u", getpass.getuser(), "-l", "127.0.0.1", "-p", str(port), *limits)
+    pid = stack.enter_context(process(port, *command, log=options.log))
+    return Service("memcached", lambda most_bytes: [port], (pid,))
+
+
+LMCACHE_SERVER = """
+import sys
+from lmcache.v1.server.__main__ import LMCacheServer
+server = LMCacheServer("127.0.0.1", int(sys.argv[1]), "cpu")
+server.server_socket.setsockopt(6, 1, 1)
+server.run()
+"""
+"""``lmcache_server``, but its sockets send at once (TCP_NODELAY): else small values take it 40 ms."""
+
+
+def lmcache_service(stack: ExitStack, options: argparse.Namespace) -> Service:
+    if not options.lmcache.is_file():
+        raise NotThere(f"it is not installed in {options.lmcache}: `make test-engines` does it")
+    port, python = free_port(), str(options.lmcache)
+    pid = stack.enter_context(process(port, python, "-c", LMCACHE_SERVER, str(port), log=options.log))
+    return Service("lmcache", lambda most_bytes: [port, most_bytes], (pid,), python)
+
+
+def mooncake_service(stack: ExitStack, options: argparse.Namespace) -> Service:
+    """A master and one process that stores."""
+    folder = options.mooncake or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-")))
+    python = folder / "bin" / "python"
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [str(python), "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check", MOONCAKE],
+        [str(python), "-c", "import mooncake.store"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NotThere(f"{done.stderr.strip().splitlines()[-1]} (Debian has libibverbs1)")
+    port, stores = free_port(), free_port()
+    master, ports = f"127.0.0.1:{port}", ("--rpc_port", str(port), "--metrics_port", str(free_port()))
+    command = [str(folder / "bin" / "mooncake_master"), "--rpc_address", "127.0.0.1", *ports]
+    pids = [stack.enter_context(process(port, *command, log=options.log))]
+    command = [str(folder / "bin" / "mooncake_client"), "--host", "127.0.0.1", "--port", str(stores)]
+    command += ["--global_segment_size", "3 GB", "--master_server_address", master, "--protocol", "tcp"]
+    command += ["--metadata_server", "P2PHANDSHAKE"]
+    pids.append(stack.enter_context(process(stores, *command, log=options.log)))
+    return Service("mooncake", lambda most_bytes: [master], tuple(pids), str(python))
+
+
+def sky_service(stack: ExitStack, **plan: Any) -> Service:
+    with environment(pure=False):
+        _, folder = stack.enter_context(constellation(memory_per_satellite_bytes=MEMORY_BYTES, delay_scale=0.0, **plan))
+    pids = tuple(record.pid for record in RunDirectory(folder).living().values())
+    return Service("sky", lambda most_bytes: [str(folder), "los"], pids)
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """What these processes have used, user and system: Linux has a clock for each."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
 
 
 # --- ways ---
@@ -161,13 +212,13 @@ def ways(options: argparse.Namespace) -> Iterator[Row]:
         paths = {}
         port = stack.enter_context(redis_server())
         if port is not None:
-            paths["Redis TCP"] = stack.enter_context(client_process(redis_client, port, *value))
+            paths["Redis TCP"] = stack.enter_context(client_process(one_value, "redis", [port], *value))
         wanted = options.only or ["size", "los", "python", "gateway", "delay"]
 
         def sky(access: str, *, pure: bool = False, **plan: Any) -> Any:
             with environment(pure=pure):
                 _, folder = stack.enter_context(constellation(memory_per_satellite_bytes=MEMORY_BYTES, **plan))
-            return stack.enter_context(client_process(sky_client, folder, access, *value, pure=pure))
+            return stack.enter_context(client_process(one_value, "sky", [str(folder), access], *value, pure=pure))
 
         if "size" in wanted:
             paths["by size"] = sky("los", delay_scale=0.0)
@@ -218,60 +269,141 @@ def print_ways(rows: list[Row]) -> None:
 # --- sizes ---
 
 
-def sizes(options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each size, number of clients, path and verb."""
-    memory = {"memory_per_satellite_bytes": MEMORY_BYTES, "delay_scale": 0.0}
-    with ExitStack() as stack:
-        peers: Peers = {}
-        if (redis_port := stack.enter_context(redis_server())) is not None:
-            peers["Redis"] = redis_client, (redis_port,)
-        if (memcached_port := stack.enter_context(memcached_server())) is not None:
-            peers["memcached"] = memcached_client, (memcached_port,)
+PATHS: dict[str, Callable[[ExitStack, argparse.Namespace], Service | None]] = {
+    "Redis": redis_service,
+    "memcached": memcached_service,
+    "LMCache": lmcache_service,
+    "Mooncake": mooncake_service,
+    "by size": lambda stack, _: sky_service(stack),
+    "on ten": lambda stack, _: sky_service(stack, servers=10),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Of one run by all clients: its seconds, those of the processor, and the share of reads or writes that failed."""
+
+    seconds: float
+    clients_s: float
+    servers_s: float
+    failed: float
+
+
+class Clients:
+    """The clients of one store, in processes of their own (`_data_path_clients.py`)."""
+
+    def __init__(self, stack: ExitStack, service: Service, options: argparse.Namespace) -> None:
+        self._service, self._log, self._most_bytes = service, options.log, max(options.sizes)
+        command = [service.python, str(HERE / "_data_path_clients.py"), service.kind]
         with environment(pure=False):
-            peers["by size"] = sky_client, (stack.enter_context(constellation(**memory))[1], "los")
-            peers["on ten"] = sky_client, (stack.enter_context(constellation(servers=10, **memory))[1], "los")
-        for size_bytes in options.sizes:
-            for clients in options.clients:
-                yield from _sizes_of(peers, size_bytes, clients, options.size_rounds)
+            self._process = subprocess.Popen(
+                [*command, str(self._most_bytes), str(max(options.clients))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+        stack.callback(self._end)
+
+    def start(self, count: int) -> None:
+        self._count = count
+        self._do(clients=count, arguments=self._service.arguments(min(self._most_bytes, MOST_IN_FLIGHT_BYTES // count)))
+
+    def open_values(self, size_bytes: int) -> dict[str, int]:
+        """How often a turn reads and writes so that it takes about ``TURN_S``."""
+        self._do(size_bytes=size_bytes)
+        once_s = {verb: [self._do(verb=verb, runs=1)["seconds"] for _ in range(2)][1] for verb in VERBS}
+        return {verb: max(1, min(MOST_RUNS, int(TURN_S / once_s[verb]))) for verb in VERBS}
+
+    def turn(self, verb: str, runs: int) -> Turn:
+        """After a run to warm up."""
+        before_s = processor_s(self._service.pids)
+        warm, timed = self._do(verb=verb, runs=1), self._do(verb=verb, runs=runs)
+        servers_s = processor_s(self._service.pids) - before_s
+        return Turn(
+            timed["seconds"] / runs,
+            (warm["processor_s"] + timed["processor_s"]) / (runs + 1),
+            servers_s / (runs + 1),
+            (warm["failed"] + timed["failed"]) / (runs + 1) / self._count,
+        )
+
+    def _do(self, **order: Any) -> dict[str, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        if not (answer := self._process.stdout.readline()):
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").splitlines()
+            said = [line for line in lines if not line.startswith("  ")][-10:]  # of tracebacks only what was wrong
+            raise NotThere("\n".join([f"its clients ended at {order}", *said]))
+        found: dict[str, float] = json.loads(answer)
+        return found
+
+    def _end(self) -> None:
+        self._process.communicate(timeout=60)
 
 
-def _sizes_of(
-    peers: dict[str, tuple[Callable[..., tuple[Verb, Verb]], tuple[Any, ...]]],
-    size_bytes: int,
-    clients: int,
-    rounds: int,
-) -> Iterator[Row]:
-    runs = max(LEAST_RUNS, min(MOST_RUNS, TURN_BYTES // (size_bytes * clients)))
-    seconds: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in peers for verb in ("read", "write")}
+def sizes(options: argparse.Namespace) -> Iterator[Row]:
+    """A row for each number of clients, size, verb and path."""
     with ExitStack() as stack:
-        pipes = {
-            name: [
-                stack.enter_context(client_process(make, *args, f"v{size_bytes}-{at}", size_bytes))
-                for at in range(clients)
-            ]
-            for name, (make, args) in peers.items()
-        }
-        for number in range(rounds):
-            order = list(pipes) if number % 2 else list(pipes)[::-1]
-            for verb in ("read", "write"):
-                for name in order:
-                    seconds[name, verb].append(turn(pipes[name], verb, runs) / runs)
-    for verb in ("read", "write"):
-        for name in peers:
-            its = seconds[name, verb]
-            row: Row = {"section": "sizes", "size_bytes": size_bytes, "clients": clients, "verb": verb, "path": name}
-            row |= {"us": statistics.median(its) * 1e6, "mb_per_s": clients * size_bytes / statistics.median(its) / 1e6}
-            if "Redis" in peers:
-                ratios = [theirs / ours for theirs, ours in zip(seconds["Redis", verb], its, strict=True)]
-                row |= {"x": statistics.median(ratios), "x_least": min(ratios), "x_most": max(ratios)}
-            print(_size_cells(row), file=sys.stderr)
-            yield row
+        options.log = stack.enter_context(tempfile.TemporaryFile())
+        os.environ.update(QUIET)
+        paths: dict[str, Clients] = {}
+        for name in PATHS:
+            if options.only is None or name in options.only:
+                with left_out_if_not_there(name, paths):
+                    paths[name] = Clients(stack, PATHS[name](stack, options), options)
+        for count in options.clients:
+            for name, clients in list(paths.items()):
+                with left_out_if_not_there(name, paths):
+                    clients.start(count)
+            for size_bytes in options.sizes:
+                if size_bytes * count <= MOST_IN_FLIGHT_BYTES:
+                    yield from _cell(paths, size_bytes, count, options.size_rounds)
+                else:
+                    print(f"LEFT OUT: {count} values of {size_bytes / 1e6:,.0f} MB at a time", file=sys.stderr)
+
+
+@contextmanager
+def left_out_if_not_there(name: str, paths: dict[str, Clients]) -> Iterator[None]:
+    try:
+        yield
+    except NotThere as reason:
+        paths.pop(name, None)
+        print(f"LEFT OUT: {name}: {reason}", file=sys.stderr)
+
+
+def _cell(paths: dict[str, Clients], size_bytes: int, count: int, rounds: int) -> Iterator[Row]:
+    runs = {}
+    for name, clients in list(paths.items()):
+        with left_out_if_not_there(name, paths):
+            runs[name] = clients.open_values(size_bytes)
+    turns: dict[tuple[str, str], list[Turn]] = {(verb, name): [] for verb in VERBS for name in paths}
+    for number in range(rounds):
+        for verb in VERBS:
+            for name in list(paths) if number % 2 else list(paths)[::-1]:
+                turns[verb, name].append(paths[name].turn(verb, runs[name][verb]))
+    gb = count * size_bytes / 1e9
+    for (verb, name), its in turns.items():
+        seconds, failed = statistics.median(turn.seconds for turn in its), statistics.mean(turn.failed for turn in its)
+        row: Row = {"section": "sizes", "size_bytes": size_bytes, "clients": count, "verb": verb, "path": name}
+        row |= {"us": seconds * 1e6, "mb_per_s": gb * 1e3 * (1 - failed) / seconds, "failed": failed}
+        row["clients_s_per_gb"] = statistics.mean(turn.clients_s for turn in its) / gb
+        row["servers_s_per_gb"] = statistics.mean(turn.servers_s for turn in its) / gb
+        if "Redis" in paths:
+            peer = turns[verb, "Redis"]
+            ratios = [theirs.seconds / ours.seconds for theirs, ours in zip(peer, its, strict=True)]
+            row |= {"x": statistics.median(ratios), "x_least": min(ratios), "x_most": max(ratios)}
+        print(*_size_cells(row), sep="  ", file=sys.stderr)
+        yield row
 
 
 def _size_cells(row: Row) -> list[str]:
     ratio = f"{row['x']:.2f} ({row['x_least']:.2f}–{row['x_most']:.2f})" if "x" in row else ""
     size = f"{row['size_bytes'] / 1000:,.0f} KB"
-    return [size, str(row["clients"]), row["verb"], row["path"], f"{row['us']:,.0f}", f"{row['mb_per_s']:,.0f}", ratio]
+    spent = [f"{row[f'{who}_s_per_gb']:.2f}" for who in ("clients", "servers")]
+    times = [f"{row['us']:,.0f}", f"{row['mb_per_s']:,.0f}"]
+    return [size, str(row["clients"]), row["verb"], row["path"], *times, ratio, *spent, f"{row['failed']:.1%}"]
 
 
 # --- threads ---
@@ -313,10 +445,21 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="of `ways`: turns of each path (default 20)")
     parser.add_argument("--turn", type=int, default=20, help="of `ways`: timed runs in a turn (default 20)")
-    parser.add_argument("--only", action="append", metavar="PATH", help="of `ways`: size, los, python, gateway, delay")
-    parser.add_argument("--size-rounds", type=int, default=9, help="of the other sections (default 9)")
+    names = ", ".join(PATHS)
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PATH",
+        help=f"of `ways`: size, los, python, gateway, delay; of `sizes`: {names}",
+    )
+    parser.add_argument("--size-rounds", type=int, default=5, help="of the other sections (default 5)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N")
+    engines = HERE.parent / ".venv-engines/bin/python"
+    parser.add_argument("--lmcache", type=Path, default=engines, metavar="PYTHON", help="of `sizes`: one with LMCache")
+    parser.add_argument(
+        "--mooncake", type=Path, metavar="DIR", help="of `sizes`: where Mooncake's wheel is, or shall be"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
@@ -328,7 +471,7 @@ def main() -> None:
     if any(row["section"] == "ways" for row in rows):
         print_ways([row for row in rows if row["section"] == "ways"])
     if found := [row for row in rows if row["section"] == "sizes"]:
-        header = ("value", "clients", "", "path", "µs", "MB/s", "× Redis")
+        header = ("value", "clients", "", "path", "µs", "MB/s", "× Redis", "s/GB of clients", "of servers", "failed")
         print_table("Values of many sizes", header, [_size_cells(row) for row in found])
     for row in rows:
         if row["section"] == "threads":

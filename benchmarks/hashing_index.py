@@ -9,10 +9,12 @@ import argparse
 import gc
 import hashlib
 import json
+import pickle
 import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from skymemory.kv.block import hash_blocks
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.store.sky.probing import PrefixSearch
 
-BLOCK_TOKENS = 128
+HASHED_BLOCKS = (16, 128)
 INFO = BlockInfo(480, 2_949_184, 0x1234ABCD, 1_700_000_000.0, 4, 1, "rotation_hop", 10, bytes(32))
 
 
@@ -89,16 +91,47 @@ def copies(hashes: list[bytes]) -> list[bytes]:
     return [raw[at : at + 32] for at in range(0, len(raw), 32)]
 
 
+def vllm_hashes(digest: Callable[[bytes], bytes], tokens: list[int], block_tokens: int) -> list[bytes]:
+    """What vLLM 0.32 hashes of a request, with its ``sha256`` or ``xxhash``: a pickle for each block."""
+    previous, hashes = bytes(32), []
+    for at in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        block = previous, tuple(tokens[at : at + block_tokens]), None
+        previous = digest(pickle.dumps(block, protocol=pickle.HIGHEST_PROTOCOL))
+        hashes.append(previous)
+    return hashes
+
+
+def vllm_digests() -> dict[str, Callable[[bytes], bytes]]:
+    digests: dict[str, Callable[[bytes], bytes]] = {"SHA-256": lambda data: hashlib.sha256(data).digest()}
+    try:
+        import xxhash
+    except ImportError:
+        print("the xxhash library is not installed: vLLM's is left out", file=sys.stderr)
+    else:
+        digests["xxhash"] = xxhash.xxh3_128_digest
+    return digests
+
+
 def measure_hashing(results: dict[str, object], rng: np.random.Generator, repeats: int) -> None:
+    """Ours and vLLM's in turns."""
     context = hashlib.sha256(b"benchmark").digest()
     tokens = rng.integers(0, 32_000, 128 * 1000)
     listed = tokens.tolist()
-    results["hash 128k tokens, numpy [ms]"] = scale(
-        timed(lambda: hash_blocks(context, tokens, BLOCK_TOKENS), repeats), 1e3
-    )
-    results["hash 128k tokens, list [ms]"] = scale(
-        timed(lambda: hash_blocks(context, listed, BLOCK_TOKENS), repeats), 1e3
-    )
+    calls: dict[str, Callable[[], object]] = {}
+    for size in HASHED_BLOCKS:
+        calls[f"numpy, blocks of {size}"] = partial(hash_blocks, context, tokens, size)
+        calls[f"list, blocks of {size}"] = partial(hash_blocks, context, listed, size)
+        for name, digest in vllm_digests().items():
+            calls[f"list, blocks of {size}, vLLM's {name}"] = partial(vllm_hashes, digest, listed, size)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - began)
+    for name, its in seconds.items():
+        middle, late = float(np.median(its)), float(np.percentile(its, 99))
+        results[f"hash 128k tokens, {name} [ms]"] = scale((middle, late), 1e3)
     value = rng.bytes(2_949_184)
     checksums = native.crc32_chunks(value, DEFAULT_CHUNK_BYTES)
     results["checksums of 480 chunks, 2.9 MB [ms]"] = scale(

@@ -6,7 +6,7 @@ A page says where a table stands by ``<!-- benchmark: NAME -->`` and ``<!-- end 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,24 +95,56 @@ def _data_path() -> str:
     )
 
 
-def _data_path_sizes() -> str:
-    """A line for each size, number of clients and verb; of each path its time and by how much it is faster."""
+OURS = ("by size", "on ten")
+"""The paths of ``data_path.py sizes`` that are ours, the default first."""
+
+
+def _sizes(cell: Callable[[Row], str], *more: tuple[str, Callable[[dict[str, Row]], str]], key: str) -> str:
+    """A line for each size, number of clients and verb: of each path's row that has ``key`` a ``cell``, and ``more``
+    columns of all paths' rows.
+    """
     found: dict[tuple[int, int, str], dict[str, Row]] = {}
     for row in rows_of("data_path"):
-        if row["section"] == "sizes":
+        if row["section"] == "sizes" and key in row:
             found.setdefault((row["size_bytes"], row["clients"], row["verb"]), {})[row["path"]] = row
     paths = list(dict.fromkeys(path for its in found.values() for path in its))
+    made = [["value", "clients", "", *paths, *(head for head, _ in more)]]
+    for (size_bytes, clients, verb), its in sorted(found.items()):
+        cells = [cell(its[path]) if path in its else "" for path in paths]
+        made.append([f"{size_bytes / 1000:,.0f} KB", str(clients), verb, *cells, *(one(its) for _, one in more)])
+    return table(made)
 
-    def cells(its: dict[str, Row]) -> Iterator[str]:
-        for path in paths:
-            ratio = "" if path == "Redis" else f" ({its[path]['x']:.2f} ×)"
-            yield f"{its[path]['us']:,.0f} µs{ratio}"
 
-    lines = [
-        [f"{size_bytes / 1000:,.0f} KB", str(clients), verb, *cells(its)]
-        for (size_bytes, clients, verb), its in found.items()
-    ]
-    return table([["value", "clients", "", *paths], *lines])
+def _data_path_sizes() -> str:
+    """Of each path its time and by how much it is faster than Redis; of our default, than the fastest other store."""
+
+    def time(row: Row) -> str:
+        ratio = f" ({row['x']:.2f} ×)" if row["path"] != "Redis" and "x" in row else ""
+        return f"{row['us']:,.0f} µs{ratio}" + (f", {row['failed']:.1%} failed" if row.get("failed") else "")
+
+    def best(its: dict[str, Row]) -> str:
+        peers = [(row["us"], path) for path, row in its.items() if path not in OURS]
+        if not peers or OURS[0] not in its:
+            return ""
+        us, peer = min(peers)
+        return f"{us / its[OURS[0]]['us']:.2f} × {peer}"
+
+    return _sizes(time, (f"{OURS[0]}, of the best peer", best), key="us")
+
+
+def _data_path_processor() -> str:
+    """Of clients, and of servers."""
+    return _sizes(lambda row: f"{row['clients_s_per_gb']:.2f} + {row['servers_s_per_gb']:.2f}", key="clients_s_per_gb")
+
+
+def _hashing() -> str:
+    """Ours and vLLM's, in milliseconds."""
+    results = json.loads((FOLDER / "hashing_index.json").read_text("utf-8"))["results"]
+    made = [["hashed", "median", "99th"]]
+    for name, found in results.items():
+        if name.startswith("hash "):
+            made.append([name.removeprefix("hash ").removesuffix(" [ms]"), *(f"{each:.2f} ms" for each in found)])
+    return table(made)
 
 
 def _tiers() -> str:
@@ -591,6 +623,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
+    "data path, processor": _data_path_processor,
+    "hashing": _hashing,
     "tiers": _tiers,
     "tiers that hang": _hung_tiers,
     "policies, conversations": lambda: _policies("policies"),

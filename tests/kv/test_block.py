@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,36 @@ def test_every_integer_type_hashes_alike(dtype: Any) -> None:
     assert hash_blocks(SEED, strided, 2) == hash_blocks(SEED, tuple(tokens), 2)
 
 
+def test_golden_hashes() -> None:
+    """What stores hold is found by these: they stay."""
+    tokens = [*range(20), 2**32 - 1, 127, 0, 5]
+    last = "9b859902b9348b75d844ac0be257657a86bc1ac0f1d5325db5fcfa84d91a9c91"
+    assert hash_blocks(SEED, tokens, 4)[-1].hex() == last
+    assert hash_blocks(SEED, np.array(tokens), 4)[-1].hex() == last
+    assert hash_blocks(SEED, tokens, 4, {9: b"c" * 32, 10: b"d" * 32, 17: b"e" * 32})[-1].hex() == (
+        "b609e2a4c60b9edd442a1dcc6ef12693d4157dcaa3ff71f87f66eaff7c229a3b"
+    )
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), max_size=40),
+    st.integers(1, 9),
+    st.dictionaries(st.integers(0, 39), st.binary(min_size=32, max_size=32), max_size=6),
+)
+def test_every_block_is_the_hash_of_the_one_before_its_tokens_and_its_media(
+    tokens: list[int], size: int, content: dict[int, bytes]
+) -> None:
+    content = {at: digest for at, digest in content.items() if at < len(tokens)}
+    expected = [SEED]
+    for first in range(0, len(tokens) - size + 1, size):
+        message = expected[-1] + np.array(tokens[first : first + size], "<u4").tobytes()
+        for at in sorted(at for at in content if first <= at < first + size):
+            message += (at - first).to_bytes(4, "little") + content[at]
+        expected.append(hashlib.sha256(message).digest())
+    for shape in (tokens, tuple(tokens), np.array(tokens, np.uint32), np.array(tokens, np.int64)):
+        assert hash_blocks(SEED, shape, size, content) == expected[1:]
+
+
 def test_a_prompt_shorter_than_a_block_has_none() -> None:
     assert hash_blocks(SEED, [], 128) == []
     assert hash_blocks(SEED, np.array([], dtype=np.int64), 128) == []
@@ -56,6 +87,9 @@ def test_a_prompt_shorter_than_a_block_has_none() -> None:
         [2**70, 2],
         [1.0, 2.0],
         [True, False],
+        [1, 2, -1],
+        [1, 2, 2**32],
+        (1, None),
         ["1", "2"],
         [[1, 2], [3, 4]],
         [[1, 2], [3]],

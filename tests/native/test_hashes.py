@@ -1,9 +1,12 @@
-"""XXH64 over blocks, judged by the xxhash library; what a chained hash stands for."""
+"""XXH64 and SHA-256 over blocks, judged by their libraries; what a chained hash stands for; tokens as bytes."""
 
 from __future__ import annotations
 
+import hashlib
 import struct
+import threading
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,3 +88,83 @@ def test_what_cannot_be_hashed(impl: ModuleType) -> None:
             call("text", 4, 1)
         with pytest.raises(TypeError):
             call(b"abc", 1, "seed")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=700), st.integers(1, 140), st.binary(min_size=32, max_size=32))
+def test_a_chain_of_sha256(data: bytes, block_bytes: int, seed: bytes) -> None:
+    expected, previous = [], seed
+    for at in range(0, len(data) - block_bytes + 1, block_bytes):
+        expected.append(previous := hashlib.sha256(previous + data[at : at + block_bytes]).digest())
+    for module in IMPLEMENTATIONS:
+        assert module.chain_sha256(data, block_bytes, seed) == expected
+        assert module.chain_sha256(memoryview(bytearray(data)), block_bytes, seed) == expected
+
+
+def test_long_chains_of_sha256_at_the_same_time(impl: ModuleType) -> None:
+    """Over the size from which the interpreter's lock is let go."""
+    data = [bytes([number]) * 40_000 for number in range(4)]
+    alone = [impl.chain_sha256(each, 64, bytes(32)) for each in data]
+    assert [len(each) for each in alone] == [625] * 4 and len({each[-1] for each in alone}) == 4
+    found: dict[int, list[list[bytes]]] = {number: [] for number in range(4)}
+
+    def hash_often(number: int) -> None:
+        for _ in range(20):
+            found[number].append(impl.chain_sha256(data[number], 64, bytes(32)))
+
+    threads = [threading.Thread(target=hash_often, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(one == alone[number] for number, its in found.items() for one in its)
+
+
+def test_what_is_no_chain_of_sha256(impl: ModuleType) -> None:
+    with pytest.raises(ValueError, match="blocks of 0 bytes: expected 1 or more"):
+        impl.chain_sha256(b"abc", 0, bytes(32))
+    for seed in (b"", bytes(31), bytes(33)):
+        with pytest.raises(ValueError, match=f"a seed of {len(seed)} bytes: expected 32"):
+            impl.chain_sha256(b"abc", 1, seed)
+    with pytest.raises(TypeError):
+        impl.chain_sha256("text", 4, bytes(32))
+
+
+def test_without_libcrypto_the_twin_makes_chains(fast: ModuleType) -> None:
+    if not fast.sha_ready():
+        pytest.skip("no libcrypto here")
+    fast.sha_select(False)
+    try:
+        with pytest.raises(RuntimeError, match="no libcrypto"):
+            fast.chain_sha256(b"abc", 1, bytes(32))
+    finally:
+        fast.sha_select(True)
+
+
+class _Subclass(int):
+    pass
+
+
+EDGES = st.sampled_from([0, 1, 2**15, 2**30 - 1, 2**30, 2**31, 2**32 - 1])
+ODD = st.sampled_from([-1, 2**32, 2**63, 2**64, -(2**70), True, 1.0, "1", None, _Subclass(3), np.int64(3)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1) | EDGES, max_size=40))
+def test_packed_tokens(tokens: list[int]) -> None:
+    packed = np.array(tokens, dtype="<u4").tobytes()
+    for module in IMPLEMENTATIONS:
+        assert module.pack_tokens(tokens) == module.pack_tokens(tuple(tokens)) == packed
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=9), ODD, st.lists(st.integers(0, 2**32 - 1), max_size=9))
+def test_one_that_is_no_token_packs_none(before: list[int], odd: Any, after: list[int]) -> None:
+    for module in IMPLEMENTATIONS:
+        assert module.pack_tokens([*before, odd, *after]) is None
+        assert module.pack_tokens((*before, odd, *after)) is None
+
+
+def test_only_lists_and_tuples_are_packed(impl: ModuleType) -> None:
+    for tokens in (np.array([1]), range(3), "12", b"12", {1: 2}, None, 5, iter([1])):
+        assert impl.pack_tokens(tokens) is None

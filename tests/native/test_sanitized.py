@@ -71,6 +71,9 @@ for _ in range(2000):
     fast.open_ack(ack(dice.choice((0, 1, 8, 65536, 2**32 - 1, dice.randrange(70))), bytes([255]) * dice.randrange(12)))
     rows = [(dice.getrandbits(32), 0, 5, dice.randbytes(dice.randrange(300))) for _ in range(dice.randrange(5))]
     assert len(fast.command_packets(bytes(52), 7, rows)) == len(rows)
+for count in (0, 1, 7, 5000, 9000):
+    packed = fast.pack_tokens([dice.getrandbits(32) for _ in range(count)])
+    assert len(fast.chain_sha256(packed, 28, key)) == 4 * count // 28
 a, b = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
 a.bind(("127.0.0.1", 0)); a.setsockopt(17, 104, 1); port = a.getsockname()[1]
 scratch = bytearray(4 * 65536)
@@ -331,6 +334,7 @@ for bad in (lambda: fast.first_values([(b"a", 5)]), lambda: fast.header_lines([(
             lambda: fast.HolderTable(4), lambda: fast.HolderTable().match(b"x" * 8, [0], [(16, 1.0)]),
             lambda: fast.HolderTable().match(b"x" * 8, [0], [5]), lambda: fast.HolderTable().add(0, 65536, 1),
             lambda: fast.HolderTable().match(b"x" * 8, ["a"], []), lambda: fast.HolderTable().match(b"x" * 7, [], []),
+            lambda: fast.chain_sha256(b"x", 0, key), lambda: fast.chain_sha256(b"x", 1, bytes(31)),
             lambda: fast.chain_hashes(b"x", 0, 1), lambda: fast.recv_runs(a.fileno(), whole, 5, 1, 0, {}),
             lambda: fast.place_runs([(run, 180)], 0, {0: (1,)}),
             lambda: fast.send_slices(b.fileno(), "127.0.0.1", port, bytes(24), 12, b"x", 1, 1, 2**62),
@@ -387,6 +391,7 @@ calls = [
     (lambda n: fast.crc32(b"abc", n), 1), (fast.crc32_combine, 3), (lambda n: fast.crc32_chunks(value, n), 1),
     (lambda c, s: fast.crc32_join(out[2], c, s), 2), (lambda c, s: fast.crc32_join(bytes(8), c, s), 2),
     (lambda n, s: fast.chain_hashes(value, n, s), 2), (lambda n, s: fast.piece_hashes(value, n, s), 2),
+    (lambda n: fast.chain_sha256(value, n, key), 1), (lambda *some: fast.pack_tokens([*some, *some]), 3),
     (lambda w, s: fast.seal_headers(bytearray(104), w, s), 2),
     (lambda w, s: fast.sign_packets(command * 2, w, s, key, 1, 5), 2),
     (lambda k, t: fast.sign_packets(command * 2, 52, 8, key, k, t), 2),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from skymemory import native
 from skymemory.errors import InvalidInput
 
 Buffer = bytes | bytearray | memoryview
@@ -68,21 +69,17 @@ def hash_blocks(
     _check_digest(context_digest, "context digest")
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
         raise InvalidInput(f"block_tokens must be a whole number from 1 on, got {block_tokens!r}")
-    raw, count = _token_bytes(tokens)
-    block_bytes = block_tokens * TOKEN_BYTES
-    end = count // block_tokens * block_bytes
-    folded = _fold(content, count, block_tokens) if content else {}
-    sha256, previous, hashes = hashlib.sha256, context_digest, []
-    if folded:
-        for index, start in enumerate(range(0, end, block_bytes)):
-            message = previous + raw[start : start + block_bytes] + folded.get(index, b"")
-            previous = sha256(message).digest()
-            hashes.append(previous)
-        return hashes
-    for start in range(0, end, block_bytes):
-        previous = sha256(previous + raw[start : start + block_bytes]).digest()
-        hashes.append(previous)
-    return hashes
+    raw = _token_bytes(tokens)
+    count, block_bytes = len(raw) // TOKEN_BYTES, block_tokens * TOKEN_BYTES
+    chain = [context_digest]
+    for block, media in (_fold(content, count, block_tokens) if content else {}).items():
+        if block == count // block_tokens:
+            break  # the tail, which fills no block
+        begin, end = block * block_bytes, (block + 1) * block_bytes
+        chain += native.chain_sha256(raw[(len(chain) - 1) * block_bytes : begin], block_bytes, chain[-1])
+        chain.append(hashlib.sha256(b"".join((chain[-1], raw[begin:end], media))).digest())
+    chain += native.chain_sha256(raw[(len(chain) - 1) * block_bytes :], block_bytes, chain[-1])
+    return chain[1:]
 
 
 def key_hash(namespace_digest: bytes, key: str) -> bytes:
@@ -99,8 +96,10 @@ def key_hash(namespace_digest: bytes, key: str) -> bytes:
         raise InvalidInput(f"key {key!r} is not encodable as UTF-8 ({error.reason})") from None
 
 
-def _token_bytes(tokens: Tokens) -> tuple[bytes, int]:
-    """Tokens as packed u32 little-endian, and how many."""
+def _token_bytes(tokens: Tokens) -> bytes | memoryview:
+    """Tokens as packed u32 little-endian."""
+    if (packed := native.pack_tokens(tokens)) is not None:
+        return packed
     try:
         array = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError) as error:
@@ -108,18 +107,18 @@ def _token_bytes(tokens: Tokens) -> tuple[bytes, int]:
     if array.ndim != 1:
         raise InvalidInput(f"tokens must have one dimension, got shape {array.shape}: pass one prompt at a time")
     if array.size == 0:
-        return b"", 0
+        return b""
     if array.dtype.kind not in "iu":
         raise InvalidInput(f"tokens must be whole numbers in 0..{_MAX_TOKEN}, got {array.dtype}")
     if array.dtype.itemsize > TOKEN_BYTES or array.dtype.kind == "i":
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > _MAX_TOKEN:
             raise InvalidInput(f"tokens must be in 0..{_MAX_TOKEN}, got {low if low < 0 else high}")
-    return array.astype("<u4").tobytes(), int(array.size)
+    return np.ascontiguousarray(array, dtype="<u4").view(np.uint8).data
 
 
 def _fold(content: Mapping[int, bytes], count: int, block_tokens: int) -> dict[int, bytes]:
-    """Block index → the bytes folded into its hash."""
+    """Block index → the bytes folded into its hash, in order."""
     folded: dict[int, bytes] = {}
     for position in sorted(content):
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < count:

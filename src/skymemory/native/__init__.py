@@ -1,7 +1,7 @@
 """The hot loops: in C where the helper was compiled, in Python (``twin``) everywhere else.
 
 ``NATIVE`` is whether C is used. ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin, whose docstrings
-document each function. The helper takes SHA-256 from libcrypto; without it, the twin computes MACs.
+document each function. The helper takes SHA-256 from libcrypto; without it, the twin hashes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Slot", "Transit"
 __all__ += ["chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 
-_OF_SHA = ("check_macs", "sign_packets", "strip_macs")
+_OF_SHA = ("chain_sha256", "check_macs", "sign_packets", "strip_macs")
 
 
 def _compiled() -> Any:

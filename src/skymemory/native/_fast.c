@@ -32,7 +32,7 @@ static PyMethodDef methods[] = {
     {"crc32_join", sky_py_crc32_join, METH_VARARGS, "crc32_join(crcs, chunk_bytes, value_bytes) -> int"},
     {"crc_kind", crc_kind, METH_NOARGS, "which loop serves: vpclmul, pclmul or tables"},
     {"crc_select", crc_select, METH_O, "choose a loop by name, or 'best'; False where the processor lacks it"},
-    {"sha_ready", sha_ready, METH_NOARGS, "whether there is a libcrypto, so that MACs are made and checked here"},
+    {"sha_ready", sha_ready, METH_NOARGS, "whether there is a libcrypto, so that it hashes here"},
     {"sha_select", sha_select, METH_O, "do without libcrypto (False) or with it (True): whether it is there"},
     {"sign_packets", sky_py_sign_packets, METH_VARARGS, "sign_packets(headers, header_bytes, sky, ...) -> bytearray"},
     {"check_macs", sky_py_check_macs, METH_VARARGS, "check_macs(data, segment_bytes, sky, keys, ...) -> list of times"},
@@ -63,6 +63,8 @@ static PyMethodDef methods[] = {
     {"fit_whole", sky_py_fit_whole, METH_O, "fit_whole(points) -> (0.0, per token, bend) or None"},
     {"first_values", sky_py_first_values, METH_O, "first_values(headers) -> dict of bytes"},
     {"header_lines", (PyCFunction)(void (*)(void))sky_py_header_lines, METH_FASTCALL, "header_lines(headers, left_out) -> bytes"},
+    {"chain_sha256", sky_py_chain_sha256, METH_VARARGS, "chain_sha256(data, block_bytes, seed) -> list of bytes"},
+    {"pack_tokens", sky_py_pack_tokens, METH_O, "pack_tokens(tokens) -> bytes of uint32, or None"},
     {"piece_hashes", sky_py_piece_hashes, METH_VARARGS, "piece_hashes(data, block_bytes, seed) -> bytes of uint64"},
     {NULL, NULL, 0, NULL},
 };

@@ -31,6 +31,8 @@ PyObject *sky_py_crc32_join(PyObject *self, PyObject *args);
 /* hashes.c */
 PyObject *sky_py_chain_hashes(PyObject *self, PyObject *args);
 PyObject *sky_py_piece_hashes(PyObject *self, PyObject *args);
+PyObject *sky_py_chain_sha256(PyObject *self, PyObject *args);
+PyObject *sky_py_pack_tokens(PyObject *self, PyObject *tokens);
 
 /* headers.c */
 PyObject *sky_py_seal_headers(PyObject *self, PyObject *args);

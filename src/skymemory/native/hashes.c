@@ -1,8 +1,6 @@
-/* XXH64 (Yann Collet's, by its specification) over the blocks of a prompt: chained, or each for itself.
- * Twin and contract: twin/backend.py; both are tested against the xxhash library. */
-#include "fast.h"
-
-#include <string.h>
+/* Hashes of the blocks of a prompt: XXH64 (Yann Collet's, by its specification), chained or each for itself, and chains
+ * of SHA-256; and its tokens as bytes. Twin and contract: twin/backend.py; XXH64 is tested against the xxhash library. */
+#include "sha.h"
 
 #define PRIME_1 0x9E3779B185EBCA87u
 #define PRIME_2 0xC2B2AE3D27D4EB4Fu
@@ -32,6 +30,12 @@ static uint32_t read_4(const uint8_t *at)
 static void write_8(uint8_t *at, uint64_t value)
 {
     for (int byte = 0; byte < 8; byte++)
+        at[byte] = (uint8_t)(value >> 8 * byte);
+}
+
+static void write_4(uint8_t *at, uint32_t value)
+{
+    for (int byte = 0; byte < 4; byte++)
         at[byte] = (uint8_t)(value >> 8 * byte);
 }
 
@@ -140,4 +144,95 @@ PyObject *sky_py_chain_hashes(PyObject *self, PyObject *args)
 PyObject *sky_py_piece_hashes(PyObject *self, PyObject *args)
 {
     return hashes(args, "y*nO:piece_hashes", 0);
+}
+
+/* --- SHA-256 --- */
+
+/* Each digest goes where its bytes object keeps it: no other code has these objects yet. */
+static void chain(const Py_buffer *data, size_t block_bytes, const uint8_t *previous, uint8_t **digests, size_t blocks)
+{
+    const uint8_t *at = data->buf;
+    for (size_t block = 0; block < blocks; block++, at += block_bytes) {
+        sky_sha256(previous, SHA_BYTES, at, block_bytes, digests[block]);
+        previous = digests[block];
+    }
+}
+
+static PyObject *chained(const Py_buffer *data, Py_ssize_t block_bytes, const uint8_t *seed)
+{
+    Py_ssize_t blocks = data->len / block_bytes;
+    uint8_t **digests = PyMem_New(uint8_t *, (size_t)blocks + 1);
+    PyObject *found = digests ? PyList_New(blocks) : PyErr_NoMemory();
+    for (Py_ssize_t block = 0; found && block < blocks; block++) {
+        PyObject *digest = PyBytes_FromStringAndSize(NULL, SHA_BYTES);
+        if (digest) {
+            PyList_SET_ITEM(found, block, digest);
+            digests[block] = (uint8_t *)PyBytes_AS_STRING(digest);
+        } else {
+            Py_CLEAR(found);
+        }
+    }
+    if (found && data->len < SKY_RELEASE_BYTES) {
+        chain(data, (size_t)block_bytes, seed, digests, (size_t)blocks);
+    } else if (found) {
+        Py_BEGIN_ALLOW_THREADS
+        chain(data, (size_t)block_bytes, seed, digests, (size_t)blocks);
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(digests);
+    return found;
+}
+
+PyObject *sky_py_chain_sha256(PyObject *self, PyObject *args)
+{
+    Py_buffer data, seed;
+    Py_ssize_t block_bytes;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*ny*:chain_sha256", &data, &block_bytes, &seed))
+        return NULL;
+    if (!sky_sha_ready())
+        PyErr_SetString(PyExc_RuntimeError, "no libcrypto: the twin hashes");
+    else if (block_bytes < 1)
+        PyErr_Format(PyExc_ValueError, "blocks of %zd bytes: expected 1 or more", block_bytes);
+    else if (seed.len != SHA_BYTES)
+        PyErr_Format(PyExc_ValueError, "a seed of %zd bytes: expected %d", seed.len, (int)SHA_BYTES);
+    else
+        result = chained(&data, block_bytes, seed.buf);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&seed);
+    return result;
+}
+
+/* --- tokens --- */
+
+/* The value of a plain int in 0 .. 2^32-1; -1 for anything else. */
+static long long token_of(PyObject *token)
+{
+    int overflow;
+    if (!PyLong_CheckExact(token))
+        return -1;
+    long long value = PyLong_AsLongLongAndOverflow(token, &overflow);
+    return overflow || value > UINT32_MAX ? -1 : value;
+}
+
+PyObject *sky_py_pack_tokens(PyObject *self, PyObject *tokens)
+{
+    if (!PyList_CheckExact(tokens) && !PyTuple_CheckExact(tokens))
+        Py_RETURN_NONE;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(tokens);
+    PyObject **each = PySequence_Fast_ITEMS(tokens), *packed = NULL;
+    if (count > PY_SSIZE_T_MAX / 4)
+        return PyErr_NoMemory();
+    if (!(packed = PyBytes_FromStringAndSize(NULL, 4 * count)))
+        return NULL;
+    uint8_t *out = (uint8_t *)PyBytes_AS_STRING(packed);
+    for (Py_ssize_t at = 0; at < count; at++, out += 4) {
+        long long token = token_of(each[at]);
+        if (token < 0) {
+            Py_DECREF(packed);
+            Py_RETURN_NONE;
+        }
+        write_4(out, (uint32_t)token);
+    }
+    return packed;
 }

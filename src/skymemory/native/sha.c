@@ -4,7 +4,7 @@
 
 #include <dlfcn.h>
 
-enum { BLOCK = 64, DIGEST = 32, INNER_PAD = 0x36, OUTER_PAD = 0x5C };
+enum { BLOCK = 64, INNER_PAD = 0x36, OUTER_PAD = 0x5C };
 
 typedef int (*Init)(void *);
 typedef int (*Update)(void *, const void *, size_t);
@@ -21,7 +21,7 @@ static int knows_abc(void)
 {
     static const uint8_t expected[] = {0xba, 0x78, 0x16, 0xbf, 0x8f, 0x01, 0xcf, 0xea}; /* FIPS 180-4's example */
     ShaState state;
-    uint8_t digest[DIGEST];
+    uint8_t digest[SHA_BYTES];
     sha.init(&state);
     sha.update(&state, "abc", 3);
     sha.final(digest, &state);
@@ -58,6 +58,15 @@ int sky_sha_select(int wanted)
     return sky_sha_ready();
 }
 
+void sky_sha256(const uint8_t *head, size_t head_bytes, const uint8_t *body, size_t body_bytes, uint8_t *digest)
+{
+    ShaState state;
+    sha.init(&state);
+    sha.update(&state, head, head_bytes);
+    sha.update(&state, body, body_bytes);
+    sha.final(digest, &state);
+}
+
 static void padded(ShaState *state, const uint8_t *key, uint8_t pad)
 {
     uint8_t block[BLOCK];
@@ -76,7 +85,7 @@ void sky_mac_key(MacKey *mac, const uint8_t *key)
 
 void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, uint8_t *out)
 {
-    uint8_t head[4 + TELEMETRY_BYTES + SKY_BYTES], digest[DIGEST];
+    uint8_t head[4 + TELEMETRY_BYTES + SKY_BYTES], digest[SHA_BYTES];
     put32(head, time_high);
     memcpy(head + 4, packet, sky + SKY_BYTES);
     memset(head + 4 + sky + MUTABLE_AT, 0, MUTABLE_END - MUTABLE_AT); /* what forwarders change */

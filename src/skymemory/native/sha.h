@@ -1,10 +1,10 @@
-/* HMAC-SHA-256 of packets, by OpenSSL's libcrypto where that can be loaded: the hash is not ours. */
+/* SHA-256, and HMAC-SHA-256 of packets, by OpenSSL's libcrypto where that can be loaded: the hash is not ours. */
 #ifndef SKYMEMORY_SHA_H
 #define SKYMEMORY_SHA_H
 
 #include "packet.h"
 
-enum { MAC_KEY_BYTES = 32 };
+enum { MAC_KEY_BYTES = 32, SHA_BYTES = 32 };
 
 /* A SHA256_CTX (112 bytes in every OpenSSL there is), with room. */
 typedef struct {
@@ -20,6 +20,8 @@ typedef struct {
 int sky_sha_ready(void);
 /* For tests: disable the library (0), or look for it again (1). */
 int sky_sha_select(int wanted);
+/* Of ``head`` and then ``body``. */
+void sky_sha256(const uint8_t *head, size_t head_bytes, const uint8_t *body, size_t body_bytes, uint8_t *digest);
 void sky_mac_key(MacKey *mac, const uint8_t *key);
 /* The MAC that stands at packet[end], over the packet up to there; ``sky`` is where its SKY header begins. */
 void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, uint8_t *out);

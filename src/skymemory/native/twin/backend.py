@@ -1,6 +1,6 @@
 """The pure-Python twin of the compiled helper: same signatures, same results. Tests compare the two.
 
-All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers. The others:
+All functions are exported here; in this file are CRC-32, XXH64, SHA-256 and HTTP headers. The others:
 
 =============  ===================================================================================
 ``segments``   packets: verify, place payloads; MACs
@@ -17,6 +17,8 @@ All functions are exported here; in this file are CRC-32, XXH64 and HTTP headers
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import zlib
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
@@ -61,6 +63,7 @@ __all__ = [
     "UnderWay",
     "answer_get",
     "bulk_headers",
+    "chain_sha256",
     "check_macs",
     "command_packets",
     "count_hops",
@@ -73,6 +76,7 @@ __all__ = [
     "header_lines",
     "open_ack",
     "open_runs",
+    "pack_tokens",
     "place_runs",
     "place_segments",
     "receive_all",
@@ -264,6 +268,30 @@ def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
     """XXH64 of each whole block of ``data`` by itself, seeded (uint64, maybe read-only); a rest is left out."""
     return np.array([_hash(block, seed & _MASK) for block in _blocks(data, block_bytes)], dtype=np.uint64)
+
+
+def chain_sha256(data: Buffer, block_bytes: int, seed: bytes) -> list[bytes]:
+    """Chained SHA-256 of the whole blocks of ``data``: each of the digest before it (first ``seed``) and the block.
+
+    A rest is left out. Raises ValueError for blocks of no bytes and a seed that is not of 32.
+    """
+    if len(seed) != hashlib.sha256().digest_size:
+        raise ValueError(f"a seed of {len(seed)} bytes: expected 32")
+    previous, found = seed, []
+    for block in _blocks(data, block_bytes):
+        previous = hashlib.sha256(previous + block).digest()
+        found.append(previous)
+    return found
+
+
+def pack_tokens(tokens: object) -> bytes | None:
+    """A list or tuple of plain ``int`` in 0 .. 2^32-1 as unsigned 32-bit little-endian; None for anything else."""
+    if not (type(tokens) is list or type(tokens) is tuple) or set(map(type, tokens)) - {int}:
+        return None
+    try:
+        return struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error:
+        return None
 
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
