@@ -65,9 +65,9 @@ def file_of(cache: SkyCache, tokens: int) -> Iterator[Path]:
     """The first ``tokens`` of every layer in a safetensors file on tmpfs, contiguous as the file wants them."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="skymemory-ttft-") as folder:
         path = Path(folder) / "prompt.safetensors"
-        pairs = [(layer.keys, layer.values) for layer in cache.layers]
-        its = {f"{at}.{name}": part[:, :, :tokens] for at, pair in enumerate(pairs) for name, part in zip("kv", pair)}
-        save_file({name: part.contiguous() for name, part in its.items()}, path)
+        keys = {f"{at}.k": layer.keys[:, :, :tokens].contiguous() for at, layer in enumerate(cache.layers)}
+        values = {f"{at}.v": layer.values[:, :, :tokens].contiguous() for at, layer in enumerate(cache.layers)}
+        save_file(keys | values, path)
         yield path
 
 
@@ -169,7 +169,22 @@ def main() -> None:
             store.close()
     print_table(
         f"TTFT, TinyLlama shape, tail of {TAIL_TOKENS} tokens",
-        ["delay", "tokens", "without", "with", "share", "tail", "fetch", "rebuild", "MB", "MB/s", "bound", "of bound", "file", "of file"],
+        [
+            "delay",
+            "tokens",
+            "without",
+            "with",
+            "share",
+            "tail",
+            "fetch",
+            "rebuild",
+            "MB",
+            "MB/s",
+            "bound",
+            "of bound",
+            "file",
+            "of file",
+        ],
         [
             [
                 row["delay"],

@@ -160,20 +160,20 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
 
 
 class Rows(NamedTuple):
-    """Where the bytes of a value belong that is not used in one piece: the first in ``head``, the rest in ``count`` rows
-    of ``row_bytes`` in ``room``, from its byte ``first`` on, one every ``stride`` bytes.
+    """Where the bytes of a value belong that is not used in one piece: the first in ``head``, the rest in ``row_count``
+    rows of ``row_bytes`` in ``room``, from its byte ``first`` on, one every ``stride`` bytes.
     """
 
     head: memoryview
     room: memoryview
     first: int
-    count: int
+    row_count: int
     row_bytes: int
     stride: int
 
     @property
     def size_bytes(self) -> int:
-        return len(self.head) + self.count * self.row_bytes
+        return len(self.head) + self.row_count * self.row_bytes
 
 
 def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
@@ -219,9 +219,9 @@ def place_segments(
     """Copy the payloads of a value's sound DATA segments to their places: ``(placed, duplicates, corrupt,
     foreign)``.
 
-    ``out`` (writable, at least ``value_bytes``; or rows of exactly the value) receives chunk ``i`` from the value's byte
-    ``i * chunk_bytes`` on, ``arrived`` (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32) the
-    chunk's CRC. In this order:
+    ``out`` (writable, at least ``value_bytes``; or rows of exactly the value) receives chunk ``i`` as the value's bytes
+    from ``i * chunk_bytes`` on, ``arrived`` (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32)
+    the chunk's CRC. In this order:
     a malformed segment or a wrong header CRC or a chunk number out of range is corrupt; another operation,
     key, version or geometry is foreign; a chunk that has arrived is a duplicate (its payload is not read);
     a wrong payload CRC is corrupt.

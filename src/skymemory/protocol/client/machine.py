@@ -153,16 +153,16 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 
 # The life of a read:
 #
-#   get → _reads → bursts_to_send → _request_chunks      GETs, as far as the window for what comes to us admits
+#   get → _reads → bursts_to_send → _request_chunks        GETs, as far as the window for what comes to us admits
 #   receive_placed                                         DATA: chunks are in place; the last one ends the read
 #   _missed → transfer.absent                              MISS: ask where else the chunks may be, or end it
 #   handle_timer → repeat_or_give_up → _failed             silence: ask stand-ins or copies, or end it
 #   _finish → next_event
 #
-# A write is the same with ``_waiting``, ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored`` (ACK). A
-# question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations`` from
-# ``_register`` to ``_finish`` or ``cancel``, and as long as it is, either a request of it is in flight or it is in
-# ``_reads`` or ``_waiting``.
+# A write is the same with ``_writes``, ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored``
+# (ACK). A question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations``
+# from ``_register`` to ``_finish`` or ``cancel``, and as long as it is, either a request of it is in flight or it is in
+# ``_reads`` or ``_writes``.
 
 
 class ClientMachine:
@@ -184,7 +184,7 @@ class ClientMachine:
         self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
         self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
-        self._waiting: deque[Operation] = deque()
+        self._writes: deque[Operation] = deque()
         """Writes with chunks to send."""
         self._reads: deque[Operation] = deque()
         """Reads with chunks to ask for."""
@@ -207,7 +207,7 @@ class ClientMachine:
         return self._clock.at(time_s)
 
     def get(self, info: ValueInfo, out: memoryview | Rows, now_s: float, replicas: int = 1) -> int:
-        """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly the value.
+        """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly that.
 
         Raises:
             InvalidInput: ``out`` is too small or read-only, or ``info`` contradicts itself or the constellation.
@@ -414,7 +414,7 @@ class ClientMachine:
         if not operation.queued:
             operation.queued = True
             if not isinstance(operation.transfer, ReadTransfer):
-                self._waiting.append(operation)
+                self._writes.append(operation)
             elif len(operation.transfer.pending) > 1:
                 self._reads.append(operation)
             else:  # soon done: it does not wait behind the requests of large values
@@ -475,7 +475,7 @@ class ClientMachine:
     @property
     def wants_to_send(self) -> bool:
         """False only where there is nothing to send."""
-        return bool(self._waiting) or bool(self._reads) or bool(self._in_flight.packets)
+        return bool(self._writes) or bool(self._reads) or bool(self._in_flight.packets)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         """Batches with the satellite whose beam each takes, as far as the windows admit them."""
@@ -490,8 +490,8 @@ class ClientMachine:
         if in_flight.packets:  # questions and retransmissions first
             yield in_flight.take_packets()
         self._request_reads(now_s)
-        for _ in range(len(self._waiting)):  # each once: what the windows stop is queued again
-            operation = self._waiting.popleft()
+        for _ in range(len(self._writes)):  # each once: what the windows stop is queued again
+            operation = self._writes.popleft()
             operation.queued = False
             transfer = operation.transfer
             if operation.number not in self._operations or not isinstance(transfer, WriteTransfer):

@@ -190,9 +190,7 @@ class _Search:
 class ReadTransfer:
     """Fetches one value into ``out``: writable, at least ``value_bytes`` long; or rows of exactly the value."""
 
-    def __init__(
-        self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int
-    ) -> None:
+    def __init__(self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int) -> None:
         """Raises ``InvalidInput`` for contradictory ``info``, or a buffer that does not hold the value."""
         info.check()
         if not can_hold(out, info.value_bytes):

@@ -255,8 +255,8 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into their ``rows`` or else ``buffer``, doubtful ones twice, and evict those that are proved lost.
-        Returns the end of each read, and views of the values, or of their heads.
+        """Read values into their ``rows``, or else ``buffer``, doubtful ones twice, and evict those that are proved
+        lost. Returns the end of each read, and views of the values, or of their heads.
         """
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
