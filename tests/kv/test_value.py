@@ -164,11 +164,14 @@ def test_a_block_whose_payload_is_elsewhere_passes_the_same_checks(
 ) -> None:
     value = block_header(BLOCK_HASH, BLOCK, codec, payload) + payload
     assert opened(value, True) == opened(value, False) == codec
-    bit = data.draw(st.integers(0, 8 * len(value) - 1))
-    spoiled = bytearray(value)
-    spoiled[bit // 8] ^= 1 << bit % 8
-    error = opened(bytes(spoiled), True)
-    assert error == opened(bytes(spoiled), False) and error in (MalformedPacket, LaterVersion)
+    for bit in (
+        data.draw(st.integers(0, 8 * PAYLOAD_AT - 1)),
+        data.draw(st.integers(8 * PAYLOAD_AT, 8 * len(value) - 1)),
+    ):
+        spoiled = bytearray(value)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        error = opened(bytes(spoiled), True)
+        assert error == opened(bytes(spoiled), False) and error in (MalformedPacket, LaterVersion)
     for other in (value[:-1], value + b"x"):
         assert opened(other, True) == opened(other, False) == MalformedPacket
     wider = KVLayout(2, 1, 4, 4, "float32")

@@ -773,7 +773,7 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
-    """The bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block with so many tokens."""
+    """The bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block with this many tokens."""
     layers, heads, tokens, width = keys.shape
     one = heads * tokens * width
     if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != one * keys.element_size():

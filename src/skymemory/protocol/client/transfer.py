@@ -194,7 +194,10 @@ class ReadTransfer:
         """Raises ``InvalidInput`` for contradictory ``info``, or a buffer that does not hold the value."""
         info.check()
         if not can_hold(out, info.value_bytes):
-            raise InvalidInput(f"a buffer for a value of {info.value_bytes} bytes is too small or read-only: {out}")
+            size_bytes = out.size_bytes if isinstance(out, Rows) else len(out)
+            raise InvalidInput(
+                f"a buffer of {size_bytes} bytes for a value of {info.value_bytes}: too small or read-only"
+            )
         self.info = info
         self.out = out
         self.landing = landing_of(info, out)
