@@ -364,19 +364,19 @@ class GroupRoom:
         self._layout = layout
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
-        self._bytes = None if self._staging is not None else _laid_out_like_blocks(*rooms)
         self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
         """See ``cache.blocks.RowSink``: none on a device, and none over tokens that are present."""
         layout = self._layout
         start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
-        if self._bytes is None or (self.presence is not None and self.presence.has_any(start, stop)):
+        room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
+        if room is None or (self.presence is not None and self.presence.has_any(start, stop)):
             return None
         token_bytes = layout.head_dim * layout.item_bytes
         count, room_tokens = 2 * layout.layers * layout.kv_heads, int(self._rooms[0].shape[2])
         row_bytes, stride = layout.block_tokens * token_bytes, room_tokens * token_bytes
-        return Rows(head, self._bytes, start * token_bytes, count, row_bytes, stride)
+        return Rows(head, room, start * token_bytes, count, row_bytes, stride)
 
     def came(self, index: int) -> None:
         tokens = self._layout.block_tokens
