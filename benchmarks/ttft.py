@@ -2,6 +2,9 @@
 
 The model has TinyLlama-1.1B's shape (random weights, bfloat16). Beside each figure stands what it is held to:
 1.25 × (forward pass of the uncached tail alone + the cache's bytes at the rate at which Redis gives them in this run).
+
+The rival is a safetensors file of the prompt's keys and values on tmpfs, mapped into transformers' cache by hand, and
+the same tail; the two take turns and must give the same token. Ratio: ours / theirs, the median of the turns.
 """
 
 from __future__ import annotations
@@ -10,10 +13,16 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
 from _bench import constellation, median_s, print_table, redis_server, write_json
@@ -28,8 +37,8 @@ TAIL_TOKENS = 16
 BOUND = 1.25
 
 
-def first_token(model: torch.nn.Module, ids: torch.Tensor, cache: SkyCache | None = None) -> int:
-    start = cache.begin() if cache is not None else 0
+def first_token(model: torch.nn.Module, ids: torch.Tensor, cache: Cache | None = None) -> int:
+    start = 0 if cache is None else cache.begin() if isinstance(cache, SkyCache) else cache.get_seq_length()
     with torch.inference_mode():
         out = model(input_ids=ids[:, start:], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return int(out.logits[0, -1].argmax())
@@ -51,16 +60,55 @@ def redis_bytes_per_s(value_bytes: int) -> float | None:
         return value_bytes / seconds
 
 
+@contextmanager
+def file_of(cache: SkyCache, tokens: int) -> Iterator[Path]:
+    """The first ``tokens`` of every layer in a safetensors file on tmpfs, contiguous as the file wants them."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="skymemory-ttft-") as folder:
+        path = Path(folder) / "prompt.safetensors"
+        keys = {f"{at}.k": layer.keys[:, :, :tokens].contiguous() for at, layer in enumerate(cache.layers)}
+        values = {f"{at}.v": layer.values[:, :, :tokens].contiguous() for at, layer in enumerate(cache.layers)}
+        save_file(keys | values, path)
+        yield path
+
+
+def from_file(model: torch.nn.Module, path: Path) -> DynamicCache:
+    """The file's tensors as layers, mapped: what reads and copies them is the model's first pass."""
+    cache = DynamicCache(config=model.config)
+    with safe_open(path, "pt") as file:
+        for at, layer in enumerate(cache.layers):
+            keys, values = file.get_tensor(f"{at}.k"), file.get_tensor(f"{at}.v")
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+    return cache
+
+
 def measure(kvc: KVCManager, model: torch.nn.Module, ids: torch.Tensor, repeats: int) -> dict[str, float]:
-    """Seconds with the cache: median TTFT, the tail's forward pass alone, and the parts of fetching."""
+    """Seconds with the cache: median TTFT, the tail's forward pass alone, and the parts of fetching; the rival's TTFT
+    and the median of the turns' ratios; processor seconds of this process for both.
+    """
     kvc.add_blocks_ids(ids)
-    with_s, tail_s, fetch_s, decode_s = [], [], [], []
+    cache = kvc.get_cache_ids(ids)
+    first_token(model, ids, cache)
+    with file_of(cache, ids.shape[1] - TAIL_TOKENS) as path:
+        del cache
+        return turns(kvc, model, ids, repeats, path)
+
+
+def turns(kvc: KVCManager, model: torch.nn.Module, ids: torch.Tensor, repeats: int, path: Path) -> dict[str, float]:
+    with_s, tail_s, fetch_s, decode_s, file_s, with_cpu_s, file_cpu_s = [], [], [], [], [], [], []
     for _ in range(repeats + 2):  # two to warm buffers
-        began = time.perf_counter()
+        cpu, began = time.process_time(), time.perf_counter()
+        theirs = first_token(model, ids, from_file(model, path))
+        file_s.append(time.perf_counter() - began)
+        file_cpu_s.append(time.process_time() - cpu)
+        cpu, began = time.process_time(), time.perf_counter()
         cache = kvc.get_cache_ids(ids)
         ready = time.perf_counter()
-        first_token(model, ids, cache)
+        ours = first_token(model, ids, cache)
         done = time.perf_counter()
+        with_cpu_s.append(time.process_time() - cpu)
+        if ours != theirs:
+            raise SystemExit(f"token {ours} with the cache, {theirs} from the file")
         if cache.result.cached_tokens < ids.shape[1] - TAIL_TOKENS - 1:
             raise SystemExit(f"not served from the sky: {cache.result.describe()}")
         with_s.append(done - began)
@@ -69,11 +117,17 @@ def measure(kvc: KVCManager, model: torch.nn.Module, ids: torch.Tensor, repeats:
         decode_s.append(cache.result.seconds.get("decode", 0.0))
         size_bytes = cache.result.size_bytes
         del cache
-    middle = {
-        name: statistics.median(times[2:])
-        for name, times in (("with_s", with_s), ("tail_s", tail_s), ("fetch_s", fetch_s), ("decode_s", decode_s))
+    figures = {
+        "with_s": with_s,
+        "tail_s": tail_s,
+        "fetch_s": fetch_s,
+        "decode_s": decode_s,
+        "file_s": file_s,
+        "of_file": [ours / theirs for ours, theirs in zip(with_s, file_s, strict=True)],
+        "with_cpu_s": with_cpu_s,
+        "file_cpu_s": file_cpu_s,
     }
-    return {**middle, "bytes": size_bytes}
+    return {**{name: statistics.median(all_of_it[2:]) for name, all_of_it in figures.items()}, "bytes": size_bytes}
 
 
 def main() -> None:
@@ -115,7 +169,22 @@ def main() -> None:
             store.close()
     print_table(
         f"TTFT, TinyLlama shape, tail of {TAIL_TOKENS} tokens",
-        ["delay", "tokens", "without", "with", "share", "tail", "fetch", "rebuild", "MB", "MB/s", "bound", "of bound"],
+        [
+            "delay",
+            "tokens",
+            "without",
+            "with",
+            "share",
+            "tail",
+            "fetch",
+            "rebuild",
+            "MB",
+            "MB/s",
+            "bound",
+            "of bound",
+            "file",
+            "of file",
+        ],
         [
             [
                 row["delay"],
@@ -130,6 +199,8 @@ def main() -> None:
                 f"{row['bytes'] / row['fetch_s'] / 1e6:.0f}",
                 f"{row['bound_s'] * 1e3:.0f} ms" if row["bound_s"] else "-",
                 f"{row['with_s'] / row['bound_s']:.2f}" if row["bound_s"] else "-",
+                f"{row['file_s'] * 1e3:.0f} ms",
+                f"{row['of_file']:.2f}",
             ]
             for row in rows
         ],

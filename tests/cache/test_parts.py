@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.cache.test_manager import BLOCK, context
+from tests.contract.rows import receive
 
 from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts
 from skymemory.kv.block import KVLayout
 from skymemory.metrics import Counters
+from skymemory.native import Rows
 from skymemory.store.memory import MemoryStore
 
 TOKENS = np.arange(40)
@@ -26,6 +28,7 @@ class Engine:
         self.number = number
         self.layout = layout
         self.placed: dict[int, bytes] = {}
+        self._rooms: dict[int, bytearray] = {}
 
     def truth(self, index: int) -> bytes:
         return np.random.default_rng([self.number, index]).bytes(self.layout.block_bytes)
@@ -36,12 +39,27 @@ class Engine:
     def place(self, index: int, block: memoryview) -> None:
         self.placed[index] = bytes(block)
 
+    def rows(self, index: int, head: memoryview) -> Rows | None:
+        if index in self.placed:
+            return None
+        self._rooms[index] = bytearray(self.layout.block_bytes)
+        return Rows(head, memoryview(self._rooms[index]), 0, 1, self.layout.block_bytes, self.layout.block_bytes)
+
+    def came(self, index: int) -> None:
+        self.placed[index] = bytes(self._rooms[index])
+
 
 class Losing(MemoryStore):
     """Memory that loses ``lost`` between a lookup and the load, and hands out ``spoiled`` with a wrong byte."""
 
     lost: frozenset[bytes] = frozenset()
     spoiled: frozenset[bytes] = frozenset()
+    in_place = False
+    """Whether it puts values where they are wanted."""
+
+    def complete_load(self, ticket):  # type: ignore[no-untyped-def]
+        values = super().complete_load(ticket)
+        return receive(ticket, values) if self.in_place else values
 
     def prepare_load(self, keys):  # type: ignore[no-untyped-def]
         self.delete([key for key in keys if key in self.lost])
@@ -84,15 +102,17 @@ WINDOWS = st.sampled_from([(None, 3, 10), (None, 10), (10,), (1,), (3, 10), (Non
 SOME = st.lists(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_size=5)
 
 
-@given(windows=WINDOWS, gone=SOME, lost=SOME, spoiled=SOME, limit=st.integers(0, len(TOKENS)))
+@given(windows=WINDOWS, gone=SOME, lost=SOME, spoiled=SOME, limit=st.integers(0, len(TOKENS)), in_place=st.booleans())
 def test_what_is_found_has_all_that_is_seen(
     windows: tuple[int | None, ...],
     gone: list[tuple[int, int]],
     lost: list[tuple[int, int]],
     spoiled: list[tuple[int, int]],
     limit: int,
+    in_place: bool,
 ) -> None:
     store = Losing()
+    store.in_place = in_place
     parts = parts_in(store, windows)
     assert save(parts) == BLOCKS
     hashes = parts.hashes(TOKENS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from tests.contract.rows import receive
+
 from skymemory.errors import ConstellationError
 from skymemory.store.base import Buffer, LoadTicket, Places, Presence, StoreTicket
 from skymemory.store.memory import MemoryStore
@@ -14,11 +16,15 @@ OUTAGES = ("prefix", "lookup", "prepare_load", "complete_load", "prepare_store",
 
 
 class HostileStore(MemoryStore):
-    """A memory store whose loads carry ``fault`` with probability ``rate``; ``outage`` names the method that raises."""
+    """A memory store whose loads carry ``fault`` with probability ``rate``; ``outage`` names the method that raises.
+    ``in_place``: it puts values where they are wanted.
+    """
 
-    def __init__(self, fault: str = "", rate: float = 1.0, outage: str = "", seed: int = 0) -> None:
+    def __init__(
+        self, fault: str = "", rate: float = 1.0, outage: str = "", seed: int = 0, in_place: bool = False
+    ) -> None:
         super().__init__(1 << 28, name="hostile")
-        self.fault, self.rate, self.outage = fault, rate, outage
+        self.fault, self.rate, self.outage, self.in_place = fault, rate, outage, in_place
         self.error: Exception = ConstellationError("the sky is dark")
         self._random = random.Random(seed)
 
@@ -54,7 +60,8 @@ class HostileStore(MemoryStore):
         self._fail("complete_load")
         values = super().complete_load(ticket)
         others = list(values)
-        return [self._spoil(value, others) if self._random.random() < self.rate else value for value in values]
+        values = [self._spoil(value, others) if self._random.random() < self.rate else value for value in values]
+        return receive(ticket, values) if self.in_place else values
 
     def _spoil(self, value: memoryview | None, others: list[memoryview | None]) -> memoryview | None:
         if value is None or not self.fault:

@@ -17,12 +17,13 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rate", [0.1, 1.0])
+@pytest.mark.parametrize("in_place", [False, True])
 def test_a_lying_store_never_changes_the_output(
-    model: Any, tokenizer: Any, document: str, fault: str, rate: float
+    model: Any, tokenizer: Any, document: str, fault: str, rate: float, in_place: bool
 ) -> None:
     prompt = document[:700]
     without = generate(model, tokenizer, prompt, new=6)
-    with manager(model, tokenizer, HostileStore(fault, rate, seed=3), weights="w") as kvc:
+    with manager(model, tokenizer, HostileStore(fault, rate, seed=3, in_place=in_place), weights="w") as kvc:
         kvc.add_blocks(prompt)
         for _ in range(2):
             assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
@@ -43,3 +44,19 @@ def test_a_failing_store_never_changes_the_output(model: Any, tokenizer: Any, do
     with manager(model, tokenizer, HostileStore(outage=outage), weights="w") as kvc:
         kvc.add_blocks(prompt)
         assert generate(model, tokenizer, prompt, kvc.get_cache(prompt), new=6) == without
+
+
+def test_what_is_received_in_place_is_what_is_copied_there(model: Any, tokenizer: Any, document: str) -> None:
+    prompt = document[:700]
+    caches = []
+    for in_place in (False, True):
+        with manager(model, tokenizer, HostileStore(in_place=in_place), weights="w") as kvc:
+            kvc.add_blocks(prompt)
+            caches.append(kvc.get_cache(prompt))
+            assert kvc.last.size_bytes > 0 and not kvc.last.failed_blocks
+    copied, received = caches
+    assert copied.result.hit_tokens == received.result.hit_tokens
+    assert copied.result.size_bytes == received.result.size_bytes
+    assert copied.begin() == received.begin() > 0
+    for one, other in zip(copied.layers, received.layers, strict=True):
+        assert one.keys.equal(other.keys) and one.values.equal(other.values)

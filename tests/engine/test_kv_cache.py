@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.contract.forked import in_child  # noqa: E402
+from tests.contract.rows import rows_of  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
-from skymemory.engine.kv_cache import CacheSource, RoomPool, SkyCache  # noqa: E402
+from skymemory.engine.kv_cache import CacheSource, LayerKind, RoomPool, SkyCache  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -178,3 +179,34 @@ def test_a_forked_child_has_memory_of_its_own() -> None:
     same, total, size = in_child(child)
     assert same and total == 2 * size
     assert int(lent[0].sum()) == size
+
+
+HEAD = memoryview(bytearray(128))
+
+
+@pytest.mark.parametrize("windows", [(None, None), (4, 4), (None, 4)])
+def test_rows_are_where_a_block_is_placed(windows: tuple[int | None, ...]) -> None:
+    kinds = [LayerKind(window=window) for window in windows]
+    placed, received = (SkyCache(LAYOUT, 32, CPU, RoomPool(), kinds) for _ in range(2))
+    for index in (0, 2):
+        for here, there in zip(placed.groups, received.groups, strict=True):
+            block = np.random.default_rng(index).bytes(here._layout.block_bytes)
+            here.place(index, memoryview(block))
+            rows = there.rows(index, HEAD)
+            assert rows is not None and rows.size_bytes == len(HEAD) + len(block)
+            rows_of(rows)[:] = np.frombuffer(block, np.uint8).reshape(rows.row_count, rows.row_bytes)
+            there.came(index)
+    for one, other in zip(placed.layers, received.layers, strict=True):
+        for tokens in (slice(0, 8), slice(16, 24)):
+            for mine, theirs in zip(one._room, other._room, strict=True):
+                assert mine[:, tokens].view(torch.uint8).equal(theirs[:, tokens].view(torch.uint8))
+    assert [group.has_block(2) for group in received.groups] == [True] * len(received.groups)
+
+
+def test_no_rows_over_tokens_that_are_present_or_where_the_room_is_unlike_a_block() -> None:
+    (group,) = SkyCache(LAYOUT, 32, CPU, RoomPool(), [LayerKind(window=4)] * 2).groups
+    assert group.presence is not None and group.rows(1, HEAD) is not None
+    group.presence.came(15, 16)  # computed: a block that fails must not spoil it
+    assert group.rows(1, HEAD) is None and group.rows(0, HEAD) is not None
+    unlike = KVLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=8, dtype="float32", value_dim=2)
+    assert SkyCache(unlike, 32, CPU, RoomPool()).groups[0].rows(0, HEAD) is None

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skymemory.errors import InvalidInput, MalformedPacket, ValueTooLarge
+from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
 from skymemory.kv.block import KVLayout
 from skymemory.kv.value import (
     HEADER_BYTES,
     MAX_NAME_BYTES,
     MAX_RAW_BYTES,
+    PAYLOAD_AT,
+    ForeignBlock,
     ValueHeader,
+    block_header,
+    check_placed_block,
+    open_block,
     unpack_value,
 )
 
@@ -136,3 +141,39 @@ def test_headers_that_cannot_be_are_refused() -> None:
 def test_the_payload_of_a_block_is_aligned() -> None:
     layout = KVLayout(1, 1, 1, 1, "float32")
     assert ValueHeader(0, layout.block_bytes, 0, layout).header_bytes == HEADER_BYTES == 64
+
+
+BLOCK = KVLayout(2, 1, 4, 2, "float32")
+BLOCK_HASH = bytes(range(32))
+
+
+def opened(value: bytes, placed: bool, layout: KVLayout = BLOCK, block_hash: bytes = BLOCK_HASH) -> object:
+    """The codec of a stored block, or the error, with all of it at hand or only its header and its CRC."""
+    view = memoryview(value)
+    try:
+        if placed:
+            return check_placed_block(view[:PAYLOAD_AT], len(value), zlib.crc32(value), block_hash, layout)
+        return open_block(view, block_hash, layout)[0]
+    except MalformedPacket as error:
+        return type(error)
+
+
+@given(st.integers(0, 255), st.binary(min_size=1, max_size=80), st.data())
+def test_a_block_whose_payload_is_elsewhere_passes_the_same_checks(
+    codec: int, payload: bytes, data: st.DataObject
+) -> None:
+    value = block_header(BLOCK_HASH, BLOCK, codec, payload) + payload
+    assert opened(value, True) == opened(value, False) == codec
+    for bit in (
+        data.draw(st.integers(0, 8 * PAYLOAD_AT - 1)),
+        data.draw(st.integers(8 * PAYLOAD_AT, 8 * len(value) - 1)),
+    ):
+        spoiled = bytearray(value)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        error = opened(bytes(spoiled), True)
+        assert error == opened(bytes(spoiled), False) and error in (MalformedPacket, LaterVersion)
+    for other in (value[:-1], value + b"x"):
+        assert opened(other, True) == opened(other, False) == MalformedPacket
+    wider = KVLayout(2, 1, 4, 4, "float32")
+    assert opened(value, True, wider) == opened(value, False, wider) == ForeignBlock
+    assert opened(value, True, BLOCK, bytes(32)) == opened(value, False, BLOCK, bytes(32)) == ForeignBlock

@@ -295,3 +295,71 @@ def test_a_placed_chunk_always_has_its_own_crc(impl: ModuleType, data: bytes, se
             assert zlib.crc32(to.out[span]) == to.crcs[index]
         else:
             assert set(to.out[span]) == {0xAA}
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> segments.Rows:
+    """Memory for the value: some bytes ahead, the rest in rows that are apart."""
+    count = draw(st.integers(1, 20))
+    row_bytes = draw(st.integers(1, VALUE_BYTES // count))
+    stride, first = row_bytes + draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    behind = draw(st.integers(0, 9))
+    room = bytearray(b"\xaa" * (first + (count - 1) * stride + row_bytes + behind))
+    head = bytearray(VALUE_BYTES - count * row_bytes)
+    return segments.Rows(memoryview(head), memoryview(room), first, count, row_bytes, stride)
+
+
+@_settings
+@given(rows(), st.permutations(range(CHUNKS)))
+def test_rows_are_filled_alike_and_nothing_beside_them(fast: ModuleType, its: segments.Rows, order: list[int]) -> None:
+    states = []
+    for impl in (fast, backend):
+        head, room, to = bytearray(its.head), bytearray(its.room), target()
+        out = its._replace(head=memoryview(head), room=memoryview(room))
+        for (packet,) in [packets(Op.DATA, [index]) for index in order]:
+            impl.place_segments(packet, WIDTH, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, out, to.arrived, to.crcs)
+        states.append((head, room))
+        starts = [its.first + row * its.stride for row in range(its.row_count)]
+        assert bytes(head) + b"".join(room[at : at + its.row_bytes] for at in starts) == VALUE
+        inside = {at + n for at in starts for n in range(its.row_bytes)}
+        assert all(byte == 0xAA for at, byte in enumerate(room) if at not in inside)
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first": -1},
+        {"first": 6},
+        {"row_count": 2},
+        {"row_count": 4},
+        {"row_count": -3},
+        {"row_bytes": 50},
+        {"row_bytes": 0},
+        {"row_bytes": -60},
+        {"stride": 59},
+        {"stride": 67},
+        {"stride": 1 << 62},
+        {"head": bytearray(8)},
+        {"room": bytearray(3)},
+    ],
+)
+def test_rows_that_are_not_the_values_are_refused(impl: ModuleType, wrong: dict[str, object]) -> None:
+    right = segments.Rows(memoryview(bytearray(VALUE_BYTES - 180)), memoryview(bytearray(3 * 65)), 3, 3, 60, 65)
+    to = target()
+
+    def place_in(out: object) -> object:
+        return impl.place_segments(
+            packets(Op.DATA, [0])[0], WIDTH, KEY, CHUNKS, CHUNK, VALUE_BYTES, VALUE_CRC, out, to.arrived, to.crcs
+        )
+
+    with pytest.raises(ValueError, match="rows"):
+        place_in(
+            right._replace(
+                **{name: memoryview(its) if isinstance(its, bytearray) else its for name, its in wrong.items()}
+            )
+        )
+    with pytest.raises((TypeError, BufferError)):
+        place_in(right._replace(room=right.room.toreadonly()))
+    assert not any(to.arrived) and not any(right.room)
+    assert place_in(right) == (1, 0, 0, 0)

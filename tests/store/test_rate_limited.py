@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.contract.hostile_store import HostileStore
 from tests.contract.store_contract import BUDGETED, StoreContract, Tier, key, value
 from tests.contract.store_contract import Clock as ContractClock
 
 from skymemory.errors import InvalidInput
+from skymemory.native import Rows
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
 
@@ -85,3 +87,13 @@ def test_a_rate_that_is_none_is_refused() -> None:
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(InvalidInput, match="above 0"):
             RateLimited(MemoryStore(), rate)
+
+
+def test_what_is_received_in_place_takes_the_time_of_all_its_bytes() -> None:
+    clock = Clock()
+    store = RateLimited(HostileStore(in_place=True), 1000.0, clock=clock, sleep=clock.sleep)
+    assert all(store.put_many([(key(number), bytes(100)) for number in range(2)]))
+    ticket = store.prepare_load([key(0), key(1)])
+    ticket.rows = [Rows(memoryview(bytearray(10)), memoryview(bytearray(90)), 0, 9, 10, 10), None]
+    assert [len(value) for value in store.complete_load(ticket) if value is not None] == [10, 100]
+    assert clock.now_s == pytest.approx(0.2)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,16 @@ from skymemory.forks import Owner
 from skymemory.kv.block import BlockHash, KVLayout, OpaqueLayout, Tokens, hash_blocks, places_in
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.context import CacheContext
-from skymemory.kv.value import LATER_VERSION, PAYLOAD_AT, ForeignBlock, block_header, open_block
+from skymemory.kv.value import (
+    LATER_VERSION,
+    PAYLOAD_AT,
+    ForeignBlock,
+    block_header,
+    check_placed_block,
+    open_block,
+)
 from skymemory.metrics import Counters
+from skymemory.native import Rows
 from skymemory.store.base import KeyReport, LoadTicket, Places, Presence, Store
 from skymemory.store.sealed import NOT_AUTHENTIC
 from skymemory.units import format_duration, format_size
@@ -65,6 +73,19 @@ class BlockSink(Protocol):
 
     def place(self, index: int, block: memoryview) -> None:
         """Copy block ``index``'s raw bytes (``KVLayout.shape``, C order) out of ``block`` before returning."""
+
+
+@runtime_checkable
+class RowSink(BlockSink, Protocol):
+    """A sink in memory, where a store may put raw blocks itself."""
+
+    def rows(self, index: int, head: memoryview) -> Rows | None:
+        """The places of block ``index``'s raw bytes, behind ``head``; None where ``place`` must put it there. Nothing
+        that is in use is in them: a block that fails leaves anything there.
+        """
+
+    def came(self, index: int) -> None:
+        """Block ``index`` is in its rows."""
 
 
 class BlockSource(Protocol):
@@ -421,6 +442,12 @@ class BlockCache:
         values: list[memoryview | None] = []
         with phase("fetch"):
             if batch.ticket is not None:
+                if self.codec is RAW and isinstance(sink, RowSink):
+                    indices = range(batch.start, batch.start + len(batch.hashes))
+                    heads = memoryview(bytearray(PAYLOAD_AT * len(indices)))
+                    batch.ticket.rows = [
+                        sink.rows(index, heads[PAYLOAD_AT * at :][:PAYLOAD_AT]) for at, index in enumerate(indices)
+                    ]
                 try:
                     values = self.store.complete_load(batch.ticket)
                 except TIER_FAILURES:
@@ -436,13 +463,19 @@ class BlockCache:
                     tally.failed[(keys[offset].reason if keys else "") or "unreachable"] += 1
                     self.delete_sealed(batch.hashes, keys)
                     return
-                failure = self.place(sink, batch.start + offset, block_hash, value)
+                crc = batch.ticket.placed.get(offset) if batch.ticket is not None else None
+                size_bytes = value.nbytes
+                if crc is not None and isinstance(sink, RowSink):
+                    size_bytes = PAYLOAD_AT + self.layout.block_bytes
+                    failure = self._placed(sink, batch.start + offset, block_hash, value, crc)
+                else:
+                    failure = self.place(sink, batch.start + offset, block_hash, value)
                 if failure:
                     tally.failed[failure] += 1
                     self.delete_invalid(block_hash, failure)
                     return
                 tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
-                tally.size_bytes += value.nbytes
+                tally.size_bytes += size_bytes
 
     def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
         """Place one block in ``sink`` as block 0; returns the reason of a failure, or ""."""
@@ -459,30 +492,36 @@ class BlockCache:
             self.delete_invalid(block_hash, failure)
         return failure
 
+    def _placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
+        """``place`` for one that the store has put into the sink's rows."""
+
+        def check() -> str:
+            size_bytes = PAYLOAD_AT + self.layout.block_bytes
+            if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
+                return "codec not readable"  # as large as a raw one, and so in the wrong places
+            sink.came(index)
+            return ""
+
+        return _failure_of(check)
+
     def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
         """Verify and decode one stored block and hand it to ``sink``; returns the reason of a failure, or ""."""
+        return _failure_of(lambda: self._decode(sink, index, block_hash, value))
+
+    def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
         layout = self.layout
-        try:
-            codec_id, payload = open_block(value, block_hash, layout)
-            codec = self._readable.get(codec_id)
-            if codec is None:
-                return "codec not readable"
-            if codec is RAW and payload.nbytes == layout.block_bytes:  # straight from the store's memory: one copy less
-                sink.place(index, payload)
-                return ""
-            if isinstance(layout, OpaqueLayout):
-                return "foreign"
-            block = memoryview(bytearray(layout.block_bytes))
-            codec.decode(payload, layout, block)
-            sink.place(index, block)
-        except CodecUnavailable:
-            return "codec not installed"
-        except ForeignBlock:
+        codec_id, payload = open_block(value, block_hash, layout)
+        codec = self._readable.get(codec_id)
+        if codec is None:
+            return "codec not readable"
+        if codec is RAW and payload.nbytes == layout.block_bytes:  # straight from the store's memory: one copy less
+            sink.place(index, payload)
+            return ""
+        if isinstance(layout, OpaqueLayout):
             return "foreign"
-        except LaterVersion:
-            return LATER_VERSION
-        except MalformedPacket:
-            return "corrupt"
+        block = memoryview(bytearray(layout.block_bytes))
+        codec.decode(payload, layout, block)
+        sink.place(index, block)
         return ""
 
     def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, buffer: bytearray) -> memoryview | None:
@@ -558,6 +597,20 @@ class BlockCache:
         self.counters.add("computed_tokens_total", result.computed_tokens)
         for tier, tokens in result.hit_tokens.items():
             self.counters.add("hit_tokens_total", tokens, tier)
+
+
+def _failure_of(place: Callable[[], str]) -> str:
+    """The reason that it returns, or that of its exception."""
+    try:
+        return place()
+    except CodecUnavailable:
+        return "codec not installed"
+    except ForeignBlock:
+        return "foreign"
+    except LaterVersion:
+        return LATER_VERSION
+    except MalformedPacket:
+        return "corrupt"
 
 
 # --- parts: the blocks of a model with sliding-window layers, stored separately for each attention span ---
@@ -844,3 +897,10 @@ class _From:
 
     def place(self, index: int, block: memoryview) -> None:
         self._sink.place(self._first + index, block)
+
+    def rows(self, index: int, head: memoryview) -> Rows | None:
+        return self._sink.rows(self._first + index, head) if isinstance(self._sink, RowSink) else None
+
+    def came(self, index: int) -> None:
+        if isinstance(self._sink, RowSink):
+            self._sink.came(self._first + index)

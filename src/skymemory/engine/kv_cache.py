@@ -29,6 +29,7 @@ from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
 from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
+from skymemory.native import Rows
 
 if not (4, 57) <= tuple(map(int, transformers.__version__.split(".")[:2])) < (6, 0):
     raise MissingExtra(
@@ -225,6 +226,9 @@ class Presence:
     def has(self, start: int, stop: int) -> bool:
         return bool(self._tokens[start:stop].all())
 
+    def has_any(self, start: int, stop: int) -> bool:
+        return bool(self._tokens[start:stop].any())
+
     def suffices(self, tokens: int) -> bool:
         """Whether all tokens in sight behind the first ``tokens`` are present."""
         return self.has(self.first_seen(tokens), tokens)
@@ -362,6 +366,23 @@ class GroupRoom:
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
         self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
 
+    def rows(self, index: int, head: memoryview) -> Rows | None:
+        """See ``cache.blocks.RowSink``: none on a device, and none over tokens that are present."""
+        layout = self._layout
+        start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
+        room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
+        if room is None or (self.presence is not None and self.presence.has_any(start, stop)):
+            return None
+        token_bytes = layout.head_dim * layout.item_bytes
+        count, room_tokens = 2 * layout.layers * layout.kv_heads, int(self._rooms[0].shape[2])
+        row_bytes, stride = layout.block_tokens * token_bytes, room_tokens * token_bytes
+        return Rows(head, room, start * token_bytes, count, row_bytes, stride)
+
+    def came(self, index: int) -> None:
+        tokens = self._layout.block_tokens
+        if self.presence is not None:
+            self.presence.came(index * tokens, (index + 1) * tokens)
+
     def place(self, index: int, block: memoryview) -> None:
         """Copy one block's raw bytes to its place."""
         tokens = self._layout.block_tokens
@@ -371,8 +392,7 @@ class GroupRoom:
             span = slice(index * tokens, (index + 1) * tokens)
             for there, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
                 np.copyto(there.view(torch.uint8).numpy()[:, :, span], part)
-        if self.presence is not None:
-            self.presence.came(index * tokens, (index + 1) * tokens)
+        self.came(index)
 
     def flush(self) -> None:
         if self._staging is not None:
@@ -750,6 +770,18 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
     keys = layout.layers * layout.kv_heads * tokens * of_keys
     shape = (layout.layers, layout.kv_heads, tokens)
     return room[:keys].view(*shape, of_keys), room[keys:].view(*shape, of_values)
+
+
+def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
+    """The bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block with this many tokens."""
+    layers, heads, tokens, width = keys.shape
+    one = heads * tokens * width
+    if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != one * keys.element_size():
+        return None
+    if keys.stride() != (2 * one, tokens * width, width, 1):
+        return None
+    together = keys.as_strided((2 * layers * one,), (1,))
+    return memoryview(together.view(torch.uint8).numpy())
 
 
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:

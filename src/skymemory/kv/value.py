@@ -211,11 +211,29 @@ def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLa
     for what a later release wrote.
     """
     header, payload = unpack_value(value)
+    _check_block(header, native.crc32(payload), block_hash, layout)
+    return header.codec_id, payload
+
+
+def check_placed_block(
+    head: memoryview, value_bytes: int, value_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout
+) -> int:
+    """Codec id of a stored block of which only the header is at hand, after the checks of ``open_block``.
+    ``value_crc`` is the CRC-32 of all its ``value_bytes``, as they are.
+    """
+    header = unpack_header(head)
+    if header.header_bytes != len(head) or header.header_bytes + header.payload_bytes != value_bytes:
+        raise MalformedPacket(f"a value of {value_bytes} bytes whose header says otherwise: {header}")
+    payload_crc = value_crc ^ native.crc32_combine(native.crc32(head), 0, header.payload_bytes)
+    _check_block(header, payload_crc, block_hash, layout)
+    return header.codec_id
+
+
+def _check_block(header: ValueHeader, payload_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> None:
     if header.layout != _written(layout) or header.raw_bytes != layout.block_bytes:
         raise ForeignBlock(f"a block of {header.layout}, expected {layout}")
     expected = block_name(block_hash, 0)[:-8]
     if header.name[:-8] != expected:
         raise ForeignBlock(f"a value named {header.name!r}, expected {expected}…")
-    if header.name[-8:] != f"{native.crc32(payload):08x}":
+    if header.name[-8:] != f"{payload_crc:08x}":
         raise MalformedPacket("a block's payload differs from its checksum")
-    return header.codec_id, payload

@@ -21,7 +21,8 @@ typedef struct {
 /* The awaited values, by request; that of the last run is cached. */
 typedef struct {
     PyObject *awaited, *landing;
-    Py_buffer key, out, arrived, crcs;
+    Py_buffer key, arrived, crcs;
+    Destination out;
     Value value;
     Tally *tallies;
     Py_ssize_t count, room;
@@ -32,7 +33,7 @@ static void close_landing(Landings *to)
 {
     if (to->landing) {
         PyBuffer_Release(&to->key);
-        PyBuffer_Release(&to->out);
+        sky_close_destination(&to->out);
         PyBuffer_Release(&to->arrived);
         PyBuffer_Release(&to->crcs);
         Py_CLEAR(to->landing);
@@ -43,6 +44,7 @@ static int open_landing(Landings *to, PyObject *landing)
 {
     Py_ssize_t chunks, chunk_bytes, value_bytes;
     unsigned long value_crc;
+    PyObject *out;
     if (landing == to->landing)
         return 1;
     close_landing(to);
@@ -50,9 +52,15 @@ static int open_landing(Landings *to, PyObject *landing)
         PyErr_SetString(PyExc_TypeError, "awaited: expected a tuple for every request");
         return 0;
     }
-    if (!PyArg_ParseTuple(landing, "y*nnnkw*w*w*:landing", &to->key, &chunks, &chunk_bytes, &value_bytes, &value_crc,
-                          &to->out, &to->arrived, &to->crcs))
+    if (!PyArg_ParseTuple(landing, "y*nnnkOw*w*:landing", &to->key, &chunks, &chunk_bytes, &value_bytes, &value_crc, &out,
+                          &to->arrived, &to->crcs))
         return 0;
+    if (!sky_open_destination(&to->out, out)) {
+        PyBuffer_Release(&to->key);
+        PyBuffer_Release(&to->arrived);
+        PyBuffer_Release(&to->crcs);
+        return 0;
+    }
     to->landing = Py_NewRef(landing);
     if (sky_value_fits(&to->value, &to->key, chunks, chunk_bytes, value_bytes, value_crc, &to->out, &to->arrived, &to->crcs))
         return 1;

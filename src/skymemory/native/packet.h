@@ -68,12 +68,20 @@ static inline void put32(uint8_t *p, uint32_t value)
     put16(p, value >> 16), put16(p + 2, value);
 }
 
+/* Where a value belongs: in one buffer, or (twin/segments.py's Rows) its first bytes in ``head`` and the rest row by row in
+ * ``room``. */
+typedef struct {
+    Py_buffer head, room;
+    Py_ssize_t first, count, row_bytes, stride;
+} Destination;
+
 /* The value whose chunks are awaited, and the tally of its answers. */
 typedef struct {
     const uint8_t *key;
     uint64_t chunks, chunk_bytes, value_bytes;
     uint32_t value_crc;
-    uint8_t *out, *arrived, *crcs;
+    uint8_t *head, *rows, *arrived, *crcs;
+    uint64_t head_bytes, row_bytes, stride;
     Py_ssize_t placed, duplicates, corrupt, foreign;
 } Value;
 
@@ -88,9 +96,12 @@ int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref);
 
 /* segments.c: -1 and an exception for segments of no length. */
 Py_ssize_t sky_count_segments(const Py_buffer *data, Py_ssize_t segment);
+/* Acquire the buffers of a destination; 0 with an exception, and none of them. */
+int sky_open_destination(Destination *to, PyObject *out);
+void sky_close_destination(Destination *to);
 /* Whether the buffers can hold the value whose geometry is given; with an exception if not. */
 int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
-                   unsigned long value_crc, const Py_buffer *out, const Py_buffer *arrived, const Py_buffer *crcs);
+                   unsigned long value_crc, const Destination *out, const Py_buffer *arrived, const Py_buffer *crcs);
 
 /* runs.c: the fields of a request's first packet with chunks that all of them share. */
 enum { RUN_START_BYTES = COMMAND_BYTES + SKY_BYTES + REF_BYTES };

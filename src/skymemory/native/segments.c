@@ -44,6 +44,22 @@ PyObject *sky_py_verify_segments(PyObject *self, PyObject *args)
     return codes;
 }
 
+/* Bytes of the value from ``start`` on, to their places. */
+static void put(const Value *value, uint64_t start, const uint8_t *from, size_t length)
+{
+    if (start < value->head_bytes) {
+        size_t part = value->head_bytes - start < length ? value->head_bytes - start : length;
+        memcpy(value->head + start, from, part);
+        start += part, from += part, length -= part;
+    }
+    uint64_t row = (start - value->head_bytes) / value->row_bytes, at = (start - value->head_bytes) % value->row_bytes;
+    for (; length; row++, at = 0) {
+        size_t part = value->row_bytes - at < length ? value->row_bytes - at : length;
+        memcpy(value->rows + row * value->stride + at, from, part);
+        from += part, length -= part;
+    }
+}
+
 static void place(Value *value, const uint8_t *packet, size_t size)
 {
     size_t ref_at;
@@ -74,7 +90,7 @@ static void place(Value *value, const uint8_t *packet, size_t size)
         value->corrupt++;
     } else {
         uint32_t crc = be32(ref + REF_CRC_AT);
-        memcpy(value->out + start, ref + REF_BYTES, length);
+        put(value, start, ref + REF_BYTES, length);
         memcpy(value->crcs + 4 * index, &crc, 4);
         value->arrived[index] = 1;
         value->placed++;
@@ -89,8 +105,31 @@ void sky_place_all(Value *value, const uint8_t *data, size_t size, size_t segmen
     }
 }
 
+int sky_open_destination(Destination *to, PyObject *out)
+{
+    *to = (Destination){0};
+    if (!PyTuple_Check(out))
+        return PyArg_Parse(out, "w*", &to->room);
+    return PyArg_ParseTuple(out, "w*w*nnnn:rows", &to->head, &to->room, &to->first, &to->count, &to->row_bytes,
+                            &to->stride);
+}
+
+void sky_close_destination(Destination *to)
+{
+    PyBuffer_Release(&to->head);
+    PyBuffer_Release(&to->room);
+}
+
+/* Whether the rows are the value's, all within the room, none over another. */
+static int rows_fit(const Destination *out, Py_ssize_t value_bytes)
+{
+    Py_ssize_t rest = value_bytes - out->head.len, last = out->room.len - out->first - out->row_bytes;
+    return out->first >= 0 && out->row_bytes > 0 && out->count > 0 && out->stride >= out->row_bytes && last >= 0 &&
+           last / out->stride >= out->count - 1 && rest % out->row_bytes == 0 && rest / out->row_bytes == out->count;
+}
+
 int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,
-                   unsigned long value_crc, const Py_buffer *out, const Py_buffer *arrived, const Py_buffer *crcs)
+                   unsigned long value_crc, const Destination *out, const Py_buffer *arrived, const Py_buffer *crcs)
 {
     Py_ssize_t expected = 0;
     if (chunk_bytes >= 1 && value_bytes >= 0) {
@@ -102,17 +141,23 @@ int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssi
                      value_bytes, key->len);
         return 0;
     }
-    if (out->len < value_bytes || arrived->len < chunks || crcs->len / 4 < chunks) {
-        PyErr_SetString(PyExc_ValueError, "out, arrived or crcs: too small for the value");
+    int fits = out->head.obj ? rows_fit(out, value_bytes) : out->room.len >= value_bytes;
+    if (!fits || arrived->len < chunks || crcs->len / 4 < chunks) {
+        PyErr_SetString(PyExc_ValueError, "out, arrived or crcs: too small for the value, or rows that are not its");
         return 0;
     }
+    uint64_t whole = value_bytes ? (uint64_t)value_bytes : 1; /* one buffer: one row */
     *value = (Value){
         .key = key->buf,
         .chunks = (uint64_t)chunks,
         .chunk_bytes = (uint64_t)chunk_bytes,
         .value_bytes = (uint64_t)value_bytes,
         .value_crc = (uint32_t)value_crc,
-        .out = out->buf,
+        .head = out->head.buf,
+        .rows = (uint8_t *)out->room.buf + out->first,
+        .head_bytes = (uint64_t)out->head.len,
+        .row_bytes = out->head.obj ? (uint64_t)out->row_bytes : whole,
+        .stride = out->head.obj ? (uint64_t)out->stride : whole,
         .arrived = arrived->buf,
         .crcs = crcs->buf,
     };
@@ -121,14 +166,17 @@ int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssi
 
 PyObject *sky_py_place_segments(PyObject *self, PyObject *args)
 {
-    Py_buffer data, key, out, arrived, crcs;
+    Py_buffer data, key, arrived, crcs;
     Py_ssize_t segment, chunks, chunk_bytes, value_bytes, count;
     unsigned long value_crc;
-    PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "y*ny*nnnkw*w*w*:place_segments", &data, &segment, &key, &chunks, &chunk_bytes,
-                          &value_bytes, &value_crc, &out, &arrived, &crcs))
+    PyObject *its_out, *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*ny*nnnkOw*w*:place_segments", &data, &segment, &key, &chunks, &chunk_bytes,
+                          &value_bytes, &value_crc, &its_out, &arrived, &crcs))
         return NULL;
     Value value;
+    Destination out;
+    if (!sky_open_destination(&out, its_out))
+        goto done;
     if (sky_value_fits(&value, &key, chunks, chunk_bytes, value_bytes, value_crc, &out, &arrived, &crcs) &&
         (count = sky_count_segments(&data, segment)) >= 0) {
         if (data.len < SKY_RELEASE_BYTES) {
@@ -140,9 +188,10 @@ PyObject *sky_py_place_segments(PyObject *self, PyObject *args)
         }
         result = Py_BuildValue("nnnn", value.placed, value.duplicates, value.corrupt, value.foreign);
     }
+    sky_close_destination(&out);
+done:
     PyBuffer_Release(&data);
     PyBuffer_Release(&key);
-    PyBuffer_Release(&out);
     PyBuffer_Release(&arrived);
     PyBuffer_Release(&crcs);
     return result;

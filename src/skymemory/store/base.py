@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
@@ -38,6 +38,7 @@ import numpy as np
 from skymemory.errors import InvalidInput
 from skymemory.forks import Owner
 from skymemory.kv.block import Place
+from skymemory.native import Rows
 
 if TYPE_CHECKING:
     from typing import Self
@@ -104,6 +105,12 @@ class LoadTicket:
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
     """For the implementation."""
+    rows: Sequence[Rows | None] = field(default=(), repr=False)
+    """Set before ``complete_load``, one for each key: where its value is wanted. A tier may receive it there."""
+    placed: Mapping[int, int] = field(default_factory=dict)
+    """The values that are in their rows, undamaged: by position, each with its CRC-32. Of these ``complete_load``
+    returns the heads. The rows of others may have been written to all the same.
+    """
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Lock
 from typing import ParamSpec, Self, TypeVar
 
@@ -375,7 +376,11 @@ class RateLimited(Wrapped):
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         values = super().complete_load(ticket)
-        size_bytes = sum(len(value) for value in values if value is not None)
+        size_bytes = sum(
+            rows.size_bytes if rows is not None and at in ticket.placed else len(value)
+            for at, (value, rows) in enumerate(zip_longest(values, ticket.rows))
+            if value is not None
+        )
         with self._lock:
             # Counted from when the link was free, not from when this thread woke: waking late wastes no rate.
             self._free_s = max(self._free_s, self._clock() - self._burst_s) + size_bytes / self.bytes_per_s

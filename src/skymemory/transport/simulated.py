@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.eviction import DEFAULT_REPLACEMENT
+from skymemory.native import Rows
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
@@ -364,7 +365,7 @@ class SimulatedClient:
     def now_s(self) -> float:
         return self._constellation.now_s
 
-    def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
+    def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
         """Begin a ``get`` and ``run`` it."""
         with self.lock:
             number = self.machine.get(info, out, self.now_s(), replicas)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import SkyMemoryError
 from skymemory.forks import OwnLock
-from skymemory.native import Landing, Run, Tally
+from skymemory.native import Landing, Rows, Run, Tally
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
@@ -167,7 +167,7 @@ class UdpClient:
         """
         return self._run(_Call(numbers, until_s, any_of_them=True))
 
-    def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
+    def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
         """Begin a ``get`` and ``run`` it. A small value on a near satellite, with nothing else under way, takes one
         call to send and one or two to receive, and no operation.
         """

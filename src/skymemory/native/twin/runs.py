@@ -30,6 +30,7 @@ from skymemory.native.twin.segments import (
     TELEMETRY_BYTES,
     UNSEGMENTED,
     VERSION,
+    Rows,
     check_header,
     check_macs,
     header_crc,
@@ -191,7 +192,7 @@ def _value(ref: bytes) -> tuple[bytes, bytes, bytes]:
     return ref[:_NUMBERS_AT], ref[36:40], ref[_COMMON_AT:]
 
 
-Landing = tuple[bytes, int, int, int, int, memoryview, bytearray, bytearray]
+Landing = tuple[bytes, int, int, int, int, memoryview | Rows, bytearray, bytearray]
 """The destination of an awaited value: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs, as
 ``place_segments`` takes them.
 """

@@ -15,9 +15,9 @@ import hashlib
 import hmac
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -159,6 +159,51 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
     return bytes(codes)
 
 
+class Rows(NamedTuple):
+    """Where the bytes of a value belong that is not used in one piece: the first in ``head``, the rest in ``row_count``
+    rows of ``row_bytes`` in ``room``, from its byte ``first`` on, one every ``stride`` bytes.
+    """
+
+    head: memoryview
+    room: memoryview
+    first: int
+    row_count: int
+    row_bytes: int
+    stride: int
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + self.row_count * self.row_bytes
+
+
+def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
+    """Whether a value of this size can be placed there: rows are exactly its, within the room, none over another."""
+    if not isinstance(out, tuple):
+        return memoryview(out).nbytes >= value_bytes
+    _, room, first, count, row_bytes, stride = out
+    apart = first >= 0 and count > 0 and stride >= row_bytes > 0
+    return apart and value_bytes == out.size_bytes and first + (count - 1) * stride + row_bytes <= len(room)
+
+
+def _places(
+    out: Buffer | Rows, targets: Sequence[memoryview], start: int, payload: memoryview
+) -> Iterator[tuple[memoryview, int, memoryview]]:
+    """The parts of a payload that begins at byte ``start`` of the value, each with its buffer and its place there."""
+    if not isinstance(out, tuple):
+        yield targets[0], start, payload
+        return
+    (head, room), (_, _, first, _, row_bytes, stride) = targets, out
+    if start < len(head):
+        part = payload[: len(head) - start]
+        yield head, start, part
+        start, payload = start + len(part), payload[len(part) :]
+    while len(payload):
+        row, at = divmod(start - len(head), row_bytes)
+        part = payload[: row_bytes - at]
+        yield room, first + row * stride + at, part
+        start, payload = start + len(part), payload[len(part) :]
+
+
 def place_segments(
     data: Buffer,
     segment_bytes: int,
@@ -167,26 +212,29 @@ def place_segments(
     chunk_bytes: int,
     value_bytes: int,
     value_crc: int,
-    out: Buffer,
+    out: Buffer | Rows,
     arrived: Buffer,
     crcs: Buffer,
 ) -> tuple[int, int, int, int]:
     """Copy the payloads of a value's sound DATA segments to their places: ``(placed, duplicates, corrupt,
     foreign)``.
 
-    ``out`` (writable, at least ``value_bytes``) receives chunk ``i`` at ``i * chunk_bytes``, ``arrived``
-    (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32) the chunk's CRC. In this order:
+    ``out`` (writable, at least ``value_bytes``; or rows of exactly the value) receives chunk ``i`` as the value's bytes
+    from ``i * chunk_bytes`` on, ``arrived`` (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32)
+    the chunk's CRC. In this order:
     a malformed segment or a wrong header CRC or a chunk number out of range is corrupt; another operation,
     key, version or geometry is foreign; a chunk that has arrived is a duplicate (its payload is not read);
     a wrong payload CRC is corrupt.
     """
-    target, flags, sums = (memoryview(buffer).cast("B") for buffer in (out, arrived, crcs))
-    if target.readonly or flags.readonly or sums.readonly:
+    targets = [memoryview(buffer).cast("B") for buffer in (out[:2] if isinstance(out, tuple) else (out,))]
+    flags, sums = (memoryview(buffer).cast("B") for buffer in (arrived, crcs))
+    if flags.readonly or sums.readonly or any(target.readonly for target in targets):
         raise BufferError("out, arrived, crcs: expected writable buffers")
     if chunk_bytes < 1 or value_bytes < 0 or chunks != max(1, -(-value_bytes // chunk_bytes)) or len(key) != 32:
         raise ValueError(f"{chunks} chunks of {chunk_bytes} bytes for {value_bytes}, key of {len(key)}: no geometry")
-    if len(target) < value_bytes or len(flags) < chunks or len(sums) < 4 * chunks:
-        raise ValueError("out, arrived or crcs: too small for the value")
+    fits = out_fits(out, value_bytes)
+    if not fits or len(flags) < chunks or len(sums) < 4 * chunks:
+        raise ValueError("out, arrived or crcs: too small for the value, or rows that are not its")
     placed = duplicates = corrupt = foreign = 0
     for packet in segments(data, segment_bytes):
         # The cheap checks first, the payload's CRC last: a duplicate or foreign packet costs no pass over its payload.
@@ -216,7 +264,8 @@ def place_segments(
         if zlib.crc32(payload) != crc:
             corrupt += 1
             continue
-        target[start : start + length] = payload
+        for target, at, part in _places(out, targets, start, payload):
+            target[at : at + len(part)] = part
         flags[number - 1] = 1
         _NATIVE_CRC.pack_into(sums, 4 * (number - 1), crc)
         placed += 1

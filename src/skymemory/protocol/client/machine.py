@@ -28,7 +28,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
-from skymemory.native import Ack, Landing, Run, Tally
+from skymemory.native import Ack, Landing, Rows, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
@@ -48,6 +48,7 @@ from skymemory.protocol.client.transfer import (
     Where,
     WriteKeepalive,
     WriteTransfer,
+    can_hold,
     landing_of,
     verified,
 )
@@ -152,16 +153,16 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 
 # The life of a read:
 #
-#   get → _waiting → bursts_to_send → _request_chunks      GETs, as far as the window for what comes to us admits
+#   get → _reads → bursts_to_send → _request_chunks        GETs, as far as the window for what comes to us admits
 #   receive_placed                                         DATA: chunks are in place; the last one ends the read
 #   _missed → transfer.absent                              MISS: ask where else the chunks may be, or end it
 #   handle_timer → repeat_or_give_up → _failed             silence: ask stand-ins or copies, or end it
 #   _finish → next_event
 #
-# A write is the same with ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored`` (ACK). A
-# question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations`` from
-# ``_register`` to ``_finish`` or ``cancel``, and as long as it is, either a request of it is in flight or it is in
-# ``_waiting``.
+# A write is the same with ``_writes``, ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored``
+# (ACK). A question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations``
+# from ``_register`` to ``_finish`` or ``cancel``, and as long as it is, either a request of it is in flight or it is in
+# ``_reads`` or ``_writes``.
 
 
 class ClientMachine:
@@ -183,8 +184,10 @@ class ClientMachine:
         self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
         self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
-        self._waiting: deque[Operation] = deque()
-        """Operations with chunks to ask for or to send."""
+        self._writes: deque[Operation] = deque()
+        """Writes with chunks to send."""
+        self._reads: deque[Operation] = deque()
+        """Reads with chunks to ask for."""
         self._probes: set[int] = set()
         """Numbers of our own PINGs, whose ends are not events."""
         self._pings_beside: dict[SatelliteId, int] = {}
@@ -203,8 +206,8 @@ class ClientMachine:
         """How far the box will have moved (or had) at another time than now."""
         return self._clock.at(time_s)
 
-    def get(self, info: ValueInfo, out: memoryview, now_s: float, replicas: int = 1) -> int:
-        """Begin to read a value into ``out``, which must be writable and at least ``info.value_bytes`` long.
+    def get(self, info: ValueInfo, out: memoryview | Rows, now_s: float, replicas: int = 1) -> int:
+        """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly that.
 
         Raises:
             InvalidInput: ``out`` is too small or read-only, or ``info`` contradicts itself or the constellation.
@@ -223,10 +226,10 @@ class ClientMachine:
     # operation: the transport sends what ``plain_get`` or ``plain_put`` has packed, receives what comes at once, and
     # gives it to ``end_plain_get`` or ``end_plain_put``. Where that is not all, an operation takes over.
 
-    def plain_get(self, info: ValueInfo, out: memoryview, now_s: float) -> PlainRead | None:
+    def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
         """``get`` of a value of which all chunks are on one near satellite. None where an operation must serve it."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
-        if not one_packet or len(out) < info.value_bytes or out.readonly or not self._is_quiet():
+        if not one_packet or not can_hold(out, info.value_bytes) or not self._is_quiet():
             return None
         moves = self._clock.to_read_at(info.set_moves, now_s)
         satellite = self._sky.servers_at(info.strategy, info.servers, info.set_moves, moves)[0]
@@ -410,7 +413,12 @@ class ClientMachine:
         """It has something to send, once it is its turn and the windows admit it."""
         if not operation.queued:
             operation.queued = True
-            self._waiting.append(operation)
+            if not isinstance(operation.transfer, ReadTransfer):
+                self._writes.append(operation)
+            elif len(operation.transfer.pending) > 1:
+                self._reads.append(operation)
+            else:  # soon done: it does not wait behind the requests of large values
+                self._reads.appendleft(operation)
 
     def _finish(self, operation: Operation, failure: str, now_s: float, body: bytes = b"") -> None:
         """An operation has ended: well, if ``failure`` is empty."""
@@ -467,7 +475,7 @@ class ClientMachine:
     @property
     def wants_to_send(self) -> bool:
         """False only where there is nothing to send."""
-        return bool(self._waiting) or bool(self._in_flight.packets)
+        return bool(self._writes) or bool(self._reads) or bool(self._in_flight.packets)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
         """Batches with the satellite whose beam each takes, as far as the windows admit them."""
@@ -481,26 +489,39 @@ class ClientMachine:
         self._update_gateway(now_s)
         if in_flight.packets:  # questions and retransmissions first
             yield in_flight.take_packets()
-        for _ in range(len(self._waiting)):  # each once: what the windows stop is queued again
-            operation = self._waiting.popleft()
+        self._request_reads(now_s)
+        for _ in range(len(self._writes)):  # each once: what the windows stop is queued again
+            operation = self._writes.popleft()
             operation.queued = False
             transfer = operation.transfer
-            if operation.number not in self._operations or transfer is None:
+            if operation.number not in self._operations or not isinstance(transfer, WriteTransfer):
                 continue
             if self._detector.refuses(None):
                 self._finish(operation, "unreachable", now_s)
                 continue
-            if isinstance(transfer, ReadTransfer):
-                self._request_chunks(operation, transfer, now_s)
-            else:
-                self._keepalive.began(operation.number, transfer, now_s)
-                for _ in self._send_chunks(operation, transfer, now_s):
-                    if in_flight.packets:
-                        yield in_flight.take_packets()
+            self._keepalive.began(operation.number, transfer, now_s)
+            for _ in self._send_chunks(operation, transfer, now_s):
+                if in_flight.packets:
+                    yield in_flight.take_packets()
             if operation.number in self._operations and transfer.pending:
                 self._enqueue(operation)
         if in_flight.packets:
             yield in_flight.take_packets()
+
+    def _request_reads(self, now_s: float) -> None:
+        """GETs of the reads that wait, until the window stops one: it is one for all of them."""
+        while self._reads:
+            operation = self._reads[0]
+            transfer = operation.transfer
+            if operation.number in self._operations and isinstance(transfer, ReadTransfer):
+                if self._detector.refuses(None):
+                    self._finish(operation, "unreachable", now_s)
+                else:
+                    self._request_chunks(operation, transfer, now_s)
+                if operation.number in self._operations and transfer.pending:
+                    return
+            self._reads.popleft()
+            operation.queued = False
 
     def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
         """GET the pending bursts of a read, as many as the window admits, packed together. Chunks of suspects are asked

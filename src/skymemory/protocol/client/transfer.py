@@ -20,7 +20,8 @@ import numpy as np
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, ValueTooLarge
-from skymemory.native import Landing
+from skymemory.native import Landing, Rows
+from skymemory.native.twin.segments import out_fits
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.liveness import Suspects
 from skymemory.protocol.clock import PROOF_S
@@ -187,14 +188,15 @@ class _Search:
 
 
 class ReadTransfer:
-    """Fetches one value into ``out`` (writable, at least ``value_bytes`` long)."""
+    """Fetches one value into ``out``: writable, at least ``value_bytes`` long; or rows of exactly the value."""
 
-    def __init__(self, info: ValueInfo, out: memoryview, where: Where, moves: Moves, burst_chunks: int) -> None:
+    def __init__(self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int) -> None:
         """Raises ``InvalidInput`` for contradictory ``info``, or a buffer that does not hold the value."""
         info.check()
-        if len(out) < info.value_bytes or out.readonly:
+        if not can_hold(out, info.value_bytes):
+            size_bytes = out.size_bytes if isinstance(out, Rows) else len(out)
             raise InvalidInput(
-                f"a buffer of {len(out)} bytes for a value of {info.value_bytes}: too small or read-only"
+                f"a buffer of {size_bytes} bytes for a value of {info.value_bytes}: too small or read-only"
             )
         self.info = info
         self.out = out
@@ -370,7 +372,13 @@ class ReadTransfer:
         self.pending.clear()
 
 
-def landing_of(info: ValueInfo, out: memoryview) -> Landing:
+def can_hold(out: memoryview | Rows, value_bytes: int) -> bool:
+    """Whether a value of this size can be received there."""
+    buffers = out[:2] if isinstance(out, Rows) else (out,)
+    return out_fits(out, value_bytes) and not any(buffer.readonly for buffer in buffers)
+
+
+def landing_of(info: ValueInfo, out: memoryview | Rows) -> Landing:
     """Where the chunks of a value belong, none of which has arrived."""
     arrived, crcs = bytearray(info.chunks), bytearray(info.chunks * _CRC_BYTES)
     return info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, arrived, crcs
@@ -458,7 +466,13 @@ class ReplicatedRead(ReadTransfer):
     """
 
     def __init__(
-        self, info: ValueInfo, out: memoryview, copies: Sequence[Where], moves: Moves, burst_chunks: int, hedge: float
+        self,
+        info: ValueInfo,
+        out: memoryview | Rows,
+        copies: Sequence[Where],
+        moves: Moves,
+        burst_chunks: int,
+        hedge: float,
     ) -> None:
         super().__init__(info, out, copies[0], moves, burst_chunks)
         self.hedge = hedge

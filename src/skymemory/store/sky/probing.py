@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import CommandsRefused, InvalidInput, MalformedPacket
+from skymemory.native import Rows
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientMachine, Finished
@@ -134,7 +135,7 @@ class ClientDriver(Protocol):
 
     def now_s(self) -> float: ...
 
-    def read(self, info: ValueInfo, out: memoryview, replicas: int = 1) -> Finished:
+    def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
         """Begin a ``get`` of one value and ``run`` it."""
 
     def write(

@@ -20,10 +20,11 @@ import numpy as np
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import SharedCounters
+from skymemory.native import Rows
 from skymemory.placement.fan_out import FanOut
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.machine import Finished
-from skymemory.protocol.client.transfer import ValueInfo
+from skymemory.protocol.client.transfer import ValueInfo, can_hold
 from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
 from skymemory.protocol.messages import Kept, Retain, pack_retain, pack_setting, unpack_retained
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Op
@@ -226,38 +227,48 @@ class ConstellationStore(RemoteStore):
         started_s = self._driver.now_s()
         infos, certain = self._catalog.take(ticket.keys)
         unique = list(infos.values())
-        buffer = self._buffers.take(sum(info.value_bytes for info in unique))
+        wanted = dict(zip(ticket.keys, ticket.rows, strict=False))
+        rows = {
+            info.key: its
+            for info in unique
+            if (its := wanted.get(info.key)) is not None and can_hold(its, info.value_bytes)
+        }
+        buffer = self._buffers.take(sum(info.value_bytes for info in unique if info.key not in rows))
         ticket.state = buffer
-        outcomes, values = self._fetch(unique, buffer.data)
+        outcomes, values = self._fetch(unique, buffer.data, rows)
+        ticket.placed = {
+            at: infos[key].value_crc for at, key in enumerate(ticket.keys) if key in rows and key in values
+        }
         seconds = self._driver.now_s() - started_s
         silent = "uncertain" if self._driver.machine.breaker.closed else "unreachable"
         absent = KeyReport(reason="absent" if certain else silent)
         reports = [self._key_report(outcomes[key]) if key in outcomes else absent for key in ticket.keys]
         ticket.report = LoadReport(tuple(reports), seconds)
-        loaded_bytes = sum(len(value) for value in values.values())
+        loaded_bytes = sum(infos[key].value_bytes for key in values)
         self._rate.learn(loaded_bytes, seconds)
         self._counters.add("hits", sum(key in values for key in ticket.keys))
         self._counters.add("misses", sum(key not in values for key in ticket.keys))
         return [values.get(key) for key in ticket.keys]
 
     def _fetch(
-        self, infos: Sequence[ValueInfo], buffer: memoryview
+        self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into ``buffer``, doubtful ones twice, and evict those that are proved lost. Returns the end of
-        each read, and views of the values.
+        """Read values into their ``rows``, or else ``buffer``, doubtful ones twice, and evict those that are proved
+        lost. Returns the end of each read, and views of the values, or of their heads.
         """
-        outs: dict[bytes, memoryview] = {}
+        outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
         for info in infos:
-            outs[info.key] = buffer[at : at + info.value_bytes]
-            at += info.value_bytes
+            if info.key not in rows:
+                outs[info.key] = buffer[at : at + info.value_bytes]
+                at += info.value_bytes
         looked_s = self._driver.now_s()
         return self._settle(infos, outs, self._read(infos, outs), looked_s)
 
     def _settle(
         self,
         infos: Sequence[ValueInfo],
-        outs: Mapping[bytes, memoryview],
+        outs: Mapping[bytes, memoryview | Rows],
         outcomes: dict[bytes, Finished],
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
@@ -273,7 +284,8 @@ class ConstellationStore(RemoteStore):
         for info in infos:
             outcome = outcomes.get(info.key)
             if outcome is not None and outcome.ok:
-                values[info.key] = outs[info.key].toreadonly()
+                out = outs[info.key]
+                values[info.key] = (out.head if isinstance(out, Rows) else out).toreadonly()
             elif outcome is not None:
                 self._counters.add("failures", label=outcome.report.failure)
                 failed.setdefault(outcome.report.failure, []).append(info)
@@ -286,7 +298,7 @@ class ConstellationStore(RemoteStore):
             self._catalog.remove([info.key for info in gone])
         return outcomes, values
 
-    def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview]) -> dict[bytes, Finished]:
+    def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview | Rows]) -> dict[bytes, Finished]:
         """Read these values once."""
         driver, machine, replicas = self._driver, self._driver.machine, self.settings.replicas
         if len(infos) == 1:
