@@ -42,9 +42,9 @@ def test_the_fullest_server_decides_and_each_costs_a_request() -> None:
 
 def test_where_links_transmit_at_once_one_satellite_is_best_for_any_size() -> None:
     chooser = fan_out(chunk_s=0.0)
-    assert {chooser.servers(chunks, 6144 * chunks, {}) for chunks in (1, 11, 85, 170)} == {1}
+    assert {chooser.servers(chunks, 6144 * chunks, {}) for chunks in (1, 11, 85, 170, 480)} == {1}
     # But for what one satellite takes at once.
-    assert [chooser.servers(480, size_bytes << 20, {}) for size_bytes in (1, 2, 3, 5, 9, 64)] == [1, 2, 4, 6, 9, 10]
+    assert [chooser.servers(480, size_bytes << 20, {}) for size_bytes in (4, 8, 12, 20, 36, 64)] == [1, 2, 4, 6, 9, 10]
 
 
 def test_only_full_boxes_and_the_largest_number_are_chosen() -> None:
@@ -93,7 +93,7 @@ def test_the_fastest_box_with_room_is_chosen(most: int, chunk_s: float, sizes: l
             left = memory_bytes - sum(share for number, share in its.items() if number > one)
             return nearer <= memory_bytes / 5 and (nearer <= left or nearer <= memory_bytes / 32)
 
-        fits = [one for one in chooser.round_trips_s if one == most or value_bytes <= one << 20]
+        fits = [one for one in chooser.round_trips_s if one == most or value_bytes <= one << 22]
         allowed = [one for one in fits if memory_bytes == 0 or one == most or has_room(one)]
         assert servers in allowed
         assert chooser.seconds(servers, chunks) == min(chooser.seconds(one, chunks) for one in allowed)

@@ -10,7 +10,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.protocol.client.liveness import Peers
 from skymemory.protocol.client.requests import InFlight, Operation
 from skymemory.protocol.client.transfer import TransferReport
-from skymemory.protocol.congestion import RTO_CEILING_S, RTO_FLOOR_S, RoundTrip, Window
+from skymemory.protocol.congestion import RTO_CEILING_S, RTO_FLOOR_S, SENDERS_PERIOD_S, Credit, RoundTrip, Window
 from skymemory.protocol.wire import Op
 
 HERE = SatelliteId(1, 2)
@@ -119,3 +119,24 @@ def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
     assert busy.deadline_s == 2.8
     rested = in_flight.begin(operation, HERE, Op.PING, [], b"", 0, (0, 0), 20.0)
     assert rested.deadline_s == pytest.approx(20.066)
+
+
+def test_a_receive_buffer_is_divided_among_those_that_send_lately():
+    credit = Credit(1000, 100)
+    assert credit.each_bytes == 1000
+    credit.heard(1, 0.0)
+    credit.heard(1, 0.1)
+    assert credit.each_bytes == 1000
+    for sender in range(4):
+        credit.heard(sender, 0.2)
+    assert credit.each_bytes == 250
+    credit.heard(1, 0.2 + SENDERS_PERIOD_S)
+    assert credit.each_bytes == 250, "as many as in the period before, which has just ended"
+    credit.heard(1, 0.3 + 2 * SENDERS_PERIOD_S)
+    assert credit.each_bytes == 1000, "the others have not been heard for a period"
+    for sender in range(50):
+        credit.heard(sender, 0.4 + 2 * SENDERS_PERIOD_S)
+    assert credit.each_bytes == 100, "never less than the least"
+    credit.heard(2, 10.0)
+    assert credit.each_bytes == 1000
+    assert Credit(50, 100).each_bytes == 50

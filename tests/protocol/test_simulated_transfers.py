@@ -141,6 +141,28 @@ def test_the_window_bounds_what_is_on_its_way(world, value_of):
     assert all(window.in_flight_bytes == 0 for window in [machine._peers.inbound, *machine._peers._outbound.values()])
 
 
+def test_a_satellite_offers_each_writer_its_share(world, value_of):
+    sky = world()
+    hosts = [sky.host, *(sky.connect(ground) for ground in (8, 9, 10))]
+
+    def offered() -> list[int]:
+        """To each of the hosts by the one satellite, when all have written in turn."""
+        limits = []
+        for at, host in enumerate(hosts):
+            begun, _ = sky.begin_put(f"v{at}", value_of(6000, at), servers=1, host=host)
+            assert host.run([begun])[begun].ok
+            (window,) = host.machine._peers._outbound.values()
+            limits.append(window.limit_bytes)
+        return limits
+
+    first, again = offered(), offered()
+    assert [first[0] // limit for limit in first] == [1, 2, 3, 4]
+    assert [first[0] // limit for limit in again] == [4] * 4
+    sky.sim.settle(sky.now_s + 2.0)
+    hosts = hosts[:1]
+    assert offered() == first[:1], "the others have stopped"
+
+
 def test_a_lone_request_larger_than_the_window_goes_through(world, value_of):
     sky = world(window_bytes=4096, credit_bytes=4096)
     value = value_of(100_000)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from skymemory.native.twin.backend import *  # noqa: F403
 
 __all__ = ["NATIVE", "SLOT_BYTES", "Ack", "AnswerTerms", "Arrival", "Guard", "Landing", "Rows", "Run"]
-__all__ += ["Served", "Tally", "BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Slot", "Transit"]
+__all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Served", "Slot", "Tally", "Transit"]
 __all__ += ["chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 

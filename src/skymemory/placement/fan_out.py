@@ -30,7 +30,7 @@ TR 38.821 in ``sim.loading.LinkBudget``).
 """
 _SERVER_S = 25e-6
 """One more request to pack, send and answer, as measured on one computer."""
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 4 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
 """The larger is below what a satellite leases (a quarter), so that loads of such values can be leased."""
 

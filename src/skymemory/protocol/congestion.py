@@ -1,4 +1,6 @@
-"""Congestion control: round trips and timeouts (``RoundTrip``), windows (``Window``), rate limits (``Throttle``)."""
+"""Congestion control: round trips and timeouts (``RoundTrip``), windows (``Window``), what a receiver offers to each
+sender (``Credit``), rate limits (``Throttle``).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import math
 RTO_FLOOR_S = 0.020
 """A shorter timeout takes a busy host's scheduling for loss (3 ms: 555 spurious retransmissions of 480 requests)."""
 RTO_CEILING_S = 2.0
+SENDERS_PERIOD_S = 0.5
 SHORT_HOLD_S = 0.02
 LONG_HOLD_S = 1.0
 _AT_ONCE = 64
@@ -95,6 +98,32 @@ class Window:
         if now_s >= self._cut_until_s:
             self.size_bytes = max(self._floor_bytes, self.size_bytes // 2)
             self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
+
+
+class Credit:
+    """Divides what a receive buffer holds among those that send lately: each of them fills its window."""
+
+    def __init__(self, buffer_bytes: int, least_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._least_bytes = min(least_bytes, buffer_bytes)
+        self._senders: set[int] = set()
+        self._before = 0
+        """Senders in the period before this one."""
+        self._until_s = -math.inf
+        self.each_bytes = buffer_bytes
+        """What is offered to each."""
+
+    def heard(self, sender: int, now_s: float) -> None:
+        """Bytes of this sender came."""
+        if now_s < self._until_s and sender in self._senders:
+            return
+        if now_s >= self._until_s:
+            self._before = len(self._senders) if now_s < self._until_s + SENDERS_PERIOD_S else 0
+            self._senders.clear()
+            self._until_s = now_s + SENDERS_PERIOD_S
+        self._senders.add(sender)
+        senders = max(len(self._senders), self._before)
+        self.each_bytes = max(self._least_bytes, self._buffer_bytes // senders)
 
 
 class Throttle:

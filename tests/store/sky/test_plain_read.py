@@ -196,6 +196,24 @@ def test_a_satellite_that_is_silent_for_a_moment_is_waited_for_and_one_that_stay
         store.close()
 
 
+def test_writers_of_small_values_share_what_the_satellite_offers() -> None:
+    with udp_sky_and_loop() as (plan, _):
+        stores = [store_on(plan, SharedIndex(), ground=ground, fan_out=ON_ONE) for ground in (9, 10, 11)]
+
+        def offered(number: int) -> int:
+            """After a write, by the one satellite."""
+            assert stores[number].put_many([(key(number), value(number, 6000))]) == [True]
+            (window,) = connection(stores[number]).machine._peers._outbound.values()
+            return window.limit_bytes
+
+        whole = offered(0)
+        for number in (1, 2):
+            offered(number)
+        assert {whole // offered(number) for number in (0, 1, 2)} == {3}
+        for store in stores:
+            store.close()
+
+
 def test_threads_that_read_small_values_get_their_own() -> None:
     with udp_sky_and_loop() as (plan, _):
         store = store_on(plan, SharedIndex(), fan_out=ON_ONE)

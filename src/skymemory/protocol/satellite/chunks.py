@@ -148,6 +148,7 @@ class ChunkService:
                 self._outbox.sent(chunks)
                 packets += 1
             else:
+                self._outbox.credit.heard(ground, self._now_s)
                 self._store.added(key, chunks - replaced, added_bytes, replaced_bytes)
                 self._count_stored(PutOutcome(True, replaced), Op.SET, chunks, key)
                 self._outbox.sent(1)
@@ -166,7 +167,7 @@ class ChunkService:
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
         """Store chunks of one request, as ``native.open_runs`` parsed them; the SKY header begins at ``start``."""
         indices, chunks, size_bytes = opened
-        ref = chunks[0][0]
+        ref, self._now_s = chunks[0][0], now_s
         try:
             request = self._request(view, start, ref)
             self._locator.home(ref)  # raises for an impossible placement
@@ -174,7 +175,6 @@ class ChunkService:
             self._counters.add("packets_malformed", len(indices))
             return
         migrated = request.header.op is Op.MIGRATE
-        self._now_s = now_s
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return
         # All at once; chunk by chunk where one is outdated or the memory must evict selectively.
@@ -193,6 +193,7 @@ class ChunkService:
         """Store chunks of any keys and requests: whole packets whose checksums have been verified."""
         body_at = start + SKY_BYTES
         payload_at = body_at + CHUNK_REF_BYTES
+        self._now_s = now_s
         for segment in segments:
             ref = bytes(segment[body_at:payload_at])
             try:
@@ -210,11 +211,12 @@ class ChunkService:
         found = self._unanswered.get(name)
         if found is None:
             found = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
+            if found.header.op is Op.SET:
+                self._outbox.credit.heard(found.header.ground, self._now_s)
         return found
 
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         migrated = request.header.op is Op.MIGRATE
-        self._now_s = now_s
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return
         if migrated and self._is_outdated(index, (ref, payload)):

@@ -11,6 +11,7 @@ from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import Locator
+from skymemory.protocol.congestion import Credit
 from skymemory.protocol.messages import OURS
 from skymemory.protocol.satellite.memory import Chunk, Share
 from skymemory.protocol.satellite.routing import Router
@@ -33,10 +34,12 @@ from skymemory.protocol.wire import (
     single,
 )
 
+_LEAST_CREDIT_BYTES = 64 * 1024
+
 
 class Outbox:
-    """Packs, signs and queues packets. Every header carries the current moves and offers ``credit_bytes`` to
-    senders.
+    """Packs, signs and queues packets. Every header carries the current moves and offers senders their share of
+    ``credit_bytes``.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Outbox:
         self._locator = locator
         self._router = router
         self._counters = counters
-        self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
+        self.credit = Credit(credit_bytes, _LEAST_CREDIT_BYTES)
         self._authority = authority
         self._sequence = 0
         self._outgoing: list[tuple[SegmentBatch, LinkEnd]] = []
@@ -113,7 +116,7 @@ class Outbox:
         """The header fields of an answer that come neither from the request nor from the chunks."""
         seconds = int(now_s)
         fraction = int((now_s - seconds) * 65536)
-        return *self._locator.moves, self._credit, seconds & 0xFFFFFFFF, fraction, self._sequence
+        return *self._locator.moves, self._credit_units(), seconds & 0xFFFFFFFF, fraction, self._sequence
 
     def sent(self, packets: int) -> None:
         """Count packets that left by ``terms``: the sequence continues after them."""
@@ -187,13 +190,16 @@ class Outbox:
             timestamp_us=timestamp_us,
             slot_moves=slot_moves,
             plane_moves=plane_moves,
-            credit=self._credit,
+            credit=self._credit_units(),
             flags=flags,
         )
 
     def _bulk(self, header: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> SegmentBatch:
         refs, payloads = zip(*chunks, strict=True)
         return bulk_batch(header, b"".join(refs), payloads, self._take_sequence(len(chunks)), now_s)
+
+    def _credit_units(self) -> int:
+        return min(self.credit.each_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
 
     def _take_sequence(self, count: int) -> int:
         first = self._sequence
