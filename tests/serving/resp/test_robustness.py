@@ -201,10 +201,25 @@ def test_a_client_that_finds_no_room_for_its_value_hears_so(short: Path) -> None
         connect(path) as holds,
         connect(path) as refused,
     ):
-        holds.sendall(request(b"SET", b"k", bytes(4 << 20))[: 1 << 20])
+        large = memoryview(request(b"SET", b"k", bytes(4 << 20)))
+        holds.sendall(large[: 1 << 20])
         until(lambda: commands.budget.used_bytes > 0)
+        answered = threading.Event()
+
+        def goes_on() -> None:
+            """Slowly: else it is given up, and there is room, before the other is refused."""
+            for at in range(1 << 20, len(large), 4096):
+                holds.sendall(large[at : at + 4096])
+                if answered.wait(0.02):
+                    return
+
+        slow = threading.Thread(target=goes_on)
+        slow.start()
         refused.sendall(request(b"SET", b"k", bytes(16 << 20)))
-        assert refused.makefile("rb").read().startswith(b"-BUSY too many bytes in flight")
+        said = refused.makefile("rb").read()
+        answered.set()
+        slow.join()
+        assert said.startswith(b"-BUSY too many bytes in flight")
     assert commands.counters.get("busy") == 1
 
 
