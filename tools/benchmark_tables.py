@@ -75,6 +75,8 @@ def _ttft() -> str:
         ("MB", _number("bytes", scale=1e-6)),
         ("fetch MB/s", lambda row: f"{row['bytes'] / row['fetch_s'] / 1e6:,.0f}"),
         ("of bound", lambda row: f"{row['with_s'] / row['bound_s']:.2f}"),
+        ("from a file", lambda row: f"{row['file_s'] * 1e3:.0f} ms"),
+        ("of it", _number("of_file", 2)),
     )
 
 

@@ -34,7 +34,7 @@ from skymemory.protocol.wire import (
     single,
 )
 
-_LEAST_CREDIT_BYTES = 64 * 1024
+_LEAST_CREDIT_BYTES = 128 * 1024
 
 
 class Outbox:
