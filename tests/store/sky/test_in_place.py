@@ -47,6 +47,17 @@ def test_values_are_in_their_rows_and_their_heads_are_returned() -> None:
     assert content(rows[0]) == VALUES[0]
 
 
+def test_a_key_that_comes_twice_is_in_neither_of_its_rows() -> None:
+    store = store_over(simulated(), 1, SharedIndex())
+    assert all(store.put_many(list(zip(KEYS, VALUES, strict=True))))
+    ticket = store.prepare_load([KEYS[0], KEYS[1], KEYS[0]])
+    ticket.rows = rows_for(3)
+    values = store.complete_load(ticket)
+    assert set(ticket.placed) == {1} and content(ticket.rows[1]) == VALUES[1]
+    assert values[0] == values[2] == VALUES[0] and values[1] == VALUES[1][:HEAD_BYTES]
+    assert not any(ticket.rows[0].head) and not any(ticket.rows[2].head)
+
+
 def test_a_value_with_a_chunk_that_is_gone_is_a_miss_and_not_placed() -> None:
     sky = simulated()
     store = store_over(sky, 1, SharedIndex())

@@ -12,6 +12,7 @@ chunk that is proved to be gone (``protocol.client.transfer``) leaves the index,
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -227,7 +228,9 @@ class ConstellationStore(RemoteStore):
         started_s = self._driver.now_s()
         infos, certain = self._catalog.take(ticket.keys)
         unique = list(infos.values())
-        wanted = dict(zip(ticket.keys, ticket.rows, strict=False))
+        # A key that comes twice is wanted in two places, and read once: into the buffer.
+        times = Counter(ticket.keys) if ticket.rows else {}
+        wanted = {key: its for key, its in zip(ticket.keys, ticket.rows, strict=False) if times[key] == 1}
         rows = {
             info.key: its
             for info in unique
