@@ -266,7 +266,7 @@ def test_sound_chunks_that_do_not_make_the_value_they_claim_are_a_miss(world, va
     sky = world()
     number, info = sky.begin_put("v", value_of(40_000))
     wrong = info.value_crc ^ 1
-    refs = sky.host.machine._operations[number].transfer.refs
+    refs = np.frombuffer(sky.host.machine._operations[number].transfer.refs, np.uint8).reshape(info.chunks, -1)
     refs[:, 52:56] = np.frombuffer(wrong.to_bytes(4, "big"), np.uint8)
     assert sky.host.run([number])[number].ok
     read, _ = sky.get(replace(info, value_crc=wrong))

@@ -23,6 +23,7 @@ import enum
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from skymemory import native
 from skymemory.errors import InvalidInput, MalformedPacket
@@ -88,8 +89,7 @@ def encode_record(
     # The oldest version that suffices: an earlier release then reads all it can.
     version = JOURNAL_VERSION
     if op is RecordOp.ADD:
-        body = _add_body(hashes, infos, start, parent)
-        version = _SIZED_VERSION if any(info.chunk_bytes for info in infos) else JOURNAL_VERSION
+        body, version = _add_body(hashes, infos, start, parent)
     elif op is RecordOp.REMOVE:
         check_chain(hashes, 0, None)
         body = b"".join(hashes)
@@ -140,14 +140,30 @@ def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
     return (_decode_body(op, body, with_sizes) if known else Record(RecordOp.UNKNOWN)), end
 
 
-def _add_body(hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
+def _add_body(
+    hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None
+) -> tuple[bytes, int]:
+    """Of an ADD record, and its version."""
     if len(hashes) != len(infos):
         raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
     check_chain(hashes, start, parent)
     groups = Groups()
     rows = [groups.pack(info) for info in infos]
-    head = _ADD.pack(start, len(hashes), len(groups.listed), parent or _NO_PARENT)
-    return b"".join([head, pack_groups(groups.listed), *hashes, *rows])
+    return _joined_add(start, parent, b"".join(hashes), b"".join(rows), groups.listed)
+
+
+def _joined_add(
+    start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]
+) -> tuple[bytes, int]:
+    head = _ADD.pack(start, len(hashes) // HASH_BYTES, len(groups), parent or _NO_PARENT)
+    packed, version = _packed_groups(tuple(groups))
+    return b"".join([head, packed, hashes, rows]), version
+
+
+@lru_cache(maxsize=64)
+def _packed_groups(groups: tuple[Group, ...]) -> tuple[bytes, int]:
+    """As in an ADD record, and the oldest version that has room for them."""
+    return pack_groups(groups), _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
 
 
 def _decode_body(op: int, body: memoryview, with_sizes: bool) -> Record:
@@ -273,9 +289,8 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
     """``write`` the fewest records that make an index like this one: an ADD for each run."""
 
     def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
-        head = _ADD.pack(start, len(hashes) // HASH_BYTES, len(groups), parent or _NO_PARENT)
-        version = _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
-        write(_framed(RecordOp.ADD, version, b"".join([head, pack_groups(groups), hashes, rows])))
+        body, version = _joined_add(start, parent, hashes, rows, groups)
+        write(_framed(RecordOp.ADD, version, body))
 
     index.runs(write_run)
 

@@ -565,7 +565,7 @@ def bulk_batch(
     return prefixed_batch(bulk_prefix(header, now_s), bodies, payloads, sequence_count)
 
 
-def prefixed_batch(prefix: bytes, refs: bytes, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
+def prefixed_batch(prefix: bytes, refs: Buffer, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
     """``bulk_batch`` from headers that are packed already, up to the end of the SKY header."""
     headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

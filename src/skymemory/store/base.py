@@ -351,9 +351,12 @@ class OpenTickets(Generic[_Ticket]):
     def add(self, ticket: _Ticket, now_s: float) -> None:
         """It begins. Tickets not completed long after their lease are dropped: they must not keep values in memory."""
         with self._lock:
-            for abandoned in [one for one in self._open if one.expires_s + ABANDONED_S < now_s]:
-                self._open.discard(abandoned)
+            self._drop_abandoned(now_s)
             self._open.add(ticket)
+
+    def _drop_abandoned(self, now_s: float) -> None:
+        for abandoned in [one for one in self._open if one.expires_s + ABANDONED_S < now_s]:
+            self._open.discard(abandoned)
 
     def take(self, ticket: _Ticket) -> None:
         """It is being completed, for the first and only time; else InvalidInput."""
@@ -370,6 +373,18 @@ class OpenTickets(Generic[_Ticket]):
             self._ending.add(ticket)  # first, so that it is always in one of them
         try:
             self.take(ticket)
+            yield
+        finally:
+            with self._lock:
+                self._ending.discard(ticket)
+
+    @contextmanager
+    def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
+        """It begins and ends here: count it meanwhile."""
+        with self._lock:
+            self._drop_abandoned(now_s)
+            self._ending.add(ticket)
+        try:
             yield
         finally:
             with self._lock:
@@ -434,14 +449,18 @@ class RemoteStore(TwoPhase):
         return ticket
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
+        ticket, now_s = self._store_ticket(items, places)
+        self._stores.add(ticket, now_s)
+        return ticket
+
+    def _store_ticket(self, items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[StoreTicket, float]:
+        """Not open yet; and the time."""
         items = check_items(items)
         self._check(())
         for _, value in items:
             self._check_size(memoryview(value).nbytes)
         now_s = self._clock()
-        ticket = StoreTicket(items, now_s + LEASE_S, places=check_places(items, places))
-        self._stores.add(ticket, now_s)
-        return ticket
+        return StoreTicket(items, now_s + LEASE_S, places=check_places(items, places)), now_s
 
     def _check_size(self, size_bytes: int) -> None:
         """Raises ValueTooLarge for a value that can never fit."""

@@ -372,12 +372,20 @@ class SimulatedClient:
         return self.run([number])[number]
 
     def write(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, replicas: int = 1
+        self,
+        key: bytes,
+        value: Buffer,
+        chunk_bytes: int,
+        strategy: int,
+        servers: int,
+        replicas: int = 1,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Finished:
         """Begin a ``put`` and ``run`` it."""
         with self.lock:
             how = chunk_bytes, strategy, servers, self.now_s()
             number, _ = self.machine.put(key, value, *how, replicas=replicas)
+            meanwhile()
         return self.run([number])[number]
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:

@@ -191,9 +191,18 @@ class UdpClient:
         return self.run([number])[number]
 
     def write(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, replicas: int = 1
+        self,
+        key: bytes,
+        value: Buffer,
+        chunk_bytes: int,
+        strategy: int,
+        servers: int,
+        replicas: int = 1,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Finished:
-        """Begin a ``put`` and ``run`` it; a small value as in ``read``."""
+        """Begin a ``put`` and ``run`` it; a small value as in ``read``. ``meanwhile`` runs while the first packets of a
+        small value are under way.
+        """
         machine = self.machine
         self._clock.follow_wall()
         with self._lock:
@@ -201,11 +210,13 @@ class UdpClient:
             plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
             if plain is None:
                 number, _ = machine.put(*how, replicas=replicas)
+                meanwhile()
             else:
                 endpoint = self._satellites[plain.satellite]
                 rest = self._sock.send(plain.batch, endpoint)
                 if rest is not None:
                     self._backlog.append((endpoint, rest))
+                meanwhile()
                 ended = None
                 while ended is None:
                     _, runs = self._receive_plain({})

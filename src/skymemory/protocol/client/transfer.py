@@ -398,7 +398,7 @@ class WriteTransfer:
     """Sends one value: references and checksums are computed once, payloads are views of the caller's buffer."""
 
     info: ValueInfo
-    refs: np.ndarray
+    refs: bytes | bytearray
     payloads: Sequence[memoryview]
     acknowledged: bytearray
     missing: int
@@ -419,18 +419,20 @@ class WriteTransfer:
         packed, value_crc = native.value_refs(view, key, chunk_bytes, servers, strategy, *moves)
         chunks = len(packed) // CHUNK_REF_BYTES
         info = ValueInfo(key, chunks, chunk_bytes, len(view), value_crc, strategy, servers, moves)
-        refs = np.frombuffer(packed, dtype=np.uint8).reshape(chunks, CHUNK_REF_BYTES)
         payloads = Slices(view, chunk_bytes, range(chunks))
         bursts, satellites = planned(chunks, places, servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)
-        return cls(info, refs, payloads, bytearray(chunks), chunks, deque(bursts), report)
+        return cls(info, packed, payloads, bytearray(chunks), chunks, deque(bursts), report)
 
-    def of_these(self, indices: Sequence[int]) -> tuple[bytes, Sequence[memoryview]]:
+    def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
         """Packed references and payloads of these chunks."""
+        if indices == range(len(self.acknowledged)):
+            return self.refs, self.payloads
+        refs = _rows(self.refs)
         if isinstance(indices, range):
             its = slice(indices.start, indices.stop, indices.step)
-            return self.refs[its].tobytes(), self.payloads[its]
-        return self.refs[indices].tobytes(), [self.payloads[index] for index in indices]
+            return refs[its].tobytes(), self.payloads[its]
+        return refs[indices].tobytes(), [self.payloads[index] for index in indices]
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
         """The chunks that ``indices`` of an answer to a request for ``asked`` stand for."""
@@ -454,6 +456,11 @@ class WriteTransfer:
                 self.acknowledged[index] = 1
         self.missing -= fresh
         return fresh
+
+
+def _rows(refs: bytes | bytearray) -> np.ndarray:
+    """The references of chunks, one in a row."""
+    return np.frombuffer(refs, dtype=np.uint8).reshape(-1, CHUNK_REF_BYTES)
 
 
 _WAIVED = 2
@@ -535,7 +542,7 @@ class ReplicatedWrite(WriteTransfer):
     def of_copies(cls, one: WriteTransfer, copies: Sequence[Where], moves: Moves) -> ReplicatedWrite:
         """The write ``one`` with all its copies."""
         chunks, servers = one.info.chunks, one.info.servers
-        refs = np.concatenate([one.refs] * len(copies))
+        refs = np.concatenate([_rows(one.refs)] * len(copies))
         pending: deque[Burst] = deque()
         for replica, copy in enumerate(copies):
             first = replica * chunks
@@ -544,7 +551,8 @@ class ReplicatedWrite(WriteTransfer):
                 pending.append(Burst(satellite, range(its[0] + first, its[-1] + first + 1, servers)))
         total = chunks * len(copies)
         one.report.satellites = len({burst.satellite for burst in pending})
-        return cls(one.info, refs, list(one.payloads) * len(copies), bytearray(total), total, pending, one.report)
+        payloads = list(one.payloads) * len(copies)
+        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, pending, one.report)
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
         first = asked[0] - asked[0] % self.info.chunks

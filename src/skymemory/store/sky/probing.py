@@ -139,9 +139,18 @@ class ClientDriver(Protocol):
         """Begin a ``get`` of one value and ``run`` it."""
 
     def write(
-        self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, replicas: int = 1
+        self,
+        key: bytes,
+        value: Buffer,
+        chunk_bytes: int,
+        strategy: int,
+        servers: int,
+        replicas: int = 1,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Finished:
-        """Begin a ``put`` of one value and ``run`` it."""
+        """Begin a ``put`` of one value and ``run`` it. ``meanwhile`` is called once before it ends, with the driver's
+        lock held.
+        """
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Send and receive until these operations have ended."""

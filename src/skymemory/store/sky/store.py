@@ -36,6 +36,7 @@ from skymemory.store.base import (
     KeyReport,
     LoadReport,
     LoadTicket,
+    Places,
     Presence,
     RemoteStore,
     StoreTicket,
@@ -342,12 +343,24 @@ class ConstellationStore(RemoteStore):
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         self._check(())
+        with self._stores.ending(ticket):
+            return self._store(ticket)
+
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
+        """Both phases at once: nothing is reserved in between."""
+        ticket, now_s = self._store_ticket(items, places)
+        with self._stores.at_once(ticket, now_s):
+            return self._store(ticket)
+
+    def _store(self, ticket: StoreTicket) -> list[bool]:
+        """Write the values of a ticket that is being completed, and enter them in the index."""
         started_s = self._driver.now_s()
-        # Two threads that write one key at the same time would leave parts of both.
-        with self._stores.ending(ticket), self._writing.exclusive([key for key, _ in ticket.items]):
-            # Entries of before: leftovers of other placements are evicted once the new values are stored.
-            before = self._catalog.known([key for key, _ in ticket.items])
-            finished = self._write(dict(ticket.items))
+        keys = [key for key, _ in ticket.items]
+        self._writing.take(keys)  # two threads that write one key at the same time would leave parts of both
+        try:
+            finished, before = self._write(dict(ticket.items))
+        finally:
+            self._writing.give_back(keys)
         stored = {key: outcome for key, outcome in finished.items() if outcome.ok}
         failed = [outcome.info for outcome in finished.values() if not outcome.ok and outcome.info is not None]
         for outcome in finished.values():
@@ -360,30 +373,38 @@ class ConstellationStore(RemoteStore):
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
         self._process_notices()  # about earlier values: they must not remove the new entries
         self._catalog.add(infos, self._driver.now_s(), places)
-        self._evictor.evict_replaced(before, infos)
-        if ticket.items:
+        if before:
+            self._evictor.evict_replaced(before, infos)
+        if keys:
             # The blocks before the first in its chain: what is stored behind them must not outlive them.
-            self._touch(self._catalog.before(ticket.items[0][0]))
+            self._touch(self._catalog.before(keys[0]))
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(
             key for key, outcome in finished.items() if outcome.report.failure in ("unreachable", "timeout")
         )
         self._counters.add("stored", len(stored))
-        return [key in stored for key, _ in ticket.items]
+        return [key in stored for key in keys]
 
-    def _write(self, items: Mapping[bytes, Buffer]) -> dict[bytes, Finished]:
-        """Write values; the end of each, the last one first."""
+    def _write(self, items: Mapping[bytes, Buffer]) -> tuple[dict[bytes, Finished], dict[bytes, ValueInfo]]:
+        """Write values; the end of each, the last one first. And the entries of before: leftovers of other placements
+        are evicted once the new values are stored.
+        """
         driver, settings = self._driver, self.settings
         # Without an index it is not known how full small boxes are.
         held = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
         # In reverse, as in ``_read``: satellites keep the first block longest.
         servers = {key: self._servers_for(value, held) for key, value in reversed([*items.items()])}
         how = settings.chunk_bytes, self._strategy
+        before: dict[bytes, ValueInfo] = {}
         if len(items) == 1:
-            return {
-                key: driver.write(key, items[key], *how, count, settings.replicas) for key, count in servers.items()
-            }
+            ((key, count),) = servers.items()
+            # While the packets are under way: the index does not know of them yet.
+            outcome = driver.write(
+                key, items[key], *how, count, settings.replicas, lambda: before.update(self._catalog.known([key]))
+            )
+            return {key: outcome}, before
+        before = self._catalog.known([*items])
         with driver.lock:
             put, now_s = driver.machine.put, driver.now_s()
             begun = {
@@ -391,7 +412,7 @@ class ConstellationStore(RemoteStore):
                 for key, count in servers.items()
             }
         finished = driver.run(begun.values())
-        return {key: finished[number] for key, number in begun.items()}
+        return {key: finished[number] for key, number in begun.items()}, before
 
     def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
         """On how many satellites a value is put; it is added to what is held."""
@@ -441,10 +462,10 @@ class ConstellationStore(RemoteStore):
 
     def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
         """A RETAIN that is not answered, and so not repeated."""
+        if not infos:
+            return
         machine, now_s = self._driver.machine, self._driver.now_s()
         pages = self._holders.pages(infos, nearby=False)
-        if not pages:
-            return
         with self._driver.lock:
             for satellite, page in reversed(pages) if last_first else pages:
                 body = pack_retain(what, until_s, [info.key for info in page])
