@@ -227,3 +227,16 @@ def test_threads_that_read_small_values_get_their_own() -> None:
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(many, range(8)))
         store.close()
+
+
+def test_a_write_leaves_nothing_of_the_value_before_it_on_other_satellites() -> None:
+    with udp_sky_and_loop() as (plan, _):
+        index = SharedIndex()
+        wide, store = store_on(plan, index), store_on(plan, index, ground=2, fan_out=ON_ONE)
+        assert store.put_many([(key(9), value(9, 100))]) == [True], "now the round trip is known"
+        assert wide.put_many([(key(1), value(1, 60_000))]) == [True]
+        assert store.put_many([(key(1), value(2, 60_000))]) == [True]
+        (left,) = store._catalog._prober.settings_in_box([key(1)])[key(1)]
+        assert (left.servers, read(store, key(1))) == (1, (value(2, 60_000), ""))
+        for one in (wide, store):
+            one.close()
