@@ -42,6 +42,35 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="URL",
         help="an engine, such as http://host:port; may be repeated",
     )
+    add(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine that only prefills; others answer (--decode); may be repeated",
+    )
+    add(
+        "--decode",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine that answers what one of --prefill has prefilled; may be repeated",
+    )
+    add(
+        "--handover",
+        choices=("after", "overlap"),
+        help="when the decode engine is asked: after the prefill, or at the same time (default: after)",
+    )
+    add(
+        "--sidecar",
+        metavar="URL",
+        help="serve this decode engine only; requests name their prefill engine in the header x-prefiller-host-port",
+    )
+    add(
+        "--prefillers",
+        metavar="LIST",
+        help="hosts that the header may name: networks, addresses, names, separated by commas (default: private ones)",
+    )
     add("--settings", type=Path, metavar="FILE", help="settings in TOML; reloaded on change and on SIGHUP")
     add("--listen", metavar="HOST:PORT", help="address to listen on (default: 127.0.0.1:8080; port 0: any free)")
     add("--strategy", metavar="NAME", help="routing strategy (default: least-ttft)")
@@ -138,7 +167,12 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "drain": args.drain,
         "state": args.state,
         "log_requests": args.log_requests,
-        "backends": [{"url": url} for url in args.backend] or None,
+        "backends": _backends(args) or None,
+        "disaggregation": {"handover": args.handover},
+        "sidecar": {
+            "engine": args.sidecar,
+            "prefillers": None if args.prefillers is None else [each.strip() for each in args.prefillers.split(",")],
+        },
         "options": dict(_option(each) for each in args.option) or None,
         "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
         "admission": {
@@ -154,6 +188,12 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "cors": {"origins": args.cors_origin or None},
     }
     return _without_unset(table)
+
+
+def _backends(args: argparse.Namespace) -> list[dict[str, str]]:
+    """The servers of the flags; those of a file are then ignored."""
+    roles = (("both", args.backend), ("prefill", args.prefill), ("decode", args.decode))
+    return [{"url": url, "role": role} if role != "both" else {"url": url} for role, urls in roles for url in urls]
 
 
 def run_check(settings: Settings, as_json: bool) -> int:

@@ -162,6 +162,10 @@ class Scheduler:
 
     Calls for a request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` any time after
     ``begin``. If one server does both, ``prefilled`` is its first token and ``decoding`` is left out.
+
+    With two servers one of them may fail alone: ``prefill_again`` and ``decode_again`` replace it, and after
+    ``prefill_lost`` the decode server computes the prompt. Then ``failed`` is called with ``prefilled``: the prefill
+    server's books are closed.
     """
 
     def __init__(
@@ -176,14 +180,22 @@ class Scheduler:
         self.admission: Admission = admission or AdmitAll()
         self.forecast = forecast
 
-    def place(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Placement | Refusal:
+    def place(
+        self,
+        request: Request,
+        now_s: float,
+        among: Collection[str] | None = None,
+        decode_among: Collection[str] | None = None,
+    ) -> Placement | Refusal:
         """A placement, or the refusal of the admission rule, which is final. Nothing is booked yet.
+
+        ``among``, ``decode_among``: names of the prefill and of the decode servers to choose from; None: all.
 
         Raises:
             NoServer: no server takes requests.
         """
         # The rule sees the servers that the request would go to: its estimates are theirs.
-        placement = self._picked(request, now_s, among)
+        placement = self._picked(request, now_s, among, decode_among)
         refusal = self.admission.on_arrival(placement, now_s)
         if refusal is not None:
             self.admission.refused(placement, refusal, now_s)
@@ -196,12 +208,49 @@ class Scheduler:
         Raises:
             NoServer: no server takes requests.
         """
-        return self._picked(placement.request, now_s, among)
+        return self._picked(placement.request, now_s, among, None)
 
-    def _picked(self, request: Request, now_s: float, among: Collection[str] | None) -> Placement:
+    def _picked(
+        self,
+        request: Request,
+        now_s: float,
+        among: Collection[str] | None,
+        decode_among: Collection[str] | None,
+    ) -> Placement:
         prefill = self.prefill.pick(request, now_s, among)
-        decode = None if self.decode is None else self.decode.pick(request, now_s)
+        decode = None if self.decode is None else self.decode.pick(request, now_s, decode_among)
         return Placement(request, prefill, decode, self.forecast)
+
+    def prefill_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
+        """The prefill server failed: another one takes the prefill, and is booked. The decode server stays.
+
+        Raises:
+            NoServer: no other takes requests; nothing is changed.
+        """
+        prefill = self.prefill.pick(placement.request, now_s, among)
+        self.prefill.failed(placement.prefill, now_s)
+        self.prefill.routed(prefill, now_s)
+        if self.forecast is not None:
+            self.forecast.expected(placement.request, now_s + (prefill.estimated_ttft_s or 0.0))
+        return replace(placement, prefill=prefill)
+
+    def prefill_lost(self, placement: Placement, now_s: float) -> None:
+        """The prefill server failed, or its prefill is no longer waited for; the decode server does without."""
+        self.prefill.failed(placement.prefill, now_s)
+
+    def decode_again(
+        self, placement: Placement, now_s: float, decoding: bool, among: Collection[str] | None = None
+    ) -> Placement:
+        """The decode server failed, with the request in its batch (``decoding``) or not: another one is booked.
+
+        Raises:
+            NoServer: no other takes requests; nothing is changed.
+        """
+        assert self.decode is not None and placement.decode is not None
+        decode = self.decode.pick(placement.request, now_s, among)
+        (self.decode.ended if decoding else self.decode.failed)(placement.decode, now_s)
+        self.decode.routed(decode, now_s)
+        return replace(placement, decode=decode)
 
     def begin(self, placement: Placement, now_s: float) -> None:
         """The request is sent. From now on the decode server expects it."""
@@ -212,13 +261,20 @@ class Scheduler:
                 self.forecast.expected(placement.request, now_s + (placement.prefill.estimated_ttft_s or 0.0))
         self.admission.accepted(placement, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float, cached_tokens: int | None = None) -> Refusal | None:
-        """The prefill is done. Returns a refusal if the request may not decode; it has ended then."""
+    def prefilled(
+        self, placement: Placement, now_s: float, cached_tokens: int | None = None, decodes: bool = False
+    ) -> Refusal | None:
+        """The prefill is done. Returns a refusal if the request may not decode; it has ended then.
+
+        ``decodes``: it decodes already, as its decode server did not wait for the prefill's end. It may go on.
+        """
         self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
         self.admission.prefilled(placement, now_s)
         if self.decode is None or placement.decode is None:
             return None
         self.prefill.ended(placement.prefill, now_s)
+        if decodes:
+            return None
         # Decided again with the decode load of now: it was a forecast when the request arrived.
         refusal = self.admission.before_decode(self._current(placement, now_s), now_s)
         if refusal is not None:

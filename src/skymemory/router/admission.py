@@ -1,7 +1,8 @@
 """Admission at the router's doors: the rule that the settings name, and the 429 of a refused request.
 
-Servers behind the router prefill and decode, so a rule judges a request by the estimated time to its first token at
-the chosen server. The promised time between tokens cannot be estimated; it is measured and counted.
+Where servers prefill and decode, a rule judges a request by the estimated time to its first token at the chosen server;
+the promised time between tokens cannot be estimated, it is measured and counted. Where prefill and decode are apart and
+a cost model is given, rules see the decode servers, too: their batches now, and as forecast.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ CODE = "overloaded"
 
 DECISION_HEADER = "x-skymemory-decision"
 """A client sends it with any value to get the routing decision, as JSON, in the same header of the response."""
+
+DECODE_RULES = ("baseline", "early", "predicted")
+"""Rules that refuse by the estimated time between tokens."""
 
 PROBE_S = 10.0
 """After so long without an admitted request the next is admitted: speeds are learned only from served requests."""
@@ -77,4 +81,15 @@ def rule_of(settings: Settings) -> Admission:
             f"admission: rule {name!r} needs the estimated time to the first token, and strategy {strategy!r} "
             f"estimates none; strategies that do: {', '.join(ESTIMATES)}"
         )
+    looks_at_decoding = chosen.rule in DECODE_RULES and slo.tbt_s < math.inf
+    if settings.splits and settings.cost is None and looks_at_decoding:
+        raise InvalidInput(
+            f"admission: rule {name!r} needs `cost`, a cost model, to estimate the time between tokens at the decode "
+            "servers: a file of `skymemory fit`, or a preset"
+        )
     return Probing(rule, PROBE_S)
+
+
+def without_probes(rule: Admission) -> Admission:
+    """The rule for requests that teach no estimates, so that they do not count as probes."""
+    return rule.rule if isinstance(rule, Probing) else rule

@@ -3,6 +3,9 @@
 Pure, and the same at both doors: requests report their results to it, and so do health checks, where there are any
 (``route``). Without them (the endpoint picker, to which the gateway names ready servers) an ejected server is tried
 again after ``REST_S``.
+
+With roles there are two fleets. Servers for the prefill are in one; those that decode in the other, among them those
+with both roles, which also serve alone what cannot be split, if there are any. A server changes its role by draining.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from skymemory.conductor.picker import Picker, Server
 from skymemory.conductor.request import Request
-from skymemory.router.settings import Backend, Health
+from skymemory.router.settings import BOTH, PREFILL, Backend, Health
 
 log = logging.getLogger("skymemory.router")
 
@@ -43,6 +46,11 @@ class KnownServer:
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """Its /v1/models, by id."""
 
+    answers: bool = True
+    """It answers clients; False: it only prefills."""
+    next_backend: Backend | None = None
+    """It drains to change its role: its settings from then on."""
+
     @property
     def base_model(self) -> str:
         """The one model it serves, adapters aside; empty: unknown, or several."""
@@ -59,13 +67,18 @@ class KnownServer:
 class Backends:
     """All servers by name (``known``); the fleet has the same."""
 
-    def __init__(self, picker: Picker, health: Health | None = None, *, are_checked: bool = True) -> None:
-        """``are_checked``: whether health checks report to it (``checked``, ``failed``)."""
+    def __init__(
+        self, picker: Picker, health: Health | None = None, *, are_checked: bool = True, decode: Picker | None = None
+    ) -> None:
+        """``are_checked``: whether health checks report to it (``checked``, ``failed``). ``decode``: of the servers
+        that decode, where backends have roles; None: their roles are ignored.
+        """
         self.known: dict[str, KnownServer] = {}
         self.health = health or Health()
         self.adapters: dict[str, str] = {}
         """LoRA adapters, and the models they are for (empty: unknown); the prompt reader uses it."""
         self._picker = picker
+        self._decode = decode
         self._are_checked = are_checked
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
@@ -80,34 +93,94 @@ class Backends:
         """
         wanted = {backend.name: backend for backend in backends}
         leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
-        for name in leave:
+        for name in self.known.keys() - wanted.keys():
             self.known[name].leaving = self.known[name].server.draining = True
+            self.known[name].next_backend = None
         came = []
         for name, backend in wanted.items():
             known = self.known.get(name)
             if known is None:
-                known = self.known[name] = KnownServer(backend, self._picker.fleet.add(name))
+                self._add(backend)
                 came.append(name)
-            elif known.backend.url != backend.url:
-                self._picker.scorer.forget(known.server)
-                known = self.known[name] = KnownServer(backend, known.server)
+                continue
+            picker = self._picker_of(known)
+            if self._decode is not None and self._picker_for(backend) is not picker:
+                known.leaving = known.server.draining = True
+                known.next_backend = backend
+                continue
+            if known.backend.url != backend.url:
+                picker.scorer.forget(known.server)
+                known = self.known[name] = KnownServer(backend, known.server, answers=known.answers)
                 known.server.healthy, known.server.reported = True, None
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
+            known.next_backend = None
         self.remove_drained()
         self._index_names()
         return came, leave
 
+    def _add(self, backend: Backend) -> None:
+        picker = self._picker_for(backend)
+        known = KnownServer(backend, picker.fleet.add(backend.name))
+        known.answers = self._decode is None or picker is self._decode
+        known.server.draining = backend.drain
+        self.known[backend.name] = known
+
     def remove_drained(self) -> bool:
-        """Remove leaving servers without requests; whether there were any."""
+        """Remove leaving servers without requests, and put those with a new role into its fleet; whether there were
+        any.
+        """
         gone = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in gone:
-            del self.known[name]
-            self._picker.remove(name)
-            self.on_removed(name)
-            log.info("server %s removed", name)
+            known = self.known.pop(name)
+            self._picker_of(known).remove(name)
+            if known.next_backend is None:
+                self.on_removed(name)
+                log.info("server %s removed", name)
+            else:
+                self._add(known.next_backend)
+                log.info("server %s has the role %r now", name, known.next_backend.role)
         if gone:
             self._index_names()
         return bool(gone)
+
+    # Roles
+
+    def _picker_for(self, backend: Backend) -> Picker:
+        return self._picker if self._decode is None or backend.role == PREFILL else self._decode
+
+    def _picker_of(self, known: KnownServer) -> Picker:
+        return self._decode if self._decode is not None and known.answers else self._picker
+
+    def server(self, name: str) -> Server | None:
+        """A server of either fleet."""
+        known = self.known.get(name)
+        return None if known is None else known.server
+
+    def prefills(self, known: KnownServer) -> bool:
+        """It computes prompts that are routed by their prefix."""
+        return self._decode is None or not known.answers
+
+    def role_of(self, name: str) -> str:
+        known = self.known.get(name)
+        return BOTH if known is None else known.backend.role
+
+    def alone(self, request: Request, tried: Collection[str]) -> Collection[str]:
+        """Servers that serve its model, both its prefill and its decoding, without those ``tried``: those with both
+        roles, if one of them is up, else all that decode.
+        """
+        serving = self.serving(request)
+        able = [
+            known
+            for name, known in self.known.items()
+            if known.answers and name not in tried and (serving is None or name in serving)
+        ]
+        both = [known for known in able if known.backend.role == BOTH]
+        chosen = both if any(known.server.takes_requests for known in both) else able
+        return {known.backend.name for known in chosen}
+
+    def has_prefill(self, among: Collection[str] | None) -> bool:
+        """Whether a server for prefills is up among these (None: all)."""
+        return any(among is None or server.name in among for server in self._picker.fleet.available)
 
     # Candidates for a request
 
@@ -123,6 +196,8 @@ class Backends:
         """Whether servers that could serve it are up, and all have ``max_waiting``."""
         serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
+        if self._decode is not None:
+            names = [name for name in names if not self.known[name].answers]
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
     def serving(self, request: Request) -> frozenset[str] | None:
@@ -136,7 +211,10 @@ class Backends:
         return self._serving.get(request.model)
 
     def _is_full(self, name: str, max_waiting: int) -> bool:
-        return bool(max_waiting) and self.known[name].server.prefilling >= max_waiting
+        # With roles only servers for prefills can be full: what waits at another waits for its prefill elsewhere.
+        known = self.known[name]
+        only_decodes = self._decode is not None and known.answers
+        return bool(max_waiting) and known.server.prefilling >= max_waiting and not only_decodes
 
     # Ejection and return: consecutive failures eject a server. It returns after consecutive good checks, or, without
     # checks, after ``REST_S``, and is then ejected by a single failure.
@@ -155,7 +233,7 @@ class Backends:
         if not known.server.healthy or known.failures < self.health.failures:
             return False
         if not self._are_checked:
-            if not any(other.takes_requests for other in self._picker.fleet if other is not known.server):
+            if not any(other.takes_requests for other in self._picker_of(known).fleet if other is not known.server):
                 return False
             known.back_at_s = now_s + REST_S
             self._resting.add(known)
@@ -194,7 +272,7 @@ class Backends:
 
     def _return(self, known: KnownServer) -> None:
         if known.gone:
-            self._picker.scorer.forget(known.server)
+            self._picker_of(known).scorer.forget(known.server)
         known.server.healthy, known.gone, known.successes, known.why, known.back_at_s = True, False, 0, "", None
         log.warning("server %s is back", known.backend.name)
 

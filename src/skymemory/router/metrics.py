@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from skymemory.conductor.picker import Fleet
+from skymemory.conductor.picker import Fleet, Server
 from skymemory.conductor.request import Decision
 from skymemory.router.queue import Figures, RequestQueue
+from skymemory.router.settings import PREFILL
 
 OUTCOMES = (
     "answered",  # complete, with a status below 400
@@ -33,6 +34,22 @@ OUTCOMES = (
     "stopped",  # the router stopped before it ended
     "failed",  # internal error of the router: 500
 )
+PREFILLS = (
+    "handed-over",  # the decode server has its values
+    "no-params",  # it answered without kv_transfer_params: the decode server computes the prompt
+    "failed",  # no answer, one that is not one, too large, too late, or a status that says so
+    "client-error",  # it answered 400 to 499, which the client gets
+    "wasted",  # done, and the admission rule refused the decoding: 429
+    "dropped",  # the request ended before its answer came
+)
+"""Outcomes of step 1, where prefill and decode are apart."""
+ALONE = (
+    "whole",  # the request cannot be split
+    "no-prefill-server",  # none takes requests
+    "prefill-failed",  # every prefill server that was tried failed
+    "no-header",  # the sidecar's request names no prefill server
+)
+"""Why one server served a prompt alone, though prefill and decode are apart."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -79,13 +96,17 @@ class ServerCounts:
     cached_tokens: int = 0
     retries: int = 0
     ejections: int = 0
+    prefills: dict[str, int] = field(default_factory=dict)
     ttft: _Histogram = field(default_factory=lambda: _Histogram(_SECONDS))
 
 
 class ProxyMetrics:
     """All metrics, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, decode: Fleet | None = None, role_of: Callable[[str], str] | None = None) -> None:
+        """``decode``, ``role_of``: the servers that decode, and their roles, where prefill and decode are apart; the
+        gauges of servers then have a label with the role.
+        """
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}
@@ -110,10 +131,16 @@ class ProxyMetrics:
             ["where"],
             registry=self.registry,
         )
+        self.alone = Counter(
+            "skymemory_router_alone",
+            "Prompts that one server served alone, though prefill and decode are apart: why",
+            ["reason"],
+            registry=self.registry,
+        )
         self.read_seconds = _Histogram((5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05))
         self.in_flight = Gauge("skymemory_router_in_flight", "Requests in flight", registry=self.registry)
         self.registry.register(self)
-        self.registry.register(_FleetGauges(fleet))
+        self.registry.register(_FleetGauges(fleet, decode, role_of))
 
     def of(self, server: str) -> ServerCounts:
         found = self._servers.get(server)
@@ -128,6 +155,11 @@ class ProxyMetrics:
         server = self.of(decision.server)
         server.prompt_tokens += tokens
         server.matched_tokens += matched if matched < tokens else tokens
+
+    def prefilled(self, server: str, outcome: str) -> None:
+        """Count the outcome of a prefill (``PREFILLS``) whose request another server answers."""
+        counts = self.of(server).prefills
+        counts[outcome] = counts.get(outcome, 0) + 1
 
     def ended(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
         """Count a request that has ended. ``server``: the last that got it, empty if none did."""
@@ -157,6 +189,13 @@ class ProxyMetrics:
         for key, text in _BY_SERVER.items():
             rows = (((name,), getattr(each, _FIELDS.get(key, key))) for name, each in servers)
             yield family(CounterMetricFamily, f"skymemory_router_{key}", text, ("server",), rows)
+        yield family(
+            CounterMetricFamily,
+            "skymemory_router_prefills",
+            "Prefills of requests that another server answers, by outcome",
+            ("server", "outcome"),
+            (((name, outcome), count) for name, each in servers for outcome, count in each.prefills.items()),
+        )
         decisions, labels = "Routing decisions by strategy and kind", ("strategy", "kind")
         yield family(CounterMetricFamily, "skymemory_router_decisions", decisions, labels, self._decisions.items())
         ttft = HistogramMetricFamily(
@@ -188,22 +227,29 @@ _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens"
 class _FleetGauges:
     """State of the servers, read on a scrape."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str] | None) -> None:
+        self._fleet, self._decode, self._role_of = fleet, decode, role_of
+        self._labels = ("server",) if decode is None else ("server", "role")
+
+    def _servers(self) -> list[tuple[Server, tuple[str, ...]]]:
+        """Each with its labels."""
+        if self._decode is None or self._role_of is None:
+            return [(server, (server.name,)) for server in self._fleet]
+        found: list[tuple[Server, tuple[str, ...]]] = [(each, (each.name, PREFILL)) for each in self._fleet]
+        return found + [(each, (each.name, self._role_of(each.name))) for each in self._decode]
 
     def collect(self) -> Iterator[Metric]:
-        fleet, now_s = list(self._fleet), time.monotonic()
-        yield self._gauge("healthy", "1: it is not ejected", ((each.name, each.healthy) for each in fleet))
-        yield self._gauge("draining", "1: it gets no new requests", ((each.name, each.draining) for each in fleet))
-        yield self._gauge("in_flight", "Requests in flight at it", ((each.name, each.in_flight) for each in fleet))
+        servers, now_s = self._servers(), time.monotonic()
+        yield self._gauge("healthy", "1: it is not ejected", ((at, each.healthy) for each, at in servers))
+        yield self._gauge("draining", "1: it gets no new requests", ((at, each.draining) for each, at in servers))
+        yield self._gauge("in_flight", "Requests in flight at it", ((at, each.in_flight) for each, at in servers))
         prefilling = "Of in_flight, those without a first byte"
-        yield self._gauge("prefilling", prefilling, ((each.name, each.prefilling) for each in fleet))
-        ages = ((server.name, now_s - server.reported.at_s) for server in fleet if server.reported is not None)
+        yield self._gauge("prefilling", prefilling, ((at, each.prefilling) for each, at in servers))
+        ages = ((at, now_s - each.reported.at_s) for each, at in servers if each.reported is not None)
         yield self._gauge("report_age_seconds", "Since its last load report", ages)
 
-    def _gauge(self, name: str, text: str, values: Iterable[tuple[str, float]]) -> Metric:
-        rows = (((server,), value) for server, value in values)
-        return family(GaugeMetricFamily, f"skymemory_router_server_{name}", text, ("server",), rows)
+    def _gauge(self, name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+        return family(GaugeMetricFamily, f"skymemory_router_server_{name}", text, self._labels, values)
 
 
 class QueueFigures(Collector):

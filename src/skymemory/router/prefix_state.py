@@ -133,9 +133,9 @@ class PrefixState:
 
     def _scorer(self, settings: Settings) -> Scorer:
         name, options, shares = settings.strategy or DEFAULT, strategy_options(settings), bool(settings.replicas.redis)
-        if settings.cost is not None and name != DEFAULT:
+        if settings.cost is not None and name != DEFAULT and not settings.splits:
             raise InvalidInput(f"cost: strategy {name!r} does not estimate seconds; {DEFAULT!r} does")
-        cost = None if settings.cost is None else read_cost(settings.cost)
+        cost = None if settings.cost is None or name != DEFAULT else read_cost(settings.cost)
         known = STRATEGIES.options_of(name) if name in STRATEGIES else {}
         learns = "blocks_per_server" in known and not options.get("events")
         if name in STRATEGIES and shares and not learns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skymemory.conductor.request import Decision
-from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 
 log = logging.getLogger("skymemory.router")
 
@@ -113,6 +113,10 @@ class RequestAccount:
     def placement(self) -> Placement:
         return self._placement
 
+    def as_json(self) -> dict[str, object]:
+        """The decision, for clients that ask for it."""
+        return self.decision.as_json()
+
     def served_by(self, server: str, now_s: float) -> bool:
         """Record which server took the request. True: not the chosen one, which therefore failed.
 
@@ -170,6 +174,98 @@ class RequestAccount:
             self._deferred.run(partial(entry, *arguments))
 
 
+class PairAccount(RequestAccount):
+    """A request whose prefill and decoding have a server each: two lives in the books, which end independently.
+
+    ``decision`` is that of the decode server, which answers. The prefill ends by ``prefilled`` or ``prefill_lost``, or
+    with the request; decoding begins with ``first_byte``, even if the prefill has not ended.
+    """
+
+    __slots__ = ("_prefilling",)
+
+    def __init__(self, scheduler: Scheduler, placement: Placement, now_s: float) -> None:
+        super().__init__(scheduler, placement, now_s)
+        self._prefilling = True
+        self._take(placement)
+
+    def _take(self, placement: Placement) -> None:
+        assert placement.decode is not None
+        self._placement, self.decision = placement, placement.decode
+
+    @property
+    def prefill(self) -> Decision:
+        return self._placement.prefill
+
+    def as_json(self) -> dict[str, object]:
+        """The prefill's decision, and below ``decode`` that of the decode server."""
+        decode = {key: value for key, value in self.decision.as_json().items() if key in _OF_DECODE}
+        tbt_s = self.decision.estimated_tbt_s
+        decode["estimated_tbt_s"] = None if tbt_s is None else round(tbt_s, 6)
+        return {**self.prefill.as_json(), "decode": decode}
+
+    def prefilled(self, now_s: float, usage: Usage | None = None) -> Refusal | None:
+        """The prefill server has answered. A refusal: the request may not decode, and has ended."""
+        if not self._prefilling or not self._open:
+            return None
+        self._prefilling = False
+        cached_tokens, prompt_tokens = None, self.prefill.request.prompt.tokens
+        server = self._scheduler.prefill.fleet.servers.get(self.prefill.server)
+        if usage is not None and server is not None:
+            cached_tokens = usage.cached_of(prompt_tokens)
+            server.reported_tokens(prompt_tokens, usage.prompt_tokens)
+        refusal = self._scheduler.prefilled(self._placement, now_s, cached_tokens, decodes=self._first)
+        if refusal is not None:
+            self._open = False
+        return refusal
+
+    def prefill_lost(self, now_s: float) -> None:
+        """The prefill server failed, or is no longer waited for."""
+        if self._prefilling and self._open:
+            self._prefilling = False
+            self._scheduler.prefill_lost(self._placement, now_s)
+
+    def prefill_again(self, now_s: float, among: Collection[str] | None) -> None:
+        """The prefill server failed: it goes to another.
+
+        Raises:
+            NoServer: there is none; nothing has changed.
+        """
+        self._take(self._scheduler.prefill_again(self._placement, now_s, among))
+
+    def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
+        """The decode server failed before its first byte: it goes to another.
+
+        Raises:
+            NoServer: there is none; nothing has changed.
+        """
+        self._take(self._scheduler.decode_again(self._placement, now_s, self._first, among))
+        self._first = False
+
+    def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
+        """It decodes: the decode server's first byte came, or it is computing an answer that comes whole."""
+        if self.waits:
+            self._first = True
+            self._scheduler.decoding(self._placement, now_s)
+
+    def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
+        if not self._open:
+            return
+        self.prefill_lost(now_s)
+        self.first_byte(now_s)
+        self._open = False
+        # The cached tokens of this usage are what the decode server got from the prefill server.
+        output_tokens = None if usage is None else usage.output_tokens
+        self._scheduler.ended(self._placement, now_s, met, output_tokens=output_tokens)
+
+    def failed(self, now_s: float) -> None:
+        if self._open and not self._first:
+            self._open = False
+            self._scheduler.failed(self._placement, now_s, not self._prefilling)
+
+
+_OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))
+
+
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -221,14 +317,15 @@ class UsageReader:
         if self._kept is None:
             return None
         if not self._streams:
-            return _usage_in(b"".join(self._kept))
+            return usage_in(b"".join(self._kept))
         for line in reversed(self._tail.split(b"\n")):
-            if line.startswith(b"data:") and b'"usage"' in line and (usage := _usage_in(line[5:])) is not None:
+            if line.startswith(b"data:") and b'"usage"' in line and (usage := usage_in(line[5:])) is not None:
                 return usage
         return None
 
 
-def _usage_in(json: bytes) -> Usage | None:
+def usage_in(json: bytes) -> Usage | None:
+    """The usage of a whole JSON response; None: it reports none."""
     try:
         found = _decode(json).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -32,9 +32,16 @@ from skymemory.config import (
 )
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import read_bounded, read_toml
+from skymemory.router.prefillers import PRIVATE, Prefillers
 from skymemory.router.queue import QueueSettings
 
 ANY_ORIGIN = "*"
+BOTH, PREFILL, DECODE = "both", "prefill", "decode"
+_SIDECAR_STRATEGY = "least-load"
+"""A request's own list of prefill servers leaves nothing to choose."""
+ROLES = (BOTH, PREFILL, DECODE)
+AFTER, OVERLAP = "after", "overlap"
+HANDOVERS = (AFTER, OVERLAP)
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -49,6 +56,20 @@ def address(value: object) -> str:
     if not usable or parts.query or parts.fragment or parts.username is not None:
         raise InvalidInput(f"{value!r} is not the address of a server: expected one such as http://127.0.0.1:8001")
     return url
+
+
+def role_word(value: object) -> str:
+    return _one_of(ROLES, value)
+
+
+def handover_word(value: object) -> str:
+    return _one_of(HANDOVERS, value)
+
+
+def _one_of(words: tuple[str, ...], value: object) -> str:
+    if value not in words:
+        raise InvalidInput(f"{value!r}: expected one of {', '.join(words)}")
+    return text(value)
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
@@ -145,6 +166,12 @@ class Backend:
     )
     api_key_file: Path | None = setting(
         "api_key_file", path, None, "a file with the server's API key, which replaces clients' keys"
+    )
+    role: str = setting(
+        "role",
+        role_word,
+        BOTH,
+        "both; or prefill, or decode: a request is then prefilled at one and answered by another",
     )
 
     def __post_init__(self) -> None:
@@ -262,6 +289,50 @@ class Retries:
 
 
 @dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """Prefill and decode apart, where backends have roles."""
+
+    handover: str = setting(
+        "handover",
+        handover_word,
+        AFTER,
+        "when the decode server is asked: after the prefill; overlap: at the same time, for engines that fetch values "
+        "while they are computed (our connector)",
+    )
+    prefill_s: float = setting("prefill", duration, 120.0, "for the answer of a prefill server")
+    fallback: bool = setting(
+        "fallback",
+        yes_or_no,
+        True,
+        "the decode server computes the prompt, too, where prefill failed; false: 502, or 503",
+    )
+
+    def __post_init__(self) -> None:
+        if self.prefill_s <= 0:
+            raise InvalidInput("prefill: expected a time above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSettings:
+    """`skymemory route` as the sidecar of a decode engine: requests name their prefill server in a header."""
+
+    engine: str = setting(
+        "engine", text, "", "address of the decode engine, such as http://127.0.0.1:8200; empty: none"
+    )
+    prefillers: tuple[str, ...] = setting(
+        "prefillers",
+        texts,
+        PRIVATE,
+        "prefill servers that a header may name: networks, addresses or host names, perhaps with a port",
+    )
+
+    def __post_init__(self) -> None:
+        if self.engine:
+            address(self.engine)
+        Prefillers(self.prefillers)  # checks them
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """Sharing the prefix index with other routers of the same servers, through Redis."""
 
@@ -307,6 +378,8 @@ class Settings:
     timeouts: Timeouts = Timeouts()
     health: Health = Health()
     retries: Retries = Retries()
+    disaggregation: Disaggregation = Disaggregation()
+    sidecar: SidecarSettings = SidecarSettings()
     replicas: ReplicaSettings = ReplicaSettings()
     admission: AdmissionSettings = AdmissionSettings()
     door: Door = Door()
@@ -325,8 +398,28 @@ class Settings:
         "cost", path, None, "prefill cost model: a file of `skymemory fit`, or a preset; default: learned (least-ttft)"
     )
 
+    @property
+    def splits(self) -> bool:
+        """Whether requests are prefilled and decoded at different servers."""
+        return bool(self.sidecar.engine) or any(backend.role != BOTH for backend in self.backends)
+
     def __post_init__(self) -> None:
         host_and_port(self.listen)
+        if self.sidecar.engine:
+            if self.backends and self.backends != (local := self._local_engine(),):
+                raise InvalidInput(f"sidecar: its engine is the only server; leave out the backends ({local.url})")
+            object.__setattr__(self, "backends", (self._local_engine(),))
+            if self.strategy not in (None, _SIDECAR_STRATEGY):
+                raise InvalidInput("sidecar: requests name their prefill server; leave out `strategy`")
+            object.__setattr__(self, "strategy", _SIDECAR_STRATEGY)
+            if self.admission.rule != "all" or self.admission.fair:
+                raise InvalidInput("sidecar: the picker in front of it admits requests; leave out `admission`")
+        elif self.splits:
+            roles = {backend.role for backend in self.backends}
+            if PREFILL not in roles:
+                raise InvalidInput("backends: a server with role 'decode' needs one with role 'prefill'")
+            if roles == {PREFILL}:
+                raise InvalidInput("backends: servers with role 'prefill' need one with role 'decode' or 'both'")
         names = [backend.name for backend in self.backends]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -343,6 +436,9 @@ class Settings:
         if self.limits.max_in_flight < 1 or self.limits.max_body_bytes < 1:
             raise InvalidInput("limits: `max_in_flight` and `max_body` must be above 0")
 
+    def _local_engine(self) -> Backend:
+        return Backend(self.sidecar.engine, role=DECODE)
+
 
 SECTIONS: Mapping[str, type[Any]] = {
     "prompts": Prompts,
@@ -350,6 +446,8 @@ SECTIONS: Mapping[str, type[Any]] = {
     "timeouts": Timeouts,
     "health": Health,
     "retries": Retries,
+    "disaggregation": Disaggregation,
+    "sidecar": SidecarSettings,
     "replicas": ReplicaSettings,
     "admission": AdmissionSettings,
     "queue": QueueSettings,

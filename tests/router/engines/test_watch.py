@@ -135,7 +135,7 @@ def test_an_engine_that_hangs_delays_neither_another_nor_the_loop() -> None:
             fleet.add(name)
         async with Engines() as engines:
             engines.handlers |= {"good": says(VLLM), "other": says(SGLANG), "hangs": hangs}
-            watch = MetricsWatch(fleet, engines.session, every_s=0.02, timeout_s=2.0)
+            watch = MetricsWatch(fleet.servers.get, engines.session, every_s=0.02, timeout_s=2.0)
             for name in fleet.servers:
                 watch.follow(name, engines.url(name))
             await until(lambda: engines.asked.get("good", 0) > 10 and engines.asked.get("other", 0) > 10)
@@ -159,7 +159,7 @@ def test_a_report_ages_while_the_engine_is_silent_and_is_renewed_when_it_returns
         server = fleet.add("a")
         async with Engines() as engines:
             engines.handlers["a"] = says(VLLM)
-            watch = MetricsWatch(fleet, engines.session, every_s=0.01, clock=lambda: now_s[0])
+            watch = MetricsWatch(fleet.servers.get, engines.session, every_s=0.01, clock=lambda: now_s[0])
             watched = watch.follow("a", engines.url("a"))
             await until(lambda: server.reported is not None)
             assert server.fresh_report(103.0, stale_s=5.0) is not None
@@ -195,7 +195,7 @@ def test_who_keeps_failing_is_asked_ever_more_rarely() -> None:
     async def run() -> None:
         async with Engines() as engines:
             engines.handlers |= {"bad": fails, "good": says(VLLM)}
-            watch = MetricsWatch(Fleet(), engines.session, every_s=0.01)
+            watch = MetricsWatch(Fleet().servers.get, engines.session, every_s=0.01)
             for name in ("bad", "good"):
                 watch.follow(name, engines.url(name))
             await until(lambda: engines.asked.get("good", 0) >= 30)
@@ -209,7 +209,7 @@ def test_what_a_dialect_lacks_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     async def run() -> None:
         async with Engines() as engines:
             engines.handlers["a"] = says(VLLM.replace(b"vllm:num_requests_waiting{", b"vllm:queue{"))
-            watch = MetricsWatch(Fleet(), engines.session, every_s=0.005)
+            watch = MetricsWatch(Fleet().servers.get, engines.session, every_s=0.005)
             watched = watch.follow("a", engines.url("a"))
             await until(lambda: watched.looks > 5)
             assert watched.missing == ("vllm:num_requests_waiting",) and watched.dialect == "vllm"
@@ -230,7 +230,7 @@ def test_who_left_is_asked_no_more_and_leaves_no_task() -> None:
         fleet.add("a")
         async with Engines() as engines:
             engines.handlers |= {"a": says(VLLM), "b": hangs}
-            watch = MetricsWatch(fleet, engines.session, every_s=0.005)
+            watch = MetricsWatch(fleet.servers.get, engines.session, every_s=0.005)
             watch.follow("a", engines.url("a"))
             watch.follow("b", engines.url("b"))
             await until(lambda: engines.asked.get("a", 0) > 2)

@@ -70,7 +70,7 @@ class Goodput(Admission):
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Placements in progress whose first token was late: decoding is not to blame for their missed objective."""
+        """Requests in progress whose first token was late: decoding is not to blame for their missed objective."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         # In the order of the module's rules: a request that would be late anyway is not judged by its cost.
@@ -104,14 +104,14 @@ class Goodput(Admission):
         if placement.prefill.estimated_ttft_s is not None:
             self._ttft.came(placement.prefill.estimated_ttft_s, now_s - placement.prefill.at_s)
         if placement.decode is not None and now_s - placement.prefill.at_s > placement.slo(self.slo).ttft_s:
-            self._late.add(id(placement))  # the scheduler keeps the placement alive until ``ended``
+            self._late.add(id(placement.request))  # alive until ``ended``
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.left(placement.request.prompt.tokens, now_s)
-            if met is not None and id(placement) not in self._late:
+            if met is not None and id(placement.request) not in self._late:
                 self._headroom.ended(placement.decode.estimated_tbt_s / placement.slo(self.slo).tbt_s, met)
-        self._late.discard(id(placement))
+        self._late.discard(id(placement.request))
 
     def _asked(self, placement: Placement, now_s: float) -> None:
         self._prefills.asked(placement.prefill.estimated_compute_s or 0.0, now_s)

@@ -111,12 +111,13 @@ class EventsWatch(Collector):
     def follow(self) -> None:
         """Subscribe to the present servers, and to no others."""
         events = self._events
-        known_now = self._backends.known
+        # Of servers with roles, the index knows those that prefill.
+        known_now = {name: known for name, known in self._backends.known.items() if self._backends.prefills(known)}
         for name in [each for each in self._followed if each not in known_now or not known_now[each].backend.events]:
             del self._followed[name]
             if events is not None:
                 events.unfollow(name)
-        for name, known in self._backends.known.items():
+        for name, known in known_now.items():
             if events is None:
                 if known.backend.events:
                     self._warn(name, f"its KV events are ignored: strategy {self._strategy!r} does not use them")

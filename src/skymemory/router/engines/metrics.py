@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from yarl import URL
 
-from skymemory.conductor.picker import Fleet, LoadReport, PrefillTotals
+from skymemory.conductor.picker import LoadReport, PrefillTotals, Server
 from skymemory.errors import SkyMemoryError
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
@@ -352,7 +352,7 @@ class MetricsWatch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        server_of: Callable[[str], Server | None],
         session: aiohttp.ClientSession,
         *,
         every_s: float = EVERY_S,
@@ -362,9 +362,9 @@ class MetricsWatch:
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """``read``: called with each server that has a new report."""
+        """``server_of``: a server by name, None if it is gone. ``read``: called with each that has a new report."""
         self.watched: dict[str, Watched] = {}
-        self._fleet = fleet
+        self._server_of = server_of
         self._session = session
         self.every_s = every_s
         self._timeout_s = timeout_s
@@ -435,7 +435,7 @@ class MetricsWatch:
             watched.warned.add(metrics.missing)
             missing = ", ".join(metrics.missing)
             _log.warning("metrics of %s (%s) lack %s; defaults are used", watched.server, metrics.dialect, missing)
-        server = self._fleet.servers.get(watched.server)
+        server = self._server_of(watched.server)
         if server is not None:
             server.reported = metrics.report
             self._on_read(watched.server)

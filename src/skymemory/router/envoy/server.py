@@ -91,7 +91,7 @@ class EndpointPicker:
         """
         async with aiohttp.ClientSession() as session:
             self._watch = MetricsWatch(
-                self.service.picker.fleet,
+                self.service.picker.fleet.servers.get,
                 session,
                 every_s=self.settings.health.metrics_every_s,
                 read=self._endpoints.reported,

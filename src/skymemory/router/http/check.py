@@ -18,7 +18,7 @@ from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.follower import Pace
 from skymemory.router.engines.metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
 from skymemory.router.http.health import MAX_MODELS_BYTES
-from skymemory.router.settings import Backend, Settings
+from skymemory.router.settings import PREFILL, Backend, Settings
 from skymemory.router.tls import Access, Authorities
 
 EVENTS_S = 3.0
@@ -89,7 +89,7 @@ async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Ba
         return found
     await _check_metrics(target, settings, by_events, found)
     await _check_models(target, backend, found)
-    if by_events:
+    if by_events and (backend.role == PREFILL or not settings.splits):
         await _check_events(target, settings, backend, found)
     elif backend.events:
         found.notes.append("its KV events are ignored: the strategy does not use them")

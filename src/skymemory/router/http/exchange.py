@@ -7,6 +7,8 @@
 4. From then on bytes are passed on as they come. A response that ends too early never looks complete.
 5. The accounting closes after the client has its response.
 
+``two_steps`` builds on it where prefill and decode are apart.
+
 The exchange is a state machine of callbacks; only a prompt in a thread has a task. The client's connection reports
 disconnects and backpressure, the upstream connection reports the response, and one deadline runs at a time.
 """
@@ -75,6 +77,8 @@ class RequestLog:
     outcome: str = ""
     status: int = 0
     decision: Decision | None = None
+    prefill: Decision | None = None
+    """Of the server that prefilled, where another one answers (``decision``)."""
     ttft_s: float | None = None
     usage: Usage | None = None
     retries: int = 0
@@ -98,12 +102,17 @@ class Exchanges:
     pools: Pools
     metrics: ProxyMetrics
     deferred: DeferredWork
+    alone: Scheduler | None = None
+    """For prompts that one server serves alone, where prefill and decode are apart (``two_steps``)."""
     room: WaitingRoom | None = None
     """Where requests wait until a server has room; None: they are refused."""
 
 
 class Exchange:
     """One request; ``begin`` starts it, and ``done`` is called once at its end."""
+
+    _left_out: frozenset[bytes] = frozenset()
+    """Headers of clients that no server gets, beside those of ``headers_for_server``."""
 
     def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
         self.incoming = incoming
@@ -265,17 +274,12 @@ class Exchange:
 
     def _place(self, before: Placement | None) -> Placement:
         """``before``: the last attempt's placement. An admitted request is not refused later."""
-        of, tried, request = self._of, self._tried, self._request
-        now_s = time.monotonic()
+        of, request = self._of, self._request
         most = of.settings.limits.max_waiting
-        able = of.backends.able(request, tried, most)
-        scheduler = self._scheduler
         try:
-            placed = (
-                scheduler.place(request, now_s, able) if before is None else scheduler.place_again(before, now_s, able)
-            )
+            placed = self._pick(before, time.monotonic())
         except NoServer as error:
-            if tried:
+            if self._tried:
                 raise ApiError(502, f"no answer from server {self._log.why}, and no other takes requests") from error
             if most and of.backends.full(request, most):
                 message = f"every server has {most} requests waiting; try again soon"
@@ -287,13 +291,26 @@ class Exchange:
         of.metrics.decided(placed.prefill)
         return placed
 
+    def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
+        """Choose among the servers that serve it and were not tried.
+
+        Raises:
+            NoServer: none takes requests.
+        """
+        able = self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting)
+        scheduler = self._scheduler
+        if before is None:
+            return scheduler.place(self._request, now_s, able)
+        return scheduler.place_again(before, now_s, able)
+
     def _send(self, placement: Placement) -> None:
         incoming = self.incoming
         account = self._account = RequestAccount(self._scheduler, placement, time.monotonic())
         pool = self._of.pools[account.decision.server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
         self._head = None
-        self._call = pool.ask(self, _request_head(incoming, pool), incoming.body, incoming.method != "HEAD")
+        head = request_head(incoming, pool, len(incoming.body), self._left_out)
+        self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD")
 
     @property
     def _is_last(self) -> bool:
@@ -389,7 +406,7 @@ class Exchange:
         if response.chunked:
             head.append(b"Transfer-Encoding: chunked\r\n")
         if incoming.headers.first.get(_DECISION):
-            head.append(b"%s: %s\r\n" % (_DECISION, json.dumps(account.decision.as_json()).encode()))
+            head.append(decision_line(account))
         head += (incoming.response_headers, connection_line(incoming, keep), b"\r\n")
         self._pass_on(piece, ended, b"".join(head))
 
@@ -545,6 +562,11 @@ class Exchange:
         account.ended(now_s, usage, met)
 
 
+def decision_line(account: RequestAccount) -> bytes:
+    """The header that explains the routing decision to a client that asked for it."""
+    return b"%s: %s\r\n" % (_DECISION, json.dumps(account.as_json()).encode())
+
+
 def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> None:
     """Answer with an error in OpenAI's format."""
     if error.retry_after_s is not None and not error.headers.keys() & {"Retry-After", "x-should-retry"}:
@@ -585,13 +607,13 @@ def outcome_of(status: int) -> str:
     return {429: "limited", 502: "unreachable", 503: "no-server", 504: "timeout"}.get(status, "bad-request")
 
 
-def _request_head(incoming: Incoming, pool: Pool) -> bytes:
-    """Request line and headers for one server. Where the server has a key of its own, or the client's is for the
-    router, the client's key is left out.
+def request_head(incoming: Incoming, pool: Pool, body_bytes: int, without: frozenset[bytes] = frozenset()) -> bytes:
+    """Request line and headers for one server, for a body of this length; ``without`` these of the client's. Where the
+    server has a key of its own, or the client's is for the router, the client's key is left out.
     """
     authorization = pool.authorization
-    headers = headers_for_server(incoming.headers, incoming.remote, bool(authorization) or incoming.tenant is not None)
-    body_bytes = len(incoming.body)
+    without_key = bool(authorization) or incoming.tenant is not None
+    headers = headers_for_server(incoming.headers, incoming.remote, without_key, without)
     has_length = body_bytes or incoming.method not in ("GET", "HEAD", "OPTIONS")
     length = b"Content-Length: %d\r\n" % body_bytes if has_length else b""
     line = b"%s %s%s HTTP/1.1\r\nHost: %s\r\n" % (
@@ -603,9 +625,15 @@ def _request_head(incoming: Incoming, pool: Pool) -> bytes:
     return b"".join((line, headers, authorization, length, b"\r\n"))
 
 
-def headers_for_server(headers: Headers, client: str, without_key: bool = False) -> bytes:
-    """A request's header lines for its server, with the client's address; ``without_key``: no ``Authorization``."""
+def headers_for_server(
+    headers: Headers, client: str, without_key: bool = False, without: frozenset[bytes] = frozenset()
+) -> bytes:
+    """A request's header lines for its server, with the client's address; ``without_key``: no ``Authorization``;
+    ``without``: nor these.
+    """
     left_out = _NOT_TO_SERVERS_KEYED if without_key else _NOT_TO_SERVERS
+    if without:
+        left_out = left_out | without
     if headers.first.get(b"connection", b"").lower() not in _KEEP_OR_CLOSE:
         left_out = left_out | set(headers.words_of(b"connection"))
     lines = native.header_lines(headers.raw, left_out)

@@ -13,7 +13,6 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from skymemory.conductor.picker import Fleet
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.metrics import MetricsWatch, NoAnswer, fetch
 from skymemory.router.tasks import cancel
@@ -39,7 +38,6 @@ class HealthWatch:
         session: aiohttp.ClientSession,
         backends: Backends,
         access: Mapping[str, Access],
-        fleet: Fleet,
         on_fault: Callable[[], None],
     ) -> None:
         """``access``: TLS and keys by server. ``on_fault``: called for each unexpected exception."""
@@ -47,7 +45,9 @@ class HealthWatch:
         self._backends = backends
         self._access = access
         self._on_fault = on_fault
-        self._metrics = MetricsWatch(fleet, session, every_s=backends.health.metrics_every_s, read=backends.reported)
+        self._metrics = MetricsWatch(
+            backends.server, session, every_s=backends.health.metrics_every_s, read=backends.reported
+        )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
 
     def follow(self) -> None:

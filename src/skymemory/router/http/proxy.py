@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,6 +22,7 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.conductor.strategies.simple import LeastLoad
+from skymemory.router.admission import without_probes
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import KeyFile
 from skymemory.router.backends import Backends
@@ -80,6 +81,7 @@ _UNSUPPORTED = {
     "/v1/load_lora_adapter": "adapters are loaded at each server, not through the router",
     "/v1/unload_lora_adapter": "adapters are unloaded at each server, not through the router",
 }
+MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 _OWN = frozenset(("/health", "/ready", "/metrics", "/v1/models"))
 
 
@@ -97,7 +99,9 @@ class Proxy:
         metrics: ProxyMetrics,
         prefix_state: PrefixState,
         deferred: DeferredWork,
+        exchange: MakeExchange = Exchange,
     ) -> None:
+        """``exchange``: how a request is served; ``two_steps`` has another way than the default."""
         self.draining = False
         """It finishes the requests it has."""
         self._last_call_s = math.inf
@@ -112,11 +116,14 @@ class Proxy:
         self._reader = reader
         self._health = health
         self._prefix_state = prefix_state
+        self._exchange = exchange
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = AccessControl()
-        least_load = Scheduler(Picker(scheduler.prefill.fleet, LeastLoad(), settings.seed))
+        # Where prefill and decode are apart, those that decode can serve a request alone.
+        whole = Picker((scheduler.decode or scheduler.prefill).fleet, LeastLoad(), settings.seed)
+        alone = None if scheduler.decode is None else Scheduler(whole, admission=without_probes(scheduler.admission))
         self._exchanges = Exchanges(
-            settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred
+            settings, self._access, reader, scheduler, Scheduler(whole), backends, pools, metrics, deferred, alone
         )
         self._queue = RequestQueue(settings.queue)
         metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
@@ -197,7 +204,7 @@ class Proxy:
         return None
 
     def refuse(self, request: Incoming, error: ApiError) -> None:
-        if request.path in PROMPT_PATHS or request.path in FORWARDED:
+        if self._goes_to_server(request.path):
             result = RequestLog(request.began_s, outcome_of(error.status), error.status, why=error.message)
             self._ended(request, result)
         send_error(request, error)
@@ -206,7 +213,7 @@ class Proxy:
         try:
             if request.is_preflight:
                 request.connection.respond(204, b"", b"")
-            elif request.path in PROMPT_PATHS or request.path in FORWARDED:
+            elif self._goes_to_server(request.path):
                 self._forward(request)
             else:
                 self._own(request)
@@ -217,6 +224,9 @@ class Proxy:
 
     # -- requests for servers
 
+    def _goes_to_server(self, path: str) -> bool:
+        return path in PROMPT_PATHS or path in FORWARDED
+
     def _forward(self, request: Incoming) -> None:
         most = self.settings.limits.max_in_flight
         if self.in_flight >= most:
@@ -225,7 +235,7 @@ class Proxy:
             )
             return
         self.in_flight += 1
-        Exchange(self._exchanges, request, self._done).begin()
+        self._exchange(self._exchanges, request, self._done).begin()
 
     def _done(self, request: Incoming, result: RequestLog) -> None:
         self.in_flight -= 1
@@ -236,7 +246,7 @@ class Proxy:
         if result.lease is not None:
             self._access.release(result.lease, result.usage, time.monotonic())
         counted, usage = self.metrics.ended(server, result.outcome, result.ttft_s), result.usage
-        if usage is not None and usage.cached_tokens is not None:
+        if usage is not None and usage.cached_tokens is not None and result.prefill is None:
             counted.reported_tokens += usage.prompt_tokens
             counted.cached_tokens += usage.cached_tokens
         if self.settings.log_requests:
@@ -330,7 +340,10 @@ def request_line(method: str, path: str, result: RequestLog, took_s: float) -> s
     decision = result.decision
     if decision is not None:
         parts.append(f"server={decision.server}")
-        parts.append(f"matched={decision.matched_tokens}/{decision.request.prompt.tokens}")
+        prefill = result.prefill or decision
+        if result.prefill is not None:
+            parts.append(f"prefill={prefill.server}")
+        parts.append(f"matched={prefill.matched_tokens}/{prefill.request.prompt.tokens}")
     if result.usage is not None and result.usage.cached_tokens is not None:
         parts.append(f"cached={result.usage.cached_tokens}/{result.usage.prompt_tokens}")
     if result.ttft_s is not None:

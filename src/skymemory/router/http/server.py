@@ -18,20 +18,25 @@ import aiohttp
 
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.scheduling.decode import LeastTbt
+from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.keys import KeyRing
 from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.connection import Connection
+from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.proxy import Proxy
+from skymemory.router.http.sidecar import NamedPrefillers, SidecarExchange, SidecarProxy
+from skymemory.router.http.two_steps import TwoStepExchange
 from skymemory.router.http.upstream import KEEP_S, Pools
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork
-from skymemory.router.settings import Settings, host_and_port
+from skymemory.router.settings import Settings, host_and_port, read_cost
 from skymemory.router.tasks import follow
 from skymemory.router.tls import Certificate
 
@@ -54,10 +59,12 @@ class ProxyServer:
         fleet = Fleet()
         self.prefix_state = PrefixState(settings, fleet, keys)
         self.picker = Picker(fleet, self.prefix_state.scorer, settings.seed)
-        self.scheduler = Scheduler(self.picker, admission=rule_of(settings))
-        self.metrics = ProxyMetrics(self.picker.fleet)
+        decode = decode_picker(settings) if settings.splits else None
+        forecast = decode.scorer if decode is not None and isinstance(decode.scorer, LeastTbt) else None
+        self.scheduler = Scheduler(self.picker, decode, rule_of(settings), forecast)
         self.pools = Pools()
-        self.backends = Backends(self.picker, settings.health)
+        self.backends = Backends(self.picker, settings.health, decode=decode)
+        self.metrics = ProxyMetrics(fleet, decode.fleet if decode else None, self.backends.role_of)
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
         self.reader = PromptReader(settings, self.backends.adapters)
         self.events = EventsWatch(self.prefix_state.scorer, self.backends)
@@ -88,18 +95,8 @@ class ProxyServer:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
         try:
-            self._health = HealthWatch(self._probes, self.backends, self.pools.access, self.picker.fleet, self._faulted)
-            self.proxy = Proxy(
-                settings,
-                self.scheduler,
-                self.reader,
-                self._health,
-                self.backends,
-                self.pools,
-                self.metrics,
-                self.prefix_state,
-                deferred,
-            )
+            self._health = HealthWatch(self._probes, self.backends, self.pools.access, self._faulted)
+            self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context
             self._connection = partial(Connection, self.proxy, loop) if context is None else self._tls_connection
@@ -119,6 +116,15 @@ class ProxyServer:
             log.warning("other computers can connect, and the router is set up with no %s", " and no ".join(missing))
         self._health.follow()
         self.events.start()
+
+    def _proxy(self, deferred: DeferredWork) -> Proxy:
+        settings, parts = self.settings, (self.backends, self.pools, self.metrics, self.prefix_state, deferred)
+        if settings.sidecar.engine:
+            prefillers = NamedPrefillers(self.picker, self.pools, self.metrics)
+            exchange = partial(SidecarExchange, prefillers)
+            return SidecarProxy(settings, self.scheduler, self.reader, self._health, *parts, exchange)
+        exchange_kind = TwoStepExchange if settings.splits else Exchange
+        return Proxy(settings, self.scheduler, self.reader, self._health, *parts, exchange_kind)
 
     def _ejected(self, name: str) -> None:
         self.metrics.of(name).ejections += 1
@@ -141,6 +147,9 @@ class ProxyServer:
             for name in ("listen", "strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
             if getattr(settings, name) != getattr(self.settings, name)
         ]
+        if settings.splits != self.settings.splits or settings.sidecar.engine != self.settings.sidecar.engine:
+            # One fleet or two: roles of servers may change, but not whether there are any.
+            fixed.append("backends: role" if not settings.sidecar.engine else "sidecar: engine")
         door = settings.door
         if (door.tls_cert is None) != (self._certificate is None):
             fixed.append("door: tls_cert")
@@ -215,6 +224,18 @@ class ProxyServer:
         await self.prefix_state.close()
         self.pools.close()
         await self._probes.close()
+
+
+def decode_picker(settings: Settings) -> Picker:
+    """The picker of the servers that decode: by the shortest time between tokens where a cost model is given, else by
+    requests. Its ties must not follow those of the prefill servers.
+
+    Raises:
+        InvalidInput: the cost model cannot be read.
+    """
+    fleet = Fleet()
+    scorer = LeastLoad() if settings.cost is None else LeastTbt(read_cost(settings.cost), fleet)
+    return Picker(fleet, scorer, settings.seed + 1)
 
 
 def raise_open_files() -> None:

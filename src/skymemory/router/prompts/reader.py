@@ -343,7 +343,7 @@ _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(TokenIds)
 _ids_lists = msgspec.json.Decoder(list[TokenIds])
 _anything = msgspec.json.Decoder()
-_STARTS_WITH_NUMBER = re.compile(rb"\s*\[\s*[-\d]")
+STARTS_WITH_NUMBER = re.compile(rb"\s*\[\s*[-\d]")
 _STARTS_WITH_LIST = re.compile(rb"\s*\[\s*\[")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
@@ -377,7 +377,7 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
         raise ApiError(400, "the body has no `prompt`", "prompt")
     if raw[:1] == b'"':
         return [_decoded(_text, raw, "prompt")]
-    if _STARTS_WITH_NUMBER.match(raw):
+    if STARTS_WITH_NUMBER.match(raw):
         return [_decoded(_ids, raw, "prompt")]
     prompts: list[str] | list[list[int]] = (
         _decoded(_ids_lists, raw, "prompt") if _STARTS_WITH_LIST.match(raw) else _decoded(_texts, raw, "prompt")

@@ -1,0 +1,158 @@
+"""``skymemory route --sidecar``: a door beside a decode engine, for pickers that name the prefill server in a header.
+
+It speaks the protocol of llm-d's routing sidecar: ``x-prefiller-host-port: host:port``, perhaps several, separated by
+commas. The first named server prefills, and the others stand in for it (llm-d's takes one of them); then the local
+engine answers (``two_steps``). Later releases of llm-d send the same value as ``x-llm-d-prefiller-host-port``; where
+both come and differ the older one holds, as there: pickers of all releases remove it from what clients send. A request
+without a header goes to the local engine, as do all other paths (/health, /metrics and /v1/models are the engine's; the
+sidecar's own are below /sidecar).
+
+The headers are not passed on, and name allowed hosts only (``prefillers``): else 403. ``x-data-parallel-host-port``,
+which llm-d has deprecated, chooses a rank of an engine with several ports; the sidecar has one engine, and ignores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import lru_cache
+
+from skymemory.conductor.picker import Picker
+from skymemory.errors import InvalidInput
+from skymemory.router.api_error import ApiError
+from skymemory.router.http.connection import Incoming
+from skymemory.router.http.exchange import Exchanges, RequestLog
+from skymemory.router.http.proxy import Proxy
+from skymemory.router.http.two_steps import PREFILLER_HEADERS, TwoStepExchange
+from skymemory.router.http.upstream import Pools
+from skymemory.router.metrics import ProxyMetrics
+from skymemory.router.prefillers import Prefillers, read_host_port
+from skymemory.router.prompts.reader import PROMPT_PATHS
+from skymemory.router.settings import Backend
+
+MAX_NAMED = 16
+"""Prefill servers that one request may name."""
+MAX_KNOWN = 256
+"""Prefill servers whose connections and books are kept; beyond, those without requests are dropped."""
+OWN = "/sidecar"
+_OWN_PAGES = frozenset(OWN + page for page in ("/health", "/ready", "/metrics"))
+_OLD, _NEW = b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port"
+_DATA_PARALLEL = b"x-data-parallel-host-port"
+
+
+class NamedPrefillers:
+    """The prefill servers that requests have named: members of the fleet, with a pool of connections each."""
+
+    def __init__(self, picker: Picker, pools: Pools, metrics: ProxyMetrics) -> None:
+        self._picker = picker
+        self._pools = pools
+        self._metrics = metrics
+
+    def member(self, host: str, port: int, connect_s: float) -> str:
+        """The server's name; it is added where it is new."""
+        name = host_port(host, port)
+        servers = self._picker.fleet.servers
+        if name in servers:
+            servers[name] = servers.pop(name)  # to the end: the one that was named least recently comes first
+            return name
+        if len(servers) >= MAX_KNOWN:
+            idle = next((each.name for each in servers.values() if not each.in_flight), None)
+            if idle is not None:
+                self._picker.remove(idle)
+                self._pools.drop(idle)
+                self._metrics.forget(idle)
+        self._picker.fleet.add(name)
+        self._pools.set((Backend(f"http://{name}", name),), connect_s)
+        return name
+
+
+_allow_list = lru_cache(maxsize=4)(Prefillers)
+
+
+def host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class SidecarExchange(TwoStepExchange):
+    """One request; see the module."""
+
+    _left_out = PREFILLER_HEADERS | {_DATA_PARALLEL}
+
+    def __init__(
+        self,
+        prefillers: NamedPrefillers,
+        of: Exchanges,
+        incoming: Incoming,
+        done: Callable[[Incoming, RequestLog], None],
+    ) -> None:
+        super().__init__(of, incoming, done)
+        self._prefillers = prefillers
+        self._named: list[tuple[str, int]] = []
+        """Host and port of the prefill servers that it names."""
+
+    def begin(self) -> None:
+        try:
+            self._named = self._read_named()
+        except ApiError as error:
+            self._fail(error)
+            return
+        super().begin()
+
+    def _read_named(self) -> list[tuple[str, int]]:
+        headers = self.incoming.headers
+        values = headers.all_of(_OLD) or headers.all_of(_NEW)
+        words = [word.strip() for value in values for word in value.decode("latin-1").split(",") if word.strip()]
+        if len(words) > MAX_NAMED:
+            raise ApiError(400, f"{_OLD.decode()} names {len(words)} servers; at most {MAX_NAMED} are allowed")
+        allowed = _allow_list(self._of.settings.sidecar.prefillers)
+        found = []
+        for word in words:
+            try:
+                host, port = read_host_port(word)
+            except InvalidInput as error:
+                raise ApiError(400, f"{_OLD.decode()}: {error}") from error
+            if not allowed.allow(host, port):
+                raise ApiError(
+                    403, f"{_OLD.decode()}: {word!r} is not among the allowed prefill servers (--prefillers)"
+                )
+            found.append((host, port))
+        return found
+
+    def _split(self) -> None:
+        local = {known.backend.url for known in self._of.backends.known.values()}
+        if not self._named or any(f"http://{host_port(*each)}" in local for each in self._named[:1]):
+            self._serve_alone("no-header")
+        else:
+            super()._split()
+
+    def _prefill_servers(self) -> Collection[str]:
+        """The first named one that was not tried."""
+        connect_s = self._of.settings.timeouts.connect_s
+        for host, port in self._named:
+            if host_port(host, port) not in self._tried:
+                return {self._prefillers.member(host, port, connect_s)}
+        return ()
+
+
+class SidecarProxy(Proxy):
+    """All of the engine's paths, and the router's own below ``/sidecar``."""
+
+    def refusal(self, request: Incoming) -> ApiError | None:
+        if not self._access.is_open:
+            refusal = self._access.refusal(request)
+            if refusal is not None or request.is_preflight:
+                return refusal
+        if request.path in PROMPT_PATHS and request.method != "POST":
+            return ApiError(405, f"{request.path} takes POST, not {request.method}")
+        return None
+
+    def _goes_to_server(self, path: str) -> bool:
+        return path not in _OWN_PAGES
+
+    def _own(self, request: Incoming) -> None:
+        request.path = request.path.removeprefix(OWN)
+        super()._own(request)
+
+    def _ended(self, request: Incoming, result: RequestLog) -> None:
+        if request.path not in PROMPT_PATHS:
+            result.ttft_s = None  # a page has no first token
+        super()._ended(request, result)

@@ -1,0 +1,373 @@
+"""A request whose prompt one server prefills and another one answers, where backends have roles.
+
+1. The scheduler chooses the pair. What cannot be split (``splitting.why_whole``) goes to one server: to one with both
+   roles if there is any, else to a decode server, which computes the prompt itself. Its books are those of any request.
+2. The prefill server gets the prompt for one token (``_PrefillCall``). Its answer is read whole, and is bounded.
+3. The decode server gets the client's request, and what the prefill server answered for it. Its response streams to the
+   client as any other.
+
+With ``handover = "overlap"`` the two are asked at the same time, and the decode server fetches the values while they
+are computed. Its response is passed on as soon as it comes: by then it has the values, or has computed them.
+
+Failures. A prefill only saves time, so a request survives that of any prefill server: others are tried (``retries``),
+then the decode server computes the prompt. A decode server that fails before its first byte is replaced by another one,
+which fetches the same values. Two answers of a prefill server end the request: 400 to 499, which the client gets (but
+not 408 and 429, which are the server's trouble), and a prefill after which the admission rule refuses the decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from skymemory.conductor.picker import NoServer
+from skymemory.conductor.scheduler import Placement, Refusal
+from skymemory.router.admission import DECISION_HEADER, Overloaded
+from skymemory.router.api_error import ApiError
+from skymemory.router.http.exchange import Exchange, decision_line, request_head
+from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
+from skymemory.router.prompts.splitting import (
+    ASKS_FOR_KV,
+    Fields,
+    decode_body,
+    fields_of,
+    prefill_body,
+    read_prefilled,
+    why_whole,
+)
+from skymemory.router.request_account import PairAccount
+from skymemory.router.settings import OVERLAP
+
+if TYPE_CHECKING:
+    import msgspec
+
+log = logging.getLogger("skymemory.router")
+
+MAX_ANSWER_BYTES = 4 << 20
+"""Of a prefill server: one token, perhaps log probabilities, and ``kv_transfer_params``, with thousands of blocks."""
+PREFILLER_HEADERS = frozenset((b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port"))
+"""By which llm-d's sidecar chooses a prefill server. Never passed on: this router has chosen one."""
+_LEFT_OUT = PREFILLER_HEADERS | {b"accept-encoding"}
+"""Of what a prefill server gets: its answer is read here."""
+_SERVER_TROUBLE = frozenset((408, 429))
+
+
+class TwoStepExchange(Exchange):
+    """One request; see the module. Beside the states of ``Exchange``:
+
+    _prefill      a prefill server is asked
+    _call         the decode server is asked; with ``overlap`` both are set
+
+    The books of a pair are a ``PairAccount``; those of a request that is served alone, a ``RequestAccount``.
+    """
+
+    _left_out = PREFILLER_HEADERS
+    _fields: Fields | None = None
+    """Of the body, if the request is split."""
+    _prefill: _PrefillCall | None = None
+    _params: msgspec.Raw | None = None
+    """What the decode server gets of the prefill server's answer."""
+    _prefill_retries = 0
+    _decode_retries = 0
+    _is_streamed = False
+    """The client asked for a stream: the first byte then marks the begin of decoding."""
+    _request_id = b""
+
+    # -- the pair
+
+    def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
+        of, request = self._of, self._request
+        if before is None and self._scheduler is of.scheduler:
+            self._split()
+        if self._fields is not None:
+            able = self._prefill_servers()
+            limits = of.settings.limits
+            if of.backends.has_prefill(able) or of.backends.full(request, limits.max_waiting or 1 << 30):
+                return self._scheduler.place(self._request, now_s, able, of.backends.able(request, (), 0))
+            if not of.settings.disaggregation.fallback:
+                raise NoServer("no prefill server takes requests, and `disaggregation: fallback` is off")
+            self._serve_alone("no-prefill-server")
+        able = of.backends.alone(request, self._tried)
+        if before is None:
+            return self._scheduler.place(request, now_s, able)
+        return self._scheduler.place_again(before, now_s, able)
+
+    def _split(self) -> None:
+        """Decide whether it takes two steps."""
+        fields = fields_of(self.incoming.body)
+        if fields is None or (why := why_whole(self.incoming.path, fields)):
+            log.debug("served by one server, because of its field %s", "" if fields is None else why)
+            self._serve_alone("whole")
+            return
+        self._fields, self._is_streamed = fields, self._request.streams
+        # The answer to step 1 marks the end of the prefill, however the client wants its own.
+        self._request = replace(self._request, streams=True)
+
+    def _serve_alone(self, reason: str) -> None:
+        self._of.metrics.alone.labels(reason).inc()
+        self._fields = None
+        assert self._of.alone is not None
+        self._scheduler = self._of.alone
+
+    def _prefill_servers(self) -> Collection[str] | None:
+        """Names of the servers that may prefill it; None: all."""
+        return self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting)
+
+    def _send(self, placement: Placement) -> None:
+        if self._fields is None:
+            super()._send(placement)
+            return
+        self._account = account = PairAccount(self._scheduler, placement, time.monotonic())
+        self._request_id = b"" if b"x-request-id" in self.incoming.headers.first else uuid.uuid4().hex.encode()
+        self._log.prefill = account.prefill
+        self._ask_prefill(account)
+        if self._of.settings.disaggregation.handover == OVERLAP:
+            self._params = ASKS_FOR_KV
+            self._ask_decode(account)
+
+    def _head_for(self, pool: Pool, body: bytes, without: frozenset[bytes]) -> bytes:
+        head = request_head(self.incoming, pool, len(body), without)
+        # Both steps carry one id, by which they are found in the engines' logs.
+        return head[:-2] + b"X-Request-Id: %s\r\n\r\n" % self._request_id if self._request_id else head
+
+    # -- step 1
+
+    def _ask_prefill(self, account: PairAccount) -> None:
+        assert self._fields is not None
+        body = prefill_body(self._fields)
+        server = account.prefill.server
+        pool = self._of.pools[server]
+        head = self._head_for(pool, body, _LEFT_OUT)
+        self._prefill = _PrefillCall(self, server, self._of.settings.disaggregation.prefill_s)
+        self._prefill.ask(pool, head, body)
+
+    def prefill_answered(self, server: str, head: ResponseHead, body: bytes) -> None:
+        """The whole answer to step 1 has come."""
+        status = head.status
+        if not 200 <= status < 300:
+            is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE
+            if is_of_request and status not in self._of.settings.retries.statuses:
+                self._answer_as_prefill(server, head, body)
+            else:
+                self.prefill_failed(server, f"it answered {status}")
+            return
+        answer = read_prefilled(body)
+        if answer is None:
+            self.prefill_failed(server, "its answer is not one to a prefill: expected JSON with kv_transfer_params")
+            return
+        of, account, now_s = self._of, self._pair, time.monotonic()
+        self._prefill = None
+        of.backends.answered(server)
+        if answer.usage is not None and answer.usage.cached_tokens is not None:
+            counted = of.metrics.of(server)
+            counted.reported_tokens += answer.usage.prompt_tokens
+            counted.cached_tokens += answer.usage.cached_tokens
+        if self._streaming:
+            account.first_byte(now_s)  # else it would be asked whether it may decode
+        refusal = account.prefilled(now_s, answer.usage)
+        if refusal is not None:
+            of.metrics.prefilled(server, "wasted")
+            self._drop_call()
+            self._refuse(Overloaded(refusal))
+            return
+        of.metrics.prefilled(server, "no-params" if answer.params is None else "handed-over")
+        self._continue(account, answer.params)
+
+    def prefill_failed(self, server: str, why: str, *, suspect: bool = True, refused: bool = False) -> None:
+        """No answer to step 1, or none of use: try another prefill server, or do without.
+
+        Args:
+            suspect: it counts as a failure of the server, which may be ejected.
+            refused: its address refused the connection.
+        """
+        of, account, result, now_s = self._of, self._pair, self._log, time.monotonic()
+        self._prefill = None
+        of.metrics.prefilled(server, "failed")
+        if suspect:
+            of.backends.failed(server, why, now_s, gone=refused)
+        self._tried.add(server)
+        if not self._streaming and self._prefill_retries < of.settings.retries.most:
+            try:
+                account.prefill_again(now_s, self._prefill_servers())
+            except NoServer:
+                pass
+            else:
+                self._prefill_retries += 1
+                result.retries += 1
+                of.metrics.of(server).retries += 1
+                result.prefill = account.prefill
+                of.metrics.decided(account.prefill)
+                self._ask_prefill(account)
+                return
+        account.prefill_lost(now_s)
+        result.why = f"{server}: {why}"
+        if self._streaming:
+            return  # the decode server has answered by itself
+        if not of.settings.disaggregation.fallback:
+            self._drop_call()
+            self._fail(ApiError(502, f"no prefill from server {result.why}, and `disaggregation: fallback` is off"))
+            return
+        of.metrics.alone.labels("prefill-failed").inc()
+        self._continue(account, None)
+
+    def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
+        """Step 1 has ended, well or not: ask the decode server, unless it is at work as it should be."""
+        self._params = params
+        if self._streaming:
+            return
+        if self._call is not None and params is None:
+            call, self._call = self._call, None
+            call.close()  # it waits for values that do not come
+        if self._call is None:
+            self._ask_decode(account)
+        elif not self._is_streamed:
+            account.first_byte(time.monotonic())
+
+    def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
+        """The request is wrong, by the first server that read it: the client gets its answer."""
+        self._prefill = None
+        self._of.backends.answered(server)
+        self._of.metrics.prefilled(server, "client-error")
+        if self._streaming:
+            self._pair.prefill_lost(time.monotonic())
+            return
+        self._drop_call()
+        incoming, result = self.incoming, self._log
+        result.outcome, result.status, result.decision = "client-error", head.status, self._pair.prefill
+        result.bytes_out = len(body)
+        content_type = head.headers.first.get(b"content-type", b"application/json")
+        headers = b"Content-Type: %s\r\n" % content_type
+        if incoming.headers.first.get(DECISION_HEADER.encode()):
+            headers += decision_line(self._pair)
+        self._finish()
+        incoming.connection.respond(head.status, headers, body)
+
+    # -- step 2
+
+    @property
+    def _pair(self) -> PairAccount:
+        account = self._account
+        assert isinstance(account, PairAccount)
+        return account
+
+    def _ask_decode(self, account: PairAccount) -> None:
+        assert self._fields is not None
+        params, incoming, of = self._params, self.incoming, self._of
+        body = incoming.body if params is None else decode_body(self._fields, params)
+        pool = of.pools[account.decision.server]
+        incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._first_byte_timeout)
+        self._head, self._log.decision = None, account.decision
+        if self._prefill is None and not self._is_streamed:
+            account.first_byte(time.monotonic())
+        self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body)
+
+    @property
+    def _is_last(self) -> bool:
+        return super()._is_last if self._fields is None else self._decode_retries >= self._of.settings.retries.most
+
+    def _retry(self, why: str, *, elsewhere: bool = True, status: int = 502) -> None:
+        if self._fields is None:
+            super()._retry(why, elsewhere=elsewhere, status=status)
+            return
+        of, account, result = self._of, self._pair, self._log
+        server = account.decision.server
+        result.why = f"{server}: {why}"
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+        if not elsewhere or self._is_last:
+            self._drop_call()
+            self._fail(ApiError(status, f"no answer from server {result.why}"))
+            return
+        self._tried.add(server)
+        try:
+            account.decode_again(time.monotonic(), of.backends.able(self._request, self._tried, 0))
+        except NoServer:
+            self._drop_call()
+            self._fail(ApiError(502, f"no answer from server {result.why}, and no other takes requests"))
+            return
+        self._decode_retries += 1
+        result.retries += 1
+        of.metrics.of(server).retries += 1
+        self._ask_decode(account)
+
+    # -- the end
+
+    def _drop_call(self) -> None:
+        """Drop what is asked of either server."""
+        super()._drop_call()
+        self._drop_prefill()
+
+    def _drop_prefill(self) -> None:
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill.drop()
+            self._of.metrics.prefilled(prefill.server, "dropped")
+
+    def _finish(self) -> None:
+        self._drop_prefill()  # the decode server was faster
+        super()._finish()
+
+    def prefill_fault(self) -> None:
+        self._fault()
+
+
+class _PrefillCall:
+    """Step 1 at one server: its whole answer, within its time and ``MAX_ANSWER_BYTES``, or why there is none."""
+
+    def __init__(self, exchange: TwoStepExchange, server: str, within_s: float) -> None:
+        self.server = server
+        self._exchange = exchange
+        self._within_s = within_s
+        self._call: Call | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._head: ResponseHead | None = None
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def ask(self, pool: Pool, head: bytes, body: bytes) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._within_s, self._late)
+        self._call = pool.ask(self, head, body)
+
+    def drop(self) -> None:
+        """Cancel it, if it has not ended."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def response_begins(self, head: ResponseHead) -> None:
+        self._head = head
+
+    def response_data(self, piece: bytes, ended: bool) -> None:
+        self._pieces.append(piece)
+        self._size_bytes += len(piece)
+        if self._size_bytes > MAX_ANSWER_BYTES:
+            self._failed(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+        elif ended:
+            self.drop()
+            assert self._head is not None
+            try:
+                self._exchange.prefill_answered(self.server, self._head, b"".join(self._pieces))
+            except Exception:
+                self._exchange.prefill_fault()
+
+    def response_failed(self, error: UpstreamError) -> None:
+        self._failed(str(error), refused=error.refused)
+
+    def _late(self) -> None:
+        # It may well be computing: that it is slow is no sign that it is broken.
+        self._failed(f"no answer in {self._within_s:g} s", suspect=False)
+
+    def _failed(self, why: str, *, suspect: bool = True, refused: bool = False) -> None:
+        self.drop()
+        try:
+            self._exchange.prefill_failed(self.server, why, suspect=suspect, refused=refused)
+        except Exception:
+            self._exchange.prefill_fault()
