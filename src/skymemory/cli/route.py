@@ -246,8 +246,16 @@ def _add_picker(subparsers: Subparsers) -> None:
     )
     add = parser.add_argument_group("model servers (one of the three ways)").add_argument
     add("--endpoint", action="append", metavar="IP:PORT", help="a model server; may be repeated")
+    add(
+        "--prefill",
+        action="append",
+        metavar="IP:PORT",
+        help="a server for prefills only; the --endpoint's are then sidecars, which get its address (may be repeated)",
+    )
     add("--endpoints", metavar="FILE", help="file with one IP:PORT per line; reloaded on change")
+    add("--apart", action="store_true", default=None, help="lines of --endpoints have roles, such as role=prefill")
     add("--discover", metavar="NAME:PORT", help="all addresses of a DNS name, such as a headless Service of Kubernetes")
+    add("--discover-prefill", metavar="NAME:PORT", help="the same of servers for prefills only")
     add("--refresh", type=duration, metavar="TIME", help="interval of --endpoints and --discover (default: 5s)")
     add("--metrics-path", metavar="PATH", help="path of their metrics (default: /metrics; empty: not scraped)")
     add = parser.add_argument_group("picking").add_argument
@@ -343,7 +351,11 @@ def _picker_flags(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "drain": args.grace,
         "state": args.state,
-        "backends": [{"url": f"http://{parse_endpoint(each)}"} for each in args.endpoint or ()] or None,
+        "backends": [
+            *({"url": f"http://{parse_endpoint(each)}"} for each in args.endpoint or ()),
+            *({"url": f"http://{parse_endpoint(each)}", "role": "prefill"} for each in args.prefill or ()),
+        ]
+        or None,
         "options": dict(_option(text) for text in args.option) or None,
         "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
         "limits": {"max_body": args.max_body},
@@ -354,7 +366,9 @@ def _picker_flags(args: argparse.Namespace) -> dict[str, Any]:
             "health_listen": args.health_listen,
             "metrics_listen": args.metrics_listen,
             "endpoints": args.endpoints,
+            "apart": args.apart,
             "discover": args.discover,
+            "discover_prefill": args.discover_prefill,
             "refresh": args.refresh,
             "events_port": args.kv_events,
             "replay_port": args.kv_replay,
@@ -387,6 +401,7 @@ def _replicas(text: str | None) -> str | None:
 def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -> None:
     from skymemory.router.envoy.config import Entrance, bootstrap
     from skymemory.router.envoy.endpoints import as_endpoint
+    from skymemory.router.settings import PREFILL
 
     host, _, port = at.rpartition(":")
     # An address to listen at is none to connect to where it means every interface.
@@ -395,7 +410,7 @@ def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -
         "inference",
         f"{everywhere.get(host, host)}:{port}",
         listen=_address(args.envoy_listen, "--envoy-listen"),
-        endpoints=tuple(as_endpoint(each).name for each in settings.backends),
+        endpoints=tuple(as_endpoint(each).name for each in settings.backends if each.role != PREFILL),
         retries=settings.picker.fallbacks,
         picker_tls=settings.picker.self_signed or settings.picker.tls_cert is not None,
     )

@@ -252,6 +252,14 @@ class Scheduler:
         self.decode.routed(decode, now_s)
         return replace(placement, decode=decode)
 
+    def decode_taken(self, placement: Placement, server: str, now_s: float) -> Placement:
+        """Another server answers than the chosen decode server, which therefore failed."""
+        assert self.decode is not None and placement.decode is not None
+        self.decode.failed(placement.decode, now_s)
+        decode = placement.decode.taken_by(server)
+        self.decode.routed(decode, now_s)
+        return replace(placement, decode=decode)
+
     def begin(self, placement: Placement, now_s: float) -> None:
         """The request is sent. From now on the decode server expects it."""
         self.prefill.routed(placement.prefill, now_s)

@@ -263,6 +263,28 @@ class PairAccount(RequestAccount):
             self._scheduler.failed(self._placement, now_s, not self._prefilling)
 
 
+class ObservedPair(PairAccount):
+    """A pair of which only the answer is seen: a sidecar takes the two steps. Its first byte says that both are done."""
+
+    __slots__ = ()
+
+    def served_by(self, server: str, now_s: float) -> bool:
+        """Record which server answers, in the place of the chosen decode server."""
+        if not self.waits or server == self.decision.server:
+            return False
+        self._take(self._scheduler.decode_taken(self._placement, server, now_s))
+        return True
+
+    def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
+        super().first_byte(now_s)  # first: what decodes already is not refused
+        self.prefilled(now_s)
+
+    def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
+        if self._open:
+            self.first_byte(now_s)
+        super().ended(now_s, usage, met)
+
+
 _OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))
 
 

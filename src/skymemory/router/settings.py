@@ -110,6 +110,12 @@ class PickerSettings:
         "endpoints", path, None, "a file of endpoints instead of [[backends]], one per line; reloaded when it changes"
     )
     discover: str = setting("discover", text, "", "NAME:PORT instead: every address of a DNS name is an endpoint")
+    discover_prefill: str = setting(
+        "discover_prefill", text, "", "the same of servers with role `prefill`, beside those of `discover`"
+    )
+    apart: bool = setting(
+        "apart", yes_or_no, False, "lines of `endpoints` have roles (`role=prefill`): prefill and decode are apart"
+    )
     refresh_s: float = setting("refresh", duration, 5.0, "period of reading those")
     events_port: int = setting("events_port", whole, 0, "port of KV events of endpoints without `events`; 0: none")
     replay_port: int = setting("replay_port", whole, 0, "port of their replays; 0: none")
@@ -139,6 +145,10 @@ class PickerSettings:
             raise InvalidInput("max_streams: expected a number above 0")
         if self.endpoints is not None and self.discover:
             raise InvalidInput("set `endpoints` or `discover`, not both")
+        if self.discover_prefill and not self.discover:
+            raise InvalidInput("`discover_prefill` needs `discover`: the servers that answer")
+        if self.apart and self.endpoints is None:
+            raise InvalidInput("`apart` is about lines of `endpoints`: backends say by `role` that they are apart")
         if max(self.events_port, self.replay_port) > 65_535:
             raise InvalidInput("events_port, replay_port: ports go to 65535")
         if self.self_signed and (self.tls_cert or self.tls_key):
@@ -401,7 +411,8 @@ class Settings:
     @property
     def splits(self) -> bool:
         """Whether requests are prefilled and decoded at different servers."""
-        return bool(self.sidecar.engine) or any(backend.role != BOTH for backend in self.backends)
+        named = bool(self.sidecar.engine or self.picker.discover_prefill) or self.picker.apart
+        return named or any(backend.role != BOTH for backend in self.backends)
 
     def __post_init__(self) -> None:
         host_and_port(self.listen)
@@ -414,7 +425,7 @@ class Settings:
             object.__setattr__(self, "strategy", _SIDECAR_STRATEGY)
             if self.admission.rule != "all" or self.admission.fair:
                 raise InvalidInput("sidecar: the picker in front of it admits requests; leave out `admission`")
-        elif self.splits:
+        elif self.splits and self.backends:
             roles = {backend.role for backend in self.backends}
             if PREFILL not in roles:
                 raise InvalidInput("backends: a server with role 'decode' needs one with role 'prefill'")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from skymemory.config import known_keys, suggestion, texts, yes_or_no
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.files import MAX_TABLE_BYTES, read_bounded
-from skymemory.router.settings import Backend, PickerSettings
+from skymemory.router.settings import BOTH, Backend, PickerSettings
 
 _TRUTH = {"true": True, "false": False}
 
@@ -153,7 +153,8 @@ def _of_line(line: str) -> Backend:
 class NameSource:
     """All addresses of a DNS name. In Kubernetes a headless Service (``clusterIP: None``) has one per ready pod."""
 
-    def __init__(self, name_and_port: str, warn: Callable[[str], None]) -> None:
+    def __init__(self, name_and_port: str, warn: Callable[[str], None], role: str = BOTH) -> None:
+        self._role = role
         name, _, port = name_and_port.rpartition(":")
         if not name or not port.isdigit() or not 0 < int(port) < 65536:
             raise InvalidInput(f"{name_and_port!r}: expected NAME:PORT, such as vllm.default.svc:8000")
@@ -170,4 +171,21 @@ class NameSource:
             )
             return None
         hosts = sorted({str(address[0]) for *_, address in found})
-        return tuple(endpoint(f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}") for host in hosts)
+        addresses = (f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts)
+        return tuple(replace(endpoint(address), role=self._role) for address in addresses)
+
+
+class BothSources:
+    """The endpoints of two sources, while both can be read; of one in both the first counts."""
+
+    def __init__(self, first: Source, second: Source) -> None:
+        self._sources = first, second
+
+    async def endpoints(self) -> tuple[Backend, ...] | None:
+        found: dict[str, Backend] = {}
+        for source in self._sources:
+            if (its := await source.endpoints()) is None:
+                return None
+            for backend in its:
+                found.setdefault(backend.name, backend)
+        return tuple(found.values())

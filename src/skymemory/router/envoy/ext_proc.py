@@ -29,8 +29,9 @@ from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError
 from skymemory.router.backends import Backends
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
+from skymemory.router.prompts.splitting import fields_of, why_whole
 from skymemory.router.queue import Entry, QueueSettings, RequestQueue
-from skymemory.router.request_account import DeferredWork, RequestAccount, UsageReader
+from skymemory.router.request_account import DeferredWork, ObservedPair, RequestAccount, UsageReader
 from skymemory.router.settings import PickerSettings
 from skymemory.router.waiting_room import WaitingRoom
 
@@ -41,7 +42,7 @@ try:
 except ImportError as error:
     raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
 
-COUNTED_BY_SERVER = ("picks_total", "fallbacks_total", "ejections_total")
+COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "ejections_total")
 RETRY_AFTER_S = 1
 """Sent with refusals that have no better estimate."""
 NO_PROMPT = without_prompt()
@@ -70,6 +71,8 @@ class PickerService:
     queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
     room: WaitingRoom | None = None
     """Where requests wait until a server has room, while the picker runs; None: they are refused."""
+    alone: Scheduler | None = None
+    """Where prefill and decode are apart: for requests that one server serves alone. None: every server does both."""
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
@@ -102,12 +105,15 @@ class PickerService:
         Raises:
             ApiError: its path has prompts, and no engine could read it.
         """
-        # A gateway may strip a path's prefix after it has asked, so the end of the path decides.
-        path = headers.get(":path", "").partition("?")[0]
-        known = next((known for known in PROMPT_PATHS if path.endswith(known)), None)
-        if known is None or headers.get(":method") != "POST":
-            return NO_PROMPT
-        return self.reader.read(known, headers, body)
+        known = _prompt_path(headers)
+        return NO_PROMPT if known is None else self.reader.read(known, headers, body)
+
+    def splits(self, headers: Mapping[str, str], body: bytes) -> bool:
+        """Whether one server can prefill it and another one answer it."""
+        if self.alone is None or (path := _prompt_path(headers)) is None:
+            return False
+        fields = fields_of(body)
+        return fields is not None and not why_whole(path, fields)
 
     def outcome(self, headers: Mapping[str, str], body: bytes) -> Request | ApiError:
         """``read``, for another thread: an error is a value."""
@@ -130,8 +136,12 @@ class PickerService:
         if self.room is not None and len(self.queue):
             self.deferred.run(self.room.look)
 
-    def choose(self, request: Request, among: Collection[str] | None, now_s: float) -> Placement:
-        """
+    def choose(
+        self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False
+    ) -> Placement:
+        """``splits``: one server may prefill it and another one answer it. The placement has both then, if a prefill
+        server is up.
+
         Raises:
             ApiError: no server may have it (503), or all are full or the admission rule refuses it (429).
         """
@@ -140,14 +150,28 @@ class PickerService:
         serving = self.backends.serving(request)
         if serving is not None:
             among = serving if among is None else [name for name in among if name in serving]
-        among = self._with_room(among, now_s)
+        scheduler, decode_among = self.scheduler, None
+        if self.alone is not None:
+            if splits and self.backends.has_prefill(among):
+                decode_among = among
+            else:
+                scheduler, able = self.alone, self.backends.alone(request, ())
+                among = able if among is None else [name for name in among if name in able]
+        if scheduler is self.scheduler:
+            among = self._with_room(among, now_s)
         try:
-            placed = self.scheduler.place(request, now_s, among)
+            placed = scheduler.place(request, now_s, among, decode_among)
         except NoServer as error:
             raise ApiError(503, str(error), retry_after_s=RETRY_AFTER_S) from error
         if isinstance(placed, Refusal):
             raise Overloaded(placed)
         return placed
+
+    def book(self, placement: Placement, now_s: float) -> RequestAccount:
+        """Begin what ``choose`` has placed."""
+        if placement.decode is not None:
+            return ObservedPair(self.scheduler, placement, now_s)
+        return RequestAccount(self.alone or self.scheduler, placement, now_s, self.deferred)
 
     def endpoints(self, decision: Decision) -> str:
         """``ip:port`` of the chosen server, then of as many fallbacks as are wanted, best first; all of the subset that
@@ -179,6 +203,14 @@ class PickerService:
             message = f"all {len(able)} servers have {most} requests or more; try again"
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
         return roomy if len(roomy) < len(able) else among
+
+
+def _prompt_path(headers: Mapping[str, str]) -> str | None:
+    """The path of a request with a prompt; None: it has none."""
+    # A gateway may strip a path's prefix after it has asked, so the end of the path decides.
+    path = headers.get(":path", "").partition("?")[0]
+    known = next((known for known in PROMPT_PATHS if path.endswith(known)), None)
+    return known if headers.get(":method") == "POST" else None
 
 
 class Exchange:
@@ -350,22 +382,26 @@ class Exchange:
 
     def _route(self, request: Request, body: bytes, trailers: bool, now_s: float) -> Iterable[bytes]:
         try:
-            placement = self._service.choose(request, self._subset, now_s)
+            placement = self._service.choose(request, self._subset, now_s, self._service.splits(self._headers, body))
         except ApiError as error:
             return self._refuse(error)
         self._answered = True
-        self._account = RequestAccount(self._service.scheduler, placement, now_s, self._service.deferred)
-        decision = placement.prefill
-        self._service.counters.add("picks_total", label=decision.server)
-        self._service.counters.add("prompt_tokens_total", request.prompt.tokens)
-        self._service.counters.add("matched_tokens_total", decision.matched_tokens)
-        return self._go_on(body, self._service.endpoints(decision), trailers)
+        account = self._account = self._service.book(placement, now_s)
+        counters, prefiller = self._service.counters, None if self._service.alone is None else ""
+        if placement.decode is not None:
+            prefiller = placement.prefill.server
+            counters.add("prefill_picks_total", label=prefiller)
+        counters.add("picks_total", label=account.decision.server)
+        counters.add("prompt_tokens_total", request.prompt.tokens)
+        counters.add("matched_tokens_total", placement.prefill.matched_tokens)
+        return self._go_on(body, self._service.endpoints(account.decision), prefiller, trailers)
 
-    def _go_on(self, body: bytes, endpoints: str, trailers: bool) -> Iterable[bytes]:
+    def _go_on(self, body: bytes, endpoints: str, prefiller: str | None, trailers: bool) -> Iterable[bytes]:
         if self._has_body and self._request_mode == say.BUFFERED:
-            return (say.request_body(endpoints),)
+            return (say.request_body(endpoints, prefiller),)
         pieces = say.streamed_request(body, end=not trailers) if self._has_body else ()
-        answers = chain((say.request_headers(endpoints),), pieces, (say.REQUEST_TRAILERS,) if trailers else ())
+        headers = say.request_headers(endpoints, prefiller)
+        answers = chain((headers,), pieces, (say.REQUEST_TRAILERS,) if trailers else ())
         return answers if len(body) > say.PIECE_BYTES else tuple(answers)
 
     def _busy(self, status: int, message: str) -> ApiError:
@@ -389,7 +425,7 @@ class Exchange:
         if self._account is not None:
             self._response_begins(self._account, found.get(":status", ""), message, now_s)
             if self._service.settings.tell_decisions and DECISION_HEADER in self._headers:
-                added[DECISION_HEADER] = json.dumps(self._account.decision.as_json())
+                added[DECISION_HEADER] = json.dumps(self._account.as_json())
         self._usage = UsageReader(
             found.get("content-type", "").encode("latin-1"), found.get("content-encoding", "").encode("latin-1")
         )
@@ -401,7 +437,7 @@ class Exchange:
         chosen, served, by_envoy = account.decision.server, say.served_of(message), say.is_envoys_own(message)
         if served and account.served_by(served, now_s):
             # Only known names become labels: Envoy may name an address that has left, or that never was an endpoint.
-            label = served if served in self._service.picker.fleet.servers else "other"
+            label = served if self._service.backends.server(served) is not None else "other"
             self._service.counters.add("fallbacks_total", label=label)
             self._refused_by(chosen, now_s)
         if by_envoy or (by_envoy is None and status in UNAVAILABLE):

@@ -39,6 +39,9 @@ LIVENESS, READINESS = "liveness", "readiness"
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
+PREFILLER = "x-prefiller-host-port"
+PREFILLER_HEADERS = (PREFILLER, "x-llm-d-prefiller-host-port")
+"""By which sidecars are told a prefill server: ours, and those of llm-d."""
 METADATA_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"
@@ -150,25 +153,33 @@ def _header(name: str, value: str) -> HeaderValueOption:
     return HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
 
 
-def _destination(endpoints: str) -> tuple[HeaderMutation | None, Struct | None]:
+def _destination(endpoints: str, prefiller: str | None) -> tuple[HeaderMutation | None, Struct | None]:
     if not endpoints:
         return None, None
     inner = Struct(fields={DESTINATION: Value(string_value=endpoints)})
     metadata = Struct(fields={METADATA_NAMESPACE: Value(struct_value=inner)})
-    return HeaderMutation(set_headers=[_header(DESTINATION, endpoints)]), metadata
+    headers = [_header(DESTINATION, endpoints)]
+    if prefiller:
+        headers.append(_header(PREFILLER, prefiller))
+    # A client's own would send the sidecar wherever the client likes.
+    others = [name for name in PREFILLER_HEADERS if name != PREFILLER or not prefiller]
+    return HeaderMutation(set_headers=headers, remove_headers=others if prefiller is not None else ()), metadata
 
 
-@lru_cache(maxsize=1024)
-def request_headers(endpoints: str = "") -> bytes:
-    """``endpoints``: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read the one or the other."""
-    mutation, metadata = _destination(endpoints)
+@lru_cache(maxsize=4096)
+def request_headers(endpoints: str = "", prefiller: str | None = None) -> bytes:
+    """``endpoints``: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read the one or the other.
+
+    ``prefiller``: the server that the sidecar there asks for the prefill; empty: none; None: there are no sidecars.
+    """
+    mutation, metadata = _destination(endpoints, prefiller)
     return _encoded(ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata))
 
 
-@lru_cache(maxsize=1024)
-def request_body(endpoints: str = "") -> bytes:
-    """The answer where Envoy buffers the body: it is passed on unchanged."""
-    mutation, metadata = _destination(endpoints)
+@lru_cache(maxsize=4096)
+def request_body(endpoints: str = "", prefiller: str | None = None) -> bytes:
+    """The answer where Envoy buffers the body: it is passed on unchanged. Arguments as in ``request_headers``."""
+    mutation, metadata = _destination(endpoints, prefiller)
     body = BodyResponse(response=CommonResponse(header_mutation=mutation))
     return _encoded(ProcessingResponse(request_body=body, dynamic_metadata=metadata))
 

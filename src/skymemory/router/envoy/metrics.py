@@ -20,6 +20,7 @@ COUNTERS = {
     "requests_refused_total": ("status", "Requests refused by the picker: unreadable, too long, no server, too many."),
     "requests_abandoned_total": ("", "Requests that ended before the first byte of their response."),
     "picks_total": ("server", "Requests routed to a server."),
+    "prefill_picks_total": ("server", "Requests whose prefill a server got, where another one answers."),
     "prompt_tokens_total": ("", "Tokens of the prompts that were routed, estimated without a tokenizer."),
     "matched_tokens_total": ("", "Of those, tokens in the chosen server's cache by the prefix index."),
     "told_prompt_tokens_total": ("", "Tokens of prompts whose responses report cached tokens."),
@@ -62,7 +63,7 @@ class PickerCollector(Collector):
             "server_prefill_tokens": "Estimated tokens in its prefill queue.",
         }
         families = {name: GaugeMetricFamily(PREFIX + name, text, labels=["server"]) for name, text in gauges.items()}
-        for server in self._service.picker.fleet:
+        for server in (known.server for known in self._service.backends.known.values()):
             families["server_healthy"].add_metric([server.name], float(server.takes_requests))
             families["server_requests"].add_metric([server.name], server.in_flight)
             families["server_prefill_tokens"].add_metric([server.name], server.prefill_tokens)

@@ -21,19 +21,28 @@ from prometheus_client.registry import Collector
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.keys import KeyRing
-from skymemory.router.admission import rule_of
+from skymemory.router.admission import rule_of, without_probes
 from skymemory.router.backends import Backends
+from skymemory.router.decoding import decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch
-from skymemory.router.envoy.endpoints import FileSource, NameSource, SettingsSource, Source, completed
+from skymemory.router.envoy.endpoints import (
+    BothSources,
+    FileSource,
+    NameSource,
+    SettingsSource,
+    Source,
+    completed,
+)
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import MetricsPage
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
-from skymemory.router.settings import PickerSettings, Settings
+from skymemory.router.settings import PREFILL, PickerSettings, Settings
 from skymemory.router.tasks import cancel, follow
 from skymemory.router.tls import PemCertificate, from_files, self_signed
 
@@ -91,7 +100,7 @@ class EndpointPicker:
         """
         async with aiohttp.ClientSession() as session:
             self._watch = MetricsWatch(
-                self.service.picker.fleet.servers.get,
+                self._endpoints.server,
                 session,
                 every_s=self.settings.health.metrics_every_s,
                 read=self._endpoints.reported,
@@ -185,18 +194,21 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
         InvalidInput: contradictory settings, or an unreadable file.
     """
     source = _source(settings, say)
-    fleet = Fleet()
+    splits, fleet = settings.splits, Fleet()
     prefix_state = PrefixState(settings, fleet, keys)
     _check_events(settings, prefix_state)
     picker = Picker(fleet, prefix_state.scorer, settings.seed)
-    backends = Backends(picker, settings.health, are_checked=False)
+    decode = decode_picker(settings) if splits else None
+    backends = Backends(picker, settings.health, are_checked=False, decode=decode)
     reader = PromptReader(settings, backends.adapters)
     thread_bytes = IN_THREAD_BYTES if settings.prompts.tokenizer is None else TOKENIZED_IN_THREAD_BYTES
-    scheduler = Scheduler(picker, admission=rule_of(settings))
-    limits = settings.limits
+    scheduler = Scheduler(picker, decode, rule_of(settings), forecast_of(decode))
     service = PickerService(
-        scheduler, reader, backends, settings.picker, limits.max_body_bytes, thread_bytes=thread_bytes
+        scheduler, reader, backends, settings.picker, settings.limits.max_body_bytes, thread_bytes=thread_bytes
     )
+    if decode is not None:
+        whole = Picker(decode.fleet, LeastLoad(), settings.seed)
+        service.alone = Scheduler(whole, admission=without_probes(scheduler.admission))
     configure_queue(service, settings)
     return EndpointPicker(service, source, settings, say, prefix_state, _certificate(settings.picker))
 
@@ -209,6 +221,8 @@ def needs_restart(now: Settings, then: Settings) -> list[str]:
     """Changed settings that a running picker cannot apply."""
     parts = ("strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
     fixed = [name for name in parts if getattr(now, name) != getattr(then, name)]
+    if now.splits != then.splits:
+        fixed.append("backends: role")
     if now.limits.max_body_bytes > then.limits.max_body_bytes:
         fixed.append("limits: max_body, above its value at the start")
     return fixed + [
@@ -230,7 +244,12 @@ def _source(settings: Settings, say: Callable[[str], None]) -> Source:
             return FileSource(picker.endpoints, say)
         except OSError as error:
             raise InvalidInput(f"endpoints: {str(picker.endpoints)!r}: {os_reason(error)}") from error
-    return NameSource(picker.discover, say) if picker.discover else SettingsSource(settings.backends)
+    if not picker.discover:
+        return SettingsSource(settings.backends)
+    answering = NameSource(picker.discover, say)
+    if not picker.discover_prefill:
+        return answering
+    return BothSources(answering, NameSource(picker.discover_prefill, say, PREFILL))
 
 
 def _check_events(settings: Settings, prefix_state: PrefixState) -> None:

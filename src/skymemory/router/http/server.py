@@ -18,12 +18,11 @@ import aiohttp
 
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.scheduling.decode import LeastTbt
-from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.keys import KeyRing
 from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
+from skymemory.router.decoding import decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.connection import Connection
 from skymemory.router.http.exchange import Exchange
@@ -36,7 +35,7 @@ from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork
-from skymemory.router.settings import Settings, host_and_port, read_cost
+from skymemory.router.settings import Settings, host_and_port
 from skymemory.router.tasks import follow
 from skymemory.router.tls import Certificate
 
@@ -60,8 +59,7 @@ class ProxyServer:
         self.prefix_state = PrefixState(settings, fleet, keys)
         self.picker = Picker(fleet, self.prefix_state.scorer, settings.seed)
         decode = decode_picker(settings) if settings.splits else None
-        forecast = decode.scorer if decode is not None and isinstance(decode.scorer, LeastTbt) else None
-        self.scheduler = Scheduler(self.picker, decode, rule_of(settings), forecast)
+        self.scheduler = Scheduler(self.picker, decode, rule_of(settings), forecast_of(decode))
         self.pools = Pools()
         self.backends = Backends(self.picker, settings.health, decode=decode)
         self.metrics = ProxyMetrics(fleet, decode.fleet if decode else None, self.backends.role_of)
@@ -224,18 +222,6 @@ class ProxyServer:
         await self.prefix_state.close()
         self.pools.close()
         await self._probes.close()
-
-
-def decode_picker(settings: Settings) -> Picker:
-    """The picker of the servers that decode: by the shortest time between tokens where a cost model is given, else by
-    requests. Its ties must not follow those of the prefill servers.
-
-    Raises:
-        InvalidInput: the cost model cannot be read.
-    """
-    fleet = Fleet()
-    scorer = LeastLoad() if settings.cost is None else LeastTbt(read_cost(settings.cost), fleet)
-    return Picker(fleet, scorer, settings.seed + 1)
 
 
 def raise_open_files() -> None:
