@@ -32,7 +32,10 @@ class MockEngine:
 
     ``mock``: ``events`` of a stream (3), ``gap_s`` between them, ``first_byte_s`` before the first, ``status``,
     ``die`` ("before", "after-headers", "between-events", "in-event", "in-body"), ``open_end`` (no length, no chunks),
-    ``body_bytes`` of an answer, ``packed`` (a Content-Encoding).
+    ``body_bytes`` of an answer, ``packed`` (a Content-Encoding), ``garbage`` (an answer that is no JSON), ``hold`` (it
+    answers when ``release`` is set, and notices that its client leaves).
+
+    To ``do_remote_decode`` it answers with ``params``, as an engine that keeps what it computed for another one.
     """
 
     event_sources: ClassVar[list[dict[str, Any]] | None] = None
@@ -49,6 +52,10 @@ class MockEngine:
     mock: dict[str, Any] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Requests with a body: path, headers by lower-case names, body."""
+    params: dict[str, Any] | None = field(default_factory=lambda: {"do_remote_prefill": True, "sky_tokens": 32})
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    held: int = 0
+    """Requests that wait for ``release``."""
     connections: int = 0
     abandoned: int = 0
     """Streams whose reader went away."""
@@ -112,9 +119,25 @@ class MockEngine:
         if mock.get("die") == "before":
             return False
         await asyncio.sleep(mock.get("first_byte_s", 0.0))
+        if mock.get("hold") and not await self._is_released(reader):
+            self.abandoned += 1
+            return False
         if asked.get("stream"):
             return await self._stream(writer, reader, mock)
-        return self._answer(writer, mock)
+        kv = asked.get("kv_transfer_params") or {}
+        return self._answer(writer, mock, self.params if kv.get("do_remote_decode") else None)
+
+    async def _is_released(self, reader: asyncio.StreamReader) -> bool:
+        """False: the client left first."""
+        waits = [asyncio.create_task(reader.read(1)), asyncio.create_task(self.release.wait())]
+        self.held += 1
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return self.release.is_set()
+        finally:
+            self.held -= 1
+            for each in waits:
+                each.cancel()
 
     async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics":
@@ -137,10 +160,12 @@ class MockEngine:
             + body
         )
 
-    def _answer(self, writer: asyncio.StreamWriter, mock: dict[str, Any]) -> bool:
+    def _answer(self, writer: asyncio.StreamWriter, mock: dict[str, Any], params: dict[str, Any] | None) -> bool:
         answer: dict[str, Any] = {"object": "text_completion", "choices": [{"text": "x" * mock.get("body_bytes", 5)}]}
         answer["usage"] = self._usage()
-        body = json.dumps(answer).encode()
+        if params is not None:
+            answer["kv_transfer_params"] = params
+        body = b"<html>" if mock.get("garbage") else json.dumps(answer).encode()
         more = "Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n" + ("Content-Encoding: gzip\r\n" if mock.get("packed") else "")
         if mock.get("die") == "in-body":
             writer.write(

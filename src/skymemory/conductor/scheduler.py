@@ -150,7 +150,12 @@ class Probing(RuleAround):
         self._admitted_s = -math.inf
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        return None if now_s - self._admitted_s >= self._every_s else super().on_arrival(placement, now_s)
+        if now_s - self._admitted_s < self._every_s:
+            return super().on_arrival(placement, now_s)
+        # The time between tokens is computed from what decodes: a probe would be refused after its prefill, and teach
+        # nothing.
+        refusal = super().on_arrival(placement, now_s)
+        return refusal if refusal is not None and refusal.kind == "tbt" else None
 
     def accepted(self, placement: Placement, now_s: float) -> None:
         self._admitted_s = now_s

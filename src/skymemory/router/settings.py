@@ -181,7 +181,7 @@ class Backend:
         "role",
         role_word,
         BOTH,
-        "both; or prefill, or decode: a request is then prefilled at one and answered by another",
+        "both; or prefill, or decode: requests are prefilled at one and answered by another",
     )
 
     def __post_init__(self) -> None:
