@@ -8,7 +8,7 @@ import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli._options import add_json, argument, check_serving_installed, size
+from skymemory.cli._options import add_json, argument, check_serving_installed, duration, size
 from skymemory.errors import InvalidInput, MissingExtra
 
 if TYPE_CHECKING:
@@ -71,6 +71,26 @@ def add_parser(subparsers: Subparsers) -> None:
         default="tcp://127.0.0.1:*",
         metavar="ENDPOINT",
         help="endpoint that resends missed KV events (default: tcp://127.0.0.1:*, a free port)",
+    )
+    add(
+        "--store",
+        default="",
+        metavar="ADDRESS",
+        help="store of blocks that engines share, such as unix:///run/sky.sock of `skymemory store serve` or "
+        "constellation (default: none)",
+    )
+    add(
+        "--role",
+        choices=("producer", "consumer", "both"),
+        default="both",
+        help="producer: prefills, and saves in the store; consumer: decodes what others have saved (default: both)",
+    )
+    add(
+        "--wait",
+        type=duration,
+        default=5.0,
+        metavar="TIME",
+        help="how long a request waits for the next block that another engine computes (default: 5s)",
     )
     _add_vllm_args(subparsers)
 
@@ -141,6 +161,9 @@ def run(args: argparse.Namespace) -> int:
         max_waiting=args.waiting,
         kv_events=args.kv_events,
         kv_replay=args.kv_replay,
+        store=args.store,
+        role=args.role,
+        wait_s=args.wait,
     )
     if args.engines == 1:
         run_engine(settings, _say)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import SkyCache
-from skymemory.kv.block import BlockHash, Place
+from skymemory.kv.block import BlockHash, Place, places_in
 from skymemory.serving.engine.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
 from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
@@ -65,12 +65,23 @@ class PrefixCaches:
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         # By the size of a stored value, header and all layers, not by that of the tensors.
-        self.capacity_blocks = budget_bytes // self._manager("").parts.value_bytes
+        self.value_bytes = self._manager("").parts.value_bytes
+        self.capacity_blocks = budget_bytes // self.value_bytes
         self.evicted_blocks = 0
 
     @property
     def held_blocks(self) -> int:
         return len(self._held)
+
+    @property
+    def store(self) -> MemoryStore:
+        """The blocks' values; may be read in any thread."""
+        return self._store
+
+    @property
+    def states_kept(self) -> bool:
+        """Whether the model has recurrent states: blocks alone do not hand a prompt over."""
+        return self._manager("").states_kept
 
     def open(self, salt: str, ids: Tokens) -> OpenPrompt:
         """A KV cache for ``ids`` with its cached prefix; at least the last token is left to compute."""
@@ -80,22 +91,58 @@ class PrefixCaches:
         self._open.add(prompt)
         return prompt
 
-    def keep(self, prompt: OpenPrompt) -> None:
-        """Store the full blocks of the prompt's KV cache."""
+    def keep(self, prompt: OpenPrompt) -> list[list[BlockHash]]:
+        """Store the full blocks of the prompt's KV cache; returns their hashes, for each part of the model. Empty where
+        nothing can be stored.
+        """
         ids = prompt.cache.tokens()
         if ids is None or not self.capacity_blocks or len(ids) < self.block_tokens:
-            return
-        hashes = prompt.manager.blocks.hashes(ids)
+            return []
+        chains = prompt.manager.parts.hashes(ids)
         # Subscribers of events must learn exactly what is in the store, and a put may store less than was missing.
-        missing = prompt.manager.blocks.missing(hashes)
+        missing = prompt.manager.blocks.missing(chains[0])
         prompt.manager.add_blocks_ids(ids, prompt.cache)
-        present = self._store.lookup(hashes)
+        self._came(prompt.salt, ids, chains, missing, range(len(chains[0])))
+        return chains
+
+    def look(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
+        """Hashes of the prompt's full blocks, for each part of the model; and how many leading ones are cached."""
+        manager = self._manager(salt)
+        return manager.parts.hashes(ids), manager.blocks.prefix(manager.blocks.hashes(ids))
+
+    def admit(
+        self,
+        salt: str,
+        ids: Tokens,
+        chains: list[list[BlockHash]],
+        first: int,
+        values: Sequence[Sequence[bytes | None]],
+    ) -> int:
+        """Take values of the prompt's blocks from ``first`` on, for each part of the model, as another engine stored
+        them. Returns how many leading ones of the first part are cached now.
+        """
+        blocks = range(first, first + len(values[0]))
+        present = self._store.lookup(chains[0][blocks.start : blocks.stop])
+        missing = [index for index, there in zip(blocks, present, strict=True) if there is not Presence.HIT]
+        for chain, part in reversed(list(zip(chains, values, strict=True))):
+            items = [(index, value) for index, value in zip(blocks, part, strict=True) if value is not None]
+            places = places_in(chain, [index for index, _ in items])
+            self._store.put_many([(chain[index], value) for index, value in items], places)
+        self._came(salt, ids, chains, missing, blocks)
+        return self._store.prefix(chains[0][blocks.start : blocks.stop])
+
+    def _came(
+        self, salt: str, ids: Tokens, chains: list[list[BlockHash]], missing: Sequence[int], blocks: range
+    ) -> None:
+        """Account for what was put of ``blocks``, where those of the first part that are ``missing`` were absent."""
+        present = self._store.lookup(chains[0])
         came = [index for index in missing if present[index] is Presence.HIT]
-        self._held.update(dict.fromkeys(hashes[index] for index in came))
-        for chain in prompt.manager.parts.hashes(ids)[1:]:
-            there = zip(chain, self._store.lookup(chain), strict=True)
+        self._held.update(dict.fromkeys(chains[0][index] for index in came))
+        for chain in chains[1:]:
+            asked = chain[blocks.start : blocks.stop]
+            there = zip(asked, self._store.lookup(asked), strict=True)
             self._windowed.update(key for key, presence in there if presence is Presence.HIT)
-        self._add_stored_events(prompt.salt, ids, hashes, came)
+        self._add_stored_events(salt, ids, chains[0], came)
         self._publish()
 
     def clear(self) -> int:

@@ -42,6 +42,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """Another engine computes the prompt and stores its blocks."""
+
+    tokens: int | None = None
+    """Tokens whose blocks are stored; None: it is still computing, and stores them one by one."""
+    wait_s: float | None = None
+    """How long to wait for the next block; None: the engine's setting."""
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     ids: npt.NDArray[np.int64] = field(repr=False)
     """The prompt, at least one token."""
@@ -73,6 +83,9 @@ class Generation:
     chat: bool = False
     request_id: str = ""
     """The client's id; empty: generated."""
+    remote_decode: bool = False
+    """Another engine goes on: save the prompt's blocks as they are computed, and say how many are stored."""
+    remote_prefill: RemotePrefill | None = None
 
     def each(self) -> list[Generation]:
         """One generation per choice; with a seed each gets its own, as in vLLM."""

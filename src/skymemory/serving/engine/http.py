@@ -14,9 +14,10 @@ from aiohttp import web
 
 from skymemory.router.api_error import ApiError
 from skymemory.serving.engine.generation import Generation, Step, TokenLogprob
+from skymemory.serving.engine.handover import BlockFetcher
 from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import RequestReader
-from skymemory.serving.engine.thread import EngineThread, Job, QueueFull
+from skymemory.serving.engine.thread import EngineStopping, EngineThread, Job, QueueFull
 
 MOST_BODY_BYTES = 8 << 20
 _LARGE_BODY_BYTES = 32 << 10
@@ -38,8 +39,17 @@ class OpenAIServer:
         engine: EngineThread,
         metrics: EngineMetrics,
         event_sources: Sequence[Mapping[str, object]] = (),
+        *,
+        fetcher: BlockFetcher | None = None,
+        block_tokens: int = 1,
+        wait_s: float = 0.0,
     ) -> None:
-        """``event_sources``: endpoints of the KV events, by rank, with vLLM's field names."""
+        """``event_sources``: endpoints of the KV events, by rank, with vLLM's field names. ``fetcher``: of blocks that
+        other engines stored. ``wait_s``: how long the answer to a prefill waits for its blocks to be stored.
+        """
+        self._fetcher = fetcher
+        self._block_tokens = block_tokens
+        self._wait_s = wait_s
         self._reader = reader
         self._engine = engine
         self._metrics_registry = metrics
@@ -109,10 +119,14 @@ class OpenAIServer:
         steps: _Steps = asyncio.Queue()
         loop = asyncio.get_running_loop()
         jobs = [Job(each, partial(_enqueue, loop, steps, choice)) for choice, each in enumerate(generation.each())]
+        for job in jobs:
+            job.outgoing.eager = generation.remote_decode
         try:
-            self._engine.submit(*jobs)
+            await self._submit(generation, jobs)
         except QueueFull as error:
             raise ApiError(429, "the request queue is full: try again later", retry_after_s=1) from error
+        except EngineStopping as error:
+            raise _failure(str(error)) from error
         try:
             # The status is sent after the prefill: until then an error is a response with its own status.
             first = _checked(await steps.get())
@@ -124,9 +138,31 @@ class OpenAIServer:
             while not all(each and each[-1].last for each in by_choice):
                 choice, step = _checked(await steps.get())
                 by_choice[choice].append(step)
-            return web.json_response(writer.whole(by_choice))
+            answer = writer.whole(by_choice)
+            if generation.remote_decode:
+                answer["kv_transfer_params"] = {
+                    "do_remote_prefill": True,
+                    "sky_tokens": await self._stored_tokens(generation, jobs[0]),
+                }
+            return web.json_response(answer)
         finally:
             self._engine.cancel(*jobs)
+
+    async def _submit(self, generation: Generation, jobs: Sequence[Job]) -> None:
+        if self._fetcher is None:
+            self._engine.submit(*jobs)
+            return
+        # Here, so that the engine's thread goes on with other requests while this one waits.
+        with self._engine.place():
+            await self._fetcher.bring(generation)
+            self._engine.submit(*jobs, has_place=True)
+
+    async def _stored_tokens(self, generation: Generation, job: Job) -> int:
+        """Tokens of the prompt whose blocks are in the store, once they are, or after ``wait_s``."""
+        ended = asyncio.wrap_future(job.outgoing.ended)
+        await asyncio.wait([ended], timeout=self._wait_s)
+        blocks = min(job.outgoing.stored, len(generation.ids) // self._block_tokens)
+        return blocks * self._block_tokens
 
     async def _stream(
         self,

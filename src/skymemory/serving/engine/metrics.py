@@ -35,6 +35,18 @@ class EngineMetrics:
                 ("decode", "Processor time of the engine's thread for the tokens after the first."),
             )
         }
+
+        def of_ours(name: str, words: str) -> Counter:
+            return Counter(f"skymemory:{name}", words, names, registry=self._registry).labels(**self._labels)
+
+        self._waited = of_ours("remote_prefill_requests", "Requests whose prompt another engine prefilled.")
+        self._waited_s = of_ours("remote_prefill_wait_seconds", "Time those waited for its blocks, loading included.")
+        self._given_up = of_ours(
+            "remote_prefill_given_up", "Of those requests, the ones whose blocks did not all come in time."
+        )
+        self._fetched = of_ours("store_fetched_blocks", "Blocks fetched from the store.")
+        self._saved = of_ours("store_saved_blocks", "Blocks of prompts that the store has, or has taken.")
+        self._unsaved = of_ours("store_unsaved_blocks", "Blocks that the store did not take.")
         self._ended = counter("request_success", "Requests ended, by how.", "finished_reason")
 
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
@@ -90,6 +102,19 @@ class EngineMetrics:
         self._prompts.observe(tokens)
         self._computed.observe(tokens - cached)
         self._prefill.observe(seconds)
+
+    def waited(self, seconds: float, given_up: bool) -> None:
+        """Count a request whose prompt another engine prefilled."""
+        self._waited.inc()
+        self._waited_s.inc(seconds)
+        self._given_up.inc(given_up)
+
+    def fetched(self, blocks: int) -> None:
+        self._fetched.inc(blocks)
+
+    def saved(self, blocks: int, unsaved: int) -> None:
+        self._saved.inc(blocks)
+        self._unsaved.inc(unsaved)
 
     def generated(self) -> None:
         self._generation.inc()

@@ -13,13 +13,14 @@ from msgspec import Meta
 from transformers import PreTrainedTokenizerBase
 
 from skymemory.router.api_error import ApiError
-from skymemory.serving.engine.generation import Generation, Sampling
+from skymemory.serving.engine.generation import Generation, RemotePrefill, Sampling
 
 COMPLETION_TOKENS = 16
 """OpenAI's default max_tokens of a completion; a chat may fill the context."""
 MOST_STOPS = 16
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+MOST_WAIT_MS = 600_000
 _MOST_BIAS = 100.0
 """Biases are clamped to this, as in vLLM."""
 _Positive = Annotated[int, Meta(ge=1)]
@@ -123,15 +124,44 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
 
 All other unsupported fields are ignored: labels (``user``, ``metadata``, ``session_id`` …), hints
 (``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM either (``length_penalty``
-without beam search, ``parallel_tool_calls`` without tools, ``kv_transfer_params`` without a connector), and fields
-unknown to vLLM, which also ignores them.
+without beam search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM, which also ignores them.
 """
+
+
+class _TransferParams(msgspec.Struct):
+    """``kv_transfer_params``, in the dialect of vLLM's proxies; ``sky_…`` are ours."""
+
+    do_remote_decode: bool = False
+    """Prefill only; the answer says what to send to the engine that decodes."""
+    do_remote_prefill: bool = False
+    sky_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of the prompt that are stored; absent: the other engine is still computing them."""
+    sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None
+
+
+_TRANSFER = "kv_transfer_params"
+_TRANSFER_EXPECTED = (
+    "expected {'do_remote_decode': true}, or {'do_remote_prefill': true} with 'sky_tokens' and 'sky_wait_ms' "
+    f"(0 to {MOST_WAIT_MS}) as an option"
+)
 
 
 class RequestReader:
     """Parses bodies for one model; thread-safe."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int, context_tokens: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: int,
+        context_tokens: int,
+        *,
+        saves: bool = False,
+        loads: bool = False,
+    ) -> None:
+        """``saves``, ``loads``: whether the engine saves prompts' blocks for other engines, and loads theirs."""
+        self._saves = saves
+        self._loads = loads
         self.model = model
         self.context_tokens = context_tokens
         self._tokenizer = tokenizer
@@ -161,7 +191,11 @@ class RequestReader:
         else:
             ids, asked = self._completion_ids(body), body.max_tokens or COMPLETION_TOKENS
         max_tokens = self._room(len(ids), asked, "messages" if chat else "prompt")
-        if (body.min_tokens or 0) > max_tokens:
+        remote_decode, remote_prefill = self._transfer(fields.get(_TRANSFER), bool(body.stream))
+        min_tokens = body.min_tokens or 0
+        if remote_decode:  # the client's, for the whole answer; here is its first token
+            min_tokens = min(min_tokens, max_tokens)
+        if min_tokens > max_tokens:
             words = f"'min_tokens' is {body.min_tokens}, and the answer has at most {max_tokens}"
             raise ApiError(400, words, "min_tokens")
         options = body.stream_options
@@ -172,7 +206,7 @@ class RequestReader:
             max_tokens=max_tokens,
             sampling=self._sampling(body),
             choices=choices,
-            min_tokens=body.min_tokens or 0,
+            min_tokens=min_tokens,
             stops=_stops(body.stop),
             stop_ids=frozenset(self._known("stop_token_ids", body.stop_token_ids or ())),
             keep_stop=bool(body.include_stop_str_in_output),
@@ -185,7 +219,44 @@ class RequestReader:
             usage_in_chunks=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             chat=chat,
             request_id=body.request_id or "",
+            remote_decode=remote_decode,
+            remote_prefill=remote_prefill,
         )
+
+    def _transfer(self, given: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
+        """Whether another engine decodes; and, if another engine prefills, what is known of that."""
+        if given is None:
+            return False, None
+        # vLLM's proxies name fields of other connectors as null: as if absent.
+        said = given
+        if isinstance(given, dict):
+            said = {name: value for name, value in given.items() if value is not None}
+        try:
+            params = msgspec.convert(said, _TransferParams)
+        except msgspec.ValidationError as error:
+            words = f"{_TRANSFER!r} is not as expected: {error}: {_TRANSFER_EXPECTED}"
+            raise ApiError(400, words, _TRANSFER) from error
+        if unknown := sorted({*dict(said)} - {*_TransferParams.__struct_fields__}):
+            words = f"{_TRANSFER!r} has an unknown field {unknown[0]!r}: {_TRANSFER_EXPECTED}"
+            raise ApiError(400, words, _TRANSFER)
+        decode, prefill = params.do_remote_decode, params.do_remote_prefill
+        if decode and prefill:
+            raise ApiError(400, f"{_TRANSFER!r} asks for both steps at once: {_TRANSFER_EXPECTED}", _TRANSFER)
+        if not prefill and (params.sky_tokens is not None or params.sky_wait_ms is not None):
+            words = f"'sky_tokens' and 'sky_wait_ms' go with 'do_remote_prefill': {_TRANSFER_EXPECTED}"
+            raise ApiError(400, words, _TRANSFER)
+        if decode and stream:
+            raise ApiError(400, "'do_remote_decode' is answered whole: leave out 'stream'", _TRANSFER)
+        if (decode and not self._saves) or (prefill and not self._loads):
+            step, roles = ("prefills", "producer or both") if decode else ("decodes", "consumer or both")
+            raise ApiError(
+                400,
+                f"{_TRANSFER!r} asks for an engine that {step} with a store: start this one with --store ADDRESS and "
+                f"--role {roles}, or leave the field out",
+                _TRANSFER,
+            )
+        wait_s = None if params.sky_wait_ms is None else params.sky_wait_ms / 1000
+        return decode, RemotePrefill(params.sky_tokens, wait_s) if prefill else None
 
     def unknown_model(self, named: str) -> ApiError:
         return ApiError(

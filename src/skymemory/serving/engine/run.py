@@ -20,13 +20,17 @@ from skymemory.engine.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
+from skymemory.serving.engine.handover import BlockFetcher, BlockSaver
 from skymemory.serving.engine.http import OpenAIServer
 from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import RequestReader
 from skymemory.serving.engine.thread import PREFILL_TOKENS, EngineThread
+from skymemory.store.base import Store
+from skymemory.testbed.open_store import kinds_of, open_store
 from skymemory.units import format_size
 
 _GOODBYE_S = 2.0
+ROLES = ("producer", "consumer", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,50 @@ class EngineSettings:
     kv_events: str | None = None
     """ZeroMQ endpoint for publishing KV events; ``kv_replay``: for requesting missed ones."""
     kv_replay: str = "tcp://127.0.0.1:*"
+    store: str = ""
+    """Address of a store that engines share (``testbed.open_store``); empty: none."""
+    role: str = "both"
+    """One of ``ROLES``. A producer saves its blocks in the store, a consumer fetches them from there."""
+    wait_s: float = 5.0
+    """How long a request waits for the next block that another engine computes, and the answer to a prefill for its
+    blocks to be stored.
+    """
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise InvalidInput(f"role {self.role!r}: expected one of {', '.join(ROLES)}")
+        if not self.store:
+            if self.role != "both":
+                raise InvalidInput(f"--role {self.role} is about a store: give its address by --store")
+        elif "memory" in kinds_of(self.store)[:1]:
+            raise InvalidInput(
+                f"--store {self.store}: memory of this process, which no other engine sees: serve one by `skymemory "
+                "store serve memory://1GiB`, and give the address that it prints"
+            )
+
+    @property
+    def saves(self) -> bool:
+        return bool(self.store) and self.role != "consumer"
+
+    @property
+    def loads(self) -> bool:
+        return bool(self.store) and self.role != "producer"
 
 
 class Engine:
     """All parts of one engine in this process, except its socket."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        # Before the model is loaded, so that an error shows quickly.
+        self.store: Store | None = open_store(settings.store) if settings.store else None
+        try:
+            self._build(settings)
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            raise
+
+    def _build(self, settings: EngineSettings) -> None:
         torch.set_num_threads(settings.threads)  # by default each of several engines would take all cores
         ready = ready_model(settings.model, dtype=settings.dtype)
         self.name = settings.served_name or Path(settings.model).resolve().name
@@ -67,6 +109,8 @@ class Engine:
         self.caches = PrefixCaches(
             ready.model, ready.tokenizer, settings.cache_bytes, settings.block_tokens, settings.policy
         )
+        if settings.store:
+            _check_can_share(self.caches, settings)
         if settings.kv_events is not None:
             topic = f"kv@{settings.host}@{self.name}"
             self.publisher = KVPublisher(settings.kv_events, settings.kv_replay, topic)
@@ -74,6 +118,10 @@ class Engine:
             at, replay_at = self.publisher.at, self.publisher.replay_at
             sources = [{"data_parallel_rank": 0, "endpoint": at, "replay_endpoint": replay_at, "topic": topic}]
         metrics = EngineMetrics(self.name)
+        self.saver: BlockSaver | None = None
+        self.fetcher: BlockFetcher | None = None
+        if self.store is not None and settings.saves:
+            self.saver = BlockSaver(self.store, self.caches.store, self.caches.value_bytes, metrics)
         self.thread = EngineThread(
             ready.model,
             ready.tokenizer,
@@ -81,7 +129,10 @@ class Engine:
             metrics,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            saver=self.saver,
         )
+        if self.store is not None and settings.loads:
+            self.fetcher = BlockFetcher(self.store, self.thread, self.caches, metrics, settings.wait_s)
         metrics.watch(
             waiting=lambda: self.thread.waiting,
             running=lambda: self.thread.running,
@@ -90,13 +141,34 @@ class Engine:
             blocks=self.caches.capacity_blocks,
         )
         vocabulary = ready.model.get_input_embeddings().weight.shape[0]
-        reader = RequestReader(self.name, ready.tokenizer, vocabulary, context_tokens)
-        self.application = OpenAIServer(reader, self.thread, metrics, sources).application
+        reader = RequestReader(
+            self.name,
+            ready.tokenizer,
+            vocabulary,
+            context_tokens,
+            saves=self.saver is not None,
+            loads=self.fetcher is not None,
+        )
+        self.application = OpenAIServer(
+            reader,
+            self.thread,
+            metrics,
+            sources,
+            fetcher=self.fetcher,
+            block_tokens=settings.block_tokens,
+            wait_s=settings.wait_s,
+        ).application
 
     def close(self) -> None:
         """Stop computing; waiting requests end with an error. May be repeated."""
         self.thread.close()
+        if self.fetcher is not None:
+            self.fetcher.close()
+        if self.saver is not None:
+            self.saver.close(_GOODBYE_S)
         self.caches.close()
+        if self.store is not None:
+            self.store.close()
         if self.publisher is not None:
             self.publisher.close()
 
@@ -131,6 +203,9 @@ async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettin
         say(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
         blocks = engine.caches.capacity_blocks
         say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
+        if settings.store:
+            verbs = {"producer": "saves blocks in", "consumer": "fetches blocks from", "both": "shares blocks by"}
+            say(f"{verbs[settings.role]} {settings.store}")
         if engine.publisher is not None:
             say(f"KV events at {engine.publisher.at}, missed ones at {engine.publisher.replay_at}")
         await _stop_signal()
@@ -165,6 +240,18 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise InvalidInput(f"--listen: {cannot_listen(f'{host}:{port}', error)}") from error
     return listener
+
+
+def _check_can_share(caches: PrefixCaches, settings: EngineSettings) -> None:
+    if caches.states_kept:
+        raise InvalidInput(
+            f"--store: {settings.model} has recurrent states, which are not handed over: leave --store out"
+        )
+    if not caches.capacity_blocks:
+        raise InvalidInput(
+            f"--store: blocks pass through the prefix cache, and --cache {format_size(settings.cache_bytes)} is less "
+            f"than one of {format_size(caches.value_bytes)}: give room for the prompts under way"
+        )
 
 
 def _context(ready: ReadyModel, asked: int | None) -> int:

@@ -8,21 +8,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skymemory.engine.prompts import forward_options
+from skymemory.errors import SkyMemoryError
 from skymemory.serving.engine.caches import OpenPrompt, PrefixCaches
 from skymemory.serving.engine.generation import Generation, Sampler, Step, TextStream, TokenLogprob
+from skymemory.serving.engine.handover import BlockSaver, Outgoing
 from skymemory.serving.engine.metrics import EngineMetrics
 
 PREFILL_TOKENS = 256
 """Prefill chunk: tokens computed before running requests decode again and cancellations are noticed."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,8 @@ class Job:
     on_step: Callable[[Step], object]
     cancelled: bool = False
     """Set by the handler when its client has disconnected."""
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    """What of it is saved in the store, if the engine has one."""
     arrived_s: float = field(default_factory=time.perf_counter)
 
 
@@ -50,6 +57,10 @@ class QueueFull(Exception):
     """The request queue is full."""
 
 
+class EngineStopping(SkyMemoryError):
+    """The engine is being closed."""
+
+
 class EngineThread:
     """Serves jobs until closed: at most ``max_running`` at a time, ``max_waiting`` in the queue. Thread-safe."""
 
@@ -62,7 +73,10 @@ class EngineThread:
         *,
         max_running: int,
         max_waiting: int,
+        saver: BlockSaver | None = None,
     ) -> None:
+        """``saver``: of the blocks of each prompt and answer; closed by the caller."""
+        self._saver = saver
         self._model = model
         self._tokenizer = tokenizer
         self._caches = caches
@@ -74,14 +88,16 @@ class EngineThread:
         self._waiting: deque[Job] = deque()
         self._prefilling: _Running | None = None
         self._running: list[_Running] = []
-        self._clearings: list[Future[int]] = []
+        self._fetching = 0
+        """Requests that wait for blocks of another engine before they are queued."""
+        self._calls: deque[Callable[[], object]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._fetching
 
     @property
     def running(self) -> int:
@@ -98,14 +114,30 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, *jobs: Job) -> None:
-        """Queue all of them. Raises QueueFull, and takes none, if the queue is full."""
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place in the queue for a request that waits for blocks first. Raises QueueFull if there is none."""
+        with self._change:
+            self._check_room()
+            self._fetching += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._fetching -= 1
+
+    def submit(self, *jobs: Job, has_place: bool = False) -> None:
+        """Queue all of them. Raises QueueFull, and takes none, if the queue is full, unless they have a ``place``."""
         with self._change:
             # Choices of one request are taken together: the queue may exceed its bound by those of the last one.
-            if len(self._waiting) >= self._max_waiting:
-                raise QueueFull
+            if not has_place:
+                self._check_room()
             self._waiting.extend(jobs)
             self._change.notify()
+
+    def _check_room(self) -> None:
+        if self.waiting >= self._max_waiting:
+            raise QueueFull
 
     def cancel(self, *jobs: Job) -> None:
         """End these jobs at the next turn, at most one prefill chunk from now."""
@@ -116,10 +148,27 @@ class EngineThread:
 
     def clear_cache(self) -> Future[int]:
         """Drop all cached blocks between two turns; resolves to their number."""
-        future: Future[int] = Future()
+        return self.call(self._caches.clear)
+
+    def call(self, act: Callable[[], T]) -> Future[T]:
+        """``act``'s result, or its exception, between two turns. EngineStopping if there is no other turn."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a caller that has left does not cancel it
+
+        def turn() -> None:
+            try:
+                if self._stopping:
+                    raise EngineStopping("the engine is stopping")
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
         with self._change:
-            self._clearings.append(future)
-            self._change.notify()
+            if self.alive:
+                self._calls.append(turn)
+                self._change.notify()
+            else:
+                future.set_exception(EngineStopping("the engine is stopping"))
         return future
 
     def close(self) -> None:
@@ -133,13 +182,15 @@ class EngineThread:
         # A turn: what frees memory, one chunk of one prompt, then a token for everyone. So a long prompt delays the
         # tokens of others by one chunk at a time (chunked prefill: Sarathi-Serve, OSDI 2024).
         while self._wait():
-            while self._clearings:
-                self._clearings.pop(0).set_result(self._caches.clear())
+            while self._calls:
+                self._calls.popleft()()
             self._drop_cancelled()
             self._prefill()
             for one in list(self._running):
                 self._guarded(one, self._decode)
-        # Closed: every handler is waiting for a last step.
+        # Closed: every handler is waiting for a last step, or for a call.
+        while self._calls:
+            self._calls.popleft()()
         for job in [*(one.job for one in self._busy()), *self._waiting]:
             self._end(job, Step("", 0, 0, error="the engine is stopping"), "abort")
         self._prefilling, self._running = None, []
@@ -152,7 +203,7 @@ class EngineThread:
         """Wait for work; False to stop."""
         with self._change:
             self._change.wait_for(
-                lambda: self._stopping or self._clearings or self._waiting or self._prefilling or self._running
+                lambda: self._stopping or self._calls or self._waiting or self._prefilling or self._running
             )
             return not self._stopping
 
@@ -194,6 +245,8 @@ class EngineThread:
         step = one.sequence.prefill(PREFILL_TOKENS)
         self._metrics.spent(prefill_s=time.thread_time() - began_s)
         if step is None:
+            if one.job.outgoing.eager:
+                self._keep(one)
             return
         self._prefilling = None
         self._running.append(one)
@@ -203,7 +256,13 @@ class EngineThread:
         self._metrics.first_token(now_s - one.job.arrived_s)
         self._emit(one, step)
         if not step.last:
-            self._caches.keep(one.sequence.prompt)
+            self._keep(one)
+
+    def _keep(self, one: _Running) -> None:
+        """Store the full blocks so far."""
+        chains = self._caches.keep(one.sequence.prompt)
+        if self._saver is not None and chains:
+            self._saver.offer(chains, one.job.outgoing)
 
     def _decode(self, one: _Running) -> None:
         began_s = time.thread_time()
@@ -217,7 +276,9 @@ class EngineThread:
             one.job.on_step(step)
             return
         self._running.remove(one)
-        self._caches.keep(one.sequence.prompt)  # with the answer: the next turn of a chat begins with it
+        self._keep(one)  # with the answer: the next turn of a chat begins with it
+        if self._saver is not None:
+            self._saver.end(one.job.outgoing)
         self._count_prefill(one)
         self._end(one.job, step, step.finish or "error")
 
@@ -229,7 +290,7 @@ class EngineThread:
         self._forget(one)
         self._metrics.ended("abort")
         self._count_prefill(one)
-        self._caches.keep(one.sequence.prompt)  # computed already: a repeated request will hit it
+        self._keep(one)  # computed already: a repeated request will hit it
 
     def _guarded(self, one: _Running, act: Callable[[_Running], None]) -> None:
         """An exception ends this request, not the engine."""
