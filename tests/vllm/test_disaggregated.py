@@ -61,7 +61,14 @@ class Engines:
 
     def __init__(self, folder: Path, address: str) -> None:
         def engine(name: str, role: str = "") -> Vllm:
-            options = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK)]
+            options = [
+                "--num-gpu-blocks-override",
+                "400",
+                "--max-num-seqs",
+                "8",
+                "--max-num-batched-tokens",
+                str(CHUNK),
+            ]
             if role:
                 how = transfer_config({"store": address, "wait": "20s"}, role)
                 options += ["--kv-transfer-config", json.dumps(how)]
@@ -231,17 +238,17 @@ def test_values_are_loaded_while_the_other_engine_still_computes(engines: Engine
 
 
 def test_requests_that_are_aborted_while_they_wait_leave_nothing_behind(engines: Engines) -> None:
-    """Of prompts that nobody computes; their wait would last 20 s."""
+    """Of prompts that no engine computes; their wait would last 20 s."""
     dice = random.Random(22)
     body = a_body(drawn(dice, LONG))
     expected = asked(engines.plain, body)
     before = metrics(engines.decodes)
     sockets = []
     for number in range(6):
-        data = json.dumps(
-            {**a_body(drawn(dice, 900)), "stream": number % 2 == 0, "kv_transfer_params": TAKE_OVER}
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: d\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        waiting = {**a_body(drawn(dice, 900)), "stream": number % 2 == 0, "kv_transfer_params": TAKE_OVER}
+        data = json.dumps(waiting).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: d\r\nContent-Length: {len(data)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", engines.decodes.port))
         connection.sendall(head.encode() + data)
         sockets.append(connection)

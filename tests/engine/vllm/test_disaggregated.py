@@ -191,7 +191,7 @@ def test_where_no_more_comes_the_rest_is_computed(store: MemoryStore, came: int,
     engine.close()
 
 
-def test_each_value_that_comes_is_given_the_time_anew(store: MemoryStore) -> None:
+def test_each_value_that_comes_begins_the_deadline_again(store: MemoryStore) -> None:
     words = prompt(4 * VALUE + 1)
     keys = hash_blocks(CONTEXT.digest(), words, VALUE)
     filled(store, words)
@@ -342,7 +342,7 @@ def test_after_a_preemption_it_is_looked_up_as_ever(store: MemoryStore) -> None:
     engine.admit(request, found)
     engine.until_loaded(request)
     engine.step((request, 1))
-    request.all_token_ids += prompt(VALUE, 1)  # generated, and stored by nobody
+    request.all_token_ids += prompt(VALUE, 1)  # generated, and not stored
     engine.step(preempted=request)
     assert engine.matched(request) == (3 * VALUE, True)
     assert engine.scheduler.counts()["lookups"] == 1
@@ -350,7 +350,7 @@ def test_after_a_preemption_it_is_looked_up_as_ever(store: MemoryStore) -> None:
 
 
 def test_what_the_store_has_lost_is_saved_again_for_who_takes_over_and_what_it_has_is_not(store: MemoryStore) -> None:
-    """An engine that only saves would never learn of it: the other would wait in vain, each time."""
+    """An engine that only saves would never learn of it: the other would wait for nothing, each time."""
     words = prompt(4 * VALUE + 1)
     keys = hash_blocks(CONTEXT.digest(), words, VALUE)
     engine, seen = producer(store), dict[str, int]()

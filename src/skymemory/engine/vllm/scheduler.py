@@ -9,8 +9,8 @@ front, ``allocated`` reserves all its blocks and plans a backward load, ``plan``
 fence), and when it meets what was loaded, ``update`` has it go on behind the loaded blocks.
 
 Prefill and decode apart (``transfer_params``): of a request that another engine prefills ``matched`` announces all
-that will be stored, without asking the store, and the workers load each value when it is there (``waiting``). The engine
-that prefills looks up first which of the prompt's values the store has lost meanwhile: those are saved again.
+that will be stored, without asking the store, and the workers load each value when it is there (``waiting``). The
+engine that prefills first looks up which of the prompt's values the store has lost meanwhile: those are saved again.
 
 A lookup runs in a thread: a store that hangs must not hold up the scheduler, so a request whose lookup is not
 answered at once is asked about again, and is computed if the answer takes too long.
@@ -148,7 +148,8 @@ class SchedulerSide:
         kind_of_store: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``wait_s``: for each next value of a prompt that another engine prefills. ``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table,
+        """``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table,
+        ``wait_s`` for each next value of a prompt that another engine prefills (0: it is looked up instead),
         ``kind_of_store`` asks the store (in a thread), such as "memory".
         """
         self._blocks = blocks
@@ -244,8 +245,8 @@ class SchedulerSide:
         return tokens, True
 
     def _check(self, known: Known) -> bool:
-        """Whether it is known what the store lacks of a prompt that is handed over. What it has lost is saved again, though
-        it was handed to the workers before: the engine that takes over waits for it. What it has need not be.
+        """Whether it is known what the store lacks of a prompt that is handed over. That is saved again if the workers
+        had it before, since the other engine waits for it; the rest is not saved, whoever stored it.
         """
         if not known.checked and known.keys:
             found = self._found(known, 0, known.keys)

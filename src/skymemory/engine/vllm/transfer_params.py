@@ -1,8 +1,8 @@
-"""``kv_transfer_params``: how a router tells two engines that one computes a prompt and the other goes on from it.
+"""``kv_transfer_params`` of a request: by these a router has one engine compute a prompt and another go on from it.
 
 The dialect is that of vLLM's own proxy. The first step goes to the prefilling engine with ``max_tokens`` 1 and
-``{"do_remote_decode": true}``; its answer carries ``{"do_remote_prefill": true, "sky_tokens": 512}``. The second goes to
-the decoding engine with these. A router that sends both steps at once sends ``{"do_remote_prefill": true}``.
+``{"do_remote_decode": true}``; its answer carries ``{"do_remote_prefill": true, "sky_tokens": 512}``. The second step
+goes to the decoding engine with these. A router that sends both steps at once sends ``{"do_remote_prefill": true}``.
 """
 
 from __future__ import annotations

@@ -365,7 +365,7 @@ class WorkerSide:
         self._waiters.call(lambda: self._ask(job))
 
     def _ask(self, job: _WaitingJob) -> None:
-        """In a thread: once for the next values of a load that waits; then for those behind, at once or after a pause."""
+        """In a thread: once for the next values of a load that waits. Then it is queued again, or after a pause."""
         if job.closed:
             return
         first, began_s = job.placed, self._clock()
