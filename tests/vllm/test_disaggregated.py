@@ -15,6 +15,7 @@ import statistics
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,20 +172,22 @@ def at_once(engines: Engines, body: Body, seen: Callable[[], None] = lambda: Non
         thread.join()
 
 
-def metrics(server: Vllm) -> dict[str, float]:
+def metrics(server: Vllm) -> Counter[str]:
     """Sums by name."""
     with urllib.request.urlopen(server.metrics_url, timeout=20) as answer:
         lines = answer.read().decode().splitlines()
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for line in lines:
         if match := re.match(r"(vllm:\w+)(?:\{.*\})? (\S+)$", line):
             name = match[1].removeprefix("vllm:").removeprefix("skymemory_").removesuffix("_total")
-            found[name] = found.get(name, 0.0) + float(match[2])
+            found[name] += float(match[2])
     return found
 
 
-def grown(server: Vllm, before: dict[str, float]) -> dict[str, float]:
-    return {name: value - before.get(name, 0.0) for name, value in metrics(server).items()}
+def grown(server: Vllm, before: Counter[str]) -> Counter[str]:
+    now = metrics(server)
+    now.subtract(before)
+    return now
 
 
 def until(true: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
@@ -222,7 +225,7 @@ def test_values_are_loaded_while_the_other_engine_still_computes(engines: Engine
         before = metrics(engines.decodes)
         ended: list[tuple[float, float]] = []
 
-        def seen(ended: list[tuple[float, float]] = ended, before: dict[str, float] = before) -> None:
+        def seen(ended: list[tuple[float, float]] = ended, before: Counter[str] = before) -> None:
             ended.append((time.monotonic(), grown(engines.decodes, before)["waited_values"]))
 
         assert at_once(engines, body, seen) == expected

@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYOUT, SIZE, Door, Engine, Request
+from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SHAPE, SIZE, Door, Engine, Request
 from tests.engine.vllm.test_both_sides import filled, prompt
 
-from skymemory.engine.vllm.plan import Loaded, Outcome
+from skymemory.engine.vllm.copier import CpuCopier
+from skymemory.engine.vllm.plan import Loaded, Outcome, Plan, rank_key
 from skymemory.engine.vllm.transfer_params import TransferParams
 from skymemory.engine.vllm.waiting import DelayedCalls, Pace
+from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import hash_blocks
+from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket
 from skymemory.store.memory import MemoryStore
 
@@ -197,15 +203,18 @@ def test_each_value_that_comes_begins_the_deadline_again(store: MemoryStore) -> 
     filled(store, words)
     values = [bytes(value) for value in store.get_many(keys) if value is not None]
     store.delete(keys)
-    engine = consumer(store, wait_s=0.3)
+    engine, now_s, seen = consumer(store, wait_s=5.0), [0.0], dict[str, int]()
+    engine.worker._clock = lambda: now_s[0]
     request = asked(engine, Request("d", words), TAKE_OVER)
     engine.matched(request)
     engine.admit(request, 4 * VALUE)
-    for key, value in zip(keys, values, strict=True):
-        end_s = time.monotonic() + 0.12
-        while time.monotonic() < end_s:
-            engine.step()
+    for number, (key, value) in enumerate(zip(keys, values, strict=True), 1):
+        engine.step()
+        now_s[0] += 4.9
+        engine.step()
+        assert not engine.finished
         store.put_many([(key, value)])
+        stepped_until(engine, lambda number=number: counts(engine, seen).get("waited_values") == number)  # type: ignore[misc]
     engine.until_loaded(request)
     assert engine.sound(request, 4 * VALUE) and not engine.invalid
     engine.close()
@@ -397,6 +406,44 @@ def test_a_load_of_several_ranks_waits_for_all_and_counts_once(store: MemoryStor
     engine.close()
 
 
+def test_each_rank_waits_for_its_own_part_of_a_value(store: MemoryStore) -> None:
+    """The other engine's second rank is killed behind its first value: two of the first rank's have come by then."""
+    words = prompt(3 * VALUE + 1)
+    filled(store, words)
+    keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+    (value,) = store.get_many(keys[:1])
+    assert value is not None
+    payload = bytes(value[PAYLOAD_AT:])
+    store.put_many([(key := rank_key(keys[0], 1), block_header(key, LAYOUT, 0, payload) + payload)])
+    store.delete(keys[2:])
+    engine = consumer(store, wait_s=0.1)
+    second = WorkerSide(engine.worker._blocks, SHAPE, rank=1)
+    second.register(CpuCopier(list(np.zeros((LAYERS, 64, LAYER_BYTES), np.uint8))))
+    request = asked(engine, Request("d", words), TAKE_OVER)
+    engine.matched(request)
+    engine.admit(request, 3 * VALUE)
+    output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=None)
+    plan, invalid, finished = engine.scheduler.plan(output), set[int](), Counter[str]()
+    for side in (engine.worker, second):
+        side.begin(plan)
+    end_s = time.monotonic() + 20
+    while finished["d"] < 2:
+        assert time.monotonic() < end_s
+        for side in (engine.worker, second):
+            side.end()
+            finished.update(side.finished())
+            invalid |= side.invalid_blocks()
+            if (outcome := side.outcome()) is not None:
+                engine.scheduler.update(outcome)
+            side.begin(Plan())
+    assert invalid == set(engine.tables["d"][1 * SIZE : 3 * SIZE])
+    seen = engine.scheduler.counts()
+    assert (seen["waited_values"], seen["waits_given_up"]) == (3, 1)
+    second.close(0)
+    engine.close()
+
+
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), max_size=40))
 def test_the_pace_of_questions(answers: list[tuple[int, float]]) -> None:
     """From 2 ms to 50 ms while nothing comes, at once while all comes; never for more than 16 values."""
