@@ -58,9 +58,9 @@ class Watched(MemoryStore):
 
 
 class Engines:
-    """A plain vLLM, one that prefills and one that decodes."""
+    """A plain vLLM, one that prefills and one that decodes, these two with ``more`` options."""
 
-    def __init__(self, folder: Path, address: str) -> None:
+    def __init__(self, folder: Path, address: str, *more: str) -> None:
         def engine(name: str, role: str = "") -> Vllm:
             options = [
                 "--num-gpu-blocks-override",
@@ -72,9 +72,10 @@ class Engines:
             ]
             if role:
                 how = transfer_config({"store": address, "wait": "20s"}, role)
-                options += ["--kv-transfer-config", json.dumps(how)]
+                options += ["--kv-transfer-config", json.dumps(how), *more]
             return Vllm(folder, name, *options, ours=True)
 
+        self.folder, self.address = folder, address
         self.plain, self.prefills, self.decodes = engine("u"), engine("p", "producer"), engine("d", "consumer")
 
     def each(self) -> tuple[Vllm, ...]:
@@ -240,6 +241,17 @@ def test_values_are_loaded_while_the_other_engine_still_computes(engines: Engine
     assert max(left) < 15, "none overlapped"
 
 
+def test_both_steps_at_once_of_eight_requests_at_a_time(engines: Engines) -> None:
+    bodies = [{**body, "cache_salt": "at once"} for body in mixed(64)]
+    with ThreadPoolExecutor(8) as pool:
+        plain = list(pool.map(lambda body: asked(engines.plain, body), bodies))
+        before = metrics(engines.decodes)
+        assert list(pool.map(lambda body: at_once(engines, body), bodies)) == plain
+    decodes = grown(engines.decodes, before)
+    assert decodes["waits_given_up"] == decodes["recomputed_tokens"] == 0, decodes
+    assert decodes["external_prefix_cache_hits"] > 30 * VALUE
+
+
 def test_requests_that_are_aborted_while_they_wait_leave_nothing_behind(engines: Engines) -> None:
     """Of prompts that no engine computes; their wait would last 20 s."""
     dice = random.Random(22)
@@ -281,7 +293,7 @@ def test_parameters_that_make_no_sense_are_answered_all_the_same(engines: Engine
         {"do_remote_prefill": True, "sky_tokens": -4},
         {"do_remote_prefill": True, "sky_tokens": [3]},
         {"do_remote_prefill": True, "sky_wait_ms": "soon"},
-        {"do_remote_prefill": True, "sky_tokens": 10**30, "sky_wait_ms": 100},
+        {"do_remote_prefill": True, "sky_tokens": 2**60, "sky_wait_ms": 100},
         {"do_remote_decode": {"to": "me"}},
         {"remote_host": "elsewhere"},
     ):
@@ -325,3 +337,28 @@ def test_a_prefilling_engine_that_is_killed_costs_its_deadline_and_no_answer(eng
     assert decodes["waits_given_up"] >= 1 and decodes["recomputed_tokens"] > 0, decodes
     assert 5 <= decodes["waited_values"] < 4 * 15, decodes
     assert asked(engines.decodes, bodies[0]) == plain[0]
+
+
+def test_two_ranks_wait_each_for_their_part_of_a_value(engines: Engines) -> None:
+    """Tensor parallelism of both; the last of these tests, since it takes the place of the two engines."""
+    engines.prefills.stop()
+    engines.decodes.stop()
+    two_ranks = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    pair = Engines(engines.folder, engines.address, *two_ranks)
+    dice = random.Random(26)
+    bodies = [a_body(drawn(dice, dice.randrange(200, LONG))) for _ in range(8)]
+    plain = [asked(engines.plain, body) for body in bodies]
+    try:
+        for each in (pair.prefills, pair.decodes):
+            each.start()
+        for each in (pair.prefills, pair.decodes):
+            each.wait()
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda body: at_once(pair, body), bodies)) == plain
+        decodes = metrics(pair.decodes)
+        values = sum((len(body["prompt"]) - 1) // VALUE for body in bodies)
+        assert decodes["external_prefix_cache_hits"] == values * VALUE, decodes
+        assert decodes["waited_values"] == 2 * values and decodes["recomputed_tokens"] == 0, decodes
+    finally:
+        pair.prefills.stop()
+        pair.decodes.stop()

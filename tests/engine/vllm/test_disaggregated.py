@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SHAPE, SIZE, Door, Engine, Request
 from tests.engine.vllm.test_both_sides import filled, prompt
@@ -378,6 +378,26 @@ def test_what_the_store_has_lost_is_saved_again_for_who_takes_over_and_what_it_h
     engine.close()
 
 
+def test_values_for_which_there_is_no_room_are_not_promised_and_saved_when_they_come_again(store: MemoryStore) -> None:
+    words = prompt(6 * VALUE + 1)
+    engine = producer(store)
+    request = asked(engine, Request("one", words), HAND_OVER)
+    assert engine.matched(request) == (0, False)
+    engine.admit(request)
+    engine.step((request, 2 * VALUE))
+    saver = engine.worker._saver
+    most, saver._most = saver._most, 0
+    engine.step((request, 2 * VALUE))
+    saver._most = most
+    engine.step((request, 2 * VALUE + 1))
+    assert engine.scheduler.finished(request) == {"do_remote_prefill": True, "sky_tokens": 2 * VALUE}
+    again = asked(engine, Request("two", words), None)
+    engine.admit(again)
+    engine.step((again, len(words)))
+    engine.close()
+    assert store.prefix(hash_blocks(CONTEXT.digest(), words, VALUE)) == 6
+
+
 @pytest.mark.parametrize("tokens", [1, VALUE - 1, VALUE, 2 * VALUE + 1])
 def test_whole_values_are_handed_over(store: MemoryStore, tokens: int) -> None:
     words = prompt(tokens)
@@ -443,6 +463,7 @@ def test_each_rank_waits_for_its_own_part_of_a_value(store: MemoryStore) -> None
     engine.close()
 
 
+@example([(0, 0.0)] * 9)
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), max_size=40))
 def test_the_pace_of_questions(answers: list[tuple[int, float]]) -> None:

@@ -111,6 +111,8 @@ class Outcome:
     """Values that wait to be saved, or are being saved."""
     read_back: list[tuple[int, float]] = field(default_factory=list)
     """Bytes and seconds of loads of what had just been saved."""
+    unsaved: list[bytes] = field(default_factory=list)
+    """Keys of saves that came to nothing."""
 
     def aggregate(self, other: Outcome) -> Outcome:
         """As of one worker: a value is in place where all have their part of it (called by vLLM)."""
@@ -131,6 +133,7 @@ class Outcome:
             added(self.counts, other.counts),
             self.saving + other.saving,
             self.read_back + other.read_back,
+            self.unsaved + other.unsaved,
         )
 
 

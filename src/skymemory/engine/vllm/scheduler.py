@@ -128,6 +128,8 @@ class Known:
     """It has had such a load."""
     checked: bool = False
     """It is to be handed over, and what the store lacks of it is known."""
+    unsaved: int | None = None
+    """Its first value that the workers could not save."""
 
 
 class SchedulerSide:
@@ -170,7 +172,7 @@ class SchedulerSide:
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys handed to the workers. One that a lookup does not find is taken out: it was dropped, or evicted."""
+        """Keys handed to the workers. One that they did not save, or a lookup does not find, is taken out."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
@@ -246,7 +248,7 @@ class SchedulerSide:
 
     def _check(self, known: Known) -> bool:
         """Whether it is known what the store lacks of a prompt that is handed over. That is saved again if the workers
-        had it before, since the other engine waits for it; the rest is not saved, whoever stored it.
+        had it before, since the other engine waits for it; the rest is not saved again.
         """
         if not known.checked and known.keys:
             found = self._found(known, 0, known.keys)
@@ -351,6 +353,8 @@ class SchedulerSide:
             self._saving, self._saved_s = outcome.saving, self._clock()
         for size_bytes, seconds in outcome.read_back:
             self._loading.took(size_bytes, seconds)
+        if outcome.unsaved:
+            self._note_unsaved(outcome.unsaved)
         for request_id, loaded in outcome.loaded.items():
             known = self._known.get(request_id)
             if loaded.waited:
@@ -374,6 +378,16 @@ class SchedulerSide:
             if known.backward is not None and known.backward.running:
                 self._meet(known, known.backward)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
+
+    def _note_unsaved(self, keys: Sequence[bytes]) -> None:
+        """They are saved when they are computed again; a prompt that is handed over ends before the first of them."""
+        unsaved = frozenset(keys)
+        for key in unsaved:
+            self._sent.pop(key, None)
+        for known in self._known.values():
+            if known.params.hands_over:
+                depths = [depth for depth, key in enumerate(known.keys[: known.settled]) if key in unsaved]
+                known.unsaved = min([*depths, *([] if known.unsaved is None else [known.unsaved])], default=None)
 
     def _end_waiting(self, request_id: str, loaded: Loaded | None = None) -> None:
         """Count it, once: of several ranks the first that reports."""
@@ -419,6 +433,7 @@ class SchedulerSide:
         if not known.params.hands_over or not self._saves:
             return None
         values = min(known.settled, len(request.prompt_token_ids) // self._shape.value_tokens)
+        values = values if known.unsaved is None else min(values, known.unsaved)
         return answer_of(values * self._shape.value_tokens)
 
     def counts(self) -> dict[str, int]:

@@ -303,7 +303,7 @@ class WorkerSide:
     def outcome(self) -> Outcome | None:
         """Since the last step; None if there is nothing to say."""
         outcome, self._outcome = self._outcome, Outcome()
-        outcome.counts, outcome.saving, outcome.read_back = self._saver.news()
+        outcome.counts, outcome.saving, outcome.read_back, outcome.unsaved = self._saver.news()
         with self._ended:
             waited_values, self._waited_values = self._waited_values, 0
         if waited_values:
@@ -488,7 +488,9 @@ class WorkerSide:
 
 @dataclass(slots=True)
 class _Waiting:
+    save_key: bytes
     key: bytes
+    """Of this rank's part."""
     place: Place
     value: memoryview
     copied: Mark
@@ -509,6 +511,7 @@ class Saver:
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._read_back: list[tuple[int, float]] = []
+        self._unsaved: list[bytes] = []
         self._reads_back = True
         self._thread: threading.Thread | None = None
 
@@ -517,6 +520,7 @@ class Saver:
         with self._changed:
             if self._held >= self._most or self._stopping:
                 self._counts["dropped_values"] += 1
+                self._unsaved.append(save.key)
                 return
             self._held += 1
             if not self._free:
@@ -530,20 +534,22 @@ class Saver:
                 self._held -= 1
                 self._free.append(value)
                 self._counts["refused_values"] += 1
+                self._unsaved.append(save.key)
             return
         with self._changed:
-            self._waiting.append(_Waiting(key, Place(save.depth, save.parent), value, copied))
+            self._waiting.append(_Waiting(save.key, key, Place(save.depth, save.parent), value, copied))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def news(self) -> tuple[dict[str, float], int, list[tuple[int, float]]]:
-        """Counts and loads of saved values since the last call, and how many values are held now."""
+    def news(self) -> tuple[dict[str, float], int, list[tuple[int, float]], list[bytes]]:
+        """Counts, loads of saved values, and keys not saved, since the last call; and how many values are held now."""
         with self._changed:
             counts, self._counts = self._counts, Counter()
             read_back, self._read_back = self._read_back, []
-            return dict(counts), self._held, read_back
+            unsaved, self._unsaved = self._unsaved, []
+            return dict(counts), self._held, read_back, unsaved
 
     def wait(self, seconds: float) -> None:
         """Until all is saved, so long at most."""
@@ -576,11 +582,11 @@ class Saver:
                 if not self._waiting:
                     return
                 batch = [self._waiting.popleft() for _ in range(min(_SAVED_AT_ONCE, len(self._waiting)))]
-            counts: Counter[str] = Counter()
+            counts, unsaved = Counter[str](), [one.save_key for one in batch]
             try:
                 for one in batch:
                     one.copied.wait()
-                counts = self._store(batch)
+                counts, unsaved = self._store(batch)
             except TIER_FAILURES as error:
                 counts["refused_values"] += len(batch)
                 _log.warning("%d values could not be saved: %s", len(batch), error)
@@ -591,16 +597,18 @@ class Saver:
                 self._held -= len(batch)
                 self._free += [one.value for one in batch]
                 self._counts.update(counts)
+                self._unsaved += unsaved
                 self._changed.notify_all()
 
-    def _store(self, batch: list[_Waiting]) -> Counter[str]:
-        """Store those of ``batch`` that the store does not have."""
+    def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes]]:
+        """Store those of ``batch`` that the store does not have; returns counts, and the keys that it did not take."""
         began_s = time.perf_counter()
         presence = self._blocks.store.lookup([one.key for one in batch])
-        items, places = [], []
+        missing, items, places = [], [], []
         for one, present in zip(batch, presence, strict=True):
             if present is Presence.MISS:
                 one.value[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, one.value[PAYLOAD_AT:])
+                missing.append(one.save_key)
                 items.append((one.key, one.value))
                 places.append(one.place)
         done = self._blocks.put(items, places) if items else []
@@ -608,13 +616,14 @@ class Saver:
         if self._reads_back and stored and not self._stopping:
             self._reads_back = False
             self._load([key for (key, _), ok in zip(items, done, strict=True) if ok][:_READ_BACK])
-        return Counter(
+        counts = Counter(
             saved_values=stored,
             present_values=len(batch) - len(items),
             refused_values=len(items) - stored,
             saved_bytes=stored * self._value_bytes,
             saving_us=round(took_s * 1e6),
         )
+        return counts, [key for key, ok in zip(missing, done, strict=True) if not ok]
 
     def _load(self, keys: list[bytes]) -> None:
         """Once, for the link's latency and rate: else the first prompt that is found stored would have to try them."""
