@@ -119,6 +119,12 @@ def _add_vllm_args(subparsers: Subparsers) -> None:
     add("--queue", metavar="SIZE", help="bound on bytes that wait to be saved (default: 512MiB)")
     add("--drain", metavar="TIME", help="how long a stopping vLLM goes on saving (default: 3s)")
     add(
+        "--wait",
+        metavar="TIME",
+        help="where another vLLM prefills, how long to wait for each next value before computing the rest; 0s: do not "
+        "wait (default: 5s)",
+    )
+    add(
         "--role",
         choices=("producer", "consumer", "both"),
         default="both",
@@ -194,6 +200,7 @@ def _print_vllm_args(args: argparse.Namespace) -> int:
         "value_tokens": args.value_tokens,
         "queue": args.queue,
         "drain": args.drain,
+        "wait": args.wait,
     }
     transfer = transfer_config({key: value for key, value in given.items() if value is not None}, args.role)
     with suppress(MissingExtra):  # vLLM's environment has it

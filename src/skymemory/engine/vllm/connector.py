@@ -73,6 +73,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
+                wait_s=settings.wait_s,
                 kind_of_store=self._kind_of_store,
             )
             EngineReport(
@@ -161,8 +162,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        self._scheduler.finished(request)
-        return False, None
+        return False, self._scheduler.finished(request)  # values are copied out at each step's end: no block is held
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

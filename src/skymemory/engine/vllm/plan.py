@@ -39,6 +39,10 @@ class Load:
     """Number of ``blocks[0]`` in the request."""
     backward: bool = False
     """Cake: the last value first, while the request computes from the front."""
+    wait_s: float = 0.0
+    """Above 0: another engine is storing these values. Each is loaded as soon as it is there, until for so long no more
+    has come.
+    """
 
     def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[int, ...]]:
         """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go."""
@@ -68,7 +72,9 @@ class Plan:
     fences: dict[str, int] = field(default_factory=dict)
     """Of requests with a backward load: blocks below are computed, or will be by this step; they are not written."""
     ends: list[str] = field(default_factory=list)
-    """Requests whose backward load ends before this step: their blocks may be another's in it."""
+    """Requests whose backward load ends before this step, since their blocks may be another's in it; or whose waiting
+    load does, since they are gone.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,8 @@ class Loaded:
     seconds: float
     missing_tokens: int = 0
     """That vLLM counts as cached and computes all the same."""
+    waited: bool = False
+    """For another engine, so that ``seconds`` says nothing of the store."""
 
 
 @dataclass(slots=True)
@@ -103,6 +111,8 @@ class Outcome:
     """Values that wait to be saved, or are being saved."""
     read_back: list[tuple[int, float]] = field(default_factory=list)
     """Bytes and seconds of loads of what had just been saved."""
+    unsaved: list[bytes] = field(default_factory=list)
+    """Keys of saves that came to nothing."""
 
     def aggregate(self, other: Outcome) -> Outcome:
         """As of one worker: a value is in place where all have their part of it (called by vLLM)."""
@@ -112,7 +122,8 @@ class Outcome:
             failed = min((one for one in (ours, theirs) if one.reason), key=lambda one: one.lost, default=ours)
             size_bytes = ours.size_bytes + theirs.size_bytes if request in self.loaded else theirs.size_bytes
             missing = max(ours.missing_tokens, theirs.missing_tokens)
-            loaded[request] = Loaded(failed.lost, failed.reason, size_bytes, max(ours.seconds, theirs.seconds), missing)
+            seconds = max(ours.seconds, theirs.seconds)
+            loaded[request] = Loaded(failed.lost, failed.reason, size_bytes, seconds, missing, ours.waited)
         lowest = {name: max(self.lowest[name], block) for name, block in other.lowest.items() if name in self.lowest}
         return Outcome(
             loaded,
@@ -122,6 +133,7 @@ class Outcome:
             added(self.counts, other.counts),
             self.saving + other.saving,
             self.read_back + other.read_back,
+            self.unsaved + other.unsaved,
         )
 
 
@@ -134,6 +146,10 @@ COUNTS = {
     "failed_loads": "Loads that brought less, by reason",
     "recomputed_tokens": "Tokens that vLLM counts as cached, and computed since their load failed",
     "slower_than_computing_tokens": "Stored tokens that were computed since loading them seemed slower",
+    "waited_loads": "Of the loads, those of values that another engine was to store",
+    "waited_values": "Values that these have loaded so far",
+    "waiting_ms": "Milliseconds that these took, from the first question to the end",
+    "waits_given_up": "Of these, those that ended without all values since no more came",
     "cake_tokens": "Tokens that were loaded from the back while the front was computed",
     "saved_values": "Values stored",
     "saved_bytes": "Bytes of values stored",

@@ -8,6 +8,10 @@ With Cake (a request that is alone, and of several steps) ``matched`` announces 
 front, ``allocated`` reserves all its blocks and plans a backward load, ``plan`` sends how far computing has come (the
 fence), and when it meets what was loaded, ``update`` has it go on behind the loaded blocks.
 
+Prefill and decode apart (``transfer_params``): of a request that another engine prefills ``matched`` announces all
+that will be stored, without asking the store, and the workers load each value when it is there (``waiting``). The
+engine that prefills first looks up which of the prompt's values the store has lost meanwhile: those are saved again.
+
 A lookup runs in a thread: a store that hangs must not hold up the scheduler, so a request whose lookup is not
 answered at once is asked about again, and is computed if the answer takes too long.
 """
@@ -25,7 +29,10 @@ from typing import Any, Protocol
 from skymemory.cache.blocks import BlockCache
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import Call, TierWorkers
-from skymemory.engine.vllm.plan import Load, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.transfer_params import TransferParams, answer_of
+from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED
+from skymemory.errors import InvalidInput
 from skymemory.kv.block import hash_blocks
 
 _log = logging.getLogger(__name__)
@@ -46,6 +53,7 @@ _SPREAD, _LEAST_SLOPE = 0.2, 0.1
 _STALLED_S = 30.0
 """A store that takes no value for so long is not waited for when the engine stops."""
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
+_NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
 """For each prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
 
@@ -113,6 +121,15 @@ class Known:
     """Of the loads that were under way when its last one was planned."""
     failed: bool = False
     """A load of it failed: it is computed, or a store that loses values would be asked again and again."""
+    params: TransferParams = _NO_PARAMS
+    waits_s: float = 0.0
+    """Above 0: its first load is to wait so long for each next value."""
+    waited: bool = False
+    """It has had such a load."""
+    checked: bool = False
+    """It is to be handed over, and what the store lacks of it is known."""
+    unsaved: int | None = None
+    """Its first value that the workers could not save."""
 
 
 class SchedulerSide:
@@ -129,10 +146,12 @@ class SchedulerSide:
         ranks: int = 1,
         loads: bool = True,
         saves: bool = True,
+        wait_s: float = 5.0,
         kind_of_store: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table,
+        ``wait_s`` for each next value of a prompt that another engine prefills (0: it is looked up instead),
         ``kind_of_store`` asks the store (in a thread), such as "memory".
         """
         self._blocks = blocks
@@ -146,11 +165,14 @@ class SchedulerSide:
         """Of a full step."""
         self._ranks = ranks
         self._loads, self._saves = loads, saves
+        self._wait_s = wait_s
+        self._waiting_since_s: dict[str, float] = {}
+        """When the loads began that wait for another engine, by request."""
         self._clock = clock
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys handed to the workers. One that a lookup does not find is taken out: it was dropped, or evicted."""
+        """Keys handed to the workers. One that they did not save, or a lookup does not find, is taken out."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
@@ -182,8 +204,12 @@ class SchedulerSide:
         steps. They always are: where a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix
         cache, for any request that comes before they are computed.
         """
-        known = self._of(request) if self._loads else None
-        if known is None or known.failed:
+        known = self._of(request)
+        if known is None:
+            return 0, False
+        if known.params.hands_over and self._saves and not self._check(known):
+            return None, False
+        if known.failed or not self._loads:
             return 0, False
         shape = self._shape
         limit = (request.num_tokens - 1) // shape.block_tokens * shape.block_tokens
@@ -192,6 +218,13 @@ class SchedulerSide:
         keys = known.keys[first:wanted]
         if limit <= computed_tokens or not keys:
             return 0, False
+        if known.waits_s:
+            prompt_tokens = len(request.prompt_token_ids)
+            promised = prompt_tokens if known.params.tokens is None else min(known.params.tokens, prompt_tokens)
+            whole = promised // shape.value_tokens * shape.value_tokens
+            known.computed_tokens = computed_tokens
+            tokens = min(whole, limit) - computed_tokens
+            return (tokens, True) if tokens > 0 else (0, False)
         found = self._found(known, first, keys)
         if found is None:
             return None, False
@@ -212,6 +245,21 @@ class SchedulerSide:
             self._counts["slower_than_computing_tokens"] += tokens
             return 0, False
         return tokens, True
+
+    def _check(self, known: Known) -> bool:
+        """Whether it is known what the store lacks of a prompt that is handed over. That is saved again if the workers
+        had it before, since the other engine waits for it; the rest is not saved again.
+        """
+        if not known.checked and known.keys:
+            found = self._found(known, 0, known.keys)
+            if found is None:
+                return False
+            for key in known.keys[:found]:
+                self._sent[key] = None
+            for missing in known.keys[found:]:
+                self._sent.pop(missing, None)
+        known.checked = True
+        return True
 
     def _is_for_cake(self, tokens: int, load_s: float | None) -> bool:
         """Whether to load ``tokens`` from the back while computing from the front: where no other request could use
@@ -242,9 +290,16 @@ class SchedulerSide:
         keys = tuple(known.keys[first : -(-last_block // shape.blocks_per_value)])
         blocks = tuple(self._block_ids(request.request_id)[first_block:last_block])
         skipped = first_block - first * shape.blocks_per_value
-        self._planned.append(Load(request.request_id, keys, skipped, blocks, first_block, backward is not None))
-        known.ahead_bytes = sum(self._under_way.values())
-        self._under_way[request.request_id] = len(keys) * self._blocks.layout.block_bytes
+        self._planned.append(
+            Load(request.request_id, keys, skipped, blocks, first_block, backward is not None, known.waits_s)
+        )
+        if known.waits_s:
+            known.waits_s, known.waited = 0.0, True
+            self._waiting_since_s[request.request_id] = self._clock()
+            self._counts["waited_loads"] += 1
+        else:
+            known.ahead_bytes = sum(self._under_way.values())
+            self._under_way[request.request_id] = len(keys) * self._blocks.layout.block_bytes
         known.first = first
         known.settled = max(known.settled, first + len(keys))
         known.lookup = None
@@ -298,13 +353,18 @@ class SchedulerSide:
             self._saving, self._saved_s = outcome.saving, self._clock()
         for size_bytes, seconds in outcome.read_back:
             self._loading.took(size_bytes, seconds)
+        if outcome.unsaved:
+            self._note_unsaved(outcome.unsaved)
         for request_id, loaded in outcome.loaded.items():
             known = self._known.get(request_id)
-            self._under_way.pop(request_id, None)
-            # What was ahead came in the same time; nothing is known of a load that brought nothing.
-            ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
-            self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
-            if loaded.reason:
+            if loaded.waited:
+                self._end_waiting(request_id, loaded)
+            else:
+                self._under_way.pop(request_id, None)
+                # What was ahead came in the same time; nothing is known of a load that brought nothing.
+                ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
+                self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
+            if loaded.reason and loaded.reason != ABORTED:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
                 self._counts["recomputed_tokens"] += loaded.missing_tokens
                 if known is not None:
@@ -318,6 +378,23 @@ class SchedulerSide:
             if known.backward is not None and known.backward.running:
                 self._meet(known, known.backward)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
+
+    def _note_unsaved(self, keys: Sequence[bytes]) -> None:
+        """They are saved when they are computed again; a prompt that is handed over ends before the first of them."""
+        unsaved = frozenset(keys)
+        for key in unsaved:
+            self._sent.pop(key, None)
+        for known in self._known.values():
+            if known.params.hands_over:
+                depths = [depth for depth, key in enumerate(known.keys[: known.settled]) if key in unsaved]
+                known.unsaved = min([*depths, *([] if known.unsaved is None else [known.unsaved])], default=None)
+
+    def _end_waiting(self, request_id: str, loaded: Loaded | None = None) -> None:
+        """Count it, once: of several ranks the first that reports."""
+        since_s = self._waiting_since_s.pop(request_id, None)
+        if since_s is not None:
+            self._counts["waiting_ms"] += round((self._clock() - since_s) * 1000)
+            self._counts["waits_given_up"] += loaded is not None and loaded.reason == NOT_STORED
 
     def _unsettle(self, known: Known, depth: int) -> None:
         """Values from ``depth`` on are computed again, then to be saved."""
@@ -341,11 +418,23 @@ class SchedulerSide:
             self._ending.append(known.request.request_id)
         known.backward = None
 
-    def finished(self, request: Any) -> None:
-        """Nothing more comes of it."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Nothing more comes of it. Returns its answer's ``kv_transfer_params``, where it is handed over: all of its
+        values have been copied out by now, or are stored.
+        """
         self._under_way.pop(request.request_id, None)
-        if (known := self._known.pop(request.request_id, None)) is not None:
-            self._end_backward(known)
+        if (known := self._known.pop(request.request_id, None)) is None:
+            return None
+        self._end_backward(known)
+        if known.waited:
+            # vLLM keeps its blocks until the workers say that they write no more.
+            self._ending.append(request.request_id)
+            self._end_waiting(request.request_id)
+        if not known.params.hands_over or not self._saves:
+            return None
+        values = min(known.settled, len(request.prompt_token_ids) // self._shape.value_tokens)
+        values = values if known.unsaved is None else min(values, known.unsaved)
+        return answer_of(values * self._shape.value_tokens)
 
     def counts(self) -> dict[str, int]:
         """Since the last call, by name."""
@@ -369,7 +458,10 @@ class SchedulerSide:
                 feature.mm_position.offset: hashlib.sha256(feature.identifier.encode()).digest()
                 for feature in request.mm_features
             }
-            known = self._known[request.request_id] = Known(request, seed, content)
+            params = _params_of(request)
+            known = self._known[request.request_id] = Known(request, seed, content, params=params)
+            if params.takes_over and self._loads:
+                known.waits_s = min(self._wait_s, params.wait_s)
         self._extend(known)
         return known
 
@@ -416,6 +508,14 @@ class SchedulerSide:
         for rank in range(self._ranks):
             found = self._blocks.prefix([rank_key(key, rank) for key in keys[:found]])
         return found
+
+
+def _params_of(request: Any) -> TransferParams:
+    try:
+        return TransferParams.read(getattr(request, "kv_transfer_params", None))
+    except InvalidInput as error:
+        _log.warning("request %s is answered as if it had no kv_transfer_params: %s", request.request_id, error)
+        return _NO_PARAMS
 
 
 class LoadRate:

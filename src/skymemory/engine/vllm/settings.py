@@ -22,6 +22,7 @@ class Settings:
     value_tokens: int = setting("value_tokens", whole, 128, "tokens stored under one key; whole blocks of vLLM's")
     queue_bytes: int = setting("queue", size, 512 << 20, "bound on bytes that wait to be saved; more are not saved")
     drain_s: float = setting("drain", duration, 3.0, "how long a stopping engine goes on saving what waits")
+    wait_s: float = setting("wait", duration, 5.0, "how long a load waits for the next value of another's prefill")
     untested_version: bool = setting("untested_version", yes_or_no, False, "run with a version that was not tested")
     untested_device: bool = setting("untested_device", yes_or_no, False, "run with KV on CUDA, tried in part")
 

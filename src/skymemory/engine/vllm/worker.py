@@ -3,6 +3,9 @@
 Each step, in this order: ``begin`` (its loads start), the forward, ``end`` (completed values are copied out; a thread
 stores them), ``finished``, ``invalid_blocks`` and ``outcome`` (what has ended).
 
+A load that waits for another engine (``waiting``) asks for its next values again and again until all have come, or for
+too long none has.
+
 A load that takes longer than computing its tokens is given up. Its thread may hang in the store, but writes no block
 any more: ``_Job`` has a lock for that, since vLLM hands the blocks to another request then.
 
@@ -25,6 +28,7 @@ from skymemory.cache.patience import Latencies, patience_while_computing_s
 from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.engine.vllm.copier import BlockCopier, Mark, Now
 from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, Pace
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.base import Presence
@@ -32,6 +36,7 @@ from skymemory.store.base import Presence
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
+_WAITING_THREADS = 4
 _PAIRED_S = 0.5
 """Where a value came within, a second thread loads too: one is being verified and copied while the next is fetched. On
 a slower link each would only wait for the other, at last for longer than a store may take to answer.
@@ -42,7 +47,9 @@ _UNKNOWN_BYTES_PER_S = 1e6
 _IDLE_S = 0.002
 """So long a step that computes nothing waits for a load to end: else vLLM would spin, and slow the loads."""
 _IDLE_SAVING_S = 0.005
-"""So long it waits for the saves, which no request waits for; one that comes meanwhile does."""
+"""So long it waits for the saves, which no request waits for; one that comes meanwhile does. Likewise for loads that
+another engine's prefill holds up.
+"""
 _READ_BACK = 4
 _SAVED_AT_ONCE = 16
 _WAITING = 1 << 16
@@ -97,6 +104,26 @@ class _Job:
     def missing(self) -> tuple[int, ...]:
         """The blocks that were not written."""
         return self.load.blocks[max(0, self.placed * self._size - self.load.skipped_blocks) :]
+
+
+class _WaitingJob(_Job):
+    """A load of what another engine stores meanwhile: one question after the other."""
+
+    def __init__(self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float) -> None:
+        super().__init__(load, copier, after, blocks_per_value, began_s, began_s + load.wait_s)
+        self.pace = Pace()
+        self.size_bytes = 0
+
+    @property
+    def closed(self) -> bool:
+        with self._lock:
+            return self._closed
+
+    def came(self, values: int, size_bytes: int, now_s: float) -> None:
+        """So many more are in place."""
+        if values:
+            self.size_bytes += size_bytes
+            self.due_s = now_s + self.load.wait_s
 
 
 class _BackwardJob(_Job):
@@ -167,15 +194,15 @@ class _BackwardJob(_Job):
         return ()  # none counts as loaded before it is
 
 
-class _Of:
-    """A sink for one value of a backward load."""
+class _From:
+    """A sink for values of a load from its value ``first`` on."""
 
-    def __init__(self, job: _BackwardJob, value: int) -> None:
+    def __init__(self, job: _Job, first: int) -> None:
         self._job = job
-        self._value = value
+        self._first = first
 
     def place(self, index: int, block: memoryview) -> None:
-        self._job.place(self._value, block)
+        self._job.place(self._first + index, block)
 
 
 class WorkerSide:
@@ -196,6 +223,9 @@ class WorkerSide:
         self._clock = clock
         self._copier: BlockCopier | None = None
         self._loaders = TierWorkers("vllm load", _THREADS, _WAITING)
+        self._waiters = DelayedCalls("vllm wait", _WAITING_THREADS, _WAITING)
+        self._waited_values = 0
+        """Since the last step."""
         self._latencies = Latencies()
         self._saver = Saver(blocks, queue_bytes)
         self._ended = threading.Condition()
@@ -223,12 +253,17 @@ class WorkerSide:
             if (job := self._backward.pop(request, None)) is not None:
                 job.close()
                 self._report_end(job)
+        for waiting in self._jobs:
+            if isinstance(waiting, _WaitingJob) and waiting.load.request in plan.ends:
+                self._end_waiting(waiting, ABORTED)
         for request, fence in plan.fences.items():
             if (job := self._backward.get(request)) is not None:
                 job.raise_fence(fence)
         for load in plan.loads:
             if load.backward:
                 self._start_backward(load, plan.fences.get(load.request, 0))
+            elif load.wait_s:
+                self._start_waiting(load)
             else:
                 self._start(load)
 
@@ -246,8 +281,11 @@ class WorkerSide:
             self._blocks.compute.took(tokens, self._outcome.step_s)
         self._report_backward()
         if not plan.tokens and self._jobs:
+            all_wait = all(isinstance(job, _WaitingJob) for job in self._jobs)
             with self._ended:
-                self._ended.wait_for(lambda: any(job.end is not None for job in self._jobs), _IDLE_S)
+                self._ended.wait_for(
+                    lambda: any(job.end is not None for job in self._jobs), _IDLE_SAVING_S if all_wait else _IDLE_S
+                )
         elif not plan.tokens:
             self._saver.wait(_IDLE_SAVING_S)
         self._settle()
@@ -265,7 +303,11 @@ class WorkerSide:
     def outcome(self) -> Outcome | None:
         """Since the last step; None if there is nothing to say."""
         outcome, self._outcome = self._outcome, Outcome()
-        outcome.counts, outcome.saving, outcome.read_back = self._saver.news()
+        outcome.counts, outcome.saving, outcome.read_back, outcome.unsaved = self._saver.news()
+        with self._ended:
+            waited_values, self._waited_values = self._waited_values, 0
+        if waited_values:
+            outcome.counts["waited_values"] = waited_values
         said = outcome.loaded or outcome.lowest or outcome.step_tokens or outcome.counts or outcome.saving
         return outcome if said else None
 
@@ -274,6 +316,7 @@ class WorkerSide:
         for job in (*self._jobs, *self._backward.values()):
             job.close()
         self._loaders.close()
+        self._waiters.close()
         self._saver.close(drain_s)
 
     # --- loads ---
@@ -315,6 +358,49 @@ class WorkerSide:
             reason = "fault"
         self._end(job, reason, tally.size_bytes)
 
+    def _start_waiting(self, load: Load) -> None:
+        assert self._copier is not None
+        job = _WaitingJob(load, self._copier, self._began, self.shape.blocks_per_value, self._clock())
+        self._jobs.append(job)
+        self._waiters.call(lambda: self._ask(job))
+
+    def _ask(self, job: _WaitingJob) -> None:
+        """In a thread: once for the next values of a load that waits. Then it is queued again, or after a pause."""
+        if job.closed:
+            return
+        first, began_s = job.placed, self._clock()
+        keys = [rank_key(key, self._rank) for key in job.load.keys[first : first + job.pace.values]]
+        tally, reason = LoadTally(), ""
+        try:
+            self._blocks.load_found(keys, _From(job, first), tally, PhaseClock(time.perf_counter, {}), None)
+            reason = next(iter(tally.failed), "")
+        except _Closed:
+            return
+        except TIER_FAILURES as error:
+            _log.warning("a load that waits for another engine failed: %s", error)
+            reason = "unreachable"
+        except BaseException:
+            _log.exception("a load that waits for another engine failed by a fault of the connector")
+            reason = "fault"
+        now_s, values = self._clock(), job.placed - first
+        job.came(values, tally.size_bytes, now_s)
+        with self._ended:
+            self._waited_values += values
+        if job.placed == len(job.load.keys):
+            self._end_waiting(job, "")
+        elif reason and reason not in NOT_YET:
+            self._end_waiting(job, reason)
+        else:
+            self._waiters.call(lambda: self._ask(job), job.pace.came(values, now_s - began_s))
+
+    def _end_waiting(self, job: _WaitingJob, reason: str) -> None:
+        job.close()
+        reason = reason if job.placed < len(job.load.keys) else ""
+        with self._ended:
+            if job.end is None:
+                job.end = self._end_of(job, reason, job.size_bytes, self._clock() - job.began_s)
+            self._ended.notify_all()
+
     def _start_backward(self, load: Load, fence: int) -> None:
         assert self._copier is not None
         job = _BackwardJob(load, self._copier, self._began, self.shape.blocks_per_value, self._clock(), fence)
@@ -332,7 +418,7 @@ class WorkerSide:
             tally, reason = LoadTally(), ""
             try:
                 key = rank_key(job.load.keys[index], self._rank)
-                self._blocks.load_found([key], _Of(job, index), tally, PhaseClock(time.perf_counter, {}), None)
+                self._blocks.load_found([key], _From(job, index), tally, PhaseClock(time.perf_counter, {}), None)
                 reason = next(iter(tally.failed), "")
             except _Closed:
                 break
@@ -376,14 +462,15 @@ class WorkerSide:
 
     def _end_of(self, job: _Job, reason: str, size_bytes: int, seconds: float) -> Loaded:
         missing_tokens = len(job.missing()) * self.shape.block_tokens if reason else 0
-        return Loaded(
-            job.lost if isinstance(job, _BackwardJob) else job.placed, reason, size_bytes, seconds, missing_tokens
-        )
+        lost = job.lost if isinstance(job, _BackwardJob) else job.placed
+        return Loaded(lost, reason, size_bytes, seconds, missing_tokens, isinstance(job, _WaitingJob))
 
     def _settle(self) -> None:
         """Report the loads that have ended, and give up those that are overdue."""
         now_s = self._clock()
         for job in list(self._jobs):
+            if isinstance(job, _WaitingJob) and job.end is None and now_s >= job.due_s:
+                self._end_waiting(job, NOT_STORED)
             with self._ended:
                 if job.end is None and now_s >= job.due_s:
                     job.close()
@@ -394,14 +481,16 @@ class WorkerSide:
                 continue
             self._jobs.remove(job)
             self._outcome.loaded[job.load.request] = job.end
-            if job.end.reason:
+            if job.end.reason and job.end.reason != ABORTED:
                 self._invalid |= set(job.missing())
             self._finished.add(job.load.request)
 
 
 @dataclass(slots=True)
 class _Waiting:
+    save_key: bytes
     key: bytes
+    """Of this rank's part."""
     place: Place
     value: memoryview
     copied: Mark
@@ -422,6 +511,7 @@ class Saver:
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._read_back: list[tuple[int, float]] = []
+        self._unsaved: list[bytes] = []
         self._reads_back = True
         self._thread: threading.Thread | None = None
 
@@ -430,6 +520,7 @@ class Saver:
         with self._changed:
             if self._held >= self._most or self._stopping:
                 self._counts["dropped_values"] += 1
+                self._unsaved.append(save.key)
                 return
             self._held += 1
             if not self._free:
@@ -443,20 +534,22 @@ class Saver:
                 self._held -= 1
                 self._free.append(value)
                 self._counts["refused_values"] += 1
+                self._unsaved.append(save.key)
             return
         with self._changed:
-            self._waiting.append(_Waiting(key, Place(save.depth, save.parent), value, copied))
+            self._waiting.append(_Waiting(save.key, key, Place(save.depth, save.parent), value, copied))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def news(self) -> tuple[dict[str, float], int, list[tuple[int, float]]]:
-        """Counts and loads of saved values since the last call, and how many values are held now."""
+    def news(self) -> tuple[dict[str, float], int, list[tuple[int, float]], list[bytes]]:
+        """Counts, loads of saved values, and keys not saved, since the last call; and how many values are held now."""
         with self._changed:
             counts, self._counts = self._counts, Counter()
             read_back, self._read_back = self._read_back, []
-            return dict(counts), self._held, read_back
+            unsaved, self._unsaved = self._unsaved, []
+            return dict(counts), self._held, read_back, unsaved
 
     def wait(self, seconds: float) -> None:
         """Until all is saved, so long at most."""
@@ -489,11 +582,11 @@ class Saver:
                 if not self._waiting:
                     return
                 batch = [self._waiting.popleft() for _ in range(min(_SAVED_AT_ONCE, len(self._waiting)))]
-            counts: Counter[str] = Counter()
+            counts, unsaved = Counter[str](), [one.save_key for one in batch]
             try:
                 for one in batch:
                     one.copied.wait()
-                counts = self._store(batch)
+                counts, unsaved = self._store(batch)
             except TIER_FAILURES as error:
                 counts["refused_values"] += len(batch)
                 _log.warning("%d values could not be saved: %s", len(batch), error)
@@ -504,16 +597,18 @@ class Saver:
                 self._held -= len(batch)
                 self._free += [one.value for one in batch]
                 self._counts.update(counts)
+                self._unsaved += unsaved
                 self._changed.notify_all()
 
-    def _store(self, batch: list[_Waiting]) -> Counter[str]:
-        """Store those of ``batch`` that the store does not have."""
+    def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes]]:
+        """Store those of ``batch`` that the store does not have; returns counts, and the keys that it did not take."""
         began_s = time.perf_counter()
         presence = self._blocks.store.lookup([one.key for one in batch])
-        items, places = [], []
+        missing, items, places = [], [], []
         for one, present in zip(batch, presence, strict=True):
             if present is Presence.MISS:
                 one.value[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, one.value[PAYLOAD_AT:])
+                missing.append(one.save_key)
                 items.append((one.key, one.value))
                 places.append(one.place)
         done = self._blocks.put(items, places) if items else []
@@ -521,13 +616,14 @@ class Saver:
         if self._reads_back and stored and not self._stopping:
             self._reads_back = False
             self._load([key for (key, _), ok in zip(items, done, strict=True) if ok][:_READ_BACK])
-        return Counter(
+        counts = Counter(
             saved_values=stored,
             present_values=len(batch) - len(items),
             refused_values=len(items) - stored,
             saved_bytes=stored * self._value_bytes,
             saving_us=round(took_s * 1e6),
         )
+        return counts, [key for key, ok in zip(missing, done, strict=True) if not ok]
 
     def _load(self, keys: list[bytes]) -> None:
         """Once, for the link's latency and rate: else the first prompt that is found stored would have to try them."""

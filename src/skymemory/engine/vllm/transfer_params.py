@@ -1,0 +1,69 @@
+"""``kv_transfer_params`` of a request: by these a router has one engine compute a prompt and another go on from it.
+
+The dialect is that of vLLM's own proxy. The first step goes to the prefilling engine with ``max_tokens`` 1 and
+``{"do_remote_decode": true}``; its answer carries ``{"do_remote_prefill": true, "sky_tokens": 512}``. The second step
+goes to the decoding engine with these. A router that sends both steps at once sends ``{"do_remote_prefill": true}``.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skymemory.errors import InvalidInput
+
+_LONGEST_MS = 10**12
+"""Whole numbers that no float can hold are numbers in JSON, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    """Of one request. Keys of other connectors, such as ``remote_host``, are passed over."""
+
+    hands_over: bool = False
+    """``do_remote_decode``: another engine will load all that is stored of its prompt."""
+    takes_over: bool = False
+    """``do_remote_prefill``: another engine stores its prompt's values, or will."""
+    tokens: int | None = None
+    """``sky_tokens``: so many of the prompt's; None: all of its whole values."""
+    wait_s: float = math.inf
+    """``sky_wait_ms``: as the setting ``wait``, where that is not smaller."""
+
+    @classmethod
+    def read(cls, params: object) -> TransferParams:
+        """
+        Raises:
+            InvalidInput: a value of the wrong type or below 0.
+        """
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise InvalidInput(f"{reprlib.repr(params)}: expected a JSON object")
+        tokens, wait_ms = params.get("sky_tokens"), params.get("sky_wait_ms")
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
+            raise InvalidInput(f"sky_tokens is {reprlib.repr(tokens)}: expected a whole number, 0 or more")
+        if wait_ms is not None and (
+            isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms < math.inf
+        ):
+            raise InvalidInput(f"sky_wait_ms is {reprlib.repr(wait_ms)}: expected milliseconds, 0 or more")
+        return cls(
+            _switch(params, "do_remote_decode"),
+            _switch(params, "do_remote_prefill"),
+            tokens,
+            math.inf if wait_ms is None else min(wait_ms, _LONGEST_MS) / 1000,
+        )
+
+
+def answer_of(tokens: int) -> dict[str, Any]:
+    """What the prefilling engine answers, for the second step: it stores the prompt's first ``tokens``."""
+    return {"do_remote_prefill": True, "sky_tokens": tokens}
+
+
+def _switch(params: Mapping[str, object], key: str) -> bool:
+    value = params.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidInput(f"{key} is {reprlib.repr(value)}: expected true or false")
+    return bool(value)

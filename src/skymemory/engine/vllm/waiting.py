@@ -1,0 +1,94 @@
+"""Loads of what another engine is still computing: when they ask again, and who does.
+
+A load that waits holds no thread: only its questions to the store do, each in turn with those of the other such loads,
+on threads that ordinary loads do not use. So a store that hangs, or many that wait, hold up none of those.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from skymemory.cache.tiers.workers import Call, TierWorkers
+
+NOT_YET = frozenset({"absent", "uncertain", "missing"})
+"""Reasons of a miss that pass where another engine stores the value: it is not there, or not all of it."""
+NOT_STORED = "not stored in time"
+ABORTED = "aborted"
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+_MOST_VALUES = 16
+_QUICK_S = 0.25
+"""A question that takes longer asks for fewer values next time: they count as progress when all of them are here."""
+
+
+class Pace:
+    """Of one load: how many values it asks for at once, and after which pause."""
+
+    __slots__ = ("_pause_s", "values")
+
+    def __init__(self) -> None:
+        self._pause_s = _FIRST_PAUSE_S
+        self.values = 1
+
+    def came(self, values: int, seconds: float) -> float:
+        """Of those it asked for, so many came within ``seconds``; returns the pause before the next question."""
+        if not values:
+            self.values = 1
+            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return pause_s
+        all_came, self._pause_s = values >= self.values, _FIRST_PAUSE_S
+        if not all_came or seconds > _QUICK_S:
+            self.values = max(1, self.values // 2)
+        else:
+            self.values = min(2 * self.values, _MOST_VALUES)
+        return 0.0 if all_came else _FIRST_PAUSE_S
+
+
+class DelayedCalls:
+    """Calls that are begun after a while, by one of a few threads."""
+
+    def __init__(self, name: str, threads: int, waiting: int) -> None:
+        self._name = name
+        self._workers = TierWorkers(name, threads, waiting)
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        """A heap, by the time at which they are due."""
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def call(self, work: Callable[[], None], after_s: float = 0.0) -> None:
+        """Begin ``work`` in ``after_s``, or later where all threads are busy."""
+        if after_s <= 0 and not self._closed and self._workers.submit(Call(work)):
+            return
+        with self._changed:
+            if self._closed:
+                return
+            due_s = time.monotonic() + max(after_s, _FIRST_PAUSE_S)
+            heapq.heappush(self._later, (due_s, next(self._numbers), work))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{self._name} timer", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """What is not due yet is dropped; does not wait for the rest."""
+        with self._changed:
+            self._closed = True
+            self._later.clear()
+            self._changed.notify()
+        self._workers.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (not self._later or self._later[0][0] > time.monotonic()):
+                    self._changed.wait(self._later[0][0] - time.monotonic() if self._later else None)
+                if self._closed:
+                    return
+                _, _, work = heapq.heappop(self._later)
+            self.call(work)
