@@ -140,7 +140,8 @@ class LeastTbt(Scorer):
         # A request counts from when it joined, or is expected to, for one usual decode. Its context has grown by a
         # token per step since then; steps in turn depend on contexts, so one step of that fixed point is taken.
         usual_s, sums = self.decode_s, 0.0
-        servers = [server for server in self._fleet if server.healthy]
+        # One that drains gets no new requests, and its batch grows no more: it says nothing about theirs.
+        servers = self._fleet.available
         for server in servers:
             count, tokens, since_s = (0, 0, 0.0) if request is None else (1, request.prompt.tokens, 0.0)
             for one in self._batches[server.slot].booked if server.slot in self._batches else ():

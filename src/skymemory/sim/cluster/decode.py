@@ -258,6 +258,11 @@ class DecodeInstance:
             return 0.0
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
 
+    def needed_share(self) -> float:
+        """What its requests need, those that wait included, as a share of its KV memory, or of the longest batch."""
+        tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
+        return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
+
     def _fits(self, stream: Stream) -> bool:
         batch = self.batch
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -108,6 +108,10 @@ class PriorityQueue(Generic[Waiting]):
 
     def __len__(self) -> int:
         return len(self._heap)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """In no particular order."""
+        return (one for *_, one in self._heap)
 
     @property
     def first(self) -> Waiting:

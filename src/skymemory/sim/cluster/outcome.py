@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from skymemory.conductor.pools import Role
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
@@ -75,6 +76,8 @@ class LoadSample:
     prefill_mean: float = 0.0
     """As ``prefill``, mean of the instances."""
     decode_mean: float = 0.0
+    prefilling: int = 0
+    """Instances that prefill, those that drain included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,16 @@ class Span:
     request: int
     """Number of the request, by arrival."""
     notes: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpan:
+    """A time in which an instance of elastic pools had one role, its drain and set-up for the next one included."""
+
+    instance: str
+    role: Role
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,8 @@ class ClusterRun:
     """Its counts."""
     pool: Mapping[str, float] = field(default_factory=dict)
     """The pool's counters."""
+    roles: Sequence[RoleSpan] = ()
+    """Elastic pools: who had which role when."""
 
     @property
     def end_s(self) -> float:
@@ -219,6 +234,8 @@ class ClusterMetrics:
     prefill_utilisation: float
     """Mean busy share of the prefill instances, whole run."""
     decode_utilisation: float
+    role_changes: int = 0
+    """Of elastic pools, whole run."""
 
     def as_json(self) -> dict[str, object]:
         return {name: _plain(value) for name, value in asdict(self).items()}
@@ -268,8 +285,9 @@ def measured(
         wasted_prefill_s=sum(one.prefill_s for one in ours if one.status != "completed"),
         late_prefill_s=sum(one.prefill_s for one in done) - sum(one.prefill_s for one in good),
         hits=Hits.of([one for one in ours if one.prefill is not None]),
-        prefill_utilisation=_utilisation(run.prefill_busy_s, run_s),
-        decode_utilisation=_utilisation(run.decode_busy_s, run_s),
+        prefill_utilisation=_utilisation(run, "prefill", run_s),
+        decode_utilisation=_utilisation(run, "decode", run_s),
+        role_changes=_role_changes(run),
     )
 
 
@@ -286,8 +304,16 @@ def _tbt_s(outcome: RequestOutcome, rule: TbtRule) -> float:
     return 0.0 if found is None else found
 
 
-def _utilisation(busy_s: Sequence[float], elapsed_s: float) -> float:
-    return _part(sum(busy_s), len(busy_s) * elapsed_s)
+def _utilisation(run: ClusterRun, role: Role, elapsed_s: float) -> float:
+    busy_s = run.prefill_busy_s if role == "prefill" else run.decode_busy_s
+    there_s = len(busy_s) * elapsed_s
+    if run.roles:
+        there_s = sum(one.end_s - one.begin_s for one in run.roles if one.role == role)
+    return _part(sum(busy_s), there_s)
+
+
+def _role_changes(run: ClusterRun) -> int:
+    return len(run.roles) - len({one.instance for one in run.roles})
 
 
 def _part(count: float, of: float) -> float:

@@ -80,11 +80,14 @@ class PrefillInstance:
         self._lives += 1
         return jobs
 
+    def backlog_s(self, now_s: float) -> float:
+        """Estimated seconds until all that it has is prefilled."""
+        return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
+
     def predicted_ttft_s(self, now_s: float) -> float:
         """Predicted TTFT of the latest request: its age plus the estimated backlog."""
-        rest_s = max((end_s - now_s for end_s in self.serving.values()), default=0.0)
         if self.waiting:
-            return now_s - self.waiting.newest().at_s + rest_s + self.waiting.work_s
+            return now_s - self.waiting.newest().at_s + self.backlog_s(now_s)
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
 
     def _serve(self, now_s: float) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from skymemory.conductor.cost_model import DRAM, SSD, CostModel, LLAMA_70B_8xA800, Medium
+from skymemory.conductor.pools import ElasticSettings
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory.eviction import POLICIES
@@ -83,6 +85,10 @@ class Failure:
     down_s: float = 60.0
 
 
+Pools = Literal["fixed", "elastic"]
+POOLS: tuple[Pools, ...] = get_args(Pools)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
     """A cluster of equal machines: separate prefill and decode instances, or coupled ones."""
@@ -101,6 +107,13 @@ class ClusterSetup:
     """Whether requests state the length of their answers."""
     output_error: float = 0.0
     """Standard deviation of the relative error of that."""
+    pools: Pools = "fixed"
+    """``elastic``: instances change between prefill and decode as the load does; above are the numbers at the start,
+    and names (``prefill-0``) are of the role at the start. The controller observes every ``sample_s``."""
+    elastic: ElasticSettings = ElasticSettings()  # noqa: RUF009 - frozen
+    """Of elastic pools. ``idle_tbt_s`` 0: by the scheduler's cost model."""
+    change_s: float = 2.0
+    """Elastic pools: from the end of an instance's drain until it serves in its other role."""
     pipeline: int = 1
     """Machines per prefill instance."""
     chunk_tokens: int = 4096
@@ -151,6 +164,12 @@ class ClusterSetup:
             raise InvalidInput("expected sample_s > 0, rate > 0, jitter_s ≥ 0")
         if not (0 <= self.error <= 1 and 0 <= self.output_error <= 1):
             raise InvalidInput("expected error and output_error from 0 to 1")
+        if self.pools not in POOLS:
+            raise InvalidInput(f"pools {self.pools!r}: expected one of {', '.join(POOLS)}")
+        if self.pools == "elastic" and (self.coupled or self.pipeline > 1):
+            raise InvalidInput("elastic pools: expected coupled of 0 and pipeline of 1; coupled machines do both already")
+        if not 0 <= self.change_s < math.inf:
+            raise InvalidInput(f"change_s is {self.change_s:g}; expected 0 or more")
         known = {*self.prefilling(), *self.decoding()}
         for failure in self.failures:
             if failure.instance not in known or failure.at_s < 0 or not failure.down_s > 0:
@@ -165,6 +184,12 @@ class ClusterSetup:
     def decoding(self) -> list[str]:
         """Names of the decode instances, by number."""
         return [f"decode-{number}" for number in range(self.decode)]
+
+    def elastic_settings(self) -> ElasticSettings:
+        """Settings of the pools' controller."""
+        if self.elastic.idle_tbt_s:
+            return self.elastic
+        return replace(self.elastic, idle_tbt_s=(self.believed or self.cost).decode_step_s(1, 0))
 
     def machines(self) -> int:
         return self.prefill + self.decode + self.coupled

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from skymemory.conductor.admission.named import admission as admission_named
 from skymemory.conductor.cost_model import CostModel
-from skymemory.conductor.picker import Fleet, NoServer
+from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Request, Slo
 from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
 from skymemory.errors import InvalidInput
 from skymemory.sim.clock import Clock
-from skymemory.sim.cluster.decode import CoupledInstance, DecodeInstance
-from skymemory.sim.cluster.job import Gaps, Job, Steps, Stream
+from skymemory.sim.cluster.job import Gaps, Job, Stream
+from skymemory.sim.cluster.machines import Listeners, Machines
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory.sim.cluster.pool import ClusterPool
-from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance
+from skymemory.sim.cluster.roles import Roles
 from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
 from skymemory.sim.cluster.schedulers import asked as asked_of
 from skymemory.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
@@ -107,6 +107,7 @@ class Simulation:
         self._scheduler = scheduler(World(setup, *fleets, self._estimates.cost, self._estimates, self._pool, admission))
         self._accounts = Accounts(setup.spans)
         self._loads = Loads(setup.slo, machines)
+        self._roles = Roles(setup, self._clock, machines) if setup.pools == "elastic" else None
         self._arrivals: Sequence[TraceRequest] = ()
         self._asked: Sequence[Request] | None = None
         self._dice = random.Random(setup.seed)
@@ -121,6 +122,8 @@ class Simulation:
             for failure in self._setup.failures:
                 self._fail_at(failure)
         self._clock.run()
+        if self._roles is not None:
+            self._roles.end(self._clock.now_s)
         seconds, counts = self._gaps.classes()
         return ClusterRun(
             outcomes=self._accounts.outcomes(len(requests)),
@@ -131,6 +134,7 @@ class Simulation:
             gap_seconds=seconds,
             gap_tokens=counts,
             pool=dict(self._pool.figures()),
+            roles=self._roles.spans if self._roles is not None else (),
         )
 
     def _arrive(self, now_s: float) -> None:
@@ -183,8 +187,7 @@ class Simulation:
         """Its prefill starts: its KV streams to the decode instance as it is computed, or after."""
         if job.output_tokens == 1:
             return
-        # In the pool decode instances have the numbers behind the prefill instances'.
-        target = len(self._machines.prefills) + job.decode
+        target = self._machines.node_of_decode(job.decode)
         layers = self._setup.cost.shape.layers if self._setup.layer_wise else 1
         job.there_s = self._pool.stream(job.prefill, target, job.prompt_tokens, now_s, done_s - now_s, layers)
 
@@ -251,17 +254,18 @@ class Simulation:
             return
         jobs, streams = machines.kill(name, now_s)
         jobs += [self._accounts.open[stream.number] for stream in streams]
-        server = machines.fleet_of(name).servers[name]
-        if name in machines.prefill_names:
-            self._pool.lost(server.slot, now_s)
-            jobs += [job for job in self._accounts.open.values() if job.leaving and job.prefill == server.slot]
+        node = machines.prefill_fleet.servers.get(name)
+        if node is not None:
+            self._pool.lost(node.slot, now_s)
+            leaving = [job for job in self._accounts.open.values() if job.leaving and job.prefill == node.slot]
+            jobs += leaving
         # Booked out before the scorer forgets the server, and placed again after: else they would teach it about a
         # cache that is empty, or be placed by one that is gone.
         for job in jobs:
             self._book_out(job, now_s)
-        picker = self._scheduler.decode if name in machines.decode_names else self._scheduler.prefill
-        if picker is not None:
-            picker.scorer.forget(server)
+        for picker in (self._scheduler.prefill, self._scheduler.decode):
+            if picker is not None and name in picker.fleet.servers:
+                picker.scorer.forget(picker.fleet.servers[name])
         for job in jobs:
             self._again(job, now_s)
         self._clock.at(now_s + failure.down_s, lambda _: machines.revive(name))
@@ -285,85 +289,12 @@ class Simulation:
     def _sample(self, now_s: float) -> None:
         """Samples the loads every ``sample_s``, but skips long idle stretches: a value holds until the next."""
         self._loads.sample(now_s)
+        if self._roles is not None:
+            self._roles.observe(now_s)
         next_s = self._clock.next_s
         if next_s < math.inf and (self._accounts.open or self._arrived < len(self._arrivals)):
             steps = math.ceil((next_s - now_s) / self._setup.sample_s)
             self._clock.at(now_s + (steps if steps > UNEVENTFUL else 1) * self._setup.sample_s, self._sample)
-
-
-class Machines:
-    """All instances with their fleets. Prefill and coupled instances have the numbers of their slots."""
-
-    def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
-        self.prefill_names, self.decode_names = setup.prefilling(), setup.decoding()
-        self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
-        for name in self.prefill_names:
-            self.prefill_fleet.add(name)
-        for name in self.decode_names:
-            self.decode_fleet.add(name)
-        self.prefills: list[PrefillInstance] = []
-        self.coupled: list[CoupledInstance] = []
-        self.down: set[str] = set()
-        """Names of failed instances."""
-        # One for all machines: they are equal, and its coefficients are looked up for each step.
-        steps = Steps(setup.cost)
-        for number in range(len(self.prefill_names)):
-            if setup.coupled:
-                sizes = (setup.kv_tokens - setup.coupled_cache_tokens, setup.most_batch, setup.mixed_tokens)
-                callbacks = (listeners.coupled_prefilled, listeners.answered)
-                self.coupled.append(CoupledInstance(number, clock, setup.cost, pool, steps, gaps, *sizes, *callbacks))
-            else:
-                pipeline = Pipeline(setup.cost, setup.pipeline, setup.chunk_tokens)
-                self.prefills.append(
-                    PrefillInstance(number, clock, setup.cost, pipeline, pool, listeners.begun, listeners.prefilled)
-                )
-        limits = (setup.kv_tokens, setup.most_batch)
-        self.decodes = [
-            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered) for _ in self.decode_names
-        ]
-
-    def kill(self, name: str, now_s: float) -> tuple[list[Job], list[Stream]]:
-        """An instance fails. Returns its requests before and after the first token."""
-        self.down.add(name)
-        server = self.fleet_of(name).servers[name]
-        server.healthy = False
-        if name in self.decode_names:
-            return [], self.decodes[server.slot].fail(now_s)
-        if self.coupled:
-            return self.coupled[server.slot].fail(now_s)
-        return self.prefills[server.slot].fail(now_s), []
-
-    def revive(self, name: str) -> None:
-        """An instance returns, empty."""
-        self.down.discard(name)
-        self.fleet_of(name).servers[name].healthy = True
-
-    def fleet_of(self, name: str) -> Fleet:
-        return self.decode_fleet if name in self.decode_names else self.prefill_fleet
-
-    def could_take(self, job: Job) -> bool:
-        """Whether an empty machine has memory for it."""
-        if self.coupled:
-            return self.coupled[0].takes(job)
-        return job.output_tokens == 1 or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
-
-    def prefill_busy_s(self) -> list[float]:
-        return [one.busy_s for one in self.prefills] or [one.busy_s for one in self.coupled]
-
-    def decode_busy_s(self) -> list[float]:
-        return [one.busy_s for one in self.decodes] or [one.decode_busy_s for one in self.coupled]
-
-
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """Callbacks of the instances."""
-
-    begun: Callable[[Job, float, float], None]
-    """A prefill starts: request, time, end."""
-    prefilled: Callable[[Job, float], None]
-    coupled_prefilled: Callable[[Job, float], Stream | None]
-    joined: Callable[[Stream, float], None]
-    answered: Callable[[Stream, float], None]
 
 
 def pool_of(setup: ClusterSetup) -> ClusterPool:
@@ -444,22 +375,22 @@ class Loads:
     """Load samples, by Mooncake's definition: predictions relative to the objectives."""
 
     def __init__(self, slo: Slo, machines: Machines) -> None:
-        self._slo = slo
-        self._prefills = machines.prefills or machines.coupled
-        self._decodes = machines.decodes or machines.coupled
+        self._slo, self._machines = slo, machines
         self.samples: list[LoadSample] = []
 
     def sample(self, now_s: float) -> None:
-        ttfts_s = [instance.predicted_ttft_s(now_s) for instance in self._prefills]
-        steps_s = [instance.step_s(now_s) for instance in self._decodes]
+        prefills, decodes = self._machines.prefilling(), self._machines.decoding()
+        ttfts_s = [instance.predicted_ttft_s(now_s) for instance in prefills]
+        steps_s = [instance.step_s(now_s) for instance in decodes]
         self.samples.append(
             LoadSample(
                 t_s=now_s,
                 prefill=max(ttfts_s) / self._slo.ttft_s,
                 decode=max(steps_s) / self._slo.tbt_s,
-                waiting=sum(len(instance.waiting) for instance in self._prefills),
-                decoding=sum(len(instance.batch) for instance in self._decodes),
+                waiting=sum(len(instance.waiting) for instance in prefills),
+                decoding=sum(len(instance.batch) for instance in decodes),
                 prefill_mean=sum(ttfts_s) / len(ttfts_s) / self._slo.ttft_s,
                 decode_mean=sum(steps_s) / len(steps_s) / self._slo.tbt_s,
+                prefilling=len(prefills),
             )
         )

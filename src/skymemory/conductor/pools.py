@@ -1,0 +1,264 @@
+"""Elastic pools: how many instances prefill and how many decode follows the load. One instance at a time changes its
+role, by draining.
+
+The caller samples its instances, calls ``PoolController.observe`` every second or so, and carries out what it returns:
+it closes the instance to new requests, waits until its last one has ended (a prefill instance works off its queue, a
+decode instance its batch and the requests on their way to it), and opens it in the other role. The controller reads
+the progress from the next samples. No I/O, no clock.
+
+**The control law: balance by demand.** A pool's demand is a number of instances, so it does not jump when one moves::
+
+    prefill   Σ (1 if it has work, else 0) + queue_s / ttft_s    machines busy, and those it takes to work off
+                                                                 what waits within the objective
+    decode    Σ max((tbt_s - idle_tbt_s) / (objective - idle_tbt_s), kv_share)
+
+    load      demand / serving instances; 1: at the objective
+
+These are Mooncake's loads (predicted time to first token and time between tokens over their objectives) with two
+changes, so that a load is proportional to the work. A queue is empty up to about nine tenths of what a pool can do and
+without a limit above: the busy share shows how much a pool can spare, the queue how much it lacks. The time between
+tokens of an empty batch is not 0, but half the objective on some machines: what counts is the part that requests add.
+Full memory makes requests wait as a slow batch does.
+
+An instance moves from G to R when all of these hold:
+
+1. ``load(R) ≥ high``: R needs it. Below, requests meet their objectives, and a drain costs for nothing.
+2. ``demand(G) / (serving(G) - 1) ≤ low``: G keeps its objective without it. With both pools overloaded none moves.
+3. That is less than ``load(R)`` by ``margin``.
+4. G keeps one.
+5. No change is under way, and since the end of the last one ``settle_s`` plus ``drain_weight`` times its drain have
+   passed: the longer a drain took, the more a wrong one costs.
+
+The third rule is the hysteresis. A move back would need ``load(R)`` of before the move, which is what the third rule
+compared, to be *below* what it was required to exceed. So under a constant demand no move is undone, all moves go in
+one direction, and they end after fewer than there are instances.
+
+Mooncake's loads swing in opposition: what waits for prefill now decodes later, and reacting to the lagging pool feeds
+the swing. Against this, demands are smoothed over ``smoothing_s``, which is near a swing's half period, and the second
+rule looks at both pools at once.
+
+The one that drains soonest goes: least queue, then fewest requests. Its memory of KV blocks is the caller's to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from skymemory.conductor.request import Slo
+from skymemory.errors import InvalidInput
+
+Role = Literal["prefill", "decode"]
+State = Literal["serving", "draining", "down"]
+ROLES: tuple[Role, ...] = get_args(Role)
+STATES: tuple[State, ...] = get_args(State)
+
+
+def other(role: Role) -> Role:
+    return "decode" if role == "prefill" else "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSample:
+    """One instance now."""
+
+    name: str
+    role: Role
+    """The one it has; while draining, the one it is about to give up."""
+    state: State = "serving"
+    """``draining``: closed to new requests, for whatever reason. ``down``: neither serves nor drains."""
+    queue_s: float = 0.0
+    """Prefill: estimated seconds of work that it has, the current prefill included."""
+    tbt_s: float = 0.0
+    """Decode: seconds between tokens, with all requests that are there; 0: idle."""
+    kv_share: float = 0.0
+    """Decode: KV memory that its requests need, those that wait included, as a share of what it has; may exceed 1."""
+    in_flight: int = 0
+    """Requests that were sent to it and have not ended."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES or self.state not in STATES:
+            raise InvalidInput(
+                f"instance {self.name!r} has role {self.role!r} and state {self.state!r}; "
+                f"expected one of {', '.join(ROLES)} and one of {', '.join(STATES)}"
+            )
+        for name in ("queue_s", "tbt_s", "kv_share", "in_flight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidInput(f"instance {self.name!r}: {name} is {getattr(self, name):g}; expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """``instance`` shall have ``role``: to be drained and opened in it; if it has it, its drain is called off."""
+
+    instance: str
+    role: Role
+    reason: str
+    """One sentence with figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSettings:
+    high: float = 0.85
+    """Load from which a pool gets an instance."""
+    low: float = 0.9
+    """Largest load of the pool that gives it, without it."""
+    margin: float = 0.1
+    """How much less than the other's that load must be, as a share."""
+    smoothing_s: float = 20.0
+    """Time constant of the demands."""
+    settle_s: float = 20.0
+    """Least time between the end of a change and the next; also before the first."""
+    drain_weight: float = 0.5
+    """Part of the last drain's seconds that is added to it."""
+    most_drain_s: float = 900.0
+    """A change that takes longer is called off: its instance serves in its old role again."""
+    idle_tbt_s: float = 0.0
+    """Seconds between tokens of a request that decodes alone."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= getattr(self, field.name) < math.inf:
+                raise InvalidInput(f"{field.name} is {getattr(self, field.name):g}; expected 0 or more")
+        if not (self.high > 0 and self.low > 0 and self.most_drain_s > 0):
+            raise InvalidInput("high, low and most_drain_s: expected above 0")
+        if self.margin == 0:
+            raise InvalidInput("margin is 0; expected above 0: without it an instance may go back and forth")
+
+
+class PoolController:
+    """Decides role changes. Not thread-safe.
+
+    Raises:
+        InvalidInput: an objective that even an idle decode instance does not meet.
+    """
+
+    def __init__(self, slo: Slo, settings: ElasticSettings | None = None) -> None:
+        self.settings = settings = settings or ElasticSettings()
+        if settings.idle_tbt_s >= slo.tbt_s:
+            raise InvalidInput(
+                f"idle_tbt_s is {settings.idle_tbt_s:g} s; expected below the objective between tokens, {slo.tbt_s:g} s"
+            )
+        self._slo = slo
+        self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
+        self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self._last_s: float | None = None
+        self._next_s = -math.inf
+        """Time from which a change may begin."""
+        self._empty_s: dict[Role, float | None] = dict.fromkeys(ROLES)
+        """Since when a pool has no serving instance."""
+        self._change: RoleChange | None = None
+        self._begun_s = 0.0
+
+    @property
+    def under_way(self) -> RoleChange | None:
+        """The change that has begun and not ended."""
+        return self._change
+
+    def load(self, role: Role) -> float:
+        """The pool's load; infinite without a serving instance, 0 before the first sample."""
+        serving, demand = self._serving[role], self._demands[role].value
+        return demand / serving if serving else math.inf if self._last_s is not None else 0.0
+
+    def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
+        """All instances as of now; returns a change to begin or to call off.
+
+        Raises:
+            InvalidInput: ``now_s`` before that of the last call, or two instances of one name.
+        """
+        by_name = {one.name: one for one in instances}
+        if len(by_name) < len(instances):
+            raise InvalidInput("two instances of one name; names must differ")
+        if self._last_s is None:
+            self._last_s, self._next_s = now_s, now_s + self.settings.settle_s
+        if now_s < self._last_s:
+            raise InvalidInput(f"an observation at {now_s:g} s after one at {self._last_s:g} s; expected none before it")
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        for role in ROLES:
+            ours = [one for one in instances if one.role == role and one.state != "down"]
+            self._demands[role].add(sum(map(self._demand, ours)), elapsed_s)
+            self._serving[role] = sum(one.state == "serving" for one in ours)
+            if self._serving[role]:
+                self._empty_s[role] = None
+            elif self._empty_s[role] is None:
+                self._empty_s[role] = now_s
+        if self._change is not None:
+            return self._follow(self._change, by_name.get(self._change.instance), now_s)
+        return self._begin(instances, now_s)
+
+    def _demand(self, one: InstanceSample) -> float:
+        if one.role == "prefill":
+            return (one.queue_s > 0) + one.queue_s / self._slo.ttft_s
+        idle_s = self.settings.idle_tbt_s
+        return max(0.0, (one.tbt_s - idle_s) / (self._slo.tbt_s - idle_s), one.kv_share)
+
+    def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
+        """Ends the change when its instance serves in its new role, is gone, or takes too long."""
+        done = one is not None and one.role == change.role and one.state == "serving"
+        late = now_s - self._begun_s > self.settings.most_drain_s
+        if not (done or late or one is None):
+            return None
+        drain_s = now_s - self._begun_s
+        self._change = None
+        self._next_s = now_s + self.settings.settle_s + self.settings.drain_weight * drain_s
+        if done or one is None:
+            return None
+        back = other(change.role)
+        reason = f"it has not been {change.role} after {drain_s:.0f} s, {one.in_flight} requests in flight"
+        return RoleChange(change.instance, back, reason)
+
+    def _begin(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
+        for to in ROLES:
+            giver = other(to)
+            serving = self._serving[giver]
+            if serving < 2:
+                continue
+            reason = self._orphaned(to, now_s)
+            if reason is None and now_s >= self._next_s:
+                reason = self._helps(to)
+            if reason is None:
+                continue
+            # What drains soonest. For equal ones the last named: callers name the first ones first in the pool.
+            candidates = [one for one in reversed(instances) if one.role == giver and one.state == "serving"]
+            chosen = min(candidates, key=lambda one: (one.queue_s, one.in_flight, one.kv_share))
+            self._change, self._begun_s = RoleChange(chosen.name, to, reason), now_s
+            return self._change
+        return None
+
+    def _orphaned(self, to: Role, now_s: float) -> str | None:
+        """A pool without instances serves nothing: it gets one whatever the loads are, once that has lasted."""
+        since_s = self._empty_s[to]
+        if since_s is None or now_s - since_s < self.settings.settle_s:
+            return None
+        return f"no {to} instance has served for {now_s - since_s:.0f} s"
+
+    def _helps(self, to: Role) -> str | None:
+        """Why an instance should change to this role; None: it should not."""
+        settings, giver = self.settings, other(to)
+        if not self._serving[to]:
+            return None
+        needs, left = self.load(to), self._demands[giver].value / (self._serving[giver] - 1)
+        if needs < settings.high or left > settings.low or left * (1 + settings.margin) > needs:
+            return None
+        return f"{to} has a load of {needs:.2f}; {giver} would have {left:.2f} with one instance less"
+
+
+class _Smoothed:
+    """A mean over time with exponential weights. At the beginning it is the plain mean of what there is."""
+
+    def __init__(self, time_constant_s: float) -> None:
+        self._constant_s = time_constant_s
+        self._sum = self._weight = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else 0.0
+
+    def add(self, sample: float, elapsed_s: float) -> None:
+        """``sample`` stands for the time since the last one; the first, without any, for a moment."""
+        keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
+        share = max(1 - keep, 1e-9)
+        self._sum = self._sum * keep + sample * share
+        self._weight = self._weight * keep + share

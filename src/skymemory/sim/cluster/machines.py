@@ -1,0 +1,122 @@
+"""All instances of a simulated cluster, with the fleets that schedulers choose from.
+
+In elastic pools every instance can do both: it is in both fleets, closed in the one whose role it does not have. Closed
+servers are there all the same, so other instances go on loading KV from their memory.
+
+Slots of the prefill fleet are node numbers of the KV pool. Slots of the decode fleet begin with the instances that
+decode at the start, so that an instance has the same slot whether pools are elastic or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skymemory.conductor.picker import Fleet
+from skymemory.conductor.pools import Role
+from skymemory.sim.clock import Clock
+from skymemory.sim.cluster.decode import CoupledInstance, DecodeInstance
+from skymemory.sim.cluster.job import Gaps, Job, Steps, Stream
+from skymemory.sim.cluster.pool import ClusterPool
+from skymemory.sim.cluster.prefill import Pipeline, PrefillInstance
+from skymemory.sim.cluster.setup import ClusterSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Callbacks of the instances."""
+
+    begun: Callable[[Job, float, float], None]
+    """A prefill starts: request, time, end."""
+    prefilled: Callable[[Job, float], None]
+    coupled_prefilled: Callable[[Job, float], Stream | None]
+    joined: Callable[[Stream, float], None]
+    answered: Callable[[Stream, float], None]
+
+
+class Machines:
+    """Prefill and coupled instances have the numbers of their slots."""
+
+    def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
+        prefilling, decoding = setup.prefilling(), setup.decoding()
+        self.elastic = setup.pools == "elastic"
+        self.role: dict[str, Role] = {**dict.fromkeys(prefilling, "prefill"), **dict.fromkeys(decoding, "decode")}
+        """The role of each instance now."""
+        self.prefill_names = prefilling + decoding * self.elastic
+        self.decode_names = decoding + prefilling * self.elastic
+        self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
+        for name in self.prefill_names:
+            self.prefill_fleet.add(name)
+        for name in self.decode_names:
+            self.decode_fleet.add(name)
+        self.prefills: list[PrefillInstance] = []
+        self.coupled: list[CoupledInstance] = []
+        self.down: set[str] = set()
+        """Names of failed instances."""
+        self._first_decode = len(prefilling)
+        # One for all machines: they are equal, and its coefficients are looked up for each step.
+        steps = Steps(setup.cost)
+        for number in range(len(self.prefill_names)):
+            if setup.coupled:
+                sizes = (setup.kv_tokens - setup.coupled_cache_tokens, setup.most_batch, setup.mixed_tokens)
+                callbacks = (listeners.coupled_prefilled, listeners.answered)
+                self.coupled.append(CoupledInstance(number, clock, setup.cost, pool, steps, gaps, *sizes, *callbacks))
+            else:
+                pipeline = Pipeline(setup.cost, setup.pipeline, setup.chunk_tokens)
+                self.prefills.append(
+                    PrefillInstance(number, clock, setup.cost, pipeline, pool, listeners.begun, listeners.prefilled)
+                )
+        limits = (setup.kv_tokens, setup.most_batch)
+        self.decodes = [
+            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered) for _ in self.decode_names
+        ]
+
+    def node_of_decode(self, slot: int) -> int:
+        """The pool's node number of a decode slot."""
+        return (self._first_decode + slot) % len(self.role)
+
+    def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
+        """The instances that prefill now, those that drain included."""
+        if self.coupled or not self.elastic:
+            return self.prefills or self.coupled
+        return [self.prefills[one.slot] for one in self.prefill_fleet if self.role[one.name] == "prefill"]
+
+    def decoding(self) -> list[DecodeInstance] | list[CoupledInstance]:
+        """The instances that decode now, those that drain included."""
+        if self.coupled or not self.elastic:
+            return self.decodes or self.coupled
+        return [self.decodes[one.slot] for one in self.decode_fleet if self.role[one.name] == "decode"]
+
+    def kill(self, name: str, now_s: float) -> tuple[list[Job], list[Stream]]:
+        """An instance fails. Returns its requests before and after the first token."""
+        self.down.add(name)
+        jobs: list[Job] = []
+        streams: list[Stream] = []
+        if (server := self.prefill_fleet.servers.get(name)) is not None:
+            server.healthy = False
+            if self.coupled:
+                return self.coupled[server.slot].fail(now_s)
+            jobs = self.prefills[server.slot].fail(now_s)
+        if (server := self.decode_fleet.servers.get(name)) is not None:
+            server.healthy = False
+            streams = self.decodes[server.slot].fail(now_s)
+        return jobs, streams
+
+    def revive(self, name: str) -> None:
+        """An instance returns, empty."""
+        self.down.discard(name)
+        for fleet in (self.prefill_fleet, self.decode_fleet):
+            if name in fleet.servers:
+                fleet.servers[name].healthy = True
+
+    def could_take(self, job: Job) -> bool:
+        """Whether an empty machine has memory for it."""
+        if self.coupled:
+            return self.coupled[0].takes(job)
+        return job.output_tokens == 1 or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
+
+    def prefill_busy_s(self) -> list[float]:
+        return [one.busy_s for one in self.prefills] or [one.busy_s for one in self.coupled]
+
+    def decode_busy_s(self) -> list[float]:
+        return [one.busy_s for one in self.decodes] or [one.decode_busy_s for one in self.coupled]
