@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import enum
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -514,6 +515,12 @@ _ALIGNED_FROM_BYTES = 128 << 10
 """Where the alignment of a smaller value matters, the call matters more."""
 
 
+_TOUCHED_FROM_BYTES = 4 << 20
+"""The kernel maps a page when it is first written: in fresh memory a receiver stops for that again and again, and loses
+what its socket has no room for. Sockets have room for less than this.
+"""
+
+
 def value_buffer(size_bytes: int) -> memoryview:
     """New memory for one value, of this size; aligned if it is large."""
     if size_bytes < _ALIGNED_FROM_BYTES:
@@ -525,6 +532,8 @@ def aligned_buffer(size_bytes: int) -> np.ndarray:
     """New memory, at least a byte, that begins at a multiple of ``ALIGNED``."""
     buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
     begin = -buffer.ctypes.data % ALIGNED
+    if size_bytes >= _TOUCHED_FROM_BYTES:
+        buffer[:: mmap.PAGESIZE] = 0
     return buffer[begin : begin + max(size_bytes, 1)]
 
 
