@@ -1,4 +1,4 @@
-"""``skymemory demo``: the paper's testbed and its table 3 on this machine, and six other demos."""
+"""``skymemory demo``: the paper's testbed and its table 3 on this machine, and seven other demos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STRATEGIES = (*_QUICK_STRATEGIES[:-1], "precise", "least-ttft")
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="watch it work: the paper's table 3 on this computer, and six other demos",
+        help="watch it work: the paper's table 3 on this computer, and seven other demos",
         description="Starts the 19x5 constellation as five processes with the delays of its geometry, runs a model of "
         "TinyLlama-1.1B's shape over a document with and without the cache, and prints the paper's table 3.",
     )
@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--json", action="store_true", help="print the results as one JSON object")
     others = parser.add_subparsers(
         dest="what",
-        metavar="motion|cells|cake|route|conductor|vllm",
+        metavar="motion|cells|cake|route|conductor|vllm|disagg",
         help="another demo: see `skymemory demo motion --help`",
     )
     _add_motion(others)
@@ -48,6 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_route(others)
     _add_conductor(others)
     _add_vllm(others)
+    _add_disagg(others)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -199,17 +200,49 @@ def _add_vllm(others: Subparsers) -> None:
         "one the same. The exit code is 1 if the second one loaded nothing, or answered otherwise. `make demo-vllm` "
         "makes the environment with vLLM.",
     )
+    _add_vllm_environment(vllm)
     add = vllm.add_argument
-    add(
+    add("--characters", type=int, default=4000, metavar="N", help="of the document (default: 4000)")
+    add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
+
+
+def _add_vllm_environment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--python",
         type=Path,
         default=Path(".venv-vllm/bin/python"),
         metavar="FILE",
         help="Python of the environment with vLLM (default: .venv-vllm/bin/python)",
     )
-    add("--model", type=Path, metavar="DIR", help="folder of a model (default: one of random weights)")
-    add("--characters", type=int, default=4000, metavar="N", help="of the document (default: 4000)")
-    add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a model (default: one of random weights)")
+
+
+def _add_disagg(others: Subparsers) -> None:
+    disagg = others.add_parser(
+        "disagg",
+        help="one engine prefills, another decodes: who computed what, and a burst with early refusals",
+        description="Starts the 19x5 constellation, the store daemon in front of it, an engine that prefills, one that "
+        "decodes and the router, which takes the two steps of each request. Prints for ten requests what was computed "
+        "where and what was moved; then sends a burst of which the router refuses early what would come too late. The "
+        "exit code is 1 if an answer failed or had other words than one engine's, or if a refused request cost a "
+        "prefill.",
+    )
+    add = disagg.add_argument
+    add(
+        "--engine",
+        choices=("vllm", "own"),
+        help="vLLM, or the project's own engine with a small model (default: vLLM where its environment is)",
+    )
+    _add_vllm_environment(disagg)
+    add(
+        "--handover",
+        choices=("after", "overlap"),
+        default="overlap",
+        help="when the decode engine is asked: after the prefill, or at the same time (default: overlap)",
+    )
+    add("--requests", type=int, default=10, metavar="N", help="one after the other (default: 10)")
+    add("--burst", type=int, default=16, metavar="N", help="requests at once (default: 16)")
+    add("--json", action="store_true", help="print the results as one JSON object, progress on standard error")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,6 +250,12 @@ def run(args: argparse.Namespace) -> int:
         from skymemory.demo.vllm import run_vllm
 
         return run_vllm(args)
+    if args.what == "disagg":
+        if not 1 <= args.requests <= 40 or not 2 <= args.burst <= 40:
+            raise InvalidInput(f"--requests {args.requests}, --burst {args.burst}: expected 1 to 40, and 2 to 40")
+        from skymemory.demo.disagg import run_disagg
+
+        return run_disagg(args)
     if args.what == "conductor":
         from skymemory.demo.conductor import run_conductor
 

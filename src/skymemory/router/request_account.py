@@ -264,7 +264,7 @@ class PairAccount(RequestAccount):
 
 
 class ObservedPair(PairAccount):
-    """A pair of which only the answer is seen: a sidecar takes the two steps. Its first byte says that both are done."""
+    """A pair of which only the answer is seen: a sidecar takes the steps. Its first byte says that both are done."""
 
     __slots__ = ()
 

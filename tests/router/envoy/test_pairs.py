@@ -35,7 +35,7 @@ from skymemory.router.settings import DECODE, PREFILL, Backend, PickerSettings, 
 P = [f"10.0.1.{number}:8000" for number in range(2)]
 D = [f"10.0.2.{number}:8000" for number in range(2)]
 SSE = "text/event-stream"
-TOLD = {**POST, PREFILLER: "169.254.169.254:80", "x-llm-d-prefiller-host-port": "10.9.9.9:1"}
+SPOOFED = {**POST, PREFILLER: "169.254.169.254:80", "x-llm-d-prefiller-host-port": "10.9.9.9:1"}
 
 
 def with_role(name: str, role: str) -> Backend:
@@ -72,7 +72,7 @@ def asked(
     service: PickerService, body: bytes | None = None, now_s: float = 0.0, headers: Any = None, **more: Any
 ) -> tuple[Exchange, ProcessingResponse]:
     exchange = Exchange(service)
-    exchange.receive(request_headers(headers or TOLD, **more), now_s)
+    exchange.receive(request_headers(headers or SPOOFED, **more), now_s)
     answers = exchange.receive(request_body(body or a_completion("x" * 800)), now_s)
     return exchange, answers[0]
 
@@ -95,7 +95,7 @@ def test_a_buffered_body_gets_the_header_as_well() -> None:
     service = a_service()
     config = {"request_body_mode": BUFFERED, "response_body_mode": BUFFERED}
     exchange = Exchange(service)
-    exchange.receive(request_headers(TOLD, config=config), 0.0)
+    exchange.receive(request_headers(SPOOFED, config=config), 0.0)
     (answer,) = exchange.receive(request_body(a_completion()), 0.0)
     assert header_destination(answer) in D
     assert set_header(answer, PREFILLER) in P
@@ -105,7 +105,7 @@ def test_a_buffered_body_gets_the_header_as_well() -> None:
     "body",
     [json.dumps({"prompt": "x", "n": 2}), json.dumps({"prompt": "x", "kv_transfer_params": {"do_remote_prefill": 1}})],
 )
-def test_what_cannot_be_split_is_served_alone_and_names_nobody(body: str) -> None:
+def test_what_cannot_be_split_is_served_alone_and_names_no_prefiller(body: str) -> None:
     service = a_service()
     _, answer = asked(service, body.encode())
     assert header_destination(answer) in D
@@ -201,9 +201,9 @@ def test_the_answer_to_a_client_that_asks_names_both() -> None:
     service = a_service(tell_decisions=True)
     exchange, asked_for = asked(service, headers={**POST, "x-skymemory-decision": "1"})
     (answer,) = exchange.receive(response_headers(), 1.0)
-    told = json.loads(str(set_header(answer, "x-skymemory-decision")))
+    given = json.loads(str(set_header(answer, "x-skymemory-decision")))
     pair = set_header(asked_for, PREFILLER), header_destination(asked_for)
-    assert (told["server"], told["decode"]["server"]) == pair
+    assert (given["server"], given["decode"]["server"]) == pair
 
 
 def test_two_dns_names_are_one_list_and_the_first_wins() -> None:

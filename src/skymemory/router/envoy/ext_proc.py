@@ -136,9 +136,7 @@ class PickerService:
         if self.room is not None and len(self.queue):
             self.deferred.run(self.room.look)
 
-    def choose(
-        self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False
-    ) -> Placement:
+    def choose(self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False) -> Placement:
         """``splits``: one server may prefill it and another one answer it. The placement has both then, if a prefill
         server is up.
 

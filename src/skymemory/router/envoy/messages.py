@@ -41,7 +41,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILLER = "x-prefiller-host-port"
 PREFILLER_HEADERS = (PREFILLER, "x-llm-d-prefiller-host-port")
-"""By which sidecars are told a prefill server: ours, and those of llm-d."""
+"""They name a prefill server to a sidecar: to ours, or to llm-d's."""
 METADATA_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"

@@ -1,0 +1,277 @@
+"""`skymemory demo disagg`: one engine prefills, another decodes, and what lies between them went through the sky.
+
+A constellation of 95 satellites with the delays of its geometry, the store daemon in front of it, two engines (vLLM, or
+the project's own where there is no vLLM), and `skymemory route`, which takes the two steps of each request. Ten
+requests one after the other show who computed what; a burst shows that requests refused early have cost no prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TextIO
+from urllib.parse import urlsplit
+
+from skymemory.demo.engines import (
+    constellation,
+    own_engine,
+    random_model,
+    router,
+    say,
+    store_daemon,
+    vllm_server,
+)
+from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
+from skymemory.errors import InvalidInput, SkyMemoryError
+
+_NEW_TOKENS = 16
+_CHECKED = 3
+"""Requests that the prefill engine answers alone as well: the words must be the same."""
+_PATIENCE_S = 300.0
+_QUESTIONS = (
+    "How is a satellite started?",
+    "Who is informed of a fault?",
+    "What is done once a year?",
+    "What is a plane?",
+    "When does the box move?",
+)
+_COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
+_PROMPTS = "vllm:request_prompt_tokens_sum"
+_LOADED = ("vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total")
+"""vLLM counts what its connector loads, our engine what its prefix cache supplies, into which it loads."""
+_TTFT_TIMES = 2.5
+"""The burst's promise: so many times the slowest first token of a request that was alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    text: str = ""
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+    """Mean between tokens."""
+    retry_after_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of the first part; tokens by the engines' own counters."""
+
+    prompt: str
+    tokens: int
+    prefilled: int
+    moved: int
+    decode_computed: int
+    ttft_s: float
+    tbt_s: float
+
+
+def run_disagg(args: argparse.Namespace) -> int:
+    """Prints the table and the burst; 1 if an answer failed or differed, nothing was moved, or a refused request cost
+    a prefill.
+    """
+    python = args.python.absolute()
+    own = args.engine == "own" or (args.engine is None and not python.is_file())
+    if not own and not python.is_file():
+        raise InvalidInput(
+            f"--python {args.python}: no such file; `make demo-vllm` makes an environment with vLLM, --engine own does "
+            "without"
+        )
+    check_engine_installed()
+    if args.model is not None:
+        check_model_folder(args.model)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
+        model = None if own else args.model or random_model(folder / "model")
+        say("a constellation of 95 satellites, and the store daemon in front of it")
+        stack.enter_context(constellation(folder))
+        store = stack.enter_context(store_daemon(folder))
+        say(f"two engines: one prefills, one decodes{'' if own else ' (about a minute)'}")
+        roles = ("producer", "consumer")
+        engines = [
+            stack.enter_context(
+                own_engine(folder, role, store, role)
+                if model is None
+                else vllm_server(python, model, folder, role, store, role)
+            )
+            for role in roles
+        ]
+        for engine in engines:
+            engine.wait()
+        prefill, decode = (engine.url for engine in engines)
+        ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover)
+        plain = stack.enter_context(router(folder, "router", *ways))
+        plain.wait()
+        rows, same = _one_by_one(plain.url, prefill, decode, args.requests, sys.stderr if args.json else sys.stdout)
+        promise_s = _TTFT_TIMES * max(row.ttft_s for row in rows)
+        strict = stack.enter_context(
+            router(folder, "strict", *ways, "--admission", "early", "--ttft", f"{promise_s:.3f}s")
+        )
+        strict.wait()
+        burst = _burst(strict.url, prefill, args.burst, promise_s)
+    if args.json:
+        print(json.dumps({"requests": [asdict(row) for row in rows], "same_words": same, "burst": burst}))
+    else:
+        _print(len(rows), same, burst)
+    free = burst["prefilled_tokens"] <= burst["admitted_tokens"]
+    return 0 if same and all(row.moved for row in rows) and burst["failed"] == 0 and free else 1
+
+
+def _prompts(count: int) -> Iterator[str]:
+    """Documents with a question each; each document comes twice, so that its second request finds it prefilled."""
+    text = shipped_document()
+    for number in range(count):
+        begin = 900 * (number // 2)
+        yield f"{text[begin : begin + 1800]}\n\nQuestion: {_QUESTIONS[number % len(_QUESTIONS)]}\nAnswer:"
+
+
+def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -> tuple[list[Row], bool]:
+    """The rows, which are printed as they come; and whether those that were checked have the words of one engine."""
+    rows, same = list[Row](), True
+    _asked(url, "The first request takes longer. " * 40)
+    print(_HEAD, file=live, flush=True)
+    for number, prompt in enumerate(_prompts(count)):
+        before = _figures(prefill), _figures(decode)
+        answer = _asked(url, prompt)
+        if answer.status != 200:
+            raise SkyMemoryError(f"request {number + 1} was answered {answer.status}: {answer.text[:200]}")
+        row = _row(prompt, answer, before, _settled(prefill, decode, before))
+        rows.append(row)
+        print(_line(number + 1, row), file=live, flush=True)
+        if number < _CHECKED:
+            same = same and _asked(prefill, prompt).text == answer.text
+    return rows, same
+
+
+_Figures = dict[str, float]
+
+
+def _settled(prefill: str, decode: str, before: tuple[_Figures, _Figures]) -> tuple[_Figures, _Figures]:
+    """The engines' counters once they have counted the request: some do so behind the answer."""
+    ends_s = time.monotonic() + 5.0
+    while True:
+        now = _figures(prefill), _figures(decode)
+        if all(one[_COMPUTED + "/count"] > was[_COMPUTED + "/count"] for one, was in zip(now, before, strict=True)):
+            return now
+        if time.monotonic() > ends_s:
+            return now
+        time.sleep(0.05)
+
+
+def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tuple[_Figures, _Figures]) -> Row:
+    def more(engine: int, name: str) -> int:
+        return round(now[engine][name] - before[engine][name])
+
+    tokens = more(1, _PROMPTS)
+    moved = max(more(1, name) for name in _LOADED)
+    return Row(prompt[-60:], tokens, more(0, _COMPUTED), moved, tokens - moved, answer.ttft_s, answer.tbt_s)
+
+
+def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, float]:
+    """``count`` new prompts at once, each with the promise of a first token within ``promise_s``."""
+    text = shipped_document()
+    fresh = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
+    for prompt in fresh[count:]:  # the router learns how fast the engine prefills
+        _asked(url, prompt)
+    say(f"a burst of {count} requests, each with a promise of {promise_s:.2f} s to its first token")
+    before = _figures(prefill)
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(lambda prompt: _asked(url, prompt), fresh[:count]))
+    time.sleep(0.5)
+    now = _figures(prefill)
+    admitted = [answer for answer in answers if answer.status == 200]
+    refused = [answer for answer in answers if answer.status == 429]
+    # Of prompts that were refused nothing may have been computed: all that was is in the prompts of the others.
+    return {
+        "requests": count,
+        "admitted": len(admitted),
+        "refused": len(refused),
+        "failed": count - len(admitted) - len(refused),
+        "without_retry_after": sum(answer.retry_after_s is None for answer in refused),
+        "promise_s": promise_s,
+        "kept": sum(answer.ttft_s <= promise_s for answer in admitted),
+        "slowest_s": max((answer.ttft_s for answer in admitted), default=0.0),
+        "prefills": round(now[_COMPUTED + "/count"] - before[_COMPUTED + "/count"]),
+        "prefilled_tokens": round(now[_COMPUTED] - before[_COMPUTED]),
+        "admitted_tokens": round(now[_PROMPTS] - before[_PROMPTS]),
+    }
+
+
+def _asked(url: str, prompt: str) -> Answer:
+    """One streamed completion."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE_S)
+    body = {"model": "sky", "prompt": prompt, "max_tokens": _NEW_TOKENS, "temperature": 0, "stream": True}
+    began_s, times, text = time.monotonic(), list[float](), ""
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            after = response.headers.get("Retry-After")
+            return Answer(response.status, response.read().decode(), retry_after_s=int(after) if after else None)
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                return Answer(502, json.dumps(event["error"]))
+            for choice in event["choices"]:
+                times.append(time.monotonic())
+                text += choice["text"]
+    finally:
+        connection.close()
+    if not times:
+        return Answer(502, "the answer had no token")
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return Answer(200, text, times[0] - began_s, statistics.fmean(gaps) if gaps else 0.0)
+
+
+_SAMPLE = re.compile(r"^([\w:]+?)(_count)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+
+
+def _figures(url: str) -> _Figures:
+    """An engine's counters: sums over labels; of a histogram also ``…_sum/count``."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
+        text = page.read().decode()
+    found: _Figures = dict.fromkeys((*_LOADED, _COMPUTED, f"{_COMPUTED}/count", _PROMPTS), 0.0)
+    for name, count, value in _SAMPLE.findall(text):
+        key = f"{name}_sum/count" if count else name
+        if key in found:
+            found[key] += float(value)
+    return found
+
+
+_HEAD = (
+    f"{'':>3}  {'prompt tokens':>13}  {'prefill computed':>16}  {'moved':>6}  {'decode computed':>15}"
+    f"  {'first token':>11}  {'between':>8}"
+)
+
+
+def _line(number: int, row: Row) -> str:
+    return (
+        f"{number:>3}  {row.tokens:>13}  {row.prefilled:>16}  {row.moved:>6}  {row.decode_computed:>15}"
+        f"  {row.ttft_s * 1e3:>8.0f} ms  {row.tbt_s * 1e3:>5.0f} ms"
+    )
+
+
+def _print(requests: int, same: bool, burst: dict[str, float]) -> None:
+    words = "the same words as one engine alone" if same else "OTHER WORDS than one engine alone"
+    print(f"\nThe first {min(_CHECKED, requests)} answers have {words}.")
+    print(
+        f"Burst of {burst['requests']:.0f}: {burst['admitted']:.0f} admitted, {burst['kept']:.0f} of them with their "
+        f"first token within {burst['promise_s']:.2f} s; {burst['refused']:.0f} refused at once (429, Retry-After),\n"
+        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} prompts."
+    )

@@ -1,0 +1,184 @@
+"""What the demos with vLLM start: a constellation, the store daemon in front of it, and engines, as processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from skymemory.engine.vllm.settings import transfer_config
+from skymemory.errors import SkyMemoryError
+
+START_S = 420.0
+"""vLLM takes half a minute on two cores that do nothing else."""
+_GRACE_S = 15.0
+_SKYMEMORY = (sys.executable, "-m", "skymemory")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def random_model(folder: Path) -> Path:
+    """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays."""
+    from transformers.utils import logging as transformers_logging
+
+    from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, train_tokenizer
+
+    say("a model of TinyLlama's shape, 6 of its 22 layers, with random weights")
+    transformers_logging.disable_progress_bar()
+    tokenizer = train_tokenizer()
+    shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    build_llama(shape, dtype="bfloat16").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def constellation(folder: Path) -> Iterator[None]:
+    command = [*_SKYMEMORY, "constellation"]
+    where = ["--run-dir", str(folder / "run")]
+    _run([*command, "up", "--base-port", "auto", "--delay", "real", *where], "the constellation")
+    try:
+        yield
+    finally:
+        _run([*command, "down", *where], "the constellation")
+
+
+def _run(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise SkyMemoryError(f"{what}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+
+
+@contextmanager
+def _process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[bytes]]:
+    """In a group of its own: ended by SIGTERM, after a while by force, with all that it started."""
+    with log.open("ab") as file:
+        started = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        yield started
+    finally:
+        started.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+
+
+def _until(ready: Callable[[], bool], of: subprocess.Popen[bytes], what: str, log: Path, seconds: float) -> None:
+    ends_s = time.monotonic() + seconds
+    while not ready():
+        if of.poll() is not None or time.monotonic() > ends_s:
+            last = log.read_text("utf-8", "replace").strip().splitlines()
+            raise SkyMemoryError(f"{what} did not start: {last[-1] if last else 'no output'}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def store_daemon(folder: Path) -> Iterator[str]:
+    """Its address."""
+    command = [*_SKYMEMORY, "store", "serve", f"constellation://{folder / 'run'}"]
+    log, path = folder / "daemon.log", folder / "sky.sock"
+    with _process([*command, "--listen", f"unix://{path}"], log) as started:
+        _until(path.is_socket, started, "the store daemon", log, 60)
+        yield f"unix://{path}"
+
+
+class HttpServer(NamedTuple):
+    """A server that was started."""
+
+    url: str
+    wait: Callable[[], None]
+    """Until its /health answers 200. Raises SkyMemoryError, with its last line of output, if it does not."""
+
+
+@contextmanager
+def http_server(
+    words: Callable[[int], Sequence[str]],
+    what: str,
+    log: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    start_s: float = 90.0,
+) -> Iterator[HttpServer]:
+    """The command ``words(port)``, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def healthy() -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    with _process(words(port), log, environment) as started:
+        yield HttpServer(url, lambda: _until(healthy, started, what, log, start_s))
+
+
+def vllm_server(
+    python: Path, model: Path, folder: Path, name: str, store: str, role: str = "both"
+) -> AbstractContextManager[HttpServer]:
+    """A vLLM with the connector; ``role`` as in ``transfer_config``."""
+    transfer = transfer_config({"store": store}, role)
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "sky"),
+        *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048"),
+        *("--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return http_server(
+        lambda port: [*command, "--port", str(port)],
+        "vLLM",
+        folder / f"{name}.log",
+        {"PYTHONPATH": our_package(), **quiet, **cpu},
+        START_S,
+    )
+
+
+def own_engine(folder: Path, name: str, store: str, role: str) -> AbstractContextManager[HttpServer]:
+    """The project's own engine with the small model that is shipped."""
+    command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role]
+    return http_server(
+        lambda port: [*command, "--listen", f"127.0.0.1:{port}"], "the engine", folder / f"{name}.log", _ONE_THREAD
+    )
+
+
+def router(folder: Path, name: str, *options: str) -> AbstractContextManager[HttpServer]:
+    """`skymemory route` with these options."""
+    return http_server(
+        lambda port: [*_SKYMEMORY, "route", "--listen", f"127.0.0.1:{port}", *options],
+        "the router",
+        folder / f"{name}.log",
+    )
+
+
+def our_package() -> str:
+    """For vLLM's environment, which need not have this package installed."""
+    return str(Path(__file__).parents[2])
