@@ -138,6 +138,7 @@ class MockEngine:
             self.held -= 1
             for each in waits:
                 each.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics":

@@ -390,6 +390,30 @@ def test_rules_that_see_the_decode_load_need_a_cost_model() -> None:
         ProxyServer(settings_from(table))
 
 
+def test_the_queue_waits_for_prefills_not_for_answers(run: Run) -> None:
+    running = start(run, limits={"max_waiting": 1}, queue={"max_requests": 4}, health={"every": 60.0})
+    p, d = engine(running, "p0"), engine(running, "d0")
+    p.mock = d.mock = {"hold": True}
+    with sent(running, MODEL), sent(running, {**MODEL, "stream": True}):
+        until(lambda: p.held == 1)
+        time.sleep(0.05)
+        assert len(p.seen) == 1, "the second waits in the queue"
+        release(running, "p0")
+        until(lambda: len(p.seen) == 2 and d.held == 2)
+    until(lambda: books_are_closed(running))
+
+
+def test_a_full_prefill_server_is_said_without_a_queue(run: Run) -> None:
+    running = start(run, limits={"max_waiting": 1})
+    engine(running, "p0").mock = {"hold": True}
+    with sent(running, MODEL):
+        until(lambda: engine(running, "p0").held == 1)
+        answer = running.complete()
+        assert answer.status == 429 and "1 requests waiting" in answer.json["error"]["message"]
+    until(lambda: books_are_closed(running))
+    assert not engine(running, "d0").seen
+
+
 # -- membership
 
 

@@ -52,8 +52,8 @@ MAX_ANSWER_BYTES = 4 << 20
 """Of a prefill server: one token, perhaps log probabilities, and ``kv_transfer_params``, with thousands of blocks."""
 PREFILLER_HEADERS = frozenset((b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port"))
 """By which llm-d's sidecar chooses a prefill server. Never passed on: this router has chosen one."""
-_LEFT_OUT = PREFILLER_HEADERS | {b"accept-encoding"}
-"""Of what a prefill server gets: its answer is read here."""
+_READ_HERE = frozenset((b"accept-encoding",))
+"""Not sent to a prefill server, whose answer is read here."""
 _SERVER_TROUBLE = frozenset((408, 429))
 
 
@@ -142,7 +142,7 @@ class TwoStepExchange(Exchange):
         body = prefill_body(self._fields)
         server = account.prefill.server
         pool = self._of.pools[server]
-        head = self._head_for(pool, body, _LEFT_OUT)
+        head = self._head_for(pool, body, self._left_out | _READ_HERE)
         self._prefill = _PrefillCall(self, server, self._of.settings.disaggregation.prefill_s)
         self._prefill.ask(pool, head, body)
 
@@ -217,6 +217,8 @@ class TwoStepExchange(Exchange):
 
     def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
         """Step 1 has ended, well or not: ask the decode server, unless it is at work as it should be."""
+        if self._of.room is not None:
+            self._of.deferred.run(self._of.room.look)  # a prefill server has room
         self._params = params
         if self._streaming:
             return
