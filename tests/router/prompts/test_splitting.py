@@ -15,6 +15,7 @@ from skymemory.router.prompts.splitting import (
     fields_of,
     prefill_body,
     read_prefilled,
+    refuses_params,
     why_whole,
 )
 
@@ -87,3 +88,14 @@ def test_params_are_an_object_or_none(params: Any) -> None:
     answer = read_prefilled(b'{"kv_transfer_params":null,"usage":{"prompt_tokens":9}}')
     assert answer is not None and answer.params is None and answer.usage is not None
     assert answer.usage.prompt_tokens == 9
+
+
+def test_an_error_concerns_the_params_by_its_param_only() -> None:
+    assert refuses_params(b'{"error":{"message":"x","param":"kv_transfer_params"}}')
+    for error in (
+        b'{"error":{"message":"kv_transfer_params","param":"n"}}',
+        b'{"error":{"param":null}}',
+        b"<x>",
+        b"{}",
+    ):
+        assert not refuses_params(error)
