@@ -22,13 +22,14 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_a_shell_reads_what_the_connector_reads(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--store", "unix:///run/it's.sock", "--value-tokens", "256", "--queue", "1GiB", "--drain", "500ms"]
+    options += ["--wait", "20s"]
     words = shlex.split(printed(capsys, "a model", *options))
     assert words[:3] == ["vllm", "serve", "a model"] and words[-2] == "--kv-transfer-config"
     assert words[3:-2] == ["--shutdown-timeout", "10"], "what waits to be saved when vLLM is stopped is saved first"
     transfer = json.loads(words[-1])
     assert json.loads(printed(capsys, "a model", *options, "--json")) == transfer
     settings = Settings.read(transfer.pop("kv_connector_extra_config"))
-    assert settings == Settings("unix:///run/it's.sock", 256, 1 << 30, 0.5)
+    assert settings == Settings("unix:///run/it's.sock", 256, 1 << 30, 0.5, 20.0)
     assert transfer == {
         "kv_connector": "SkyMemoryConnector",
         "kv_connector_module_path": "skymemory.engine.vllm",

@@ -114,6 +114,11 @@ def test_an_unavailable_address_is_reported_before_anything_is_loaded() -> None:
         (["--block-tokens", "0"], "1 to 4096"),
         (["--running", "0"], "--running 0"),
         (["--policy", "best"], "lru"),
+        (["--role", "producer"], "give its address by --store"),
+        (["--role", "decoder"], "there is no 'decoder'"),
+        (["--store", "memory://1GiB"], "skymemory store serve memory://1GiB"),
+        (["--listen", "127.0.0.1:0", "--store", "nowhere://"], "redis://HOST"),
+        (["--store", "redis://localhost", "--wait", "soon"], "--wait"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_loaded(

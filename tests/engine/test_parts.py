@@ -394,6 +394,32 @@ def test_an_engine_s_prefix_cache_forgets_all_parts() -> None:
     caches.close()
 
 
+def test_an_engine_s_prefix_cache_takes_over_all_parts_from_another_s() -> None:
+    ids, model = prompt_of(99)[0].numpy(), model_of("Gemma 3", 20)
+    one, other = (PrefixCaches(model, None, 1 << 20, 8, "lru") for _ in range(2))  # type: ignore[arg-type]
+    prompt = one.open("", ids)
+    with torch.inference_mode():
+        prompt.manager.model(torch.tensor(ids)[None], past_key_values=prompt.cache)
+    chains = one.keep(prompt)
+    values = [[bytes(value) for value in one.store.get_now(chain) if value is not None] for chain in chains]
+    assert other.look("", ids) == (chains, 0) and one.look("", ids) == (chains, 12)
+    log: list[Any] = []
+    other.on_events = log.extend
+    assert other.admit("", ids, chains, 0, [part[:5] for part in values]) == 5
+    assert other.admit("", ids, chains, 5, [part[5:] for part in values]) == 7
+    assert [len(event.block_hashes) for event in log] == [5, 7] and other.held_blocks == 12
+    found = other.open("", ids)
+    assert found.cached_tokens == 96
+    with torch.inference_mode():
+        rest = torch.tensor(ids[96:])[None]
+        logits = found.manager.model(rest, past_key_values=found.cache).logits[0, -1]
+        assert torch.allclose(logits, model(torch.tensor(ids)[None]).logits[0, -1], atol=1e-4)
+    other.clear()
+    assert values_of(other._store) == {}
+    one.close()
+    other.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWED[:2])
 def test_another_process_finds_what_one_has_stored(name: str, tmp_path: Path) -> None:

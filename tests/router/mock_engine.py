@@ -33,7 +33,7 @@ class MockEngine:
     ``mock``: ``events`` of a stream (3), ``gap_s`` between them, ``first_byte_s`` before the first, ``status``,
     ``die`` ("before", "after-headers", "between-events", "in-event", "in-body"), ``open_end`` (no length, no chunks),
     ``body_bytes`` of an answer, ``packed`` (a Content-Encoding), ``garbage`` (an answer that is no JSON), ``hold`` (it
-    answers when ``release`` is set, and notices that its client leaves).
+    answers when ``release`` is set, and notices that its client leaves), ``refuses_params``.
 
     To ``do_remote_decode`` it answers with ``params``, as an engine that keeps what it computed for another one.
     """
@@ -122,9 +122,12 @@ class MockEngine:
         if mock.get("hold") and not await self._is_released(reader):
             self.abandoned += 1
             return False
+        kv = asked.get("kv_transfer_params") or {}
+        if kv and mock.get("refuses_params"):
+            self._reply(writer, 400, b'{"error":{"message":"no connector","param":"kv_transfer_params"}}')
+            return True
         if asked.get("stream"):
             return await self._stream(writer, reader, mock)
-        kv = asked.get("kv_transfer_params") or {}
         return self._answer(writer, mock, self.params if kv.get("do_remote_decode") else None)
 
     async def _is_released(self, reader: asyncio.StreamReader) -> bool:
@@ -138,6 +141,7 @@ class MockEngine:
             self.held -= 1
             for each in waits:
                 each.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path == "/metrics":

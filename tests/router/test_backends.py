@@ -8,7 +8,7 @@ from skymemory.conductor.picker import Fleet, LoadReport, Picker, Server
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.router.backends import REST_S, Backends
-from skymemory.router.settings import Backend, Health
+from skymemory.router.settings import BOTH, DECODE, PREFILL, Backend, Health
 
 NONE = np.empty(0, dtype=np.uint64)
 
@@ -161,3 +161,59 @@ def test_who_says_nothing_of_models_may_be_asked_for_any() -> None:
     assert backends.serving(asked("m")) == {"a", "c"} and backends.serving(asked("other")) == {"b", "c"}
     assert backends.serving(asked("m", "french")) == {"a", "c"} and backends.serving(asked("unknown")) is None
     assert backends.adapters == {"french": "m", "german": ""}
+
+
+def roles(**of: str) -> tuple[Backends, Picker, Picker]:
+    prefill, decode = Picker(Fleet(), LeastLoad()), Picker(Fleet(), LeastLoad())
+    backends = Backends(prefill, Health(failures=1), decode=decode)
+    backends.set([Backend(f"http://{name}:1", name, role=role) for name, role in of.items()])
+    return backends, prefill, decode
+
+
+def test_servers_stand_in_the_fleet_of_their_role() -> None:
+    backends, prefill, decode = roles(p=PREFILL, d=DECODE, b=BOTH)
+    assert list(prefill.fleet.servers) == ["p"] and list(decode.fleet.servers) == ["d", "b"]
+    assert backends.alone(asked(), ()) == {"b"} and backends.alone(asked(), {"b"}) == {"d"}
+    backends.failed("b", "x", 0.0)
+    assert backends.alone(asked(), ()) == {"b", "d"} and not decode.fleet.servers["b"].healthy
+    assert backends.has_prefill(None) and not backends.has_prefill({"d", "b"})
+    backends.failed("p", "x", 0.0)
+    assert not backends.has_prefill(None)
+
+
+def test_what_waits_at_a_decode_server_makes_none_full() -> None:
+    backends, prefill, decode = roles(p=PREFILL, d=DECODE)
+    decode.routed(decode.pick(asked(), 0.0), 0.0)
+    assert backends.able(asked(), (), 1) == {"p", "d"} and not backends.full(asked(), 1)
+    prefill.routed(prefill.pick(asked(), 0.0), 0.0)
+    assert backends.able(asked(), (), 1) == {"d"} and backends.full(asked(), 1)
+
+
+def test_a_role_changes_when_the_server_has_no_request() -> None:
+    backends, prefill, decode = roles(p=PREFILL, d=DECODE, e=DECODE)
+    removed: list[str] = []
+    backends.on_removed = removed.append
+    decision = decode.pick(asked(), 0.0, {"d"})
+    decode.routed(decision, 0.0)
+    wanted = [Backend("http://p:1", "p", role=PREFILL), Backend("http://e:1", "e", role=DECODE)]
+    backends.set([*wanted, Backend("http://d:1", "d", role=PREFILL)])
+    assert decode.fleet.servers["d"].draining and not backends.remove_drained()
+    decode.failed(decision, 1.0)
+    assert backends.remove_drained()
+    assert prefill.fleet.servers["d"].takes_requests and "d" not in decode.fleet.servers and removed == []
+    backends.set([*wanted, Backend("http://d:1", "d", role=DECODE)])
+    assert "d" in decode.fleet.servers, "it had no request"
+
+
+def test_a_role_change_ends_where_the_server_leaves_or_keeps_its_role() -> None:
+    backends, prefill, decode = roles(p=PREFILL, d=DECODE, e=DECODE)
+    decision = decode.pick(asked(), 0.0, {"d"})
+    decode.routed(decision, 0.0)
+    wanted = [Backend("http://p:1", "p", role=PREFILL), Backend("http://e:1", "e", role=DECODE)]
+    backends.set([*wanted, Backend("http://d:1", "d", role=PREFILL)])
+    backends.set([*wanted, Backend("http://d:1", "d", role=DECODE)])
+    assert decode.fleet.servers["d"].takes_requests
+    backends.set([*wanted, Backend("http://d:1", "d", role=PREFILL)])
+    backends.set(wanted)
+    decode.failed(decision, 1.0)
+    assert backends.remove_drained() and "d" not in backends.known and "d" not in prefill.fleet.servers

@@ -8,23 +8,29 @@ the progress from the next samples. No I/O, no clock.
 
 **The control law: balance by demand.** A pool's demand is a number of instances, so it does not jump when one moves::
 
-    prefill   Σ (1 if it has work, else 0) + queue_s / ttft_s    machines busy, and those it takes to work off
-                                                                 what waits within the objective
-    decode    Σ max((tbt_s - idle_tbt_s) / (objective - idle_tbt_s), kv_share)
+    prefill   Σ (1 if it has work, else 0) + queue_s / ttft objective
+    decode    Σ max((1 - idle / tbt_s) / (1 - idle / tbt objective), 1 - (1 - kv_share) · idle / tbt_s)
 
     load      demand / serving instances; 1: at the objective
 
-These are Mooncake's loads (predicted time to first token and time between tokens over their objectives) with two
-changes, so that a load is proportional to the work. A queue is empty up to about nine tenths of what a pool can do and
-without a limit above: the busy share shows how much a pool can spare, the queue how much it lacks. The time between
-tokens of an empty batch is not 0, but half the objective on some machines: what counts is the part that requests add.
-Full memory makes requests wait as a slow batch does.
+These are Mooncake's loads (predicted time to first token and time between tokens over their objectives), changed so
+that a load is proportional to the work, which a move divides among one more or one less.
+
+* Prefill: a queue is empty up to about nine tenths of what a pool can do, and without a limit above. The busy share
+  shows what a pool can spare, the queue how many more it takes to work off what waits within the objective.
+* Decode: a batch of ``n`` takes ``tbt = idle + c·n`` a step and makes ``n / tbt`` tokens a second, which is
+  ``(1 - idle / tbt) / c``. The first term is that rate over the one at the objective; the second over the one with full
+  memory, where ``n`` is ``n / kv_share``. The time itself is no measure: with one instance less, steps are slower, so
+  answers take longer and batches grow by more than the share of the one that left. Beyond full memory requests wait,
+  and ``kv_share`` itself counts.
 
 An instance moves from G to R when all of these hold:
 
 1. ``load(R) ≥ high``: R needs it. Below, requests meet their objectives, and a drain costs for nothing.
-2. ``demand(G) / (serving(G) - 1) ≤ low``: G keeps its objective without it. With both pools overloaded none moves.
-3. That is less than ``load(R)`` by ``margin``.
+2. ``left = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without it. With both pools
+   overloaded none moves. ``growth`` is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: what R could not take was
+   refused, or waits in front of G; with one more instance that much more flows through both.
+3. ``left · (1 + margin) ≤ load(R)``: the two change places in the order of their loads for good reason only.
 4. G keeps one.
 5. No change is under way, and since the end of the last one ``settle_s`` plus ``drain_weight`` times its drain have
    passed: the longer a drain took, the more a wrong one costs.
@@ -49,6 +55,9 @@ from typing import Literal, get_args
 
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
+
+MOST_GROWTH = 1.25
+"""Assumed growth of the flow by one more instance; a pool of one, doubled, rarely had twice the requests refused."""
 
 Role = Literal["prefill", "decode"]
 State = Literal["serving", "draining", "down"]
@@ -116,7 +125,8 @@ class ElasticSettings:
     most_drain_s: float = 900.0
     """A change that takes longer is called off: its instance serves in its old role again."""
     idle_tbt_s: float = 0.0
-    """Seconds between tokens of a request that decodes alone."""
+    """Seconds between tokens of a request that decodes alone; 0: unknown, and a decode load is the larger of ``tbt_s``
+    over the objective and ``kv_share``."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -190,9 +200,12 @@ class PoolController:
 
     def _demand(self, one: InstanceSample) -> float:
         if one.role == "prefill":
-            return (one.queue_s > 0) + one.queue_s / self._slo.ttft_s
-        idle_s = self.settings.idle_tbt_s
-        return max(0.0, (one.tbt_s - idle_s) / (self._slo.tbt_s - idle_s), one.kv_share)
+            return max(float(one.queue_s > 0), one.queue_s / self._slo.ttft_s)
+        idle_s, share = self.settings.idle_tbt_s, one.kv_share
+        if not one.tbt_s or not idle_s or share > 1:
+            return max(one.tbt_s / self._slo.tbt_s, share)
+        idle = min(1.0, idle_s / one.tbt_s)
+        return max((1 - idle) / (1 - idle_s / self._slo.tbt_s), 1 - (1 - share) * idle)
 
     def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
         """Ends the change when its instance serves in its new role, is gone, or takes too long."""
@@ -239,7 +252,9 @@ class PoolController:
         settings, giver = self.settings, other(to)
         if not self._serving[to]:
             return None
-        needs, left = self.load(to), self._demands[giver].value / (self._serving[giver] - 1)
+        growth = min(1 + 1 / self._serving[to], MOST_GROWTH)
+        left = self._demands[giver].value / (self._serving[giver] - 1) * growth
+        needs = self.load(to)
         if needs < settings.high or left > settings.low or left * (1 + settings.margin) > needs:
             return None
         return f"{to} has a load of {needs:.2f}; {giver} would have {left:.2f} with one instance less"

@@ -47,6 +47,7 @@ ALONE = (
     "whole",  # the request cannot be split
     "no-prefill-server",  # none takes requests
     "prefill-failed",  # every prefill server that was tried failed
+    "params-refused",  # the decode server refused kv_transfer_params: it has no connector, or another one
     "no-header",  # the sidecar's request names no prefill server
 )
 """Why one server served a prompt alone, though prefill and decode are apart."""

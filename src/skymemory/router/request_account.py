@@ -230,6 +230,7 @@ class PairAccount(RequestAccount):
         Raises:
             NoServer: there is none; nothing has changed.
         """
+        assert self._prefilling and self._open
         self._take(self._scheduler.prefill_again(self._placement, now_s, among))
 
     def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
@@ -238,6 +239,7 @@ class PairAccount(RequestAccount):
         Raises:
             NoServer: there is none; nothing has changed.
         """
+        assert self._open
         self._take(self._scheduler.decode_again(self._placement, now_s, self._first, among))
         self._first = False
 

@@ -27,6 +27,7 @@ from skymemory.kv.context import CacheContext
         ({"store": "unix:///s", "queue": 0}, "queue"),
         ({"store": "unix:///s", "qeue": "1GiB"}, "queue"),
         ({"store": "unix:///s", "drain": "long"}, "drain"),
+        ({"store": "unix:///s", "wait": -1}, "wait: -1: expected a duration"),
     ],
 )
 def test_settings_that_are_refused(extra: dict[str, Any], said: str) -> None:

@@ -56,7 +56,7 @@ def test_one_server_prefills_and_another_answers(run: Run, streamed: bool) -> No
     assert "accept-encoding" not in first["headers"] and second["headers"]["accept-encoding"] == "gzip"
     until(lambda: books_are_closed(running))
     assert prefills(running, "p0", "handed-over") == 1
-    assert running.metric("requests_total", server="d0", outcome="answered") == 1
+    until(lambda: running.metric("requests_total", server="d0", outcome="answered") == 1)
     assert running.metric("reported_cached_tokens_total", server="p0") == 8, "what the prefill server had"
     assert running.metric("reported_cached_tokens_total", server="d0") == 0, "not what it then handed over"
 
@@ -255,7 +255,24 @@ def test_a_bad_request_is_answered_by_the_prefill_server(run: Run, handover: str
     assert answer.status == 422 and answer.json["object"] == "text_completion"
     assert len(engine(running, "p0").seen) + len(engine(running, "p1").seen) == 1, "no other is tried"
     until(lambda: books_are_closed(running) and engine(running, "d0").held == 0)
-    assert sum(running.metric("requests_total", server=name, outcome="client-error") for name in ("p0", "p1")) == 1
+    until(
+        lambda: sum(running.metric("requests_total", server=name, outcome="client-error") for name in ("p0", "p1")) == 1
+    )
+
+
+def test_servers_without_a_connector_do_not_fail_requests(run: Run) -> None:
+    """They refuse what the router has added, which the client did not send."""
+    running = start(run, "pd", disaggregation={"handover": "overlap"})
+    engine(running, "p0").mock = engine(running, "d0").mock = {"refuses_params": True}
+    body = {**MODEL, "stream": True}
+    answer = running.ask("POST", "/v1/completions", body)
+    assert answer.status == 200 and answer.body.endswith(b"[DONE]\n\n")
+    assert bodies(running, "d0")[-1] == body
+    assert prefills(running, "p0", "failed") == 1 and prefills(running, "p0", "client-error") == 0
+    engine(running, "p0").mock = {}
+    assert running.ask("POST", "/v1/completions", body).status == 200
+    assert alone(running, "params-refused") >= 1
+    until(lambda: books_are_closed(running))
 
 
 # -- failures of the decode server
@@ -318,7 +335,9 @@ def test_a_client_that_leaves_ends_both_steps(run: Run, handover: str, phase: st
     until(lambda: p.held == d.held == 0)
     until(lambda: p.abandoned == p.mock["hold"])
     until(lambda: d.abandoned == (phase != "prefill" or handover == "overlap"))
-    assert sum(running.metric("requests_total", server=each, outcome="client-gone") for each in ("p0", "d0")) == 1
+    until(
+        lambda: sum(running.metric("requests_total", server=each, outcome="client-gone") for each in ("p0", "d0")) == 1
+    )
 
 
 # -- what the router says of itself
@@ -378,7 +397,9 @@ def test_a_refusal_after_the_prefill_wastes_it(run: Run, handover: str) -> None:
     assert prefills(running, "p0", "wasted") == 1
     until(lambda: books_are_closed(running) and engine(running, "d0").held == 0)
     assert len(engine(running, "d0").seen) == (handover == "overlap")
-    assert running.metric("requests_total", server="p0" if handover == "after" else "d0", outcome="refused") == 1
+    until(
+        lambda: running.metric("requests_total", server="p0" if handover == "after" else "d0", outcome="refused") == 1
+    )
 
 
 def test_rules_that_see_the_decode_load_need_a_cost_model() -> None:
@@ -388,6 +409,30 @@ def test_rules_that_see_the_decode_load_need_a_cost_model() -> None:
     }
     with pytest.raises(InvalidInput, match="needs `cost`"):
         ProxyServer(settings_from(table))
+
+
+def test_the_queue_waits_for_prefills_not_for_answers(run: Run) -> None:
+    running = start(run, limits={"max_waiting": 1}, queue={"max_requests": 4}, health={"every": 60.0})
+    p, d = engine(running, "p0"), engine(running, "d0")
+    p.mock = d.mock = {"hold": True}
+    with sent(running, MODEL), sent(running, {**MODEL, "stream": True}):
+        until(lambda: p.held == 1)
+        time.sleep(0.05)
+        assert len(p.seen) == 1, "the second waits in the queue"
+        release(running, "p0")
+        until(lambda: len(p.seen) == 2 and d.held == 2)
+    until(lambda: books_are_closed(running))
+
+
+def test_a_full_prefill_server_is_said_without_a_queue(run: Run) -> None:
+    running = start(run, limits={"max_waiting": 1})
+    engine(running, "p0").mock = {"hold": True}
+    with sent(running, MODEL):
+        until(lambda: engine(running, "p0").held == 1)
+        answer = running.complete()
+        assert answer.status == 429 and "1 requests waiting" in answer.json["error"]["message"]
+    until(lambda: books_are_closed(running))
+    assert not engine(running, "d0").seen
 
 
 # -- membership

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("redis", reason="the store daemon's clients need skymemory[redis]")
@@ -22,6 +24,9 @@ from tests.serving.door import Door, open_door
 from tests.serving.engine.test_http import some_ids
 from tests.serving.resp.daemons import serving
 
+from skymemory.serving.engine.generation import Generation
+from skymemory.serving.engine.handover import BlockFetcher
+from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.run import EngineSettings
 from skymemory.store.base import Buffer, Places, Presence
 from skymemory.store.memory import MemoryStore
@@ -131,9 +136,15 @@ def test_one_after_the_other_gives_the_tokens_of_one_engine(pair: Pair, tokens: 
     assert pair.given_up() == 0
 
 
-def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(pair: Pair) -> None:
+def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = some_ids(LONG, seed=77)
     pair.store.held = True
+    saver, offered = pair.prefill.engine.saver, []
+    assert saver is not None
+    offer = saver.offer
+    monkeypatch.setattr(saver, "offer", lambda chains, to: (offered.append(len(chains[0])), offer(chains, to)))
     before = pair.decode.metric("skymemory:store_fetched_blocks_total")
 
     def fetched() -> float:
@@ -154,6 +165,21 @@ def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(pair: 
         assert first.result(10)["kv_transfer_params"]["sky_tokens"] == LONG // BLOCK * BLOCK
         assert text(answer.result(10)) == text(pair.alone.complete(ids, 12))
         assert cached(answer.result()) == LONG // BLOCK * BLOCK
+    assert offered[:2] == [16, 32]  # by prefill steps, not at the end
+
+
+def test_blocks_that_keep_coming_are_waited_for_longer_than_one_deadline(pair: Pair) -> None:
+    ids = some_ids(100, seed=78)
+    pair.store.held = True
+    before = pair.given_up()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(pair.prefill.complete, ids, 1, **PREFILL)
+        answer = pool.submit(pair.decode.complete, ids, 4, **decode(sky_wait_ms=1000))
+        for _ in range(6):
+            time.sleep(0.25)
+            pair.store.pass_on.release()
+        assert first.result(10) and cached(answer.result(10)) == 96
+    assert pair.given_up() == before
 
 
 def test_a_chat_streamed_is_the_chat_of_one_engine(pair: Pair) -> None:
@@ -188,7 +214,7 @@ def test_a_store_that_loses_all_of_it_costs_time_and_no_token(pair: Pair) -> Non
     pair.store.lost = True
     answer = pair.decode.complete(ids, 12, kv_transfer_params={**first, "sky_wait_ms": 50})
     assert text(answer) == text(pair.alone.complete(ids, 12)) and cached(answer) == 0
-    # And one that takes nothing is said to have nothing: nobody waits for it.
+    # And one that takes nothing is said to have nothing: no engine waits for it.
     first = pair.prefill.complete(some_ids(100, seed=7), 1, **PREFILL)["kv_transfer_params"]
     assert first["sky_tokens"] == 0
     before = pair.given_up()
@@ -205,6 +231,22 @@ def test_a_damaged_block_is_computed_and_deleted(pair: Pair) -> None:
     answer = pair.decode.complete(ids, 12, **decode(sky_wait_ms=0))
     assert text(answer) == text(pair.alone.complete(ids, 12)) and cached(answer) == 0
     assert pair.store.stats()["entries"] == entries - 6
+
+
+def test_a_block_damaged_where_nothing_else_checks_it_is_not_taken_over(pair: Pair) -> None:
+    ids, memory = np.asarray(some_ids(100, seed=10), np.int64), MemoryStore(32 << 20)
+    pair.prefill.complete(ids.tolist(), 1)
+    one, other = pair.prefill.engine, pair.decode.engine
+    chains, held = one.thread.call(lambda: one.caches.look("", ids)).result(10)
+    values = [bytes(value) for value in one.caches.store.get_now(chains[0]) if value is not None]
+    assert held == len(values) == 6
+    values[3] = values[3][:-1] + bytes([values[3][-1] ^ 1])
+    memory.put_many(list(zip(chains[0], values, strict=True)))
+    fetcher = BlockFetcher(memory, other.thread, other.caches, EngineMetrics("x"), 1.0)
+    asyncio.run(fetcher.bring(Generation(ids, 4)))
+    fetcher.close()
+    assert other.thread.call(lambda: other.caches.look("", ids)).result(10)[1] == 3
+    assert memory.lookup(chains[0][2:5]) == [Presence.HIT, Presence.MISS, Presence.HIT]
 
 
 def test_a_client_that_leaves_while_waiting_leaves_nothing(pair: Pair) -> None:

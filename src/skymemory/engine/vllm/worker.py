@@ -37,6 +37,10 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4
 _WAITING_THREADS = 4
+_QUESTION_S = 0.0005
+"""A question of a load that waits keeps the interpreter about so long: many such loads pause longer, for the model's
+sake.
+"""
 _PAIRED_S = 0.5
 """Where a value came within, a second thread loads too: one is being verified and copied while the next is fetched. On
 a slower link each would only wait for the other, at last for longer than a store may take to answer.
@@ -391,7 +395,8 @@ class WorkerSide:
         elif reason and reason not in NOT_YET:
             self._end_waiting(job, reason)
         else:
-            self._waiters.call(lambda: self._ask(job), job.pace.came(values, now_s - began_s))
+            pause_s = job.pace.came(values, now_s - began_s)
+            self._waiters.call(lambda: self._ask(job), pause_s and max(pause_s, len(self._jobs) * _QUESTION_S))
 
     def _end_waiting(self, job: _WaitingJob, reason: str) -> None:
         job.close()

@@ -117,6 +117,10 @@ class SidecarExchange(TwoStepExchange):
             found.append((host, port))
         return found
 
+    @property
+    def _is_last(self) -> bool:
+        return True  # there is one engine: its answer, a 503 too, is the client's
+
     def _split(self) -> None:
         local = {known.backend.url for known in self._of.backends.known.values()}
         if not self._named or any(f"http://{host_port(*each)}" in local for each in self._named[:1]):

@@ -11,8 +11,9 @@ are computed. Its response is passed on as soon as it comes: by then it has the 
 
 Failures. A prefill only saves time, so a request survives that of any prefill server: others are tried (``retries``),
 then the decode server computes the prompt. A decode server that fails before its first byte is replaced by another one,
-which fetches the same values. Two answers of a prefill server end the request: 400 to 499, which the client gets (but
-not 408 and 429, which are the server's trouble), and a prefill after which the admission rule refuses the decoding.
+which fetches the same values; one that refuses ``kv_transfer_params`` is asked without. Two answers of a prefill server
+end the request: 400 to 499, which the client gets (but not 408, 429 and what concerns ``kv_transfer_params``: these are
+the server's trouble), and a prefill after which the admission rule refuses the decoding.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from skymemory.router.prompts.splitting import (
     fields_of,
     prefill_body,
     read_prefilled,
+    refuses_params,
     why_whole,
 )
 from skymemory.router.request_account import PairAccount
@@ -52,8 +54,8 @@ MAX_ANSWER_BYTES = 4 << 20
 """Of a prefill server: one token, perhaps log probabilities, and ``kv_transfer_params``, with thousands of blocks."""
 PREFILLER_HEADERS = frozenset((b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port"))
 """By which llm-d's sidecar chooses a prefill server. Never passed on: this router has chosen one."""
-_LEFT_OUT = PREFILLER_HEADERS | {b"accept-encoding"}
-"""Of what a prefill server gets: its answer is read here."""
+_READ_HERE = frozenset((b"accept-encoding",))
+"""Not sent to a prefill server, whose answer is read here."""
 _SERVER_TROUBLE = frozenset((408, 429))
 
 
@@ -142,7 +144,7 @@ class TwoStepExchange(Exchange):
         body = prefill_body(self._fields)
         server = account.prefill.server
         pool = self._of.pools[server]
-        head = self._head_for(pool, body, _LEFT_OUT)
+        head = self._head_for(pool, body, self._left_out | _READ_HERE)
         self._prefill = _PrefillCall(self, server, self._of.settings.disaggregation.prefill_s)
         self._prefill.ask(pool, head, body)
 
@@ -150,11 +152,11 @@ class TwoStepExchange(Exchange):
         """The whole answer to step 1 has come."""
         status = head.status
         if not 200 <= status < 300:
-            is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE
+            is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE and not refuses_params(body)
             if is_of_request and status not in self._of.settings.retries.statuses:
                 self._answer_as_prefill(server, head, body)
             else:
-                self.prefill_failed(server, f"it answered {status}")
+                self.prefill_failed(server, f"it answered {status}" + " to kv_transfer_params" * refuses_params(body))
             return
         answer = read_prefilled(body)
         if answer is None:
@@ -217,6 +219,8 @@ class TwoStepExchange(Exchange):
 
     def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
         """Step 1 has ended, well or not: ask the decode server, unless it is at work as it should be."""
+        if self._of.room is not None:
+            self._of.deferred.run(self._of.room.look)  # a prefill server has room
         self._params = params
         if self._streaming:
             return
@@ -265,6 +269,20 @@ class TwoStepExchange(Exchange):
         if self._prefill is None and not self._is_streamed:
             account.first_byte(time.monotonic())
         self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body)
+
+    def _begin(self, piece: bytes, ended: bool) -> None:
+        head = self._head
+        has_params = self._fields is not None and self._params is not None
+        may_do_without = has_params and self._of.settings.disaggregation.fallback
+        if may_do_without and head is not None and 400 <= head.status < 500 and refuses_params(piece):
+            # It has no connector, or another one. The client did not send them: its request is good.
+            self._of.metrics.alone.labels("params-refused").inc()
+            call, self._call, self._params = self._call, None, None
+            if call is not None:
+                call.close()
+            self._ask_decode(self._pair)
+            return
+        super()._begin(piece, ended)
 
     @property
     def _is_last(self) -> bool:

@@ -88,7 +88,16 @@ class _Answer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Error(msgspec.Struct, frozen=True):
+    param: object = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error = _Error()
+
+
 _answer = msgspec.json.Decoder(_Answer)
+_error = msgspec.json.Decoder(_ErrorAnswer)
 
 
 def read_prefilled(body: bytes) -> Prefilled | None:
@@ -101,6 +110,16 @@ def read_prefilled(body: bytes) -> Prefilled | None:
         return None
     # A copy, since a Raw keeps the whole answer in memory.
     return Prefilled(None if params in _UNSET else msgspec.Raw(params), usage_in(body))
+
+
+def refuses_params(error: bytes) -> bool:
+    """Whether an error response concerns ``kv_transfer_params``, which the router has added and no client sent. By its
+    ``param``: messages may repeat the whole request.
+    """
+    try:
+        return _error.decode(error).error.param == PARAMS
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _raw(fields: Fields, name: str) -> bytes:
