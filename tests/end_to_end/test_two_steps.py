@@ -97,42 +97,35 @@ def mixed(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not hands_over(), reason="`skymemory serve` has no --role")
-@pytest.mark.parametrize("handover", ["after", "overlap"])
-def test_two_prefill_and_one_decode_engine_answer_as_one_plain_engine(store: str, handover: str) -> None:
-    requests = mixed(16, 7)
+def test_an_engine_that_prefills_and_one_that_decodes_answer_as_a_plain_one(store: str) -> None:
     with ExitStack() as stack:
         plain = stack.enter_context(engine_process())[1]
-        prefill = [stack.enter_context(engine_process("--store", store, "--role", "producer")) for _ in range(2)]
+        killed, prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))
         decode = stack.enter_context(engine_process("--store", store, "--role", "consumer"))[1]
-        words = [word for _, url in prefill for word in ("--prefill", url)]
-        process, url = stack.enter_context(router(*words, "--decode", decode, "--handover", handover))
-        with ThreadPoolExecutor(3) as pool:
-            wanted = list(pool.map(lambda body: ask(plain, body), requests))
-            half = len(requests) // 2
-            assert list(pool.map(lambda body: ask(url, body), requests[:half])) == wanted[:half]
-            prefill[0][0].kill()
-            assert list(pool.map(lambda body: ask(url, body), requests[half:])) == wanted[half:], "one was killed"
-        assert metrics(url, 'skymemory_router_prefills_total{outcome="handed-over"') >= half
-        whole = {**requests[0], "stream": False, "n": 2}
-        assert ask(url, whole) == wanted[0]
-        assert metrics(url, 'skymemory_router_alone_total{reason="whole"}') == 1
-        assert metrics(url, "skymemory_router_server_in_flight") == 0
-        prefill[1][0].kill()
-        assert ask(url, {**requests[1], "stream": False}) == wanted[1], "the decode engine computes it all"
-        assert not any("Traceback" in line for line in process.said)
-
-
-@pytest.mark.skipif(not hands_over(), reason="`skymemory serve` has no --role")
-def test_a_sidecar_before_a_decode_engine(store: str) -> None:
-    requests = mixed(6, 8)
-    with ExitStack() as stack:
-        plain = stack.enter_context(engine_process())[1]
-        prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))[1]
-        decode = stack.enter_context(engine_process("--store", store, "--role", "consumer"))[1]
-        process, url = stack.enter_context(router("--sidecar", decode, "--prefillers", "127.0.0.1"))
-        for body in requests:
+        pair, handed_over = (
+            ("--prefill", prefill, "--decode", decode),
+            'skymemory_router_prefills_total{outcome="handed-over"',
+        )
+        for handover, seed in (("after", 7), ("overlap", 8)):
+            with router(*pair, "--handover", handover) as (process, url), ThreadPoolExecutor(3) as pool:
+                requests = mixed(8, seed)
+                wanted = list(pool.map(lambda body: ask(plain, body), requests))
+                assert list(pool.map(lambda body, url=url: ask(url, body), requests)) == wanted
+                outcomes = metrics(url, "skymemory_router_prefills_total")
+                assert outcomes == 8 and metrics(url, handed_over) >= (8 if handover == "after" else 1)
+                assert metrics(url, "skymemory_router_server_in_flight") == 0
+                if handover == "after":
+                    whole = {**requests[0], "stream": False, "n": 2}
+                    assert ask(url, whole) == wanted[0]
+                    assert metrics(url, 'skymemory_router_alone_total{reason="whole"}') == 1
+                assert not any("Traceback" in line for line in process.said)
+        with router("--sidecar", decode, "--prefillers", "127.0.0.1") as (process, url):
             header = {HEADER: prefill.removeprefix("http://")}
-            assert ask(url, body, header) == ask(plain, body)
-        assert metrics(f"{url}/sidecar", 'skymemory_router_prefills_total{outcome="handed-over"') == len(requests)
-        assert ask(url, requests[0]) == ask(plain, requests[0])
-        assert not any("Traceback" in line for line in process.said)
+            for body in mixed(3, 9):
+                assert ask(url, body, header) == ask(plain, body)
+            assert metrics(f"{url}/sidecar", handed_over) == 3
+            killed.kill()
+            for body in mixed(3, 10):
+                assert ask(url, body, header) == ask(plain, body), "the decode engine computes it all"
+            assert metrics(f"{url}/sidecar", 'skymemory_router_alone_total{reason="prefill-failed"}') == 3
+            assert not any("Traceback" in line for line in process.said)
