@@ -17,6 +17,7 @@ from skymemory.cli.route import _flags
 from skymemory.errors import InvalidInput
 from skymemory.router.http import two_steps
 from skymemory.router.http.server import ProxyServer
+from skymemory.router.queue import RequestQueue
 from skymemory.router.settings import Settings, settings_from
 
 Run = Callable[..., Running]
@@ -422,6 +423,20 @@ def test_the_queue_waits_for_prefills_not_for_answers(run: Run) -> None:
         release(running, "p0")
         until(lambda: len(p.seen) == 2 and d.held == 2)
     until(lambda: books_are_closed(running))
+
+
+def test_the_queue_learns_of_the_work_of_both(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[float] = []
+    monkeypatch.setattr(RequestQueue, "corrected", lambda self, entry, work: works.append(work))
+    running = start(run, limits={"max_waiting": 1}, queue={"max_requests": 4}, health={"every": 60.0})
+    p, d = engine(running, "p0"), engine(running, "d0")
+    p.mock, d.cached_tokens = {"hold": True}, 32
+    with sent(running, MODEL), sent(running, MODEL) as second:
+        until(lambda: p.held == 1)
+        release(running, "p0")
+        assert second.recv(65536).startswith(b"HTTP/1.1 200")
+    until(lambda: books_are_closed(running))
+    assert works == [32 - 8 + 3], "of the one that was in the queue"
 
 
 def test_a_full_prefill_server_is_said_without_a_queue(run: Run) -> None:

@@ -556,10 +556,14 @@ class Exchange:
             kept = slo_outcome(slo, result.ttft_s, took_s, output_tokens)
             self._of.metrics.promises.labels(kept).inc()
             met = kept == "kept"
-        work = None if usage is None or self._entry is None else usage.work
+        work = None if usage is None or self._entry is None else self._work_of(usage)
         if work is not None and self._entry is not None and self._of.room is not None:
             self._of.room.queue.corrected(self._entry, work)
         account.ended(now_s, usage, met)
+
+    def _work_of(self, usage: Usage) -> float | None:
+        """Tokens that were computed for it; None: unknown."""
+        return usage.work
 
 
 def decision_line(account: RequestAccount) -> bytes:

@@ -42,7 +42,7 @@ from skymemory.router.prompts.splitting import (
     refuses_params,
     why_whole,
 )
-from skymemory.router.request_account import PairAccount
+from skymemory.router.request_account import PairAccount, Usage
 from skymemory.router.settings import OVERLAP
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class TwoStepExchange(Exchange):
     _is_streamed = False
     """The client asked for a stream: the first byte then marks the begin of decoding."""
     _request_id = b""
+    _prefill_usage: Usage | None = None
 
     # -- the pair
 
@@ -163,7 +164,7 @@ class TwoStepExchange(Exchange):
             self.prefill_failed(server, "its answer is not one to a prefill: expected JSON with kv_transfer_params")
             return
         of, account, now_s = self._of, self._pair, time.monotonic()
-        self._prefill = None
+        self._prefill, self._prefill_usage = None, answer.usage
         of.backends.answered(server)
         if answer.usage is not None and answer.usage.cached_tokens is not None:
             counted = of.metrics.of(server)
@@ -315,6 +316,13 @@ class TwoStepExchange(Exchange):
         self._ask_decode(account)
 
     # -- the end
+
+    def _work_of(self, usage: Usage) -> float | None:
+        first = self._prefill_usage
+        if first is None or first.cached_tokens is None or usage.output_tokens is None:
+            return super()._work_of(usage)
+        # What the decode server reports as cached was computed for this request, but for what the other had cached.
+        return float(usage.prompt_tokens - min(first.cached_tokens, usage.prompt_tokens) + usage.output_tokens)
 
     def _drop_call(self) -> None:
         """Drop what is asked of either server."""
