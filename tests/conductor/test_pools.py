@@ -28,8 +28,8 @@ QUICK = ElasticSettings(smoothing_s=5.0, settle_s=5.0, drain_weight=0.5)
 
 
 class Cluster:
-    """Instances that share their pool's demand evenly, and drain for ``drain_s``. ``idle_tbt_s`` 0: a load is read as it
-    is written."""
+    """Instances that share their pool's demand evenly, and drain for ``drain_s``. A demand is as it is read: without
+    ``idle_tbt_s`` decode loads are the times themselves."""
 
     def __init__(self, prefill: int, decode: int, settings: ElasticSettings = QUICK, drain_s: float = 8.0) -> None:
         self.roles: dict[str, Role] = {f"p{at}": "prefill" for at in range(prefill)}

@@ -40,8 +40,8 @@ what G bears after it: the third rule required the opposite. So under constant d
 in one direction, and they end after fewer than there are instances.
 
 Mooncake's loads swing in opposition: what waits for prefill now decodes later, and reacting to the lagging pool feeds
-the swing. Against this, demands are smoothed, the second rule looks at both pools at once, and a change waits until the last one
-shows (``settle_s``).
+the swing. Against this, demands are smoothed, the second rule looks at both pools at once, and a change waits until
+the last one shows (``settle_s``).
 
 The one that drains soonest goes: least queue, then fewest requests. Its memory of KV blocks is the caller's to keep.
 """
@@ -184,7 +184,9 @@ class PoolController:
         if self._last_s is None:
             self._last_s, self._next_s = now_s, now_s + self.settings.settle_s
         if now_s < self._last_s:
-            raise InvalidInput(f"an observation at {now_s:g} s after one at {self._last_s:g} s; expected none before it")
+            raise InvalidInput(
+                f"an observation at {now_s:g} s after one at {self._last_s:g} s; expected none before it"
+            )
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         for role in ROLES:
             ours = [one for one in instances if one.role == role and one.state != "down"]
