@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skymemory.conductor.pools import (
@@ -119,6 +119,7 @@ def test_nothing_moves_where_both_are_overloaded() -> None:
     low=st.floats(0.3, 1.5),
     margin=st.floats(0.01, 0.5),
 )
+@example(prefill=8, decode=8, demands=(8.1, 8.1), high=0.3, low=1.5, margin=0.1)
 def test_a_constant_demand_leads_to_few_changes_in_one_direction(
     prefill: int, decode: int, demands: tuple[float, float], high: float, low: float, margin: float
 ) -> None:
