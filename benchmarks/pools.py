@@ -1,17 +1,17 @@
 """Elastic pools against fixed splits: `python benchmarks/pools.py [--json FILE] [--quick] [--only A,B]`.
 
 Eight machines in the cluster simulator (LLaMA-70B, prefills as on 8×A800, decoding as vLLM's on 8×A100; objectives of
-30 s and 0.1 s a token; KVCache-centric scheduling). On each family of requests: every fixed split, of which the best is
-known only in hindsight; elastic pools that start from the even split, with the default settings; and with settings
-that were swept. A goodput is requests within both objectives per second of arrivals; a share is of the best split's,
-draw by draw.
+30 s and 0.1 s a token; KVCache-centric scheduling, admission rule `goodput`). On each family of requests: every fixed
+split, of which the best is known only in hindsight; elastic pools that start from the even split, with the default
+settings; and with settings that were swept. A goodput is requests within both objectives per second of arrivals; a
+share is of the best split's, draw by draw.
 
-The sweep runs on `--seed` and a third of the time (of the trace: of its first half); reported are whole draws with seeds
-of their own (of the trace: its second half). First smoothing and settling times are swept, then the other settings around the best; best: most families
-at 95 % of their best split or more, then the largest mean share.
+The sweep runs on `--seed` and a third of the time (of the trace: of its first half); reported are whole draws with
+seeds of their own (of the trace: its second half). First smoothing and settling times are swept, then the other
+settings around the best; best: most families at 95 % of their best split or more, then the largest mean share.
 
-Without the conversation trace at `../shared/data` or `--trace FILE` that family is left out, and said so. `--quick`: one
-draw of a third of the time, no sweep.
+Without the conversation trace at `../shared/data` or `--trace FILE` that family is left out, and said so. `--quick`:
+one draw of a third of the time, no sweep.
 """
 
 from __future__ import annotations
@@ -253,9 +253,13 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         if way not in rows[0]:
             continue
         lost = [row for row in rows if row[way]["share"] < (1.0 if row["changes_mix"] else GOAL)]
-        print(f"\n{way}: lost {len(lost)} of {len(rows)} families (below {GOAL:.0%}; below 100 % where the mix changes)")
+        print(
+            f"\n{way}: lost {len(lost)} of {len(rows)} families (below {GOAL:.0%}; below 100 % where the mix changes)"
+        )
         for row in lost:
-            print(f"  {row['family']}: {row[way]['share']:.1%} of {row['best']}, worst draw {row[way]['worst_share']:.1%}")
+            print(
+                f"  {row['family']}: {row[way]['share']:.1%} of {row['best']}, worst draw {row[way]['worst_share']:.1%}"
+            )
 
 
 def main() -> None:
@@ -274,9 +278,7 @@ def main() -> None:
     if trace is None:
         print(f"there is no trace at {options.trace}: that family is left out", file=sys.stderr)
     wanted = [one.strip() for one in options.only.split(",")] if options.only else [""]
-    chosen = {
-        name: family for name, family in families(trace).items() if any(name.startswith(one) for one in wanted)
-    }
+    chosen = {name: family for name, family in families(trace).items() if any(name.startswith(one) for one in wanted)}
     if not chosen:
         parser.error(f"--only {options.only}: no such family; there are {'; '.join(families(trace))}")
     part, draws = (1 / 3, 1) if options.quick else (1.0, options.draws)

@@ -319,6 +319,25 @@ def _cluster_pool() -> str:
     )
 
 
+def _pools() -> str:
+    def way(key: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[key]['share']:.1%} ({row[key]['worst_share']:.1%})" if key in row else "–"
+
+    return columns(
+        "pools",
+        ("requests", _text("family")),
+        ("number", _number("requests")),
+        ("best split", _text("best")),
+        ("its goodput", lambda row: f"{row['best_goodput_per_s']:.2f}/s"),
+        ("within both", _percent("best_attainment")),
+        ("even split", way("even")),
+        ("elastic", way("elastic")),
+        ("elastic, swept", way("elastic, swept")),
+        ("changes", lambda row: f"{row['elastic']['changes']:.0f}"),
+        where=lambda row: bool(row["part"] == "summary"),
+    )
+
+
 def _envoy() -> str:
     return columns(
         "envoy_picker",
@@ -641,6 +660,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "schedulers": _cluster,
     "sky behind a cluster": _cluster_sky,
     "pool": _cluster_pool,
+    "elastic pools": _pools,
     "through Envoy": _envoy,
     "floods": _floods,
     "real engines, errors": _real_errors,

@@ -12,6 +12,7 @@ import pytest
 from skymemory.cli.main import main
 from skymemory.conductor.cost_fit import dump
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
+from skymemory.conductor.pools import ElasticSettings
 from skymemory.demo.conductor import SCHEDULERS, WIDTH, Playback, _play, final, frame
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.outcome import measured
@@ -35,10 +36,25 @@ def test_plays_all_four_and_prints_the_results() -> None:
     assert "100" in best and "node" in best
 
 
+def test_elastic_pools_have_a_bar_for_each_machine_in_both_roles() -> None:
+    setup = ClusterSetup(seed=1, pools="elastic", elastic=ElasticSettings(settle_s=2.0))
+    run = run_of(ClusterCell(OpenSource("l-eval", 8.0, 100, 1), setup, "kvcache-centric"))
+    stream = io.StringIO()
+    _play([run] * 4, setup, stream, played_s=0.3)
+    player = Playback(run, 16, 16, setup.slo)
+    moments = [player.at(run.end_s)] * 4
+    assert (moments[0].arrived, sum(moments[0].waiting), sum(moments[0].decoding)) == (100, 0, 0)
+    lines = frame(SCHEDULERS, moments, 6.0, 20.0)
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[1].index("done") + len("done") == lines[2].index(" 100 ") + len(" 100")
+
+
 def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["demo", "conductor", "--rate", "0"]) == 2
     assert main(["demo", "conductor", "--trace", str(tmp_path / "none.jsonl")]) == 2
     assert "cannot read" in capsys.readouterr().err
+    assert main(["demo", "conductor", "--pools", "both"]) == 2
+    assert "argument --pools: there is no 'both'; there are fixed, elastic" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -47,6 +63,16 @@ def test_orders_the_schedulers_as_published(capsys: pytest.CaptureFixture[str]) 
     report = json.loads(capsys.readouterr().out)["schedulers"]
     means = [report[name]["ttft_s"]["mean"] for name in SCHEDULERS]
     assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.slow
+def test_elastic_pools_say_how_often_machines_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "conductor", "--quick", "--no-play", "--json", "--pools", "elastic"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert report["pools"] == "elastic"
+    counts = [report["schedulers"][name]["role_changes"] for name in SCHEDULERS]
+    assert f"kvcache-centric {counts[-1]}" in said.err and max(counts) > 0
 
 
 @pytest.mark.slow

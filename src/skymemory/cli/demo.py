@@ -160,6 +160,12 @@ def _add_conductor(others: Subparsers) -> None:
     add("--quick", action="store_true", help="four minutes of requests instead of ten; under 30 s")
     add("--rate", type=float, default=2.0, metavar="X", help="request rate, times the workload's own (default: 2)")
     add("--admission", default="early", metavar="RULE", help="admission rule (default: early)")
+    add(
+        "--pools",
+        choices=("fixed", "elastic"),
+        default="fixed",
+        help="elastic: machines change between prefill and decode as the load does (default: fixed)",
+    )
     add("--trace", type=Path, metavar="FILE", help="the released conversation trace (default: a seeded generator)")
     add(
         "--cost",

@@ -8,7 +8,7 @@ the progress from the next samples. No I/O, no clock.
 
 **The control law: balance by demand.** A pool's demand is a number of instances, so it does not jump when one moves::
 
-    prefill   Σ (1 if it has work, else 0) + queue_s / ttft objective
+    prefill   Σ max(1 if it has work, else 0, queue_s / ttft objective)
     decode    Σ max((1 - idle / tbt_s) / (1 - idle / tbt objective), 1 - (1 - kv_share) · idle / tbt_s)
 
     load      demand / serving instances; 1: at the objective
@@ -17,7 +17,7 @@ These are Mooncake's loads (predicted time to first token and time between token
 that a load is proportional to the work, which a move divides among one more or one less.
 
 * Prefill: a queue is empty up to about nine tenths of what a pool can do, and without a limit above. The busy share
-  shows what a pool can spare, the queue how many more it takes to work off what waits within the objective.
+  shows what a pool can spare; a queue beyond the objective how many it takes to work that off within it.
 * Decode: a batch of ``n`` takes ``tbt = idle + c·n`` a step and makes ``n / tbt`` tokens a second, which is
   ``(1 - idle / tbt) / c``. The first term is that rate over the one at the objective; the second over the one with full
   memory, where ``n`` is ``n / kv_share``. The time itself is no measure: with one instance less, steps are slower, so
@@ -30,18 +30,18 @@ An instance moves from G to R when all of these hold:
 2. ``left = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without it. With both pools
    overloaded none moves. ``growth`` is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: what R could not take was
    refused, or waits in front of G; with one more instance that much more flows through both.
-3. ``left · (1 + margin) ≤ load(R)``: the two change places in the order of their loads for good reason only.
+3. ``left · (1 + margin) ≤ load(R)``: what G will bear is less, by a margin, than what R bears now.
 4. G keeps one.
 5. No change is under way, and since the end of the last one ``settle_s`` plus ``drain_weight`` times its drain have
    passed: the longer a drain took, the more a wrong one costs.
 
-The third rule is the hysteresis. A move back would need ``load(R)`` of before the move, which is what the third rule
-compared, to be *below* what it was required to exceed. So under a constant demand no move is undone, all moves go in
-one direction, and they end after fewer than there are instances.
+The third rule is the hysteresis. A move back would need what R bore before the move to be less, by the margin, than
+what G bears after it: the third rule required the opposite. So under constant demands no move is undone, all moves go
+in one direction, and they end after fewer than there are instances.
 
 Mooncake's loads swing in opposition: what waits for prefill now decodes later, and reacting to the lagging pool feeds
-the swing. Against this, demands are smoothed over ``smoothing_s``, which is near a swing's half period, and the second
-rule looks at both pools at once.
+the swing. Against this, demands are smoothed, the second rule looks at both pools at once, and a change waits until
+the last one shows (``settle_s``).
 
 The one that drains soonest goes: least queue, then fewest requests. Its memory of KV blocks is the caller's to keep.
 """
@@ -184,7 +184,9 @@ class PoolController:
         if self._last_s is None:
             self._last_s, self._next_s = now_s, now_s + self.settings.settle_s
         if now_s < self._last_s:
-            raise InvalidInput(f"an observation at {now_s:g} s after one at {self._last_s:g} s; expected none before it")
+            raise InvalidInput(
+                f"an observation at {now_s:g} s after one at {self._last_s:g} s; expected none before it"
+            )
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         for role in ROLES:
             ours = [one for one in instances if one.role == role and one.state != "down"]

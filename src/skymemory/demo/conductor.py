@@ -55,13 +55,16 @@ def run_conductor(args: argparse.Namespace) -> int:
     source = Source(args.trace, args.seed, quick=True)
     spans = args.chart is not None
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
-    setup = ClusterSetup(prefill=PREFILL, decode=DECODE, cost=cost, rate=args.rate, seed=args.seed, spans=spans)
+    setup = ClusterSetup(
+        prefill=PREFILL, decode=DECODE, pools=args.pools, cost=cost, rate=args.rate, seed=args.seed, spans=spans
+    )
     machines = "LLaMA-70B on 8×A800 each" if args.cost is None else f"{cost.shape.name} on {cost.machine.name}"
     part = QUICK_PART if args.quick else PART
     cells = [ClusterCell(source, setup, name, admission=args.admission, until_part=part) for name in SCHEDULERS]
     _say(
         stream,
-        f"{PREFILL} machines prefill, {DECODE} decode ({machines}, modelled); {source.name}, "
+        f"{PREFILL} machines prefill, {DECODE} decode{' at the start' * (args.pools == 'elastic')} "
+        f"({machines}, modelled); {source.name}, "
         f"at {args.rate:g} times its rate; SLO: {setup.slo.ttft_s:g} s to the first token, "
         f"{setup.slo.tbt_s:g} s between tokens; admission: {args.admission}",
     )
@@ -77,6 +80,9 @@ def run_conductor(args: argparse.Namespace) -> int:
         _play(runs, setup, stream, QUICK_PLAYED_S if args.quick else PLAYED_S)
     for text in final(SCHEDULERS, metrics):
         _say(stream, text)
+    if args.pools == "elastic":
+        changes = ", ".join(f"{name} {one.role_changes}" for name, one in zip(SCHEDULERS, metrics, strict=True))
+        _say(stream, f"changes between prefill and decode: {changes}")
     if args.report is not None:
         from skymemory.view.cluster_report import write_cluster_report
 
@@ -93,7 +99,8 @@ def run_conductor(args: argparse.Namespace) -> int:
 
 def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, played_s: float) -> None:
     """Play all runs back side by side, moment by moment, until the last request has arrived."""
-    players = [Playback(run, PREFILL, DECODE, setup.slo) for run in runs]
+    both = PREFILL + DECODE if setup.pools == "elastic" else 0
+    players = [Playback(run, both or PREFILL, both or DECODE, setup.slo) for run in runs]
     # To the last arrival, not the last answer: behind it queues only drain.
     last_s = max(one.at_s for one in runs[0].outcomes)
     speed = last_s / played_s
@@ -118,6 +125,7 @@ def _as_json(args: argparse.Namespace, source: Source, metrics: Sequence[Cluster
         "requests": source.name,
         "rate": args.rate,
         "admission": args.admission,
+        "pools": args.pools,
         "seed": args.seed,
         "schedulers": {name: one.as_json() for name, one in zip(SCHEDULERS, metrics, strict=True)},
     }
@@ -145,8 +153,10 @@ _LINE_STEP, _BATCH_STEP = 2, 1
 
 def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float) -> list[str]:
     """The moment: lines before the machines that prefill, batches of those that decode, and counts up to now."""
+    lines, batches = len(moments[0].waiting) + 1, len(moments[0].decoding) + 1
     head = (
-        f"{'scheduler':<16} {'in line':<9} {'waiting':>7}  {'batches':<9} {'done':>6} {'within':>7} {'refused':>8}"
+        f"{'scheduler':<16} {'in line':<{lines}} {'waiting':>7}  {'batches':<{batches}}"
+        f" {'done':>6} {'within':>7} {'refused':>8}"
         f" {'TTFT now':>9} {'hits':>6} {'moved':>6}"
     )
     return [

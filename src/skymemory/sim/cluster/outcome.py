@@ -308,7 +308,8 @@ def _utilisation(run: ClusterRun, role: Role, elapsed_s: float) -> float:
     busy_s = run.prefill_busy_s if role == "prefill" else run.decode_busy_s
     there_s = len(busy_s) * elapsed_s
     if run.roles:
-        there_s = sum(one.end_s - one.begin_s for one in run.roles if one.role == role)
+        # The last sample comes behind the run's end.
+        there_s = sum(max(0.0, min(one.end_s, run.end_s) - one.begin_s) for one in run.roles if one.role == role)
     return _part(sum(busy_s), there_s)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from skymemory.conductor.cost_model import DRAM, SSD, CostModel, LLAMA_70B_8xA800, Medium
-from skymemory.conductor.pools import ElasticSettings
+from skymemory.conductor.pools import ElasticSettings, PoolController
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory.eviction import POLICIES
@@ -166,8 +166,12 @@ class ClusterSetup:
             raise InvalidInput("expected error and output_error from 0 to 1")
         if self.pools not in POOLS:
             raise InvalidInput(f"pools {self.pools!r}: expected one of {', '.join(POOLS)}")
-        if self.pools == "elastic" and (self.coupled or self.pipeline > 1):
-            raise InvalidInput("elastic pools: expected coupled of 0 and pipeline of 1; coupled machines do both already")
+        if self.pools == "elastic":
+            if self.coupled or self.pipeline > 1:
+                raise InvalidInput(
+                    "elastic pools: expected coupled of 0 and pipeline of 1; coupled ones do both already"
+                )
+            PoolController(self.slo, self.elastic_settings())  # refuses objectives that an idle instance misses
         if not 0 <= self.change_s < math.inf:
             raise InvalidInput(f"change_s is {self.change_s:g}; expected 0 or more")
         known = {*self.prefilling(), *self.decoding()}
