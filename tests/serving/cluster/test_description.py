@@ -78,15 +78,13 @@ settings = { strategy = "least-ttft", health = { every = "2s" } }
 
 
 def test_the_router_s_file_names_roles_only_where_there_are_some() -> None:
-    settings = {"strategy": "least-ttft", "cors_origins": ["http://a"], "health": {"every": "2s", "path": 'a"\\\n'}}
+    settings = {"strategy": "least-ttft", "cors": {"origins": ["http://a"]}, "options": {'odd "key"\n': 1.5}}
     written = router_settings(
-        described(router={"settings": {**settings, "health": {"every": "2s"}}}),
+        described(router={"settings": settings}),
         [("prefill-1", "http://127.0.0.1:1", "prefill"), ("both-1", "http://127.0.0.1:2", "both")],
     )
     assert tomllib.loads(written) == {
-        "strategy": "least-ttft",
-        "cors_origins": ["http://a"],
-        "health": {"every": "2s"},
+        **settings,
         "backends": [
             {"name": "prefill-1", "url": "http://127.0.0.1:1", "role": "prefill"},
             {"name": "both-1", "url": "http://127.0.0.1:2"},
