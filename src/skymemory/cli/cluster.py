@@ -59,9 +59,23 @@ def add_parser(subparsers: Subparsers) -> None:
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="at most as many (default: 50)")
     _add_run_dir(logs)
     _add_run_dir(actions.add_parser("down", help="end all of it"))
+    manifests = actions.add_parser("manifests", help="print Kubernetes manifests of the same cluster")
+    manifests.add_argument("file", type=Path, metavar="FILE", help="the description, with [kubernetes] for images")
     supervise = actions.add_parser("supervise")  # what `up` starts; not in the help
     _add_run_dir(supervise)
     actions._choices_actions = [one for one in actions._choices_actions if one.dest != "supervise"]
+
+
+def _manifests(file: Path) -> int:
+    from skymemory.serving.cluster.description import read_description
+    from skymemory.serving.cluster.manifests import as_yaml, manifests
+
+    description = read_description(file)
+    try:
+        print(as_yaml(manifests(description)), end="")
+    except InvalidInput as error:
+        raise InvalidInput(f"{file}: {error}") from error
+    return 0
 
 
 def _add_run_dir(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     check_router_installed()
     from skymemory.testbed.run_directory import default_run_directory
 
+    if args.action == "manifests":
+        return _manifests(args.file)
     directory = (args.run_dir or default_run_directory() / "cluster").absolute()
     if args.action == "up":
         return _up(args, directory)

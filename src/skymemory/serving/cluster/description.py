@@ -140,8 +140,9 @@ class RouterPart:
 class KubernetesPart:
     """``[kubernetes]``: for manifests."""
 
-    image: str = setting("image", text, "skymemory:latest", "of the router and of our engine")
-    vllm_image: str = setting("vllm_image", text, "", "of vLLM with skymemory installed")
+    image: str = setting("image", text, "skymemory:latest", "of the router: deploy/Dockerfile")
+    engine_image: str = setting("engine_image", text, "", "of our engine: with skymemory[hf,router,redis]")
+    vllm_image: str = setting("vllm_image", text, "", "of vLLM: with skymemory[redis]")
     gpus: int = setting("gpus", whole, 0, "GPUs (nvidia.com/gpu) of a vLLM instance")
 
 
