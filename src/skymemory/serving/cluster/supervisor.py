@@ -1,0 +1,353 @@
+"""Runs a cluster's services as processes of this computer: starts, watches, restarts and ends them.
+
+One supervisor process per cluster, a thread for each service. Its state is a file in the run directory, which other
+commands read: there is nothing to ask. Until all services were healthy once, one that ends fails the start, and all are
+ended; from then on it is started again, after a pause that doubles while it does not last.
+
+Services of ours end when their standard input does, so with the supervisor, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.files import read_bounded, write_private
+from skymemory.serving.cluster.services import Service
+from skymemory.testbed.run_directory import ProcessRecord, process_start
+
+STATE_NAME = "cluster-state.json"
+PLAN_NAME = "cluster-plan.json"
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
+"""Before a restart; the pause doubles each time."""
+LASTING_S = 30.0
+"""A service that was healthy so long is restarted after the first pause again."""
+GRACE_S = 10.0
+"""From SIGTERM, or the end of its input, until a service is killed."""
+_LOOK_S = 0.1
+_CHECK_S = 1.0
+"""Between two health checks of a healthy service."""
+_CHECK_TIMEOUT_S = 3.0
+_MISSES = 3
+"""Failed checks in a row after which a healthy service counts as unhealthy. It is not ended for that: it may be busy.
+"""
+_TAIL_BYTES = 4096
+
+
+@dataclass(slots=True)
+class ServiceState:
+    """State of one service, as others see it."""
+
+    name: str
+    kind: str
+    role: str
+    engine: str
+    model: str
+    address: str
+    state: str = "waiting"
+    """waiting (for the store), starting, healthy, unhealthy, restarting, ended."""
+    pid: int | None = None
+    start: str = ""
+    """Start time of the process, opaque (``ProcessRecord``)."""
+    restarts: int = 0
+    last_end: str = ""
+    """How the process before ended."""
+
+
+@dataclass(slots=True)
+class ClusterState:
+    name: str
+    pid: int
+    start: str
+    """Of the supervisor."""
+    ready: bool = False
+    """Whether all services have been healthy at once."""
+    failure: str = ""
+    """Why the start failed."""
+    services: list[ServiceState] = field(default_factory=list)
+
+    @property
+    def supervised(self) -> bool:
+        return ProcessRecord(self.pid, self.start).alive
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the supervisor is started with."""
+
+    name: str
+    services: tuple[Service, ...]
+    constellation: str = ""
+    """Run directory of a constellation that was started with the cluster."""
+
+
+def write_plan(directory: Path, plan: Plan) -> None:
+    write_private(directory / PLAN_NAME, json.dumps(asdict(plan)))
+
+
+def read_plan(directory: Path) -> Plan | None:
+    """The plan of the cluster in this directory; None: none."""
+    return _read(directory / PLAN_NAME, Plan)
+
+
+def read_state(directory: Path) -> ClusterState | None:
+    """The state of the cluster in this directory; None: none."""
+    return _read(directory / STATE_NAME, ClusterState)
+
+
+Kind = TypeVar("Kind", Plan, ClusterState)
+
+
+def _read(path: Path, kind: type[Kind]) -> Kind | None:
+    try:
+        return msgspec.json.decode(read_bounded(path), type=kind)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"{path} is damaged: {error}; end its processes, then delete the file") from error
+
+
+def log_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.log"
+
+
+def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
+    """The last bytes of a service's log, from the beginning of a line where there is one."""
+    try:
+        with log_path(directory, name).open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - size_bytes))
+            tail = log.read(size_bytes)
+    except FileNotFoundError:
+        return ""
+    if size > size_bytes:
+        tail = tail[tail.find(b"\n") + 1 :]
+    return tail.decode("utf-8", "replace").strip()
+
+
+class Supervisor:
+    """Runs the services of ``plan`` until ``stop``. ``run`` returns whether all have been healthy."""
+
+    def __init__(self, directory: Path, plan: Plan) -> None:
+        self._directory = directory
+        self._asked_to_stop = False
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        pid = os.getpid()
+        self.state = ClusterState(plan.name, pid, process_start(pid) or "")
+        self._supervised = [_Supervised(service, directory, self._changed, self._stopping) for service in plan.services]
+        self.state.services = [one.state for one in self._supervised]
+        self._changed()
+
+    def stop(self) -> None:
+        """May be called from a signal handler, so it takes no lock."""
+        self._asked_to_stop = True
+
+    def run(self) -> bool:
+        """Blocks until ``stop`` is called, or the start fails; then all services have ended."""
+        stores = [one for one in self._supervised if one.service.kind == "store"]
+        others = [one for one in self._supervised if one not in stores]
+        threads: list[threading.Thread] = []
+        try:
+            for some in (stores, others):  # engines ask their store when they start
+                for one in some:
+                    threads.append(threading.Thread(target=one.run, name=one.service.name, daemon=True))
+                    threads[-1].start()
+                if not self._await_healthy(some):
+                    return False
+            for one in self._supervised:
+                one.restarts = True
+            if not self._await_healthy(self._supervised):  # one may have ended just before
+                return False
+            self.state.ready = True
+            self._changed()
+            while not self._pause():
+                pass
+            return True
+        finally:
+            self._stopping.set()
+            for thread in threads:
+                thread.join()
+            self._changed()
+
+    def _await_healthy(self, some: Sequence[_Supervised]) -> bool:
+        while not all(one.state.state == "healthy" for one in some):
+            failed = next((one for one in self._supervised if one.state.state == "ended"), None)
+            if failed is not None:
+                name = failed.service.name
+                tail = log_tail(self._directory, name)
+                log = f"; its log ends with:\n{tail}" if tail else "; its log is empty"
+                self.state.failure = f"{name} did not start ({failed.state.last_end}){log}"
+            if failed is not None or self._pause():
+                return False
+        return True
+
+    def _pause(self) -> bool:
+        """Whether to stop."""
+        time.sleep(_LOOK_S)
+        return self._asked_to_stop
+
+    def _changed(self) -> None:
+        with self._lock:
+            write_private(self._directory / STATE_NAME, json.dumps(asdict(self.state)))
+
+
+class _Supervised:
+    """One service, in a thread of its own."""
+
+    def __init__(
+        self, service: Service, directory: Path, changed: Callable[[], None], stopping: threading.Event
+    ) -> None:
+        self.service = service
+        self.restarts = False
+        """Whether it is started again when it ends."""
+        self.state = ServiceState(
+            service.name, service.kind, service.role, service.engine, service.model, service.address
+        )
+        self._directory = directory
+        self._changed = changed
+        self._stopping = stopping
+
+    def run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                process = self._spawn()
+            except OSError as error:
+                lasted_s, self.state.last_end = 0.0, f"{self.service.words[0]}: {error.strerror}"
+            else:
+                lasted_s = self._watch(process)
+                stopped = self._stopping.is_set()
+                code = _end(process) if stopped else process.wait()
+                _end_group(process.pid)
+                self.state.last_end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                self.state.pid = None
+                if stopped:
+                    break
+            if not self.restarts:
+                break
+            pause_s = FIRST_PAUSE_S if lasted_s >= LASTING_S else pause_s
+            self._set("restarting")
+            if self._stopping.wait(pause_s):
+                break
+            self.state.restarts += 1
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        self._set("ended")
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        path = log_path(self._directory, self.service.name)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab") as log:
+            process = subprocess.Popen(
+                self.service.words,
+                stdin=subprocess.PIPE if self.service.ends_with_stdin else subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.service.environment},
+                # Ctrl-C goes to a terminal's whole group: the supervisor ends its services itself. And what a service
+                # has started can be ended with it.
+                start_new_session=True,
+            )
+        self.state.pid, self.state.start = process.pid, process_start(process.pid) or ""
+        self._set("starting")
+        return process
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> float:
+        """Until it ends, or is to be ended; returns for how many seconds it was up since it was healthy first."""
+        healthy_s: float | None = None
+        misses, check_s = 0, time.monotonic()
+        while process.poll() is None and not self._stopping.wait(_LOOK_S):
+            if time.monotonic() < check_s:
+                continue
+            if is_healthy(self.service):
+                misses = 0
+                healthy_s = time.monotonic() if healthy_s is None else healthy_s
+                self._set("healthy")
+            else:
+                misses += 1
+                if healthy_s is not None and misses >= _MISSES:
+                    self._set("unhealthy")
+            check_s = time.monotonic() + (_LOOK_S if healthy_s is None else _CHECK_S)
+        return 0.0 if healthy_s is None else time.monotonic() - healthy_s
+
+    def _set(self, state: str) -> None:
+        if self.state.state != state:
+            self.state.state = state
+            self._changed()
+
+
+def is_healthy(service: Service) -> bool:
+    """Asks it."""
+    try:
+        if service.health:
+            with urllib.request.urlopen(service.health, timeout=_CHECK_TIMEOUT_S) as answer:
+                return bool(answer.status == 200)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(_CHECK_TIMEOUT_S)
+            client.connect(service.address.removeprefix("unix://"))
+            return True
+    except (OSError, urllib.error.URLError, ValueError):
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Ends it, by force after ``GRACE_S``; returns its exit code."""
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
+    process.terminate()
+    try:
+        return process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _end_group(pid: int) -> None:
+    """Kills what is left of its session: vLLM's engine processes outlive it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def end_orphans(state: ClusterState) -> int:
+    """Kills services whose supervisor is gone; returns how many were alive."""
+    alive = [one for one in state.services if one.pid is not None and ProcessRecord(one.pid, one.start).alive]
+    for one in alive:
+        assert one.pid is not None
+        ProcessRecord(one.pid, one.start).send_signal(signal.SIGKILL)
+        _end_group(one.pid)
+    return len(alive)
+
+
+def end_supervisor(state: ClusterState, patience_s: float) -> None:
+    """Asks the supervisor to end all, and waits for that.
+
+    Raises:
+        SkyMemoryError: it did not within ``patience_s``.
+    """
+    record = ProcessRecord(state.pid, state.start)
+    record.send_signal(signal.SIGTERM)
+    until_s = time.monotonic() + patience_s
+    while record.alive:
+        if time.monotonic() > until_s:
+            raise SkyMemoryError(f"the supervisor (pid {state.pid}) has not ended after {patience_s:g} s")
+        time.sleep(_LOOK_S / 2)
+
+
+def as_object(state: ClusterState) -> dict[str, Any]:
+    """For ``--json``."""
+    return {**asdict(state), "supervised": state.supervised}
