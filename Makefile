@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-vllm demo-conductor test test-slow test-vllm test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -63,6 +63,10 @@ demo-route: $(VENV)/.installed ## four engines behind the router, strategy by st
 demo-vllm: $(VENV)/.installed $(VLLM)/.installed ## two vLLM servers that share a constellation, by the openai client (two minutes)
 	@$(BIN)/skymemory demo vllm $(ARGS)
 
+# Without vLLM's environment it runs the project's own engine.
+demo-disagg: $(VENV)/.installed ## one engine prefills, another decodes; two vLLM servers after `make demo-vllm` (three minutes)
+	@$(BIN)/skymemory demo disagg $(ARGS)
+
 demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, four schedulers side by side (50 s; ARGS=--quick: 25 s)
 	@$(BIN)/skymemory demo conductor $(ARGS)
 
@@ -89,6 +93,10 @@ $(VLLM)/.installed: constraints-vllm.txt $(VENV)/.made
 
 test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: our connector in it, its metrics, events and routing, ten minutes
 	@$(BIN)/python -m pytest -m vllm -rs tests/vllm $(ARGS)
+
+test-disagg: $(VENV)/.installed-dev $(VLLM)/.installed ## prefill and decode apart: vLLM, our engine, router, sidecar, a real Envoy, kills; ten minutes
+	@$(BIN)/python -m pytest -m "vllm or slow" -rs tests/vllm/test_disaggregated.py tests/end_to_end/test_handover.py \
+	  tests/end_to_end/test_two_steps.py tests/end_to_end/test_envoy_apart.py tests/end_to_end/test_cluster.py $(ARGS)
 
 # LMCache and SGLang ask for other versions of torch, for CUDA: they come without their requirements, beside vLLM's torch.
 $(ENGINES)/.installed: constraints-engines.txt constraints-vllm.txt $(VENV)/.made

@@ -22,8 +22,8 @@ pytest.importorskip("envoy", reason="the endpoint picker needs skymemory[envoy]"
 pytest.importorskip("redis", reason="the store daemon's clients need skymemory[redis]")
 
 from tests.end_to_end.envoy import ask, ended, envoy_binary, running_envoy, running_picker
-from tests.end_to_end.test_handover import cluster, metric, prompts, short, text  # noqa: F401
 from tests.end_to_end.test_handover import ask as ask_engine
+from tests.end_to_end.test_handover import cluster, metric, prompts, short, text  # noqa: F401
 
 from skymemory.router.envoy.config import Entrance, bootstrap
 
