@@ -62,16 +62,10 @@ class Engines:
 
     def __init__(self, folder: Path, address: str, *more: str) -> None:
         def engine(name: str, role: str = "") -> Vllm:
-            options = [
-                "--num-gpu-blocks-override",
-                "400",
-                "--max-num-seqs",
-                "8",
-                "--max-num-batched-tokens",
-                str(CHUNK),
-            ]
+            options = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "8"]
+            options += ["--max-num-batched-tokens", str(CHUNK)]
             if role:
-                how = transfer_config({"store": address, "wait": "20s"}, role)
+                how = transfer_config({"store": address, "wait": "60s"}, role)
                 options += ["--kv-transfer-config", json.dumps(how), *more]
             return Vllm(folder, name, *options, ours=True)
 
@@ -253,7 +247,7 @@ def test_both_steps_at_once_of_eight_requests_at_a_time(engines: Engines) -> Non
 
 
 def test_requests_that_are_aborted_while_they_wait_leave_nothing_behind(engines: Engines) -> None:
-    """Of prompts that no engine computes; their wait would last 20 s."""
+    """Of prompts that no engine computes; their wait would last a minute."""
     dice = random.Random(22)
     body = a_body(drawn(dice, LONG))
     expected = asked(engines.plain, body)
@@ -279,8 +273,8 @@ def test_requests_that_are_aborted_while_they_wait_leave_nothing_behind(engines:
         now = metrics(engines.decodes)
         return now["num_requests_waiting"] == now["num_requests_running"] == 0 and now["kv_cache_usage_perc"] < 0.01
 
-    until(nothing_is_left, "blocks or requests are left", 15.0)
-    assert time.monotonic() - began_s < 18, "only their deadline ended them"
+    until(nothing_is_left, "blocks or requests are left", 30.0)
+    assert time.monotonic() - began_s < 55, "only their deadline ended them"
     assert grown(engines.decodes, before)["waits_given_up"] == 0
     assert asked(engines.decodes, {**body, "kv_transfer_params": TAKE_OVER}) == expected
 
@@ -329,7 +323,7 @@ def test_a_prefilling_engine_that_is_killed_costs_its_deadline_and_no_answer(eng
     plain = [asked(engines.plain, body) for body in bodies]
     before = metrics(engines.decodes)
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(at_once, engines, body, sky_wait_ms=1500) for body in bodies]
+        answers = [pool.submit(at_once, engines, body, sky_wait_ms=4000) for body in bodies]
         until(lambda: grown(engines.decodes, before)["waited_values"] >= 5, "nothing was loaded before the kill")
         engines.prefills.stop()
         assert [answer.result() for answer in answers] == plain
@@ -353,12 +347,14 @@ def test_two_ranks_wait_each_for_their_part_of_a_value(engines: Engines) -> None
             each.start()
         for each in (pair.prefills, pair.decodes):
             each.wait()
+        # Where two ranks share a processor with others, the first step takes longest.
+        handed_over(pair.prefills, a_body(drawn(dice, 300)))
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lambda body: at_once(pair, body), bodies)) == plain
         decodes = metrics(pair.decodes)
         values = sum((len(body["prompt"]) - 1) // VALUE for body in bodies)
-        assert decodes["external_prefix_cache_hits"] == values * VALUE, decodes
-        assert decodes["waited_values"] == 2 * values and decodes["recomputed_tokens"] == 0, decodes
+        counts = [decodes[name] for name in ("external_prefix_cache_hits", "waited_values", "recomputed_tokens")]
+        assert counts == [values * VALUE, 2 * values, 0], decodes["waits_given_up"]
     finally:
         pair.prefills.stop()
         pair.decodes.stop()

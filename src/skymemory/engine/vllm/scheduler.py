@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from skymemory.cache.blocks import BlockCache
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import Call, TierWorkers
-from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.plan import Load, Outcome, Plan, Save, Shape, rank_key
 from skymemory.engine.vllm.transfer_params import TransferParams, answer_of
 from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED
 from skymemory.errors import InvalidInput
@@ -126,6 +126,10 @@ class Known:
     """Above 0: its first load is to wait so long for each next value."""
     waited: bool = False
     """It has had such a load."""
+    gave_up: bool = False
+    """A rank did, in that load."""
+    missing_tokens: int = 0
+    """Of its last load, by the rank that lacked most: ranks end in steps of their own."""
     checked: bool = False
     """It is to be handed over, and what the store lacks of it is known."""
     unsaved: int | None = None
@@ -300,7 +304,7 @@ class SchedulerSide:
         else:
             known.ahead_bytes = sum(self._under_way.values())
             self._under_way[request.request_id] = len(keys) * self._blocks.layout.block_bytes
-        known.first = first
+        known.first, known.missing_tokens = first, 0
         known.settled = max(known.settled, first + len(keys))
         known.lookup = None
         self._counts["loads"] += 1
@@ -358,7 +362,10 @@ class SchedulerSide:
         for request_id, loaded in outcome.loaded.items():
             known = self._known.get(request_id)
             if loaded.waited:
-                self._end_waiting(request_id, loaded)
+                self._end_waiting(request_id)
+                if known is not None and loaded.reason == NOT_STORED and not known.gave_up:
+                    known.gave_up = True
+                    self._counts["waits_given_up"] += 1
             else:
                 self._under_way.pop(request_id, None)
                 # What was ahead came in the same time; nothing is known of a load that brought nothing.
@@ -366,8 +373,10 @@ class SchedulerSide:
                 self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
             if loaded.reason and loaded.reason != ABORTED:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
-                self._counts["recomputed_tokens"] += loaded.missing_tokens
+                counted_tokens = known.missing_tokens if known is not None else 0
+                self._counts["recomputed_tokens"] += max(0, loaded.missing_tokens - counted_tokens)
                 if known is not None:
+                    known.missing_tokens = max(known.missing_tokens, loaded.missing_tokens)
                     known.failed = True
                     self._unsettle(known, known.first + loaded.lost)
         for request_id, block in outcome.lowest.items():
@@ -389,12 +398,11 @@ class SchedulerSide:
                 depths = [depth for depth, key in enumerate(known.keys[: known.settled]) if key in unsaved]
                 known.unsaved = min([*depths, *([] if known.unsaved is None else [known.unsaved])], default=None)
 
-    def _end_waiting(self, request_id: str, loaded: Loaded | None = None) -> None:
-        """Count it, once: of several ranks the first that reports."""
+    def _end_waiting(self, request_id: str) -> None:
+        """Count how long it took: of several ranks the one that is done first."""
         since_s = self._waiting_since_s.pop(request_id, None)
         if since_s is not None:
             self._counts["waiting_ms"] += round((self._clock() - since_s) * 1000)
-            self._counts["waits_given_up"] += loaded is not None and loaded.reason == NOT_STORED
 
     def _unsettle(self, known: Known, depth: int) -> None:
         """Values from ``depth`` on are computed again, then to be saved."""
