@@ -85,4 +85,4 @@ def _is_address(host: str) -> bool:
         ip_address(host)
     except ValueError:
         return False
-    return True
+    return "%" not in host  # a zone is free text

@@ -19,3 +19,11 @@ def test_one_is_let_in_when_none_was_for_a_while() -> None:
     assert rule.on_arrival(late, 10.0) is None
     rule.accepted(case(0.5), 10.0)
     assert rule.on_arrival(late, 19.0) is not None
+
+
+def test_a_probe_that_would_be_refused_after_its_prefill_is_not_let_in() -> None:
+    rule = Probing(Early(Slo(1.0, 0.1)), every_s=10.0)
+    slow = rule.on_arrival(case(5.0, tbt_s=0.2), 0.0)
+    assert slow is None, "its first token comes too late, by an estimate that may be wrong"
+    refusal = rule.on_arrival(case(0.5, tbt_s=0.2), 0.0)
+    assert refusal is not None and refusal.kind == "tbt"

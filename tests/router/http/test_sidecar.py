@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.router.http.pairs import PROMPT, bodies, books_are_closed, engine, release, sent
 from tests.router.mock_engine import MockEngine
 from tests.router.processes import Process
@@ -179,6 +182,17 @@ def test_networks_addresses_and_names_perhaps_with_a_port() -> None:
         private.allow(each, 80) for each in ("172.32.0.1", "169.254.169.254", "0.0.0.0", "localhost", "fe80::1")
     )
     assert read_host_port(" http://Prefill:80") == ("prefill", 80) and read_host_port("[::1]:9") == ("::1", 9)
+
+
+@given(st.text("[]:.%-@/ abz019\u00e9", max_size=24) | st.ip_addresses().map("[{}]:80".format))
+def test_what_is_read_of_a_header_is_a_host_and_a_port(word: str) -> None:
+    try:
+        host, port = read_host_port(word)
+    except InvalidInput:
+        return
+    assert 0 < port < 65536 and host and not set(host) & set("[]%@/ ")
+    parts = urlsplit(f"http://{sidecar.host_port(host, port)}")
+    assert (parts.hostname, parts.port, parts.username) == (host, port, None), "no way to name another host"
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "a_b", "", "x:0", "x:y", "1.2.3.4.5", "http://x"])

@@ -374,8 +374,9 @@ def test_load_reports_reach_the_servers_of_both_fleets(run: Run) -> None:
 EARLY = {"cost": "llama-70b-8xa800", "strategy": "least-ttft"}
 
 
-def test_early_rejection_by_the_decode_load_costs_no_prefill(run: Run) -> None:
-    running = start(run, **EARLY, admission={"rule": "early", "ttft": "100s", "tbt": "1ms"})
+@pytest.mark.parametrize("rule", ["early", "predicted"])
+def test_early_rejection_by_the_decode_load_costs_no_prefill(run: Run, rule: str) -> None:
+    running = start(run, **EARLY, admission={"rule": rule, "ttft": "100s", "tbt": "1ms"})
     answer = running.complete({"x-skymemory-decision": "1"})
     assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
     assert json.loads(answer.headers["x-skymemory-decision"])["refused"] == "tbt"

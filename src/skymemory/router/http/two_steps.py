@@ -300,14 +300,12 @@ class TwoStepExchange(Exchange):
         if call is not None:
             call.close()
         if not elsewhere or self._is_last:
-            self._drop_call()
             self._fail(ApiError(status, f"no answer from server {result.why}"))
             return
         self._tried.add(server)
         try:
             account.decode_again(time.monotonic(), of.backends.able(self._request, self._tried, 0))
         except NoServer:
-            self._drop_call()
             self._fail(ApiError(502, f"no answer from server {result.why}, and no other takes requests"))
             return
         self._decode_retries += 1
@@ -324,19 +322,12 @@ class TwoStepExchange(Exchange):
         # What the decode server reports as cached was computed for this request, but for what the other had cached.
         return float(usage.prompt_tokens - min(first.cached_tokens, usage.prompt_tokens) + usage.output_tokens)
 
-    def _drop_call(self) -> None:
-        """Drop what is asked of either server."""
-        super()._drop_call()
-        self._drop_prefill()
-
-    def _drop_prefill(self) -> None:
+    def _finish(self) -> None:
+        # All ends go through here: the client has left, an error is answered, or the decode server was faster.
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
             prefill.drop()
             self._of.metrics.prefilled(prefill.server, "dropped")
-
-    def _finish(self) -> None:
-        self._drop_prefill()  # the decode server was faster
         super()._finish()
 
     def prefill_fault(self) -> None:
