@@ -253,7 +253,7 @@ def _await_ready(
 
 
 def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
-    """Ends a supervisor that was not told to stay, and with it all services."""
+    """Ends a supervisor that was not left running, and with it all services."""
     if supervisor.stdin is not None:
         with suppress(OSError):
             supervisor.stdin.close()

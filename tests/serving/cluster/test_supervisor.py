@@ -54,8 +54,11 @@ class Running:
     def __init__(self, folder: Path, *services: Service) -> None:
         self.supervisor = Supervisor(folder, Plan("small", services))
         self.went_well: list[bool] = []
-        self.thread = threading.Thread(target=lambda: self.went_well.append(self.supervisor.run()))
+        self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
+
+    def run(self) -> None:
+        self.went_well.append(self.supervisor.run())
 
     def of(self, name: str) -> ServiceState:
         return next(one for one in self.supervisor.state.services if one.name == name)

@@ -1,7 +1,7 @@
 """A described cluster as Kubernetes manifests. Pure.
 
-Instances are StatefulSets, as the router addresses each by its name, and a decode instance must be told from a prefill
-instance. Engines have no access control: a NetworkPolicy lets the router alone reach them.
+Instances are StatefulSets, as the router addresses each by its name, and must know which of them prefill and which
+decode. Engines have no access control: a NetworkPolicy lets the router alone reach them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _router(description: ClusterDescription) -> list[Manifest]:
         "image": description.kubernetes.image,
         "args": ["route", "--settings", f"{_SETTINGS}/{_FILE}", "--listen", f"0.0.0.0:{ROUTER_PORT}"],
         "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
-        "readinessProbe": probe,
+        "readinessProbe": {**probe, "httpGet": {"path": "/ready", "port": "http"}},
         "livenessProbe": {**probe, "failureThreshold": 6},
         "volumeMounts": [{"name": "settings", "mountPath": _SETTINGS, "readOnly": True}],
     }

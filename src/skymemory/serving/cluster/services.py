@@ -13,6 +13,8 @@ from skymemory.router.settings import host_and_port
 from skymemory.serving.cluster.description import ROLES, ClusterDescription, Instances
 
 HOST = "127.0.0.1"
+KINDS = ("store", "instance", "router")
+"""In the order in which they start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Service:
 
     name: str
     kind: str
-    """``store``, ``instance`` or ``router``."""
+    """One of ``KINDS``."""
     words: tuple[str, ...]
     """Its command line."""
     address: str
@@ -69,7 +71,7 @@ def services(
         port = port or next(ports)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         words = ours("route", "--settings", router_file, "--listen", url.removeprefix("http://"))
-        found.append(Service("router", "router", words, url, health=f"{url}/health"))
+        found.append(Service("router", "router", words, url, health=f"{url}/ready"))
     return found
 
 

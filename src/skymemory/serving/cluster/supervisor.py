@@ -28,7 +28,7 @@ import msgspec
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_private
-from skymemory.serving.cluster.services import Service
+from skymemory.serving.cluster.services import KINDS, Service
 from skymemory.testbed.run_directory import ProcessRecord, process_start
 
 STATE_NAME = "cluster-state.json"
@@ -60,7 +60,7 @@ class ServiceState:
     model: str
     address: str
     state: str = "waiting"
-    """waiting (for the store), starting, healthy, unhealthy, restarting, ended."""
+    """waiting (for those that start before it), starting, healthy, unhealthy, restarting, ended."""
     pid: int | None = None
     start: str = ""
     """Start time of the process, opaque (``ProcessRecord``)."""
@@ -160,11 +160,11 @@ class Supervisor:
 
     def run(self) -> bool:
         """Blocks until ``stop`` is called, or the start fails; then all services have ended."""
-        stores = [one for one in self._supervised if one.service.kind == "store"]
-        others = [one for one in self._supervised if one not in stores]
+        # Engines ask their store when they start; and a router that finds no server would rest from it for a while.
+        stages = [[one for one in self._supervised if one.service.kind == kind] for kind in KINDS]
         threads: list[threading.Thread] = []
         try:
-            for some in (stores, others):  # engines ask their store when they start
+            for some in stages:
                 for one in some:
                     threads.append(threading.Thread(target=one.run, name=one.service.name, daemon=True))
                     threads[-1].start()
