@@ -144,9 +144,10 @@ class SharedIndex:
             return self._index.longest_prefix(keys)
 
     def before(self, key: bytes, most: int) -> list[bytes]:
-        """Up to ``most`` blocks before ``key``, the nearest first, as far as places were known at the last call."""
+        """Up to ``most`` blocks before ``key``, the nearest first, as far as places are known."""
         found: list[bytes] = []
         with self._lock:
+            self._follow()
             while len(found) < most and (place := self._index.place_of(key)) is not None and place[1] is not None:
                 key = place[1]
                 found.append(key)
