@@ -41,7 +41,7 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 	@echo "set-up: the package with torch and transformers (about half a minute)"
-	@$(PIP) -e '.[hf,fast,router]'
+	@$(PIP) -e '.[hf,fast,router,redis]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
