@@ -96,7 +96,8 @@ test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: 
 
 test-disagg: $(VENV)/.installed-dev $(VLLM)/.installed ## prefill and decode apart: vLLM, our engine, router, sidecar, a real Envoy, kills; ten minutes
 	@$(BIN)/python -m pytest -m "vllm or slow" -rs tests/vllm/test_disaggregated.py tests/end_to_end/test_handover.py \
-	  tests/end_to_end/test_two_steps.py tests/end_to_end/test_envoy_apart.py tests/end_to_end/test_cluster.py $(ARGS)
+	  tests/end_to_end/test_two_steps.py tests/end_to_end/test_envoy_apart.py tests/end_to_end/test_cluster.py \
+	  tests/end_to_end/test_demo_disagg.py $(ARGS)
 
 # LMCache and SGLang ask for other versions of torch, for CUDA: they come without their requirements, beside vLLM's torch.
 $(ENGINES)/.installed: constraints-engines.txt constraints-vllm.txt $(VENV)/.made
