@@ -12,6 +12,8 @@ from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_netw
 
 from skymemory.errors import InvalidInput
 
+HEADER, LATER_HEADER = "x-prefiller-host-port", "x-llm-d-prefiller-host-port"
+"""They name a prefill server to a sidecar: to ours and to llm-d's, whose later releases send the second."""
 PRIVATE = ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 """Networks that the internet does not route. Link-local ones are left out: clouds serve credentials there."""
 HOST_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*\.?")

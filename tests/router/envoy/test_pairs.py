@@ -29,7 +29,8 @@ from skymemory.conductor.strategies.simple import LeastLoad, RoundRobin
 from skymemory.router.backends import Backends
 from skymemory.router.envoy.endpoints import BothSources, SettingsSource, endpoint
 from skymemory.router.envoy.ext_proc import PickerService
-from skymemory.router.envoy.messages import BUFFERED, PREFILLER
+from skymemory.router.envoy.messages import BUFFERED
+from skymemory.router.prefillers import HEADER as PREFILLER
 from skymemory.router.settings import DECODE, PREFILL, Backend, PickerSettings, Settings, read_settings
 
 P = [f"10.0.1.{number}:8000" for number in range(2)]

@@ -32,6 +32,7 @@ from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct, Value
 
 from skymemory.router.api_error import error_body
+from skymemory.router.prefillers import HEADER, LATER_HEADER
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
@@ -39,9 +40,6 @@ LIVENESS, READINESS = "liveness", "readiness"
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
-PREFILLER = "x-prefiller-host-port"
-PREFILLER_HEADERS = (PREFILLER, "x-llm-d-prefiller-host-port")
-"""They name a prefill server to a sidecar: to ours, or to llm-d's."""
 METADATA_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"
@@ -160,9 +158,9 @@ def _destination(endpoints: str, prefiller: str | None) -> tuple[HeaderMutation 
     metadata = Struct(fields={METADATA_NAMESPACE: Value(struct_value=inner)})
     headers = [_header(DESTINATION, endpoints)]
     if prefiller:
-        headers.append(_header(PREFILLER, prefiller))
+        headers.append(_header(HEADER, prefiller))
     # A client's own would send the sidecar wherever the client likes.
-    others = [name for name in PREFILLER_HEADERS if name != PREFILLER or not prefiller]
+    others = [LATER_HEADER] if prefiller else [HEADER, LATER_HEADER]
     return HeaderMutation(set_headers=headers, remove_headers=others if prefiller is not None else ()), metadata
 
 

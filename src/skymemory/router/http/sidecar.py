@@ -25,7 +25,7 @@ from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.two_steps import PREFILLER_HEADERS, TwoStepExchange
 from skymemory.router.http.upstream import Pools
 from skymemory.router.metrics import ProxyMetrics
-from skymemory.router.prefillers import Prefillers, read_host_port
+from skymemory.router.prefillers import HEADER, LATER_HEADER, Prefillers, read_host_port
 from skymemory.router.prompts.reader import PROMPT_PATHS
 from skymemory.router.settings import Backend
 
@@ -35,7 +35,7 @@ MAX_KNOWN = 256
 """Prefill servers whose connections and books are kept; beyond, those without requests are dropped."""
 OWN = "/sidecar"
 _OWN_PAGES = frozenset(OWN + page for page in ("/health", "/ready", "/metrics"))
-_OLD, _NEW = b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port"
+_OLD, _NEW = HEADER.encode(), LATER_HEADER.encode()
 _DATA_PARALLEL = b"x-data-parallel-host-port"
 
 

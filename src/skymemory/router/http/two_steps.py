@@ -32,6 +32,7 @@ from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.http.exchange import Exchange, decision_line, request_head
 from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
+from skymemory.router.prefillers import HEADER, LATER_HEADER
 from skymemory.router.prompts.splitting import (
     ASKS_FOR_KV,
     Fields,
@@ -52,7 +53,7 @@ log = logging.getLogger("skymemory.router")
 
 MAX_ANSWER_BYTES = 4 << 20
 """Of a prefill server: one token, perhaps log probabilities, and ``kv_transfer_params``, with thousands of blocks."""
-PREFILLER_HEADERS = frozenset((b"x-prefiller-host-port", b"x-llm-d-prefiller-host-port"))
+PREFILLER_HEADERS = frozenset((HEADER.encode(), LATER_HEADER.encode()))
 """By which llm-d's sidecar chooses a prefill server. Never passed on: this router has chosen one."""
 _READ_HERE = frozenset((b"accept-encoding",))
 """Not sent to a prefill server, whose answer is read here."""
