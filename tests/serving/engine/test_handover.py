@@ -25,7 +25,7 @@ from tests.serving.engine.test_http import some_ids
 from tests.serving.resp.daemons import serving
 
 from skymemory.serving.engine.generation import Generation
-from skymemory.serving.engine.handover import BlockFetcher
+from skymemory.serving.engine.handover import BlockFetcher, BlockSaver, Outgoing
 from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.run import EngineSettings
 from skymemory.store.base import Buffer, Places, Presence
@@ -287,3 +287,19 @@ def test_who_has_no_store_or_another_role_refuses(pair: Pair) -> None:
     # Fields of other connectors that say nothing, as vLLM's proxies send them.
     nothing = {"do_remote_decode": False, "do_remote_prefill": False, "remote_engine_id": None}
     assert pair.alone.ask("/v1/completions", {"prompt": "git", "kv_transfer_params": nothing}).status == 200
+
+
+def test_blocks_of_a_store_that_fails_are_counted_as_unsaved() -> None:
+    class Failing(MemoryStore):
+        def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
+            raise ConnectionError("gone")
+
+    cache, metrics, outgoing = MemoryStore(1 << 20), EngineMetrics("m"), Outgoing()
+    keys = [bytes([number]) * 32 for number in range(3)]
+    assert all(cache.put_many([(key, b"value") for key in keys]))
+    saver = BlockSaver(Failing(1 << 20), cache, 5, metrics)
+    saver.offer([keys], outgoing)
+    saver.end(outgoing)
+    assert outgoing.ended.result(10) == 0, "nothing is promised"
+    saver.close(0.0)
+    assert 'skymemory:store_unsaved_blocks_total{engine="0",model_name="m"} 3.0' in metrics.text().decode()

@@ -153,10 +153,12 @@ class BlockSaver:
         total = len(offer.chains[0])
         for start in range(offer.first, total, self._at_once):
             stop = min(total, start + self._at_once)
-            # The first part last, as readers look for it: what they find of it has all its other parts.
-            for chain in reversed(offer.chains):
-                stored = self._put(chain, range(start, stop))
-            self._metrics.saved(stored, stop - start - stored)
+            stored = 0
+            try:
+                # The first part last, as readers look for it: what they find of it has all its other parts.
+                *_, stored = [self._put(chain, range(start, stop)) for chain in reversed(offer.chains)]
+            finally:  # a store that fails has not taken them
+                self._metrics.saved(stored, stop - start - stored)
             if stored < stop - start:
                 return start + stored - offer.first
         return total - offer.first
