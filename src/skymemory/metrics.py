@@ -50,7 +50,7 @@ class SharedCounters(Counters):
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
         # ``+=`` reads, adds and writes: without the lock two threads may write the same sum.
         with self._lock:
-            super().add(name, amount, label)
+            self._values[name, label] += amount
 
 
 def percentile(values: Collection[float], percent: float) -> float:

@@ -52,6 +52,7 @@ static PyMethodDef methods[] = {
     {"recv_runs", sky_py_recv_runs, METH_VARARGS, "recv_runs(fd, scratch, slots, calls, ...) -> (tallies, other runs)"},
     {"recv_batch", sky_py_recv_batch, METH_VARARGS, "recv_batch(fd, scratch, slots) -> list of arrivals"},
     {"receive_all", sky_py_receive_all, METH_VARARGS, "receive_all(fd, head, size_bytes, timeout_s, tail) -> bytes"},
+    {"read_cached", sky_py_read_cached, METH_VARARGS, "read_cached(path, head, out) -> int or None"},
     {"request_words", (PyCFunction)(void (*)(void))sky_py_request_words, METH_FASTCALL, "request_words(data, at, missing, ...) -> (words, at, missing)"},
     {"send_batch", sky_py_send_batch, METH_VARARGS, "send_batch(fd, host, port, headers, header_bytes, payloads) -> int"},
     {"command_packets", sky_py_command_packets, METH_VARARGS, "command_packets(prefix, sequence, rows) -> list of bytes"},

@@ -43,6 +43,9 @@ PyObject *sky_py_value_refs(PyObject *self, PyObject *args);
 PyObject *sky_py_receive_all(PyObject *self, PyObject *args);
 PyObject *sky_py_request_words(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
+/* cached.c */
+PyObject *sky_py_read_cached(PyObject *self, PyObject *args);
+
 /* http_headers.c */
 PyObject *sky_py_first_values(PyObject *self, PyObject *headers);
 PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t count);

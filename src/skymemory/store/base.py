@@ -29,7 +29,7 @@ import enum
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
@@ -247,6 +247,19 @@ class Keeping(Protocol):
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
         """Per key, whether a later release's value was seen under it. Asks no server."""
+
+
+@runtime_checkable
+class AtOnce(Protocol):
+    """Optional: answer where nothing has to be waited for, neither a disk nor another thread. So a caller that must not
+    be held up by a tier needs no thread between them.
+    """
+
+    def at_once(self) -> AbstractContextManager[bool]:
+        """Hold the store. Where that yields True, lookups, leases, estimates and ``release`` wait for nothing."""
+
+    def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
+        """``complete_load`` of a ticket whose values are all in memory. None: they are not; the ticket is as before."""
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:

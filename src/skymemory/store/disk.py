@@ -22,6 +22,7 @@ import numpy as np
 
 from skymemory.errors import InvalidInput, LaterVersion
 from skymemory.eviction import DEFAULT_POLICY
+from skymemory.forks import OwnLock
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
 from skymemory.store.accounting import BudgetedStore, Entry, Inventory
@@ -43,6 +44,7 @@ from skymemory.store.disk_files import (
     StoreDirectory,
     beginning_of,
     read_value,
+    read_value_now,
     stored_bytes,
     write_part,
 )
@@ -135,25 +137,66 @@ class DiskStore(BudgetedStore):
         with self._open():
             self._inventory.take_load(ticket)
             started_s = self._clock()
-            found = {key: self._inventory.entries[key] for key in ticket.keys if key in self._inventory.entries}
-            total_bytes = sum(entry.size_bytes for entry in found.values())
-            ticket.state = buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for entry in found.values()))
+            found, ticket.state = self._room_for(ticket)
         # Without the lock: loads of several threads read at the same time.
-        reads: dict[bytes, Reading] = {}
-        at = 0
-        for key, entry in found.items():
-            reads[key] = self._read(key, entry, buffer.data[at : at + entry.size_bytes])
-            at += aligned_bytes(entry.size_bytes)
-        seconds = self._clock() - started_s
+        reads = {key: self._read(key, entry, out) for key, entry, out in found}
         with self._lock:
-            self._inventory.end_lease(ticket)
-            self._stamp(self._inventory.use(list(dict.fromkeys(ticket.keys))))
-            self._rate.learn(total_bytes, seconds)
-            got = [reads.get(key, LATER if key in self._inventory.kept else ABSENT) for key in ticket.keys]
-            self._counters.add("hits", sum(read.view is not None for read in got))
-            self._counters.add("misses", sum(read.view is None for read in got))
-        ticket.report = LoadReport(tuple(self._key_report(read) for read in got), seconds)
-        return [read.view for read in got]
+            return self._loaded(ticket, reads, started_s)
+
+    def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
+        with self.at_once() as free:
+            started_s = self._clock()
+            if not free or started_s >= self._stamp_again_s:  # the next load writes stamps
+                return None
+            found, buffer = self._room_for(ticket)
+        reads: dict[bytes, Reading] = {}
+        for key, _, out in found:
+            begun_s = self._clock()
+            if not read_value_now(self._directory.path_text_of(key), key, out):
+                break
+            reads[key] = Reading(out.toreadonly(), self._clock() - begun_s)
+        with self.at_once() as free:
+            if free and reads.keys() >= set(ticket.keys):
+                self._inventory.take_load(ticket)
+                ticket.state = buffer
+                return self._loaded(ticket, reads, started_s, stamps_wait=True)
+        self._buffers.give_back(buffer)
+        return None
+
+    def at_once(self) -> HeldNow:
+        return HeldNow(self._lock, self._may_hold)
+
+    def _may_hold(self) -> bool:
+        """Whether calls with the lock held will not wait: what has expired is removed first. With the lock held."""
+        next_s = self._inventory.lifetimes.next_s
+        return not self._closed and (next_s == math.inf or next_s > self._clock())
+
+    def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, Entry, memoryview]], np.ndarray]:
+        """The keys that are here, with memory for each; and all that memory. With the lock held."""
+        entries = self._inventory.entries
+        found = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
+        buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in found))
+        rooms, at = [], 0
+        for key, entry in found:
+            rooms.append((key, entry, buffer.data[at : at + entry.size_bytes]))
+            at += aligned_bytes(entry.size_bytes)
+        return rooms, buffer
+
+    def _loaded(
+        self, ticket: LoadTicket, reads: dict[bytes, Reading], started_s: float, *, stamps_wait: bool = False
+    ) -> list[memoryview | None]:
+        """The load ends. With the lock held."""
+        seconds = self._clock() - started_s
+        self._inventory.end_lease(ticket)
+        self._stamp(self._inventory.use(list(dict.fromkeys(ticket.keys))), wait=stamps_wait)
+        got = [reads.get(key, LATER if key in self._inventory.kept else ABSENT) for key in ticket.keys]
+        self._rate.learn(sum(read.view.nbytes for read in reads.values() if read.view is not None), seconds)
+        views = [read.view for read in got]
+        misses = views.count(None)
+        self._counters.add("hits", len(views) - misses)
+        self._counters.add("misses", misses)
+        ticket.report = LoadReport(tuple([self._key_report(read) for read in got]), seconds)
+        return views
 
     def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
         """Without the lock. A file replaced or removed meanwhile is read again, or absent; no fault of the disk's."""
@@ -290,13 +333,14 @@ class DiskStore(BudgetedStore):
                 self.on_evict(key, value, place)
         return True
 
-    def _stamp(self, keys: Sequence[bytes]) -> None:
-        """Record the order of use for the next process, soon; the last of ``keys`` is the most recent."""
+    def _stamp(self, keys: Sequence[bytes], *, wait: bool = False) -> None:
+        """Record the order of use for the next process, soon (``wait``: by a later call); the last of ``keys`` is the
+        most recent.
+        """
         for key in keys:
             self._unstamped.pop(key, None)
             self._unstamped[key] = None
-        now_s = self._clock()
-        if now_s >= self._stamp_again_s:
+        if not wait and (now_s := self._clock()) >= self._stamp_again_s:
             self._stamp_again_s = now_s + _STAMPS_S
             self._write_stamps()
 
@@ -323,6 +367,27 @@ class DiskStore(BudgetedStore):
                 self._closed = True
                 self._write_stamps()
                 self._directory.close()
+
+
+class HeldNow:
+    """Holds a lock if it is free and ``may_hold`` agrees, and says so: ``with HeldNow(...) as held``. A generator would
+    take three times as long.
+    """
+
+    __slots__ = ("_held", "_lock", "_may_hold")
+
+    def __init__(self, lock: OwnLock, may_hold: Callable[[], bool]) -> None:
+        self._lock = lock
+        self._may_hold = may_hold
+        self._held = False
+
+    def __enter__(self) -> bool:
+        self._held = self._lock.acquire(blocking=False)
+        return self._held and self._may_hold()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._held:
+            self._lock.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.forks import Owner
-from skymemory.native import crc32
+from skymemory.native import crc32, read_cached
 from skymemory.store.base import KEY_BYTES
 
 _FORMAT = "skymemory disk store 1\n"
@@ -352,10 +352,20 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
             got += more
     finally:
         os.close(fd)
-    if got < HEADER_BYTES:
-        return False
-    found = _open_header(header)
-    return found is not None and found[:2] == (key, out.nbytes) and found[2] == crc32(out)
+    return _is_whole(header, got, key, out)
+
+
+def read_value_now(path: str, key: bytes, out: memoryview) -> bool:
+    """As ``read_value``, from the kernel's memory: False, too, where that would have to wait for the disk, or fails."""
+    header = bytearray(HEADER_BYTES)
+    got = read_cached(path, header, out)
+    return got is not None and _is_whole(header, got, key, out)
+
+
+def _is_whole(header: bytearray, got_bytes: int, key: bytes, value: memoryview) -> bool:
+    """Whether what was read of a file are its header and the undamaged value."""
+    found = _open_header(header) if got_bytes >= HEADER_BYTES + value.nbytes else None
+    return found is not None and found[:2] == (key, value.nbytes) and found[2] == crc32(value)
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:

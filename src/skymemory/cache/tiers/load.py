@@ -104,15 +104,12 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Run ``loads`` concurrently; local ones start last, as they run in this thread."""
-        begun = []
-        for load in sorted(loads, key=lambda load: load.tier.settings.local):
-            tier = load.tier
-            tier_until_s = min(until_s, tier.clock() + tier.deadline_s("load", load.expected_bytes))
-            load.start(budget, tier_until_s)
-            begun.append((load, tier_until_s))
-        for load, tier_until_s in begun:
-            good, load_reports = load.end(tier_until_s)
+        """Run ``loads`` concurrently; those that run in this thread start last."""
+        begun = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
+        for load in begun:
+            load.start(budget, until_s)
+        for load in begun:
+            good, load_reports = load.end()
             values.update(good)
             reports.update(load_reports)
             tried.update(dict.fromkeys(load.keys, load.tier.number))
@@ -163,6 +160,9 @@ class TierLoad:
         self.keys = keys
         self._ticket: LoadTicket | None = ticket
         self._call: Call[list[memoryview | None]] | None = None
+        self._values: list[memoryview | None] | None = None
+        """Where they were at hand."""
+        self._until_s = 0.0
         self._budget: InFlightBudget | None = None
         self._reserved_bytes: list[int] = []
         self._failure = "unreachable"
@@ -186,7 +186,7 @@ class TierLoad:
             if held is not None and held[1] is not None:
                 tier.store.release(held[1])
 
-        lease = tier.ask(work, release_late)
+        lease = tier.look(work, release_late)
         return cls(tier, lease[0], lease[1]) if lease is not None and lease[1] is not None else None
 
     @property
@@ -194,10 +194,16 @@ class TierLoad:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget)."""
+        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget). It ends by
+        ``until_s``, or sooner by the tier's own deadline.
+        """
         ticket, store = self._ticket, self.tier.store
         if ticket is None or not self.tier.usable(self.keys):
             return
+        if self.tier.at_once is not None and (values := self.tier.at_once.load_now(ticket)) is not None:
+            self._values = values
+            return
+        self._until_s = until_s = min(until_s, self.tier.clock() + self.tier.deadline_s("load", self.expected_bytes))
         if self.tier.settings.local:
             self._call = self.tier.start(lambda: _complete(store, ticket))
             return
@@ -226,9 +232,11 @@ class TierLoad:
             if self._budget is not None:
                 self._budget.give_back(size_bytes)
 
-    def end(self, until_s: float) -> Loaded:
-        """The values that came by ``until_s``, verified, and a report on every key."""
+    def end(self) -> Loaded:
+        """The values that came in time, verified, and a report on every key."""
         ticket, tier = self._ticket, self.tier
+        if ticket is not None and self._values is not None:
+            return self._verified(self._values, ticket.report.keys if ticket.report is not None else ())
         call = self._call
         if call is None or ticket is None:
             return {}, {key: KeyReport(reason=self._failure) for key in self.keys}
@@ -244,7 +252,7 @@ class TierLoad:
             )
 
         values = tier.result_by(
-            call, until_s, release_late, sound=sound, kind="load", moved=_size_bytes, held=self.keys
+            call, self._until_s, release_late, sound=sound, kind="load", moved=_size_bytes, held=self.keys
         )
         if values is None:
             self._give_back()  # other loads do not wait for one that was given up
@@ -271,7 +279,9 @@ class TierLoad:
                 reports[key] = replace(report, tier="", size_bytes=0, reason="corrupt")
             else:
                 good[key] = value
-                reports[key] = replace(report, tier=report.tier or tier.name, size_bytes=value.nbytes, reason="")
+                if not report.tier or report.size_bytes != value.nbytes or report.reason:
+                    report = replace(report, tier=report.tier or tier.name, size_bytes=value.nbytes, reason="")
+                reports[key] = report
                 tier.mean_value_bytes += (value.nbytes - tier.mean_value_bytes) / 8
         if wrong:
             tier.counters.add("tier_corrupt_total", len(wrong), tier.name)
@@ -284,7 +294,7 @@ class TierLoad:
         """Release the lease and the values' views. May be repeated."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self.tier.post(lambda: self.tier.store.release(ticket))
+            self.tier.release(ticket)
 
 
 def _size_bytes(values: list[memoryview | None]) -> int:

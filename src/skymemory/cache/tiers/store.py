@@ -189,12 +189,14 @@ class TieredStore(TwoPhase):
         if not isinstance(load, TieredLoad):
             raise InvalidInput("this load ticket is not open: its state is gone")
         values, ticket.report = load.complete(self._budget, self.settings.load_deadline_s)
-        self._counters.add("hits_total", sum(key in values for key in ticket.keys))
-        self._counters.add("misses_total", sum(key not in values for key in ticket.keys))
+        views = [values.get(key) for key in ticket.keys]
+        misses = views.count(None)
+        self._counters.add("hits_total", len(views) - misses)
+        self._counters.add("misses_total", misses)
         self._promote(load, values)
         if any(tier.dirty_keys for tier in self.tiers):
             self._outbound.wake()
-        return [values.get(key) for key in ticket.keys]
+        return views
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
         """Copy what farther tiers supplied to the nearest, unless the key was changed since the lease."""
@@ -318,7 +320,7 @@ class TieredStore(TwoPhase):
             trusted = [key for key in rest if key not in tier.dirty_keys]
             if not trusted or not tier.usable(trusted):
                 continue
-            estimate = tier.ask(lambda tier=tier, trusted=trusted: _estimate(tier, trusted, now_s))  # type: ignore[misc]
+            estimate = tier.look(lambda tier=tier, trusted=trusted: _estimate(tier, trusted, now_s))  # type: ignore[misc]
             if estimate is not None:
                 seconds, held = estimate
                 total_s += seconds

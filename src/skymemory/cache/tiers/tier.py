@@ -33,7 +33,7 @@ from skymemory.cache.tiers.workers import Call, TierWorkers
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
-from skymemory.store.base import KeyLocks, Presence, Store, keeps
+from skymemory.store.base import AtOnce, KeyLocks, LoadTicket, Presence, Store, keeps
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class Tier:
         self.breaker = CircuitBreaker(settings.breaker)
         self.mean_value_bytes = 1e6
         """Moving average over the values loaded: the expected size of the next ones."""
+        self.at_once = store if isinstance(store, AtOnce) and not settings.local else None
         self._locks = locks
         self._workers = TierWorkers(store.name, settings.threads)
         self._lock = threading.Lock()
@@ -241,6 +242,25 @@ class Tier:
         until_s = self.clock() + self.deadline_s("ask")
         return self.result_by(self.start(work), until_s, on_late, changes=changes)
 
+    def look(
+        self, work: Callable[[], Result], on_late: Callable[[Result | None], object] = lambda result: None
+    ) -> Result | None:
+        """``ask`` for what only reads the store's index: here and now, where the store can (``base.AtOnce``)."""
+        if self.at_once is not None:
+            with self.at_once.at_once() as free:
+                if free:
+                    return work()
+        return self.ask(work, on_late)
+
+    def release(self, ticket: LoadTicket) -> None:
+        """Without waiting for it."""
+        if self.at_once is not None:
+            with self.at_once.at_once() as free:
+                if free:
+                    self.store.release(ticket)
+                    return
+        self.post(lambda: self.store.release(ticket))
+
     def post(self, work: Callable[[], object]) -> None:
         """Run ``work`` on a thread of the tier without waiting for it."""
 
@@ -322,14 +342,14 @@ class Tier:
         missing = [Presence.MISS] * len(keys)
         if not keys or not self.usable(keys):
             return missing
-        presence = self.ask(lambda: self.store.lookup(keys))
+        presence = self.look(lambda: self.store.lookup(keys))
         if presence is None or len(presence) != len(keys):
             return missing
         return [Presence.MISS if key in self.dirty_keys else one for key, one in zip(keys, presence, strict=True)]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         """As ``lookup``: None where the tier does not answer, or may have an older value."""
-        sizes = self.ask(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
+        sizes = self.look(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
         if sizes is None or len(sizes) != len(keys):
             return [None] * len(keys)
         return [None if key in self.dirty_keys else size for key, size in zip(keys, sizes, strict=True)]
@@ -340,7 +360,7 @@ class Tier:
             trusted = next((at for at, key in enumerate(keys) if key in self.dirty_keys), trusted)
         if not trusted or not self.usable(keys):
             return 0
-        length = self.ask(lambda: self.store.prefix(keys[:trusted]))
+        length = self.look(lambda: self.store.prefix(keys[:trusted]))
         return min(max(length or 0, 0), trusted)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
