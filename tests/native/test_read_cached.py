@@ -1,4 +1,4 @@
-"""Reading a file that the kernel has in memory: all of what was asked for, or None; and it waits for nothing."""
+"""Reading a file that the kernel has in memory: the whole request, or None; and it waits for nothing."""
 
 from __future__ import annotations
 
