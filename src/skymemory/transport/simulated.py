@@ -379,13 +379,13 @@ class SimulatedClient:
         strategy: int,
         servers: int,
         replicas: int = 1,
-        meanwhile: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         """Begin a ``put`` and ``run`` it."""
         with self.lock:
             how = chunk_bytes, strategy, servers, self.now_s()
-            number, _ = self.machine.put(key, value, *how, replicas=replicas)
-            meanwhile()
+            number, info = self.machine.put(key, value, *how, replicas=replicas)
+            meanwhile(info)
         return self.run([number])[number]
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:

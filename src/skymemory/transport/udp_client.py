@@ -198,7 +198,7 @@ class UdpClient:
         strategy: int,
         servers: int,
         replicas: int = 1,
-        meanwhile: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         """Begin a ``put`` and ``run`` it; a small value as in ``read``. ``meanwhile`` runs while the first packets of a
         small value are under way.
@@ -209,14 +209,14 @@ class UdpClient:
             how = key, value, chunk_bytes, strategy, servers, self.now_s()
             plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
             if plain is None:
-                number, _ = machine.put(*how, replicas=replicas)
-                meanwhile()
+                number, info = machine.put(*how, replicas=replicas)
+                meanwhile(info)
             else:
                 endpoint = self._satellites[plain.satellite]
                 rest = self._sock.send(plain.batch, endpoint)
                 if rest is not None:
                     self._backlog.append((endpoint, rest))
-                meanwhile()
+                meanwhile(plain.transfer.info)
                 ended = None
                 while ended is None:
                     _, runs = self._receive_plain({})

@@ -21,6 +21,7 @@ from tests.store.conftest import simulated, store_over
 from skymemory.errors import InvalidInput
 from skymemory.index.journal import RecordOp, encode_record
 from skymemory.index.radix import BlockInfo
+from skymemory.kv.block import Place
 from skymemory.native import crc32
 from skymemory.store.sky import shared_index
 from skymemory.store.sky.shared_index import COMPACT_BYTES, SharedIndex, create_journal, inspect_journal
@@ -99,6 +100,26 @@ def test_threads_that_share_an_index_lose_nothing(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(index) == len(SharedIndex(tmp_path / "index")) == 200
+
+
+def test_a_record_packed_ahead_gives_way_to_what_others_have_entered(tmp_path: Path) -> None:
+    """It is packed while a value's packets are under way, and appended once they have arrived."""
+    index, other = SharedIndex(tmp_path / "index"), SharedIndex(tmp_path / "index")
+    later = replace(INFO, value_bytes=11)
+    other.add([key(1), key(2), key(3)], [INFO] * 3, 0, None)
+    known = index.record_of(key(3), later, None)
+    assert known == encode_record(RecordOp.ADD, [key(3)], [later], start=2, parent=key(2))
+    assert index.add_record(known)
+    ahead = index.record_of(key(4), later, None)
+    other.add([key(1), key(5), key(4)], [INFO] * 3, 0, None)
+    before = (tmp_path / "index").read_bytes()
+    assert not index.add_record(ahead)
+    assert (tmp_path / "index").read_bytes() == before
+    index.add_unplaced([key(4)], [later])
+    assert index.record_of(key(6), INFO, Place(1, key(6))) == b"", "its own parent"
+    for one in (index, other, SharedIndex(tmp_path / "index")):
+        assert one.infos([key(at) for at in range(1, 6)]) == [INFO, INFO, later, later, INFO]
+        assert one.before(key(4), 9) == [key(5), key(1)]
 
 
 def test_while_one_process_writes_no_other_does(tmp_path: Path) -> None:

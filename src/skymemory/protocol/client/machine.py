@@ -392,6 +392,11 @@ class ClientMachine:
     def next_event(self) -> Finished | None:
         return self._events.popleft() if self._events else None
 
+    @property
+    def any_gone(self) -> bool:
+        """Whether ``take_gone`` would give any."""
+        return bool(self._gone)
+
     def take_gone(self) -> list[Dead]:
         """Values that satellites have reported as gone (GONE) since the last call."""
         gone = list(self._gone)

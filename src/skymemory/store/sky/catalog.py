@@ -199,17 +199,29 @@ class Catalog:
             found.update(more)
         return {key: found[key] for key in wanted if key in found}, certain
 
-    def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place]) -> None:
-        """These have been stored. ``places``: their places in their chains, where the writer gave them."""
+    def learn_places(self, places: Mapping[bytes, Place]) -> None:
+        """What is about to be stored follows these, as its writer says."""
         for key, place in places.items():
             if place.parent is not None:
                 self._predecessors[key] = place.parent
         self._trim_predecessors()
+
+    def record_of(self, info: ValueInfo, now_s: float, place: Place | None) -> bytes:
+        """What ``add`` of this value will write, as far as can be said before; empty without an index."""
+        return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
+
+    def add(
+        self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b""
+    ) -> None:
+        """These have been stored. ``places``: their places in their chains, where the writer gave them. ``record``: of
+        all of them, by ``record_of``.
+        """
         if self._rebuilder is None:
             for info in infos:
                 self._known.pop(info.key, None)  # it was of the previous value
-        else:
-            self._enter(infos, now_s, places)
+        elif infos:
+            if not (record and self.index is not None and self.index.add_record(record)):
+                self._enter(infos, now_s, places)
             self._rebuilder.present(info.key for info in infos)
 
     def _enter(self, infos: Iterable[ValueInfo], now_s: float, places: Mapping[bytes, Place] = _NO_PLACES) -> None:
@@ -221,16 +233,7 @@ class Catalog:
         # A run grows as long as each value's place follows that of the one before.
         first, last = Place(0), b""
         for info in infos:
-            entry = BlockInfo(
-                info.chunks,
-                info.value_bytes,
-                info.value_crc,
-                now_s,
-                *info.set_moves,
-                STRATEGY_NAMES[info.strategy],
-                info.servers,
-                chunk_bytes=_size_to_write(info),
-            )
+            entry = _entry(info, now_s)
             place = places.get(info.key)
             if place is None:
                 unplaced[info.key] = entry
@@ -275,6 +278,19 @@ class Catalog:
     def close(self) -> None:
         if self.index is not None:
             self.index.close()
+
+
+def _entry(info: ValueInfo, now_s: float) -> BlockInfo:
+    return BlockInfo(
+        info.chunks,
+        info.value_bytes,
+        info.value_crc,
+        now_s,
+        *info.set_moves,
+        STRATEGY_NAMES[info.strategy],
+        info.servers,
+        chunk_bytes=_size_to_write(info),
+    )
 
 
 def _size_to_write(info: ValueInfo) -> int:

@@ -146,7 +146,7 @@ class ClientDriver(Protocol):
         strategy: int,
         servers: int,
         replicas: int = 1,
-        meanwhile: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
         """Begin a ``put`` of one value and ``run`` it. ``meanwhile`` is called once before it ends, with the driver's
         lock held.

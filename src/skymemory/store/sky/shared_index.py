@@ -36,6 +36,7 @@ from skymemory.index.journal import (
     write_records,
 )
 from skymemory.index.radix import BlockInfo, RadixIndex
+from skymemory.kv.block import Place
 
 COMPACT_BYTES = 1 << 20
 """A smaller journal is not compacted: it is replayed in a tenth of a second."""
@@ -180,6 +181,33 @@ class SharedIndex:
             return record
 
         self._write(change)
+
+    def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
+        """The record that adds one value, at the place that its writer gives, or that the index now has for it; empty
+        for a place that contradicts itself.
+        """
+        if place is not None:
+            start, parent = place.depth, place.parent
+        else:
+            with self._lock:
+                self._follow()
+                start, parent = self._index.place_of(key) or self._index.free_place(key)
+        with suppress(InvalidInput):
+            return encode_record(RecordOp.ADD, [key], [info], start=start, parent=parent)
+        return b""
+
+    def add_record(self, record: bytes) -> bool:
+        """Add what ``record_of`` gave; False, and nothing is added, where that contradicts what is known by now."""
+
+        def change() -> bytes:
+            replay_all(record, self._index, self._state)
+            return record
+
+        try:
+            self._write(change)
+        except InvalidInput:
+            return False
+        return True
 
     def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo]) -> None:
         """Add values without their places. Places that are known stay."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from skymemory.errors import InvalidInput, ValueTooLarge
+from skymemory.kv.block import Place
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.metrics import SharedCounters
 from skymemory.native import Rows
@@ -129,6 +130,18 @@ class SkySettings:
             )
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """What a store of values needs of the index, looked up while their packets are under way where there is time."""
+
+    before: dict[bytes, ValueInfo] = field(default_factory=dict)
+    """The entries of before: leftovers of other placements are evicted once the new values are stored."""
+    chain: list[ValueInfo] = field(default_factory=list)
+    """The blocks before the first value."""
+    record: bytes = b""
+    """Of a single value, for the index."""
+
+
 class ConstellationStore(RemoteStore):
     """Values on satellites. ``index`` None: every lookup probes the box, which is slower."""
 
@@ -182,6 +195,8 @@ class ConstellationStore(RemoteStore):
 
     def _process_notices(self) -> None:
         """Remove values from the index that satellites have reported as gone (GONE), unless they were set again."""
+        if not self._driver.machine.any_gone:
+            return
         with self._driver.lock:
             dead = dict(self._driver.machine.take_gone())
         if dead:
@@ -356,9 +371,12 @@ class ConstellationStore(RemoteStore):
         """Write the values of a ticket that is being completed, and enter them in the index."""
         started_s = self._driver.now_s()
         keys = [key for key, _ in ticket.items]
+        places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
+        self._catalog.learn_places(places)
+        ahead = _Ahead()
         self._writing.take(keys)  # two threads that write one key at the same time would leave parts of both
         try:
-            finished, before = self._write(dict(ticket.items))
+            finished = self._write(dict(ticket.items), places, ahead)
         finally:
             self._writing.give_back(keys)
         stored = {key: outcome for key, outcome in finished.items() if outcome.ok}
@@ -368,16 +386,14 @@ class ConstellationStore(RemoteStore):
             if not outcome.ok:
                 self._counters.add("failures", label=outcome.report.failure)
         if failed:
-            self._evictor.clean_up_failed(failed, before)
+            self._evictor.clean_up_failed(failed, ahead.before)
         infos = [outcome.info for outcome in reversed(stored.values()) if outcome.info is not None]
-        places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
         self._process_notices()  # about earlier values: they must not remove the new entries
-        self._catalog.add(infos, self._driver.now_s(), places)
-        if before:
-            self._evictor.evict_replaced(before, infos)
-        if keys:
-            # The blocks before the first in its chain: what is stored behind them must not outlive them.
-            self._touch(self._catalog.before(keys[0]))
+        self._catalog.add(infos, self._driver.now_s(), places, ahead.record)
+        if ahead.before:
+            self._evictor.evict_replaced(ahead.before, infos)
+        # The blocks before the first in its chain: what is stored behind them must not outlive them.
+        self._touch(ahead.chain)
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(
@@ -386,25 +402,25 @@ class ConstellationStore(RemoteStore):
         self._counters.add("stored", len(stored))
         return [key in stored for key in keys]
 
-    def _write(self, items: Mapping[bytes, Buffer]) -> tuple[dict[bytes, Finished], dict[bytes, ValueInfo]]:
-        """Write values; the end of each, the last one first. And the entries of before: leftovers of other placements
-        are evicted once the new values are stored.
-        """
+    def _write(
+        self, items: Mapping[bytes, Buffer], places: Mapping[bytes, Place], ahead: _Ahead
+    ) -> dict[bytes, Finished]:
+        """Write values; the end of each, the last one first."""
         driver, settings = self._driver, self.settings
         # Without an index it is not known how full small boxes are.
         held = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
         # In reverse, as in ``_read``: satellites keep the first block longest.
         servers = {key: self._servers_for(value, held) for key, value in reversed([*items.items()])}
         how = settings.chunk_bytes, self._strategy
-        before: dict[bytes, ValueInfo] = {}
         if len(items) == 1:
             ((key, count),) = servers.items()
-            # While the packets are under way: the index does not know of them yet.
-            outcome = driver.write(
-                key, items[key], *how, count, settings.replicas, lambda: before.update(self._catalog.known([key]))
-            )
-            return {key: outcome}, before
-        before = self._catalog.known([*items])
+
+            def look_ahead(info: ValueInfo) -> None:  # while the packets are under way: the index does not know of them
+                self._look_up([key], ahead)
+                ahead.record = self._catalog.record_of(info, driver.now_s(), places.get(key))
+
+            return {key: driver.write(key, items[key], *how, count, settings.replicas, look_ahead)}
+        self._look_up([*items], ahead)
         with driver.lock:
             put, now_s = driver.machine.put, driver.now_s()
             begun = {
@@ -412,7 +428,11 @@ class ConstellationStore(RemoteStore):
                 for key, count in servers.items()
             }
         finished = driver.run(begun.values())
-        return {key: finished[number] for key, number in begun.items()}, before
+        return {key: finished[number] for key, number in begun.items()}
+
+    def _look_up(self, keys: Sequence[bytes], ahead: _Ahead) -> None:
+        ahead.before = self._catalog.known(keys)
+        ahead.chain = self._catalog.before(keys[0]) if keys else []
 
     def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
         """On how many satellites a value is put; it is added to what is held."""
