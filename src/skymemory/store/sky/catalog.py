@@ -210,9 +210,7 @@ class Catalog:
         """What ``add`` of this value will write, as far as can be said before; empty without an index."""
         return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
 
-    def add(
-        self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b""
-    ) -> None:
+    def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b"") -> None:
         """These have been stored. ``places``: their places in their chains, where the writer gave them. ``record``: of
         all of them, by ``record_of``.
         """
