@@ -102,10 +102,9 @@ class ElasticRoles(Collector):
 
     def came(self, server: str, tokens: int, seconds: float) -> None:
         """``tokens`` of one answer came in ``seconds``."""
-        pace = self._paces.get(server)
-        if pace is not None:
-            pace.seconds += seconds
-            pace.tokens += tokens
+        pace = self._paces.setdefault(server, _Pace())
+        pace.seconds += seconds
+        pace.tokens += tokens
 
     # -- every period
 
