@@ -411,7 +411,7 @@ def test_what_cannot_be_meant_is_refused(changed: dict[str, Any], says: str) -> 
 def test_only_a_strategy_that_estimates_prefills_can_tell_the_load() -> None:
     pair = read([backend("p", PREFILL), backend("d", DECODE)], strategy="least-load")
     backends = Backends(Picker(Fleet(), named("least-load")), decode=Picker(Fleet(), named("least-load")))
-    with pytest.raises(InvalidInput, match="strategy 'least-load' does not estimate .* expected 'least-ttft'"):
+    with pytest.raises(InvalidInput, match=r"strategy 'least-load' does not estimate .* expected 'least-ttft'"):
         ElasticRoles(pair, backends, named("least-load"))
 
 
@@ -448,4 +448,3 @@ def test_a_prefill_server_is_moved_to_slow_streams_through_real_sockets(run: Run
     assert {each.status for each in answers} == {200} and moved in {each.headers["X-Engine"] for each in answers}
     until(lambda: books_are_closed(running))
     assert engine(running, moved).models and math.isfinite(running.metric("role_load", model="small", role="decode"))
-
