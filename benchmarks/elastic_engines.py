@@ -2,7 +2,7 @@
 
 Engines (``skymemory serve --role both``) over one store behind ``skymemory route``. The mix of the load changes: first
 long prompts with short answers, then short prompts with long answers. A request counts if it met both objectives, its
-first token and the mean between its tokens. Each run starts everything anew and sends the same requests at the same
+first token and the mean between its tokens. Each run starts new processes and sends the same requests at the same
 times. Engines share the machine's cores: with as many engines as cores, none of a pool makes another pool faster.
 """
 

@@ -481,7 +481,7 @@ class Settings:
     def _check_elastic(self) -> None:
         if not (self.admission.ttft_s and self.admission.tbt_s):
             raise InvalidInput(
-                "backends: elastic: set the objectives that tell how much load a pool can take: admission: ttft "
+                "backends: elastic: set the objectives, which say how much load a pool can take: admission: ttft "
                 "(--ttft) and tbt (--tbt)"
             )
         if self.replicas.redis:

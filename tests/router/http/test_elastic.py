@@ -355,7 +355,17 @@ def test_servers_of_other_models_are_other_pools() -> None:
     for _ in range(20):
         router.roles.came("d0", BATCH, 2.0)
         router.tick()
-    assert all(router.role(name)[1] == "serving" for name in router.backends.known), "it has but one prefill server"
+    assert router.changes() == {} and router.role("q1") == (PREFILL, "serving"), "its own has but one prefill server"
+
+
+def test_a_server_that_is_not_elastic_keeps_its_role() -> None:
+    fixed = backend("p1", PREFILL, elastic=False)
+    router = Router([backend("p0", PREFILL), fixed, backend("d0", DECODE)])
+    router.backends.known["d0"].server.in_flight = 3
+    for _ in range(10):
+        router.roles.came("d0", BATCH, 2.0)
+        router.tick()
+    assert router.role("p0") == (DECODE, "serving") and router.role("p1") == (PREFILL, "serving")
 
 
 def test_waiting_requests_of_an_engine_count_beside_those_that_run() -> None:
@@ -396,7 +406,7 @@ def test_a_decode_load_is_measured_against_a_request_that_is_alone() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"admission": {"ttft": 1}}, "elastic: set the objectives .* admission: ttft"),
+        ({"admission": {"ttft": 1}}, "elastic: set the objectives, .* admission: ttft"),
         ({"backends": [backend("b", "both")]}, "b: elastic: set the role that it begins with, 'prefill' or 'decode'"),
         ({"replicas": {"redis": "redis://h:1/0"}}, "elastic: one router decides"),
         ({"elastic": {"every": 0}}, "every and most_drain: expected a time above 0"),
@@ -408,7 +418,7 @@ def test_what_cannot_be_meant_is_refused(changed: dict[str, Any], says: str) -> 
         settings_from({"backends": pair, "admission": SLO, **changed})
 
 
-def test_only_a_strategy_that_estimates_prefills_can_tell_the_load() -> None:
+def test_a_strategy_must_estimate_prefills() -> None:
     pair = read([backend("p", PREFILL), backend("d", DECODE)], strategy="least-load")
     backends = Backends(Picker(Fleet(), named("least-load")), decode=Picker(Fleet(), named("least-load")))
     with pytest.raises(InvalidInput, match=r"strategy 'least-load' does not estimate .* expected 'least-ttft'"):

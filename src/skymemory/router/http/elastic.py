@@ -208,7 +208,7 @@ class ElasticRoles(Collector):
         for known in self._backends.known.values():
             at = known.backend.role, known.state
             states[at] = states.get(at, 0) + 1
-        for role in (BOTH, *ROLES):  # a role that nobody has any more is 0, and not the last number
+        for role in (BOTH, *ROLES):  # a role without servers is 0
             states.setdefault((role, "serving"), 0)
         yield family(
             GaugeMetricFamily,
