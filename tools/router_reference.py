@@ -9,15 +9,17 @@ from typing import Any
 
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
+from skymemory.conductor.strategies.named import named
 from skymemory.conductor.strategies.simple import RandomChoice
 from skymemory.config import known_keys
 from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
+from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.prompts.reader import PromptReader
-from skymemory.router.settings import SECTIONS, Backend, Settings
+from skymemory.router.settings import SECTIONS, AdmissionSettings, Backend, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "router.md"
 NOTES = {
@@ -77,6 +79,7 @@ def _metrics() -> str:
     metrics = ProxyMetrics(fleet)
     picker = Picker(fleet, RandomChoice())
     metrics.registry.register(EventsWatch(picker.scorer, Backends(picker)))
+    metrics.registry.register(_roles())
     for family in metrics.registry.collect():
         # A family made at each collection knows its labels; of those that stand all the time the metric does.
         own = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", ())
@@ -84,6 +87,11 @@ def _metrics() -> str:
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append(f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |")
     return "\n".join(rows)
+
+
+def _roles() -> ElasticRoles:
+    settings, strategy = Settings(admission=AdmissionSettings(ttft_s=1.0, tbt_s=1.0)), named("least-ttft")
+    return ElasticRoles(settings, Backends(Picker(Fleet(), strategy)), strategy)
 
 
 def _picker_metrics() -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, check_router_installed, check_serving_installed, duration
 from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _STAY = b"stay\n"
 _POLL_S = 0.1
 _END_S = 60.0
+_ASK_S = 2.0
 _SOCKET, _ROUTER_FILE, _SKY = "store.sock", "router.toml", "sky"
 """Files of the run directory, and the constellation's own."""
 
@@ -305,6 +306,7 @@ def _status(directory: Path, *, as_json: bool) -> int:
     from skymemory.serving.cluster.supervisor import as_object
 
     state = _state(directory)
+    _ask_roles(state)
     if as_json:
         print(json.dumps(as_object(state), indent=2))
     else:
@@ -312,6 +314,27 @@ def _status(directory: Path, *, as_json: bool) -> int:
         if not state.supervised:
             print("its supervisor is gone: nothing is started again; `skymemory cluster down` ends what is left")
     return 0 if state.supervised and all(one.state == "healthy" for one in state.services) else 1
+
+
+def _ask_roles(state: ClusterState) -> None:
+    """The roles that instances have now, by the router; without its answer, those that they began with."""
+    import urllib.error
+    import urllib.request
+
+    for router in (one for one in state.services if one.kind == "router" and one.pid is not None):
+        answer: Any
+        try:
+            try:
+                answer = urllib.request.urlopen(f"{router.address}/ready", timeout=_ASK_S)
+            except urllib.error.HTTPError as error:  # 503: no server is ready, and their roles are there all the same
+                answer = error
+            with answer:
+                page = json.load(answer)
+        except (OSError, ValueError):
+            continue
+        roles = {one["name"]: one["role"] for one in page.get("servers", ())}
+        for one in state.services:
+            one.role = roles.get(one.name, one.role)
 
 
 def _print_table(state: ClusterState) -> None:

@@ -57,6 +57,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="an engine that answers what one of --prefill has prefilled; may be repeated",
     )
     add(
+        "--elastic",
+        action="store_true",
+        help="engines of --prefill and --decode can do both, and change their role with the load (needs --ttft, --tbt)",
+    )
+    add(
         "--handover",
         choices=("after", "overlap"),
         help="when the decode engine is asked: after the prefill, or at the same time (default: after)",
@@ -91,7 +96,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--drain", type=duration, metavar="TIME", help="time for requests to finish on SIGTERM (default: 30s)")
     add("--admission", metavar="RULE", help="admission rule under overload (default: all; try goodput)")
     add("--ttft", type=duration, metavar="TIME", help="objective for the time to the first token, for --admission")
-    add("--tbt", type=duration, metavar="TIME", help=argparse.SUPPRESS)
+    add("--tbt", type=duration, metavar="TIME", help="objective for the time between tokens, for --elastic")
     add("--fair", action="store_true", default=None, help=argparse.SUPPRESS)
     add("--admission-option", action="append", default=[], metavar="NAME=VALUE", help=argparse.SUPPRESS)
     add("--queue", type=int, metavar="N", help="requests that may queue while every server is full (see --max-waiting)")
@@ -190,10 +195,14 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
     return _without_unset(table)
 
 
-def _backends(args: argparse.Namespace) -> list[dict[str, str]]:
+def _backends(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The servers of the flags; those of a file are then ignored."""
-    roles = (("both", args.backend), ("prefill", args.prefill), ("decode", args.decode))
-    return [{"url": url, "role": role} if role != "both" else {"url": url} for role, urls in roles for url in urls]
+    if args.elastic and not (args.prefill and args.decode):
+        raise InvalidInput("route: --elastic is about the engines of --prefill and --decode: name some of each")
+    elastic = {"elastic": True} if args.elastic else {}
+    roles = (("prefill", args.prefill), ("decode", args.decode))
+    apart = [{"url": url, "role": role, **elastic} for role, urls in roles for url in urls]
+    return [*({"url": url} for url in args.backend), *apart]
 
 
 def run_check(settings: Settings, as_json: bool) -> int:

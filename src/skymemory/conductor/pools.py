@@ -31,7 +31,7 @@ An instance moves from G to R when all of these hold:
    overloaded none moves. ``growth`` is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: what R could not take was
    refused, or waits in front of G; with one more instance that much more flows through both.
 3. ``left · (1 + margin) ≤ load(R)``: what G will bear is less, by a margin, than what R bears now.
-4. G keeps one.
+4. G keeps one. Where its others fail during the drain, that is called off.
 5. No change is under way, and since the end of the last one ``settle_s`` plus ``drain_weight`` times its drain have
    passed: the longer a drain took, the more a wrong one costs.
 
@@ -78,6 +78,8 @@ class InstanceSample:
     """The one it has; while draining, the one it is about to give up."""
     state: State = "serving"
     """``draining``: closed to new requests, for whatever reason. ``down``: neither serves nor drains."""
+    fixed: bool = False
+    """It counts in its pool, and never changes its role."""
     queue_s: float = 0.0
     """Prefill: estimated seconds of work that it has, the current prefill included."""
     tbt_s: float = 0.0
@@ -152,6 +154,8 @@ class PoolController:
                 f"idle_tbt_s is {settings.idle_tbt_s:g} s; expected below the objective between tokens, {slo.tbt_s:g} s"
             )
         self._slo = slo
+        self.idle_tbt_s = settings.idle_tbt_s
+        """As in the settings; a caller that measures it may set it, below the objective."""
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._last_s: float | None = None
@@ -203,26 +207,28 @@ class PoolController:
     def _demand(self, one: InstanceSample) -> float:
         if one.role == "prefill":
             return max(float(one.queue_s > 0), one.queue_s / self._slo.ttft_s)
-        idle_s, share = self.settings.idle_tbt_s, one.kv_share
+        idle_s, share = self.idle_tbt_s, one.kv_share
         if not one.tbt_s or not idle_s or share > 1:
             return max(one.tbt_s / self._slo.tbt_s, share)
         idle = min(1.0, idle_s / one.tbt_s)
         return max((1 - idle) / (1 - idle_s / self._slo.tbt_s), 1 - (1 - share) * idle)
 
     def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
-        """Ends the change when its instance serves in its new role, is gone, or takes too long."""
-        done = one is not None and one.role == change.role and one.state == "serving"
-        late = now_s - self._begun_s > self.settings.most_drain_s
-        if not (done or late or one is None):
+        """Ends the change when its instance has its new role, is gone, takes too long, or is needed where it is."""
+        back, drain_s = other(change.role), now_s - self._begun_s
+        # One that serves in its old role was called off by the caller, such as by an operator.
+        over = one is None or one.role == change.role or one.state == "serving"
+        reason = ""
+        if one is not None and not over:
+            if drain_s > self.settings.most_drain_s:
+                reason = f"it has not been {change.role} after {drain_s:.0f} s, {one.in_flight} requests in flight"
+            elif one.state == "draining" and not self._serving[back]:
+                reason = f"no other {back} instance serves any more"
+        if not over and not reason:
             return None
-        drain_s = now_s - self._begun_s
         self._change = None
         self._next_s = now_s + self.settings.settle_s + self.settings.drain_weight * drain_s
-        if done or one is None:
-            return None
-        back = other(change.role)
-        reason = f"it has not been {change.role} after {drain_s:.0f} s, {one.in_flight} requests in flight"
-        return RoleChange(change.instance, back, reason)
+        return RoleChange(change.instance, back, reason) if reason else None
 
     def _begin(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
         for to in ROLES:
@@ -236,7 +242,11 @@ class PoolController:
             if reason is None:
                 continue
             # What drains soonest. For equal ones the last named: callers name the first ones first in the pool.
-            candidates = [one for one in reversed(instances) if one.role == giver and one.state == "serving"]
+            candidates = [
+                one for one in reversed(instances) if (one.role, one.state, one.fixed) == (giver, "serving", False)
+            ]
+            if not candidates:
+                continue
             chosen = min(candidates, key=lambda one: (one.queue_s, one.in_flight, one.kv_share))
             self._change, self._begun_s = RoleChange(chosen.name, to, reason), now_s
             return self._change

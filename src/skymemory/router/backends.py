@@ -5,17 +5,19 @@ Pure, and the same at both doors: requests report their results to it, and so do
 again after ``REST_S``.
 
 With roles there are two fleets. Servers for the prefill are in one; those that decode in the other, among them those
-with both roles, which also serve alone what cannot be split, if there are any. A server changes its role by draining.
+with both roles, which also serve alone what cannot be split, if there are any. A server changes its role by draining:
+because the settings name another one, or, of an elastic server, by ``change_role``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skymemory.conductor.picker import Picker, Server
+from skymemory.conductor.pools import State
 from skymemory.conductor.request import Request
 from skymemory.router.settings import BOTH, PREFILL, Backend, Health
 
@@ -50,6 +52,13 @@ class KnownServer:
     """It answers clients; False: it only prefills."""
     next_backend: Backend | None = None
     """It drains to change its role: its settings from then on."""
+    configured_role: str = BOTH
+    """Its role in the settings; an elastic server may have another one now."""
+
+    @property
+    def state(self) -> State:
+        """Draining: it gets no new requests. Down: it is ejected."""
+        return "down" if not self.server.healthy else "draining" if self.server.draining else "serving"
 
     @property
     def base_model(self) -> str:
@@ -82,6 +91,8 @@ class Backends:
         self._are_checked = are_checked
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
+        self.on_moved: Callable[[], None] = lambda: None
+        """A server has another role, and its slot in its former fleet is free."""
         self._serving: dict[str, frozenset[str]] = {}
         self._resting: set[KnownServer] = set()
 
@@ -103,6 +114,7 @@ class Backends:
                 self._add(backend)
                 came.append(name)
                 continue
+            backend = self._with_role_of_now(known, backend)
             picker = self._picker_of(known)
             if self._decode is not None and self._picker_for(backend) is not picker:
                 known.leaving = known.server.draining = True
@@ -110,7 +122,9 @@ class Backends:
                 continue
             if known.backend.url != backend.url:
                 picker.scorer.forget(known.server)
-                known = self.known[name] = KnownServer(backend, known.server, answers=known.answers)
+                known = self.known[name] = KnownServer(
+                    backend, known.server, answers=known.answers, configured_role=known.configured_role
+                )
                 known.server.healthy, known.server.reported = True, None
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
             known.next_backend = None
@@ -120,7 +134,7 @@ class Backends:
 
     def _add(self, backend: Backend) -> None:
         picker = self._picker_for(backend)
-        known = KnownServer(backend, picker.fleet.add(backend.name))
+        known = KnownServer(backend, picker.fleet.add(backend.name), configured_role=backend.role)
         known.answers = self._decode is None or picker is self._decode
         known.server.draining = backend.drain
         self.known[backend.name] = known
@@ -131,19 +145,51 @@ class Backends:
         """
         gone = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in gone:
-            known = self.known.pop(name)
+            known = self.known[name]
             self._picker_of(known).remove(name)
             if known.next_backend is None:
+                del self.known[name]
                 self.on_removed(name)
                 log.info("server %s removed", name)
             else:
-                self._add(known.next_backend)
-                log.info("server %s has the role %r now", name, known.next_backend.role)
+                self._enter_role(known, known.next_backend)
+                self.on_moved()
+                log.info("server %s has the role %r now", name, known.backend.role)
         if gone:
             self._index_names()
         return bool(gone)
 
     # Roles
+
+    def change_role(self, name: str, role: str) -> None:
+        """Drain a server; it has ``role`` once its last request has ended. Its role of now: the drain is called off."""
+        known = self.known.get(name)
+        if known is None or (known.leaving and known.next_backend is None):
+            return
+        stays = known.backend.role == role
+        known.next_backend = None if stays else replace(known.backend, role=role)
+        known.leaving = not stays
+        known.server.draining = known.leaving or known.backend.drain
+        self._index_names()
+
+    def _with_role_of_now(self, known: KnownServer, backend: Backend) -> Backend:
+        """Settings that were read again, with an elastic server's role of now: unless they name another than before."""
+        if backend.elastic and backend.role == known.configured_role:
+            return replace(backend, role=(known.next_backend or known.backend).role)
+        known.configured_role = backend.role
+        return backend
+
+    def _enter_role(self, known: KnownServer, backend: Backend) -> None:
+        if backend.url != known.backend.url:  # another server by that name
+            del self.known[backend.name]
+            self._add(backend)
+            return
+        # The same process: what is known of its health, its models and its load stays true.
+        before, picker = known.server, self._picker_for(backend)
+        known.server = server = picker.fleet.add(backend.name)
+        server.healthy, server.draining, server.reported = before.healthy, backend.drain, before.reported
+        known.backend, known.answers = backend, picker is self._decode
+        known.leaving, known.next_backend = False, None
 
     def _picker_for(self, backend: Backend) -> Picker:
         return self._picker if self._decode is None or backend.role == PREFILL else self._decode
@@ -163,6 +209,19 @@ class Backends:
     def role_of(self, name: str) -> str:
         known = self.known.get(name)
         return BOTH if known is None else known.backend.role
+
+    def states(self) -> list[dict[str, object]]:
+        """Each server's role and state now, for status pages."""
+        return [
+            {
+                "name": name,
+                "role": known.backend.role,
+                "elastic": known.backend.elastic,
+                "state": known.state,
+                "in_flight": known.server.in_flight,
+            }
+            for name, known in self.known.items()
+        ]
 
     def alone(self, request: Request, tried: Collection[str]) -> Collection[str]:
         """Servers that serve its model, both its prefill and its decoding, without those ``tried``: those with both

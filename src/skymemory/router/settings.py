@@ -183,10 +183,20 @@ class Backend:
         BOTH,
         "both; or prefill, or decode: requests are prefilled at one and answered by another",
     )
+    elastic: bool = setting(
+        "elastic",
+        yes_or_no,
+        False,
+        "it can do both, and its role follows the load; `role` is the one that it begins with",
+    )
 
     def __post_init__(self) -> None:
         if not self.url:
             raise InvalidInput("a backend needs its `url`, such as http://127.0.0.1:8001")
+        if self.elastic and self.role == BOTH:
+            raise InvalidInput(
+                f"{self.name or self.url}: elastic: set the role that it begins with, 'prefill' or 'decode'"
+            )
         if self.ca is not None and not self.url.startswith("https:"):
             raise InvalidInput(f"`ca` is for https servers, and {self.url} is none")
         if not self.name:
@@ -323,6 +333,20 @@ class Disaggregation:
 
 
 @dataclass(frozen=True, slots=True)
+class ElasticPools:
+    """Roles that follow the load: of backends with `elastic`. One that changes its role first ends its requests."""
+
+    every_s: float = setting("every", duration, 1.0, "period of measuring the loads")
+    smoothing_s: float = setting("smoothing", duration, 20.0, "time constant of the loads")
+    settle_s: float = setting("settle", duration, 20.0, "least time between the end of a change and the next")
+    most_drain_s: float = setting("most_drain", duration, 900.0, "a change that takes longer is called off")
+
+    def __post_init__(self) -> None:
+        if self.every_s <= 0 or self.most_drain_s <= 0:
+            raise InvalidInput("elastic: every and most_drain: expected a time above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class SidecarSettings:
     """`skymemory route` as the sidecar of a decode engine: requests name their prefill server in a header."""
 
@@ -389,6 +413,7 @@ class Settings:
     health: Health = Health()
     retries: Retries = Retries()
     disaggregation: Disaggregation = Disaggregation()
+    elastic: ElasticPools = ElasticPools()
     sidecar: SidecarSettings = SidecarSettings()
     replicas: ReplicaSettings = ReplicaSettings()
     admission: AdmissionSettings = AdmissionSettings()
@@ -414,8 +439,14 @@ class Settings:
         named = bool(self.sidecar.engine or self.picker.discover_prefill) or self.picker.apart
         return named or any(backend.role != BOTH for backend in self.backends)
 
+    @property
+    def has_elastic(self) -> bool:
+        return any(backend.elastic for backend in self.backends)
+
     def __post_init__(self) -> None:
         host_and_port(self.listen)
+        if self.has_elastic:
+            self._check_elastic()
         if self.sidecar.engine:
             if self.backends and self.backends != (local := self._local_engine(),):
                 raise InvalidInput(f"sidecar: its engine is the only server; leave out the backends ({local.url})")
@@ -447,6 +478,15 @@ class Settings:
         if self.limits.max_in_flight < 1 or self.limits.max_body_bytes < 1:
             raise InvalidInput("limits: `max_in_flight` and `max_body` must be above 0")
 
+    def _check_elastic(self) -> None:
+        if not (self.admission.ttft_s and self.admission.tbt_s):
+            raise InvalidInput(
+                "backends: elastic: set the objectives, which say how much load a pool can take: admission: ttft "
+                "(--ttft) and tbt (--tbt)"
+            )
+        if self.replicas.redis:
+            raise InvalidInput("backends: elastic: one router decides on the roles; leave out `replicas`")
+
     def _local_engine(self) -> Backend:
         return Backend(self.sidecar.engine, role=DECODE)
 
@@ -458,6 +498,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "health": Health,
     "retries": Retries,
     "disaggregation": Disaggregation,
+    "elastic": ElasticPools,
     "sidecar": SidecarSettings,
     "replicas": ReplicaSettings,
     "admission": AdmissionSettings,

@@ -17,8 +17,8 @@ ROLES = {"p": "prefill", "d": "decode", "b": "both"}
 PROMPT = "abcd" * 40
 
 
-def start(run: Run, roles: str = "pd", **settings: Any) -> Running:
-    """A router before engines p0, d0 and so on, by the letters of ``roles``."""
+def start(run: Run, roles: str = "pd", may_change: bool = False, **settings: Any) -> Running:
+    """A router before engines p0, d0 and so on, by the letters of ``roles``; ``may_change``: they are elastic."""
     running = run(engines=0)
     running.close_server()
     for letter in roles:
@@ -26,6 +26,8 @@ def start(run: Run, roles: str = "pd", **settings: Any) -> Running:
         running.loop.run(engine.start())
         running.engines.append(engine)
     backends = [{"url": each.url, "name": each.name, "role": ROLES[each.name[0]]} for each in running.engines]
+    if may_change:
+        backends = [{**each, "elastic": True} for each in backends]
     running.restart(**{"backends": backends, **settings})
     return running
 

@@ -150,3 +150,19 @@ def test_the_verb_says_what_is_wrong_and_starts_nothing(tmp_path: Path, capsys: 
     assert main(["cluster", "down", "--run-dir", str(run)]) == 0
     assert main(["cluster", "logs", "x", "--run-dir", str(run)]) == 2
     assert not run.exists()
+
+
+def test_elastic_instances_are_started_to_do_both_and_the_router_knows_them() -> None:
+    router = {"settings": {"admission": {"ttft": "2s", "tbt": "50ms"}}}
+    one = {"role": "prefill", "elastic": True}
+    description = described(instances=[one, {**D, "count": 2}], router=router)
+    engine = planned(description)["prefill-1"]
+    assert engine.words[engine.words.index("--role") + 1] == "both" and engine.role == "prefill"
+    backends = [("prefill-0", "http://a:1", "prefill"), ("decode-0", "http://b:1", "decode")]
+    found = tomllib.loads(router_settings(description, backends))["backends"]
+    assert [each.get("elastic") for each in found] == [True, None]
+    for parts, words in (({}, r"elastic: the router changes the roles: expected \[router\]"), ({"router": {}}, "ttft")):
+        with pytest.raises(InvalidInput, match=words):
+            described(instances=[one, D], **parts)
+    with pytest.raises(InvalidInput, match="elastic: set the role that it begins with"):
+        described(instances=[{**BOTH, "elastic": True}, D], router=router)

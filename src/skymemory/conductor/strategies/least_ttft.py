@@ -272,6 +272,10 @@ class LeastTtft(Indexed):
         """Estimated wait at each server."""
         return self._queues.waits_s(servers, now_s)
 
+    def queue_s(self, server: Server, now_s: float) -> float:
+        """Estimated seconds of the prefills that were sent to a server and are not done."""
+        return self._queues.waits_s((server,), now_s)[0]
+
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         slot, prompt, load = server.slot, request.prompt, NOTHING
         # The ranking has just computed all of this. It is looked up again only where something changed in between, or

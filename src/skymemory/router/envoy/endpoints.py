@@ -63,10 +63,19 @@ def as_endpoint(backend: Backend) -> Backend:
     Raises:
         InvalidInput: it has a host name, a path or TLS, which endpoints for Envoy cannot have.
     """
+    _check_fixed(backend)
     parts = urlsplit(backend.url)
     if parts.scheme != "http" or parts.path:
         raise InvalidInput(f"{backend.url!r}: an endpoint for Envoy is http://IP:PORT")
     return replace(backend, name=parse_endpoint(parts.netloc))
+
+
+def _check_fixed(backend: Backend) -> None:
+    if backend.elastic:
+        raise InvalidInput(
+            f"{backend.name}: elastic: the picker sees no prefill's end, so its endpoints have fixed roles; leave it "
+            "out, or use `skymemory route`"
+        )
 
 
 def completed(backend: Backend, settings: PickerSettings) -> Backend:
@@ -147,7 +156,9 @@ def _of_line(line: str) -> Backend:
         read = fields[key].metadata["read"]
         raw = value.split(",") if read is texts else _TRUTH.get(value, value) if read is yes_or_no else value
         values[fields[key].name] = read(raw)
-    return replace(endpoint(address), **values)
+    found = replace(endpoint(address), **values)
+    _check_fixed(found)
+    return found
 
 
 class NameSource:

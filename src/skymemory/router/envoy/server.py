@@ -21,12 +21,11 @@ from prometheus_client.registry import Collector
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.keys import KeyRing
-from skymemory.router.admission import rule_of, without_probes
+from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
-from skymemory.router.decoding import decode_picker, forecast_of
+from skymemory.router.decoding import alone_schedulers, decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch
 from skymemory.router.envoy.endpoints import (
@@ -207,8 +206,7 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
         scheduler, reader, backends, settings.picker, settings.limits.max_body_bytes, thread_bytes=thread_bytes
     )
     if decode is not None:
-        whole = Picker(decode.fleet, LeastLoad(), settings.seed)
-        service.alone = Scheduler(whole, admission=without_probes(scheduler.admission))
+        service.alone = alone_schedulers(scheduler, settings.seed)[1]
     configure_queue(service, settings)
     return EndpointPicker(service, source, settings, say, prefix_state, _certificate(settings.picker))
 

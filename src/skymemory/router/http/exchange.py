@@ -106,6 +106,8 @@ class Exchanges:
     """For prompts that one server serves alone, where prefill and decode are apart (``two_steps``)."""
     room: WaitingRoom | None = None
     """Where requests wait until a server has room; None: they are refused."""
+    on_tokens: Callable[[str, int, float], None] | None = None
+    """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
 
 
 class Exchange:

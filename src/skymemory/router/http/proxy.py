@@ -18,16 +18,15 @@ from typing import Any
 from urllib.parse import unquote
 
 from skymemory.conductor.admission.named import weights_of
-from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.simple import LeastLoad
-from skymemory.router.admission import without_probes
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import KeyFile
 from skymemory.router.backends import Backends
+from skymemory.router.decoding import alone_schedulers
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Connection, Incoming
+from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.upstream import Pools
@@ -100,8 +99,11 @@ class Proxy:
         prefix_state: PrefixState,
         deferred: DeferredWork,
         exchange: MakeExchange = Exchange,
+        roles: ElasticRoles | None = None,
     ) -> None:
-        """``exchange``: how a request is served; ``two_steps`` has another way than the default."""
+        """``exchange``: how a request is served; ``two_steps`` has another way than the default. ``roles``: of servers,
+        if they follow the load.
+        """
         self.draining = False
         """It finishes the requests it has."""
         self._last_call_s = math.inf
@@ -119,12 +121,12 @@ class Proxy:
         self._exchange = exchange
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = AccessControl()
-        # Where prefill and decode are apart, those that decode can serve a request alone.
-        whole = Picker((scheduler.decode or scheduler.prefill).fleet, LeastLoad(), settings.seed)
-        alone = None if scheduler.decode is None else Scheduler(whole, admission=without_probes(scheduler.admission))
+        least_load, alone = alone_schedulers(scheduler, settings.seed)
         self._exchanges = Exchanges(
-            settings, self._access, reader, scheduler, Scheduler(whole), backends, pools, metrics, deferred, alone
+            settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
         )
+        if roles is not None:
+            self._exchanges.on_tokens = roles.came
         self._queue = RequestQueue(settings.queue)
         metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
         self._room = WaitingRoom(self._queue, self._has_room, asyncio.get_running_loop())
@@ -267,7 +269,10 @@ class Proxy:
             connection.respond(200, JSON, b"{}")
         elif path == "/ready":
             ready, reasons = self.readiness()
-            body = json.dumps({"ready": ready, "reasons": reasons}).encode()
+            page: dict[str, object] = {"ready": ready, "reasons": reasons}
+            if self._scheduler.decode is not None:
+                page["servers"] = self.backends.states()
+            body = json.dumps(page).encode()
             connection.respond(200 if ready else 503, JSON, body)
         elif path == "/metrics":
             self.metrics.in_flight.set(self.in_flight)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from skymemory.router.backends import Backends
 from skymemory.router.decoding import decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.connection import Connection
+from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.proxy import Proxy
@@ -36,7 +38,7 @@ from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork
 from skymemory.router.settings import Settings, host_and_port
-from skymemory.router.tasks import follow
+from skymemory.router.tasks import cancel, follow
 from skymemory.router.tls import Certificate
 
 log = logging.getLogger("skymemory.router")
@@ -67,6 +69,12 @@ class ProxyServer:
         self.reader = PromptReader(settings, self.backends.adapters)
         self.events = EventsWatch(self.prefix_state.scorer, self.backends)
         self.metrics.registry.register(self.events)
+        self.roles: ElasticRoles | None = None
+        if settings.has_elastic:
+            self.roles = ElasticRoles(settings, self.backends, self.prefix_state.scorer)
+            self.metrics.registry.register(self.roles)
+        self._following: asyncio.Task[None] | None = None
+        """Keeps the roles."""
         self.metrics.registry.register(ReplicaFigures(self.prefix_state))
         self.port = 0
         self._connection: Callable[[], Connection]
@@ -114,6 +122,19 @@ class ProxyServer:
             log.warning("other computers can connect, and the router is set up with no %s", " and no ".join(missing))
         self._health.follow()
         self.events.start()
+        self.backends.on_moved = self.events.follow
+        if self.roles is not None:
+            self._following = asyncio.create_task(self._follow_load(self.roles), name="roles")
+
+    async def _follow_load(self, roles: ElasticRoles) -> None:
+        while True:
+            try:
+                if roles.observe(time.monotonic()):
+                    self._health.follow()
+            except Exception:
+                self.metrics.faults.labels("roles").inc()
+                log.exception("roles of servers")
+            await asyncio.sleep(roles.every_s)
 
     def _proxy(self, deferred: DeferredWork) -> Proxy:
         settings, parts = self.settings, (self.backends, self.pools, self.metrics, self.prefix_state, deferred)
@@ -122,7 +143,7 @@ class ProxyServer:
             exchange = partial(SidecarExchange, prefillers)
             return SidecarProxy(settings, self.scheduler, self.reader, self._health, *parts, exchange)
         exchange_kind = TwoStepExchange if settings.splits else Exchange
-        return Proxy(settings, self.scheduler, self.reader, self._health, *parts, exchange_kind)
+        return Proxy(settings, self.scheduler, self.reader, self._health, *parts, exchange_kind, self.roles)
 
     def _ejected(self, name: str) -> None:
         self.metrics.of(name).ejections += 1
@@ -145,6 +166,8 @@ class ProxyServer:
             for name in ("listen", "strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
             if getattr(settings, name) != getattr(self.settings, name)
         ]
+        if settings.has_elastic and (self.roles is None or settings.elastic != self.settings.elastic):
+            fixed.append("backends: elastic" if self.roles is None else "elastic")
         if settings.splits != self.settings.splits or settings.sidecar.engine != self.settings.sidecar.engine:
             # One fleet or two: roles of servers may change, but not whether there are any.
             fixed.append("backends: role" if not settings.sidecar.engine else "sidecar: engine")
@@ -216,6 +239,7 @@ class ProxyServer:
 
     async def close(self) -> None:
         self._listener.close()
+        await cancel([self._following])
         await self._health.stop()
         await self.events.stop()
         self.proxy.stop()

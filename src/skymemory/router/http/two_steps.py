@@ -81,6 +81,8 @@ class TwoStepExchange(Exchange):
     """The client asked for a stream: the first byte then marks the begin of decoding."""
     _request_id = b""
     _prefill_usage: Usage | None = None
+    _since_s: float | None = None
+    """When its last tokens came; of an answer that comes whole, when its decoding began."""
 
     # -- the pair
 
@@ -232,7 +234,8 @@ class TwoStepExchange(Exchange):
         if self._call is None:
             self._ask_decode(account)
         elif not self._is_streamed:
-            account.first_byte(time.monotonic())
+            self._since_s = time.monotonic()
+            account.first_byte(self._since_s)
 
     def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
         """The request is wrong, by the first server that read it: the client gets its answer."""
@@ -269,7 +272,8 @@ class TwoStepExchange(Exchange):
         incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._first_byte_timeout)
         self._head, self._log.decision = None, account.decision
         if self._prefill is None and not self._is_streamed:
-            account.first_byte(time.monotonic())
+            self._since_s = time.monotonic()
+            account.first_byte(self._since_s)
         self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body)
 
     def _begin(self, piece: bytes, ended: bool) -> None:
@@ -314,7 +318,29 @@ class TwoStepExchange(Exchange):
         of.metrics.of(server).retries += 1
         self._ask_decode(account)
 
+    def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
+        super()._pass_on(piece, ended, head)
+        on_tokens, account, reader = self._of.on_tokens, self._account, self._reader
+        if on_tokens is None or account is None or reader is None or not reader.streams:
+            return
+        events = piece.count(b"\n\n") - piece.count(b"data: [DONE]")
+        if events > 0:
+            since_s, self._since_s = self._since_s, time.monotonic()
+            if since_s is not None:
+                on_tokens(account.decision.server, events, self._since_s - since_s)
+
+    def client_ready(self) -> None:
+        self._since_s = None  # the pause was the client's
+        super().client_ready()
+
     # -- the end
+
+    def _close_account(self) -> None:
+        super()._close_account()
+        on_tokens, account, usage, since_s = self._of.on_tokens, self._account, self._log.usage, self._since_s
+        whole = self._fields is not None and not self._is_streamed
+        if whole and on_tokens is not None and account is not None and usage is not None and since_s is not None:
+            on_tokens(account.decision.server, usage.output_tokens or 0, time.monotonic() - since_s)
 
     def _work_of(self, usage: Usage) -> float | None:
         first = self._prefill_usage

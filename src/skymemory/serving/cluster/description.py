@@ -10,6 +10,7 @@ serve = "memory://1GiB"          # started with the cluster, for processes of on
 [[instances]]
 name = "prefill"
 role = "prefill"                 # prefill | decode | both
+# elastic = true                 # can do both; its role, at first this one, follows the load
 engine = "skymemory"             # or vllm
 count = 2
 model = "small"
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skymemory.config import filled, setting, table, text, texts, whole
+from skymemory.config import filled, setting, table, text, texts, whole, yes_or_no
 from skymemory.errors import InvalidInput
 from skymemory.files import read_toml
 from skymemory.router.settings import host_and_port, settings_from
@@ -92,6 +93,9 @@ class Instances:
 
     name: str = setting("name", _name, "", "of the group; instances are NAME-1, NAME-2 …; default: the role")
     role: str = setting("role", _one_of(*ROLES), "both", "prefill, decode or both")
+    elastic: bool = setting(
+        "elastic", yes_or_no, False, "started to do both; the router changes its role, at first this one, with the load"
+    )
     engine: str = setting("engine", _one_of(*ENGINES), "skymemory", "skymemory or vllm")
     count: int = setting("count", whole, 1, "number of instances")
     model: str = setting("model", text, "small", "as for the engine: a name or a folder")
@@ -112,6 +116,11 @@ class Instances:
             raise InvalidInput("python and connector are for engine = 'vllm'")
         if "store" in self.connector:
             raise InvalidInput("connector: store: the cluster's is used, see [store]")
+
+    @property
+    def engine_role(self) -> str:
+        """What the engine is started as, in its own words."""
+        return ROLES["both" if self.elastic else self.role]
 
     @property
     def names(self) -> list[str]:
@@ -169,6 +178,8 @@ class ClusterDescription:
                 raise InvalidInput(f"port {port} is both {by_port[port]}'s and {name}'s")
             by_port[port] = name
         self._check_roles()
+        if elastic := [group for group in self.instances if group.elastic]:
+            self._check_elastic(elastic[0].name)
 
     def _check_roles(self) -> None:
         apart = [group for group in self.instances if group.role != "both"]
@@ -183,6 +194,19 @@ class ClusterDescription:
                         f"{group.name}: role {role!r} and no instance with role {other!r} or 'both' of the same engine "
                         "and model"
                     )
+
+    def _check_elastic(self, name: str) -> None:
+        if self.router is None:
+            raise InvalidInput(f"{name}: elastic: the router changes the roles: expected [router]")
+        backends = [
+            {"url": "http://instance", "name": name, "role": group.role, "elastic": group.elastic}
+            for group in self.instances
+            for name in group.names
+        ]
+        try:
+            settings_from({**self.router.settings, "backends": backends})
+        except InvalidInput as error:
+            raise InvalidInput(f"router: settings: {error}") from error
 
 
 def read_description(path: Path) -> ClusterDescription:

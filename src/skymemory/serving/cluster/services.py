@@ -10,7 +10,7 @@ from typing import Any
 
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.router.settings import host_and_port
-from skymemory.serving.cluster.description import ROLES, ClusterDescription, Instances
+from skymemory.serving.cluster.description import ClusterDescription, Instances
 
 HOST = "127.0.0.1"
 KINDS = ("store", "instance", "router")
@@ -102,7 +102,7 @@ def _instance(group: Instances, name: str, port: int, store: str) -> Service:
 
 def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
     """``skymemory serve``, without ``skymemory``."""
-    shared = ("--store", store, "--role", ROLES[group.role]) if store else ()
+    shared = ("--store", store, "--role", group.engine_role) if store else ()
     return ("serve", "--model", group.model, "--listen", f"{host}:{port}", *shared, *group.options)
 
 
@@ -115,24 +115,26 @@ def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str,
     python = (group.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     shared: tuple[str, ...] = ()
     if store:
-        transfer = transfer_config({"store": store, **group.connector}, ROLES[group.role])
+        transfer = transfer_config({"store": store, **group.connector}, group.engine_role)
         # A producer that is stopped first saves what waits.
-        stop = ("--shutdown-timeout", "10") if group.role != "decode" else ()
+        stop = ("--shutdown-timeout", "10") if group.engine_role != "consumer" else ()
         shared = (*stop, "--kv-transfer-config", json.dumps(transfer))
     return (*python, "--model", group.model, "--host", host, "--port", str(port), *shared, *group.options)
 
 
 def router_settings(description: ClusterDescription, backends: Sequence[tuple[str, str, str]]) -> str:
-    """The router's settings file (TOML). ``backends``: name, URL and role of each."""
+    """The router's settings file (TOML). ``backends``: name (its group's and a number), URL and role of each."""
     settings = dict(description.router.settings) if description.router is not None else {}
     simple = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in settings.items() if isinstance(value, dict)}
     lines = [f"{_key(key)} = {_toml(value)}" for key, value in simple.items()]
     for name, section in sections.items():
         lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in section.items())]
+    elastic = {group.name for group in description.instances if group.elastic}
     for name, url, role in backends:
         lines += ["", "[[backends]]", f"name = {_toml(name)}", f"url = {_toml(url)}"]
         lines += [f"role = {_toml(role)}"] if role != "both" else []
+        lines += ["elastic = true"] if name.rpartition("-")[0] in elastic else []
     return "\n".join(lines).strip() + "\n"
 
 
