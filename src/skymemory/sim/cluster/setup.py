@@ -85,6 +85,38 @@ class Failure:
     down_s: float = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """How a prompt gets to the decode instance where a router takes two steps and the values go through a store.
+
+    The first token is then the decode instance's: it takes the values in, and computes what is left of the prompt while
+    its batch waits.
+    """
+
+    save_s: float = 0.0
+    """From the end of the prefill until its values are stored, whatever their number."""
+    save_token_s: float = 0.0
+    """The same, for each token that was computed."""
+    fetch_s: float = 0.0
+    """To ask the decode instance, for it to fetch the values, and to queue what is left. It may touch its cache between
+    two of its steps only, so each of fetching and queueing begins at the end of a step."""
+    fetch_token_s: float = 0.0
+    """The same, for each token that the decode instance does not have yet."""
+    block_tokens: int = 16
+    """Of the engines: tokens behind the last full block are computed again."""
+
+    def __post_init__(self) -> None:
+        for name in ("save_s", "save_token_s", "fetch_s", "fetch_token_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidInput(f"handover: {name} is {getattr(self, name):g}; expected 0 or more")
+        if self.block_tokens < 1:
+            raise InvalidInput("handover: expected block_tokens of 1 or more")
+
+    def rest_tokens(self, prompt_tokens: int) -> int:
+        """Tokens of a prompt that the decode instance computes; at least the last one, for its logits."""
+        return prompt_tokens % self.block_tokens or 1
+
+
 Pools = Literal["fixed", "elastic"]
 POOLS: tuple[Pools, ...] = get_args(Pools)
 
@@ -120,6 +152,10 @@ class ClusterSetup:
     """Chunk size in pipelines of several machines."""
     layer_wise: bool = True
     """Whether KV is sent to the decode machine while it is computed, or after."""
+    handover: Handover | None = None
+    """None: values stream between accelerators (``layer_wise``), and the prefill gives the first token."""
+    request_s: float = 0.0
+    """Of every request before its prefill may begin: client, router, parsing."""
     kv_tokens: int = 1_300_000
     """KV memory of a decode machine: nine tenths of 8×80 GB less the weights of 70B, at 320 KiB per token."""
     most_batch: int = 256
@@ -174,6 +210,10 @@ class ClusterSetup:
             PoolController(self.slo, self.elastic_settings())  # refuses objectives that an idle instance misses
         if not 0 <= self.change_s < math.inf:
             raise InvalidInput(f"change_s is {self.change_s:g}; expected 0 or more")
+        if self.handover is not None and (self.coupled or self.pools == "elastic"):
+            raise InvalidInput("handover: expected fixed pools of prefill and decode instances")
+        if not 0 <= self.request_s < math.inf:
+            raise InvalidInput(f"request_s is {self.request_s:g}; expected 0 or more")
         known = {*self.prefilling(), *self.decoding()}
         for failure in self.failures:
             if failure.instance not in known or failure.at_s < 0 or not failure.down_s > 0:
@@ -200,4 +240,4 @@ class ClusterSetup:
 
     def with_coupled(self) -> ClusterSetup:
         """The same number of machines, all coupled."""
-        return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=())
+        return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=(), handover=None)

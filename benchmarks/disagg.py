@@ -1,0 +1,300 @@
+"""Prefill and decode apart on real engines, beside the simulator: `python benchmarks/disagg.py [--json FILE] [--quick]`.
+
+Two engines with a core each, on one store. With `--engine own` they are `skymemory serve` with the shipped model, with
+`--engine vllm` two vLLM with a random model (`--python`). Parts (`--parts`; all but fit go by the cost model of the last
+fit in FILE):
+
+fit       The cost model of this machine, and the terms of the hand-over, measured on idle engines part by part.
+real      Seeded requests at three loads on a real 1P+1D behind `skymemory route`, and the very same requests in the
+          cluster simulator with the fitted model: times, hits, goodput.
+coupled   The same requests on 1P+1D and on two engines that do both behind the same router, at several mixes and loads;
+          and both in the simulator.
+curve     What the simulator says of the same for other machines: decoding, prefill and hand-over faster by factors.
+overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
+
+Loads are parts of what the model says that the busier of both engines can do. Objectives are five times what the model
+says of a lone request of the mix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _bench import print_table, versions
+from _disagg_real import COMPUTED, COUNT, PROMPTS, Fitted, Kind, Played, fitted, own, played, routed, servers, vllm
+from _disagg_workload import MIXES, Mix, busy_s, requests_of
+from skymemory.conductor.cost_fit import dump, parse
+from skymemory.conductor.request import Slo
+from skymemory.demo.engines import random_model
+from skymemory.metrics import spread
+from skymemory.serving.replay.report import Outcome, Status
+from skymemory.sim.cluster.outcome import RequestOutcome
+from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
+from skymemory.sim.cluster.simulation import run_cluster
+from skymemory.sim.trace import TraceRequest
+
+PARTS = ("fit", "real", "coupled", "curve", "overload")
+LOADS = (0.3, 0.6, 0.85)
+GOAL = 0.25
+"""By how much the simulated mean time to the first token may be off."""
+CACHE_BYTES = 512 << 20
+LOOSE = 5.0
+Row = dict[str, Any]
+
+
+def say(words: str) -> None:
+    """Progress, in one line on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
+
+
+# --- one play, real or simulated, as figures ---
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one request; nan: it was not served."""
+
+    ttft_s: float
+    tbt_s: float
+    end_s: float
+
+
+def of_real(outcomes: Sequence[Outcome]) -> list[Times]:
+    nothing = Times(math.nan, math.nan, math.nan)
+    return [
+        Times(one.due_ttft_s, one.tbt_s, one.end_s) if one.status is Status.COMPLETED else nothing for one in outcomes
+    ]
+
+
+def of_simulated(outcomes: Sequence[RequestOutcome]) -> list[Times]:
+    return [
+        Times(one.ttft_s or math.nan, one.tbt_mean_s or math.nan, one.end_s or math.nan)
+        if one.status == "completed"
+        else Times(math.nan, math.nan, math.nan)
+        for one in outcomes
+    ]
+
+
+def kept(one: Times, slo: Slo) -> bool:
+    return one.ttft_s <= slo.ttft_s and not one.tbt_s > slo.tbt_s
+
+
+def figures(times: Sequence[Times], requests: Sequence[TraceRequest], slo: Slo, hit_rate: float) -> Row:
+    ttft, tbt = spread(one.ttft_s for one in times), spread(one.tbt_s for one in times)
+    ends = [one.end_s for one in times if not math.isnan(one.end_s)]
+    good = sum(kept(one, slo) for one in times)
+    elapsed_s = max(ends, default=math.nan) - requests[0].at_s
+    row = {
+        "served": ttft.count,
+        "ttft_mean_s": ttft.mean,
+        "ttft_p50_s": ttft.p50,
+        "ttft_p99_s": ttft.p99,
+        "tbt_mean_s": tbt.mean,
+        "tbt_p50_s": tbt.p50,
+        "tbt_p99_s": tbt.p99,
+        "hit_rate": hit_rate,
+        "kept": good,
+        "goodput_per_s": good / elapsed_s,
+    }
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def real_hits(spent: Sequence[dict[str, float]], coupled: bool) -> float:
+    """Part of the prompts' tokens that the engines that prefill had cached."""
+    counted = spent if coupled else spent[:1]
+    prompts = sum(one.get(PROMPTS, 0.0) for one in counted)
+    return 1.0 - sum(one.get(COMPUTED, 0.0) for one in counted) / prompts if prompts else math.nan
+
+
+def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup:
+    """The simulator's twin of ``_disagg_real.servers``."""
+    setup = ClusterSetup(
+        prefill=1,
+        decode=1,
+        cost=model.cost,
+        handover=model.handover,
+        request_s=model.request_s,
+        most_batch=kind.most_batch,
+        mixed_tokens=kind.mixed_tokens,
+        coupled_cache_tokens=CACHE_BYTES // model.cost.shape.kv_bytes_per_token,
+        pool=PoolSettings(dram_bytes=CACHE_BYTES),
+        slo=slo,
+    )
+    return setup.with_coupled() if coupled else setup
+
+
+def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> Row:
+    setup = setup_of(kind, model, slo, coupled)
+    outcomes = run_cluster(requests, setup, "least-ttft" if coupled else "cache-aware").outcomes
+    hits = sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
+    return figures(of_simulated(outcomes), requests, slo, hits)
+
+
+def rate_of(mix: Mix, load_part: float, model: Fitted, seed: int) -> float:
+    """Requests per second of that part of what 1P+1D can do."""
+    return load_part / max(busy_s(requests_of(mix, 100.0, 3.0, seed), model.cost))
+
+
+def slo_of(mix: Mix, model: Fitted) -> Slo:
+    tokens = round(mix.own.median)
+    lone_s = model.cost.prefill_s(tokens) + model.request_s + model.handover.save_s + model.handover.fetch_s
+    lone_s += tokens * (model.handover.save_token_s + model.handover.fetch_token_s)
+    return Slo(round(LOOSE * lone_s, 3), round(LOOSE * model.cost.decode_step_s(1, tokens), 4))
+
+
+# --- parts ---
+
+
+@dataclass(frozen=True)
+class Bench:
+    kind: Kind
+    seed: int
+    quick: bool
+    folder: Path
+
+    def seconds(self, whole: float) -> float:
+        return 12.0 if self.quick else whole
+
+
+def fit(bench: Bench) -> tuple[Fitted, list[Row]]:
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        url = stack.enter_context(routed(on, "fit"))
+        found = asyncio.run(fitted(on, url, bench.seed, bench.quick, say))
+    row = {
+        "cost": json.loads(dump(found.cost)),
+        "handover": asdict(found.handover),
+        "request_s": found.request_s,
+        **found.points,
+    }
+    return found, [row]
+
+
+def read_fit(row: Row) -> Fitted:
+    return Fitted(parse(json.dumps(row["cost"])), Handover(**row["handover"]), row["request_s"], {})
+
+
+def real(bench: Bench, model: Fitted) -> list[Row]:
+    """On requests of seeds that the fit has not seen."""
+    rows: list[Row] = []
+    mix = MIXES["chat"]
+    slo = slo_of(mix, model)
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        url = stack.enter_context(routed(on, "real"))
+        _warm(on, url)
+        for number, load_part in enumerate(LOADS[1:2] if bench.quick else LOADS):
+            seed = bench.seed + 1000 + number
+            requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(40.0), seed)
+            say(f"simulator and real: {len(requests)} requests at {load_part:.0%}")
+            play = asyncio.run(played(on, url, requests, seed))
+            label = {"mix": mix.name, "load": load_part, "seed": seed, "requests": len(requests), **asdict(slo)}
+            got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
+            rows.append({**label, "way": "1P+1D", "what": "real", **got})
+            rows.append({**label, "way": "1P+1D", "what": "simulator", **simulated(bench.kind, model, slo, requests, False)})
+    return rows
+
+
+def _warm(on: Any, url: str) -> None:
+    """Engines, connections and the router have had requests of all lengths."""
+    requests = [TraceRequest(0.3 * number, 200 * (number + 1), 8, (number, 100 + number, 200 + number)) for number in range(6)]
+    asyncio.run(played(on, url, requests, 77))
+
+
+def show_real(rows: Sequence[Row]) -> None:
+    print_table(
+        "simulator | real, 1P+1D",
+        ["mix", "load", "requests", "", "TTFT mean", "p50", "p99", "TBT mean", "p99", "hits", "goodput /s", "TTFT off"],
+        [
+            [
+                row["mix"],
+                f"{row['load']:.0%}",
+                row["requests"],
+                row["what"],
+                *(f"{row[name] * 1e3:.0f} ms" for name in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")),
+                *(f"{row[name] * 1e3:.1f} ms" for name in ("tbt_mean_s", "tbt_p99_s")),
+                f"{row['hit_rate']:.1%}",
+                f"{row['goodput_per_s']:.2f}",
+                "" if row["what"] == "real" else f"{row['ttft_mean_s'] / rows[at - 1]['ttft_mean_s'] - 1:+.1%}",
+            ]
+            for at, row in enumerate(rows)
+        ],
+    )
+
+
+# --- the file, and the command line ---
+
+
+def read_rows(path: Path | None, engine: str) -> dict[str, list[Row]]:
+    """The parts that the file has of this engine."""
+    if path is None or not path.is_file():
+        return {}
+    found: dict[str, list[Row]] = {}
+    for row in json.loads(path.read_text("utf-8"))["rows"]:
+        if row["engine"] == engine:
+            found.setdefault(row["part"], []).append({k: v for k, v in row.items() if k not in ("engine", "part")})
+    return found
+
+
+def write_rows(path: Path | None, seed: int, engine: str, parts: dict[str, list[Row]]) -> None:
+    """Replaces the rows of this engine; those of the other one stay."""
+    if path is None:
+        return
+    others = []
+    if path.is_file():
+        others = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["engine"] != engine]
+    ours = [{"engine": engine, "part": name, **row} for name in PARTS for row in parts.get(name, ())]
+    rows = sorted([*others, *ours], key=lambda row: row["engine"])
+    content = {"benchmark": "disagg", "seed": seed, "versions": versions(), "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("own", "vllm"), default="own")
+    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="A,B")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    wanted = options.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.engine == "vllm" and not options.python.is_file():
+        parser.error(f"--python {options.python}: no such file; `make demo-vllm` makes an environment with vLLM")
+    parts = read_rows(options.json, options.engine)
+    if "fit" not in wanted and not parts.get("fit"):
+        parser.error("there is no fit of this engine in --json: add the part fit")
+    with tempfile.TemporaryDirectory(prefix="sky-") as text:
+        folder = Path(text)
+        kind = own() if options.engine == "own" else vllm(options.python.absolute(), random_model(folder / "model"))
+        bench = Bench(kind, options.seed, options.quick, folder)
+        if "fit" in wanted:
+            model, parts["fit"] = fit(bench)
+            write_rows(options.json, options.seed, options.engine, parts)
+        model = read_fit(parts["fit"][0])
+        for name, run, show in RUNS:
+            if name in wanted:
+                parts[name] = run(bench, model)
+                say("")
+                show(parts[name])
+                write_rows(options.json, options.seed, options.engine, parts)
+
+
+RUNS = (("real", real, show_real),)
+
+
+if __name__ == "__main__":
+    main()
