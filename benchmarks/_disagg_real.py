@@ -24,7 +24,7 @@ from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
 from skymemory.demo.engines import own_engine, router, store_daemon, vllm_server
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
-from skymemory.serving.fitting import Measurement, decode_cells
+from skymemory.serving.fitting import DecodeCell, Measurement, decode_cells
 from skymemory.serving.replay.client import Client, Target
 from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
@@ -60,7 +60,10 @@ class Kind:
         return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
     def shape(self) -> ModelShape:
-        return shape_of(self.name, json.loads((self.model / "config.json").read_text()), 4)
+        shape = shape_of(self.name, json.loads((self.model / "config.json").read_text()), 4)
+        # Our engine decodes one request after the other: reading the weights is in each one's own time, not in the
+        # step's, and what is left to the memory's speed is the context.
+        return replace(shape, parameters=1.0) if self.python is None else shape
 
 
 def own() -> Kind:
@@ -143,6 +146,11 @@ class Fitted:
     cost: CostModel
     handover: Handover
     request_s: float
+    prefill_shared: float
+    """How many times as long a prefill takes while the other engine is at work, and what is beside both engines, the
+    client, the router and the store, has no core left that is idle."""
+    decode_shared: float
+    """The same for a decoding step."""
     points: dict[str, Any]
     """What was measured."""
 
@@ -151,9 +159,10 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
     """The model of 1P+1D behind the router at ``url``.
 
     Each term is measured on one part: prefills as the prefill engine does them one behind the other (saving for the
-    store included, as it takes the same core); decoding steps on the decode engine; what a request takes beside, on
-    the decode engine with prompts of its own; saving, as what the answer to a lone prefill is later than its prefill;
-    fetching, as what the first token through the router is later than that answer and the last tokens' prefill.
+    store included, as it takes the same core); decoding steps through the router; prompts that the decode engine takes from
+    the store one behind the other; what a request takes beside, on the decode engine with prompts of its own; what sharing
+    the machine costs, with the other engine at work; saving, as what the answer to a lone prefill is later than its
+    prefill; fetching, as what the first token through the router is later than both.
     """
     kind, dice = on.kind, random.Random(f"fit {seed}")
     prefill_url, decode_url = on.engines
@@ -193,11 +202,17 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         cost = fit_prefill(points, kind.shape())
         through = Client(session, Target(url, "sky"))
         direct = Client(session, Target(decode_url, "sky"))
-        measuring = Measurement(direct, lambda tokens, dice: prompt(tokens), time.perf_counter, seed, lambda *_: None)
+        # Steps are measured as users get them: the router and the client have work with every token, and the kernel
+        # likes to give it to the core that has just woken them, the decode engine's.
+        measuring = Measurement(through, lambda tokens, _: prompt(tokens), time.perf_counter, seed, lambda *_: None)
         say("decoding steps")
         most = 4 if quick else 8
         steps, _ = await measuring.decodes(decode_cells(most, (128, 512, 1024)), 1 if quick else 2, "median")
         cost = fit_decode([point for point, held in steps if not held], cost)
+
+        say("sharing the machine")
+        prefill_shared = await _prefill_shared(session, url, prefill_url, prompt, repeats)
+        decode_shared = await _decode_shared(session, prefill_url, measuring, prompt, quick)
 
         async def first_s(client: Client, tokens: int) -> float:
             taken = []
@@ -216,28 +231,99 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
             [(tokens - cached, seconds - cost.prefill_s(tokens, cached) - request_s)
              for (tokens, cached), seconds in lone.items()]
         )
-        handover = Handover(save_s, save_token_s, block_tokens=kind.block_tokens)
+        taking = []
+        for tokens in lengths:
+            spacings_s = [await _taking_s(session, on, [prompt(tokens) for _ in range(BURST + 1)]) for _ in range(repeats)]
+            taking.append((float(tokens), statistics.median(spacings_s)))
+        take_s, take_token_s = line_of(taking)
         later = []
         for tokens in lengths:
             whole_s = await first_s(through, tokens)
-            rest_s = cost.prefill_s(tokens, tokens - handover.rest_tokens(tokens))
-            later.append((float(tokens), whole_s - lone[tokens, 0] - rest_s))
+            later.append((float(tokens), whole_s - lone[tokens, 0] - take_s - take_token_s * tokens))
         fetch_s, fetch_token_s = line_of(later)
-        handover = replace(handover, fetch_s=fetch_s, fetch_token_s=fetch_token_s)
+        handover = Handover(save_s, save_token_s, fetch_s, fetch_token_s, max(1e-4, take_s), take_token_s)
     measured = {
         "prefills": [(one.tokens, one.cached, one.seconds, cost.prefill_s(one.tokens, one.cached)) for one in points],
         "alone": [(*cell, seconds) for cell, seconds in lone.items()],
         "steps": [(one.batch, one.kv_tokens, one.seconds, cost.decode_step_s(one.batch, one.kv_tokens))
                   for one, _ in steps],
+        "taking": taking,
         "later": later,
         "beside": beside,
     }
-    return Fitted(cost, handover, request_s, measured)
+    return Fitted(cost, handover, request_s, prefill_shared, decode_shared, measured)
 
 
-async def _prefilled(session: aiohttp.ClientSession, url: str, ids: list[int]) -> int:
-    """Step 1 of a request at the prefill engine; returns the tokens that it had cached."""
-    params = {"do_remote_decode": True}
+async def _taking_s(session: aiohttp.ClientSession, on: Servers, prompts: Sequence[list[int]]) -> float:
+    """Seconds between the first tokens of prompts that are all in the store, at the decode engine."""
+    prefill_url, decode_url = on.engines
+    for ids in prompts:
+        await _prefilled(session, prefill_url, ids)
+    ends_s: list[float] = []
+
+    async def one(ids: list[int]) -> None:
+        await _prefilled(session, decode_url, ids, {"do_remote_prefill": True, "sky_tokens": len(ids)})
+        ends_s.append(time.perf_counter())
+
+    await asyncio.gather(*map(one, prompts))
+    return (max(ends_s) - min(ends_s)) / (len(prompts) - 1)
+
+
+async def _prefill_shared(
+    session: aiohttp.ClientSession, url: str, prefill_url: str, prompt: Callable[[int], list[int]], repeats: int
+) -> float:
+    """Bursts of prefills beside an idle decode engine, and beside one that streams three answers."""
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    said = prompt(64)
+
+    async def streaming() -> None:
+        while True:
+            await Client(session, Target(url, "sky")).probe(said, 256, time.perf_counter)
+
+    for _ in range(2 * repeats):
+        for busy in (False, True):
+            tasks = [asyncio.create_task(streaming()) for _ in range(3 * busy)]
+            await asyncio.sleep(0.3)
+            began_s = time.perf_counter()
+            await asyncio.gather(*(_prefilled(session, prefill_url, prompt(384)) for _ in range(4)))
+            taken[busy].append(time.perf_counter() - began_s)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.2)
+    return max(1.0, statistics.median(taken[True]) / statistics.median(taken[False]))
+
+
+async def _decode_shared(
+    session: aiohttp.ClientSession,
+    prefill_url: str,
+    through: Measurement,
+    prompt: Callable[[int], list[int]],
+    quick: bool,
+) -> float:
+    """Steps of answers through the router, beside an idle prefill engine and beside one that is never idle."""
+    cells = [DecodeCell(batch, 256, False) for batch in (2, 4, 6)]
+    taken: dict[bool, list[float]] = {False: [], True: []}
+
+    async def prefilling() -> None:
+        while True:
+            await _prefilled(session, prefill_url, prompt(256))
+
+    for _ in range(1 if quick else 3):
+        for busy in (False, True):
+            task = asyncio.create_task(prefilling() if busy else asyncio.sleep(0))
+            points, _ = await through.decodes(cells, 1, "median")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            taken[busy].append(sum(one.seconds for one, _ in points))
+    return max(1.0, statistics.median(taken[True]) / statistics.median(taken[False]))
+
+
+async def _prefilled(
+    session: aiohttp.ClientSession, url: str, ids: list[int], params: dict[str, Any] | None = None
+) -> int:
+    """A request for one token, by default step 1 at the prefill engine; returns the prompt's tokens that it had."""
+    params = {"do_remote_decode": True} if params is None else params
     body = {"model": "sky", "prompt": ids, "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
     async with session.post(f"{url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(_PATIENCE_S)) as answer:
         read = await answer.json()

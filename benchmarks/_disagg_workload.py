@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skymemory.conductor.cost_model import CostModel
+from skymemory.sim.cluster.setup import Handover
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
 from skymemory.sim.workload import BlockNames, Popularity, Spread
 
@@ -69,7 +70,7 @@ def token_ids(ids: Sequence[int], tokens: int, vocabulary: int, seed: int) -> li
     return found
 
 
-def busy_s(requests: Sequence[TraceRequest], cost: CostModel, rest_tokens: int = 1) -> tuple[float, float]:
+def busy_s(requests: Sequence[TraceRequest], cost: CostModel, handover: Handover) -> tuple[float, float]:
     """Mean seconds of a request at the prefill and at the decode instance, by the model; nothing cached elsewhere than
     in an instance's own memory."""
     seen: set[int] = set()
@@ -82,9 +83,26 @@ def busy_s(requests: Sequence[TraceRequest], cost: CostModel, rest_tokens: int =
             held += BLOCK_TOKENS
         seen.update(one.blocks())
         prefill_s += cost.prefill_s(one.input_tokens, held)
-        decode_s += cost.prefill_s(one.input_tokens, one.input_tokens - rest_tokens)
+        decode_s += handover.take_s + handover.take_token_s * one.input_tokens
         decode_s += (one.output_tokens - 1) * cost.decode_step_s(4, 4 * one.input_tokens) / 4
     return prefill_s / len(requests), decode_s / len(requests)
+
+
+def scaled(cost: CostModel, prefill: float, decode: float) -> CostModel:
+    """The model with prefills and decoding steps that many times as long."""
+    speeds = replace(
+        cost.machine,
+        flops_per_s=cost.machine.flops_per_s / prefill,
+        memory_bytes_per_s=cost.machine.memory_bytes_per_s / decode,
+    )
+    return replace(
+        cost,
+        machine=speeds,
+        fixed_s=cost.fixed_s * prefill,
+        cached_token_s=cost.cached_token_s * prefill,
+        decode_fixed_s=cost.decode_fixed_s * decode,
+        decode_request_s=cost.decode_request_s * decode,
+    )
 
 
 def line_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from typing import Any
 
 from _bench import print_table, versions
 from _disagg_real import COMPUTED, COUNT, PROMPTS, Fitted, Kind, Played, fitted, own, played, routed, servers, vllm
-from _disagg_workload import MIXES, Mix, busy_s, requests_of
+from _disagg_workload import MIXES, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
 from skymemory.demo.engines import random_model
@@ -117,13 +117,28 @@ def real_hits(spent: Sequence[dict[str, float]], coupled: bool) -> float:
     return 1.0 - sum(one.get(COMPUTED, 0.0) for one in counted) / prompts if prompts else math.nan
 
 
-def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup:
+def shared(model: Fitted, requests: Sequence[TraceRequest], coupled: bool) -> tuple[float, float]:
+    """How many times as long prefills and decoding steps take for these requests: while the other engine is at work each is slower, as what is beside them takes
+    time of both cores."""
+    per_s = len(requests) / (requests[-1].at_s - requests[0].at_s)
+    prefill, decode = (min(1.0, per_s * each_s) for each_s in busy_s(requests, model.cost, model.handover))
+    if coupled:
+        prefill = decode = min(1.0, (prefill + decode) / 2)
+    return 1 + (model.prefill_shared - 1) * decode, 1 + (model.decode_shared - 1) * prefill
+
+
+def slower(handover: Handover, decode: float) -> Handover:
+    return replace(handover, take_s=handover.take_s * decode, take_token_s=handover.take_token_s * decode)
+
+
+def setup_of(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> ClusterSetup:
     """The simulator's twin of ``_disagg_real.servers``."""
+    prefill, decode = shared(model, requests, coupled)
     setup = ClusterSetup(
         prefill=1,
         decode=1,
-        cost=model.cost,
-        handover=model.handover,
+        cost=scaled(model.cost, prefill, decode),
+        handover=slower(model.handover, decode),
         request_s=model.request_s,
         most_batch=kind.most_batch,
         mixed_tokens=kind.mixed_tokens,
@@ -135,7 +150,7 @@ def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup
 
 
 def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> Row:
-    setup = setup_of(kind, model, slo, coupled)
+    setup = setup_of(kind, model, slo, requests, coupled)
     outcomes = run_cluster(requests, setup, "least-ttft" if coupled else "cache-aware").outcomes
     hits = sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
     return figures(of_simulated(outcomes), requests, slo, hits)
@@ -143,13 +158,15 @@ def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceReque
 
 def rate_of(mix: Mix, load_part: float, model: Fitted, seed: int) -> float:
     """Requests per second of that part of what 1P+1D can do."""
-    return load_part / max(busy_s(requests_of(mix, 100.0, 3.0, seed), model.cost))
+    cost = scaled(model.cost, model.prefill_shared, model.decode_shared)
+    return load_part / max(busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_shared)))
 
 
 def slo_of(mix: Mix, model: Fitted) -> Slo:
     tokens = round(mix.own.median)
-    lone_s = model.cost.prefill_s(tokens) + model.request_s + model.handover.save_s + model.handover.fetch_s
-    lone_s += tokens * (model.handover.save_token_s + model.handover.fetch_token_s)
+    one = model.handover
+    lone_s = model.cost.prefill_s(tokens) + model.request_s + one.save_s + one.fetch_s + one.take_s
+    lone_s += tokens * (one.save_token_s + one.fetch_token_s + one.take_token_s)
     return Slo(round(LOOSE * lone_s, 3), round(LOOSE * model.cost.decode_step_s(1, tokens), 4))
 
 
@@ -176,13 +193,15 @@ def fit(bench: Bench) -> tuple[Fitted, list[Row]]:
         "cost": json.loads(dump(found.cost)),
         "handover": asdict(found.handover),
         "request_s": found.request_s,
+        "prefill_shared": found.prefill_shared,
+        "decode_shared": found.decode_shared,
         **found.points,
     }
     return found, [row]
 
 
 def read_fit(row: Row) -> Fitted:
-    return Fitted(parse(json.dumps(row["cost"])), Handover(**row["handover"]), row["request_s"], {})
+    return Fitted(parse(json.dumps(row["cost"])), Handover(**row["handover"]), *(row[name] for name in ("request_s", "prefill_shared", "decode_shared")), {})
 
 
 def real(bench: Bench, model: Fitted) -> list[Row]:

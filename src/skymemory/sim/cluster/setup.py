@@ -4,7 +4,7 @@ KV."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from skymemory.conductor.cost_model import DRAM, SSD, CostModel, LLAMA_70B_8xA800, Medium
@@ -89,8 +89,7 @@ class Failure:
 class Handover:
     """How a prompt gets to the decode instance where a router takes two steps and the values go through a store.
 
-    The first token is then the decode instance's: it takes the values in, and computes what is left of the prompt while
-    its batch waits.
+    The first token is then the decode instance's: it takes the values in, and computes what is left of the prompt.
     """
 
     save_s: float = 0.0
@@ -102,19 +101,17 @@ class Handover:
     two of its steps only, so each of fetching and queueing begins at the end of a step."""
     fetch_token_s: float = 0.0
     """The same, for each token that the decode instance does not have yet."""
-    block_tokens: int = 16
-    """Of the engines: tokens behind the last full block are computed again."""
+    take_s: float = 1e-3
+    """Of the decode instance itself, while its batch waits: values into its cache, and the prompt's last tokens."""
+    take_token_s: float = 0.0
+    """The same, for each token of the prompt."""
 
     def __post_init__(self) -> None:
-        for name in ("save_s", "save_token_s", "fetch_s", "fetch_token_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidInput(f"handover: {name} is {getattr(self, name):g}; expected 0 or more")
-        if self.block_tokens < 1:
-            raise InvalidInput("handover: expected block_tokens of 1 or more")
-
-    def rest_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt that the decode instance computes; at least the last one, for its logits."""
-        return prompt_tokens % self.block_tokens or 1
+        for one in fields(self):
+            if not 0 <= getattr(self, one.name) < math.inf:
+                raise InvalidInput(f"handover: {one.name} is {getattr(self, one.name):g}; expected 0 or more")
+        if not self.take_s > 0:
+            raise InvalidInput("handover: take_s is 0, but the first token takes a step")
 
 
 Pools = Literal["fixed", "elastic"]

@@ -263,8 +263,7 @@ class Simulation:
         handover = self._setup.handover
         if handover is None:
             return job.stream()
-        rest = handover.rest_tokens(job.prompt_tokens)
-        return job.stream_after(self._setup.cost.prefill_s(job.prompt_tokens, job.prompt_tokens - rest))
+        return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
         """All its KV has reached the decode instance."""
