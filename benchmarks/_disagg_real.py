@@ -24,7 +24,7 @@ from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
 from skymemory.demo.engines import own_engine, router, store_daemon, vllm_server
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
-from skymemory.serving.fitting import DecodeCell, Measurement, decode_cells
+from skymemory.serving.fitting import Measurement, decode_cells
 from skymemory.serving.replay.client import Client, Target
 from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
@@ -146,11 +146,11 @@ class Fitted:
     cost: CostModel
     handover: Handover
     request_s: float
-    prefill_shared: float
-    """How many times as long a prefill takes while the other engine is at work, and what is beside both engines, the
-    client, the router and the store, has no core left that is idle."""
-    decode_shared: float
-    """The same for a decoding step."""
+    prefill_at_work: float
+    """How many times as long a prefill takes in a play as alone: caches are cold where work alternates, and client,
+    router and store take time of both cores."""
+    decode_at_work: float
+    """The same for the decode engine's work."""
     points: dict[str, Any]
     """What was measured."""
 
@@ -160,8 +160,7 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
 
     Each term is measured on one part: prefills as the prefill engine does them one behind the other (saving for the
     store included, as it takes the same core); decoding steps through the router; prompts that the decode engine takes from
-    the store one behind the other; what a request takes beside, on the decode engine with prompts of its own; what sharing
-    the machine costs, with the other engine at work; saving, as what the answer to a lone prefill is later than its
+    the store one behind the other; what a request takes beside, on the decode engine with prompts of its own; saving, as what the answer to a lone prefill is later than its
     prefill; fetching, as what the first token through the router is later than both.
     """
     kind, dice = on.kind, random.Random(f"fit {seed}")
@@ -210,10 +209,6 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         steps, _ = await measuring.decodes(decode_cells(most, (128, 512, 1024)), 1 if quick else 2, "median")
         cost = fit_decode([point for point, held in steps if not held], cost)
 
-        say("sharing the machine")
-        prefill_shared = await _prefill_shared(session, url, prefill_url, prompt, repeats)
-        decode_shared = await _decode_shared(session, prefill_url, measuring, prompt, quick)
-
         async def first_s(client: Client, tokens: int) -> float:
             taken = []
             for _ in range(repeats + 1):
@@ -251,7 +246,7 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         "later": later,
         "beside": beside,
     }
-    return Fitted(cost, handover, request_s, prefill_shared, decode_shared, measured)
+    return Fitted(cost, handover, request_s, 1.0, 1.0, measured)
 
 
 async def _taking_s(session: aiohttp.ClientSession, on: Servers, prompts: Sequence[list[int]]) -> float:
@@ -267,56 +262,6 @@ async def _taking_s(session: aiohttp.ClientSession, on: Servers, prompts: Sequen
 
     await asyncio.gather(*map(one, prompts))
     return (max(ends_s) - min(ends_s)) / (len(prompts) - 1)
-
-
-async def _prefill_shared(
-    session: aiohttp.ClientSession, url: str, prefill_url: str, prompt: Callable[[int], list[int]], repeats: int
-) -> float:
-    """Bursts of prefills beside an idle decode engine, and beside one that streams three answers."""
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    said = prompt(64)
-
-    async def streaming() -> None:
-        while True:
-            await Client(session, Target(url, "sky")).probe(said, 256, time.perf_counter)
-
-    for _ in range(2 * repeats):
-        for busy in (False, True):
-            tasks = [asyncio.create_task(streaming()) for _ in range(3 * busy)]
-            await asyncio.sleep(0.3)
-            began_s = time.perf_counter()
-            await asyncio.gather(*(_prefilled(session, prefill_url, prompt(384)) for _ in range(4)))
-            taken[busy].append(time.perf_counter() - began_s)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0.2)
-    return max(1.0, statistics.median(taken[True]) / statistics.median(taken[False]))
-
-
-async def _decode_shared(
-    session: aiohttp.ClientSession,
-    prefill_url: str,
-    through: Measurement,
-    prompt: Callable[[int], list[int]],
-    quick: bool,
-) -> float:
-    """Steps of answers through the router, beside an idle prefill engine and beside one that is never idle."""
-    cells = [DecodeCell(batch, 256, False) for batch in (2, 4, 6)]
-    taken: dict[bool, list[float]] = {False: [], True: []}
-
-    async def prefilling() -> None:
-        while True:
-            await _prefilled(session, prefill_url, prompt(256))
-
-    for _ in range(1 if quick else 3):
-        for busy in (False, True):
-            task = asyncio.create_task(prefilling() if busy else asyncio.sleep(0))
-            points, _ = await through.decodes(cells, 1, "median")
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            taken[busy].append(sum(one.seconds for one, _ in points))
-    return max(1.0, statistics.median(taken[True]) / statistics.median(taken[False]))
 
 
 async def _prefilled(

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from _bench import print_table, versions
-from _disagg_real import COMPUTED, COUNT, PROMPTS, Fitted, Kind, Played, fitted, own, played, routed, servers, vllm
+from _disagg_real import COMPUTED, COUNT, PROMPTS, Fitted, Kind, Servers, counters, fitted, own, played, routed, servers, vllm
 from _disagg_workload import MIXES, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
@@ -45,6 +45,8 @@ from skymemory.sim.trace import TraceRequest
 
 PARTS = ("fit", "real", "coupled", "curve", "overload")
 LOADS = (0.3, 0.6, 0.85)
+CALIBRATED = 0.5
+"""Load of the play that the fit's last two factors are from."""
 GOAL = 0.25
 """By how much the simulated mean time to the first token may be off."""
 CACHE_BYTES = 512 << 20
@@ -117,23 +119,13 @@ def real_hits(spent: Sequence[dict[str, float]], coupled: bool) -> float:
     return 1.0 - sum(one.get(COMPUTED, 0.0) for one in counted) / prompts if prompts else math.nan
 
 
-def shared(model: Fitted, requests: Sequence[TraceRequest], coupled: bool) -> tuple[float, float]:
-    """How many times as long prefills and decoding steps take for these requests: while the other engine is at work each is slower, as what is beside them takes
-    time of both cores."""
-    per_s = len(requests) / (requests[-1].at_s - requests[0].at_s)
-    prefill, decode = (min(1.0, per_s * each_s) for each_s in busy_s(requests, model.cost, model.handover))
-    if coupled:
-        prefill = decode = min(1.0, (prefill + decode) / 2)
-    return 1 + (model.prefill_shared - 1) * decode, 1 + (model.decode_shared - 1) * prefill
-
-
 def slower(handover: Handover, decode: float) -> Handover:
     return replace(handover, take_s=handover.take_s * decode, take_token_s=handover.take_token_s * decode)
 
 
-def setup_of(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> ClusterSetup:
+def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup:
     """The simulator's twin of ``_disagg_real.servers``."""
-    prefill, decode = shared(model, requests, coupled)
+    prefill, decode = model.prefill_at_work, model.decode_at_work
     setup = ClusterSetup(
         prefill=1,
         decode=1,
@@ -150,7 +142,7 @@ def setup_of(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceReques
 
 
 def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> Row:
-    setup = setup_of(kind, model, slo, requests, coupled)
+    setup = setup_of(kind, model, slo, coupled)
     outcomes = run_cluster(requests, setup, "least-ttft" if coupled else "cache-aware").outcomes
     hits = sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
     return figures(of_simulated(outcomes), requests, slo, hits)
@@ -158,8 +150,8 @@ def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceReque
 
 def rate_of(mix: Mix, load_part: float, model: Fitted, seed: int) -> float:
     """Requests per second of that part of what 1P+1D can do."""
-    cost = scaled(model.cost, model.prefill_shared, model.decode_shared)
-    return load_part / max(busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_shared)))
+    cost = scaled(model.cost, model.prefill_at_work, model.decode_at_work)
+    return load_part / max(busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_at_work)))
 
 
 def slo_of(mix: Mix, model: Fitted) -> Slo:
@@ -189,19 +181,41 @@ def fit(bench: Bench) -> tuple[Fitted, list[Row]]:
         on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
         url = stack.enter_context(routed(on, "fit"))
         found = asyncio.run(fitted(on, url, bench.seed, bench.quick, say))
+        found = at_work(bench, found, on, url)
     row = {
         "cost": json.loads(dump(found.cost)),
         "handover": asdict(found.handover),
         "request_s": found.request_s,
-        "prefill_shared": found.prefill_shared,
-        "decode_shared": found.decode_shared,
+        "prefill_at_work": found.prefill_at_work,
+        "decode_at_work": found.decode_at_work,
         **found.points,
     }
     return found, [row]
 
 
+def at_work(bench: Bench, model: Fitted, on: Servers, url: str) -> Fitted:
+    """What laws of idle engines do not show, from one play with a seed of its own: two factors, with which the
+    simulator's mean times between tokens, then to the first token, are those of the play."""
+    mix, seed = MIXES["chat"], bench.seed + 500
+    slo = slo_of(mix, model)
+    requests = requests_of(mix, rate_of(mix, CALIBRATED, model, seed), bench.seconds(35.0), seed)
+    _warm(on, url)
+    say(f"a play to calibrate: {len(requests)} requests")
+    got = figures(of_real(asyncio.run(played(on, url, requests, seed)).outcomes), requests, slo, 0.0)
+    for _ in range(2):
+        for name, what in (("decode_at_work", "tbt_mean_s"), ("prefill_at_work", "ttft_mean_s")):
+            low, high = 0.8, 2.0
+            for _ in range(9):
+                middle = math.sqrt(low * high)
+                tried = replace(model, **{name: middle})
+                is_low = simulated(bench.kind, tried, slo, requests, False)[what] < got[what]
+                low, high = (middle, high) if is_low else (low, middle)
+            model = replace(model, **{name: round(math.sqrt(low * high), 4)})
+    return model
+
+
 def read_fit(row: Row) -> Fitted:
-    return Fitted(parse(json.dumps(row["cost"])), Handover(**row["handover"]), *(row[name] for name in ("request_s", "prefill_shared", "decode_shared")), {})
+    return Fitted(parse(json.dumps(row["cost"])), Handover(**row["handover"]), *(row[name] for name in ("request_s", "prefill_at_work", "decode_at_work")), {})
 
 
 def real(bench: Bench, model: Fitted) -> list[Row]:
@@ -215,7 +229,7 @@ def real(bench: Bench, model: Fitted) -> list[Row]:
         _warm(on, url)
         for number, load_part in enumerate(LOADS[1:2] if bench.quick else LOADS):
             seed = bench.seed + 1000 + number
-            requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(40.0), seed)
+            requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(30.0), seed)
             say(f"simulator and real: {len(requests)} requests at {load_part:.0%}")
             play = asyncio.run(played(on, url, requests, seed))
             label = {"mix": mix.name, "load": load_part, "seed": seed, "requests": len(requests), **asdict(slo)}
@@ -225,7 +239,7 @@ def real(bench: Bench, model: Fitted) -> list[Row]:
     return rows
 
 
-def _warm(on: Any, url: str) -> None:
+def _warm(on: Servers, url: str) -> None:
     """Engines, connections and the router have had requests of all lengths."""
     requests = [TraceRequest(0.3 * number, 200 * (number + 1), 8, (number, 100 + number, 200 + number)) for number in range(6)]
     asyncio.run(played(on, url, requests, 77))
