@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import math
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -307,6 +308,7 @@ def main() -> None:
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if options.engine == "vllm" and not options.python.is_file():
         parser.error(f"--python {options.python}: no such file; `make demo-vllm` makes an environment with vLLM")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it has started
     parts = read_rows(options.json, options.engine)
     if "fit" not in wanted and not parts.get("fit"):
         parser.error("there is no fit of this engine in --json: add the part fit")
