@@ -223,12 +223,16 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         request_s = max(0.0, statistics.median(beside))
         lone = {cell: statistics.median(seconds) for cell, seconds in alone.items()}
         save_s, save_token_s = line_of(
-            [(tokens - cached, seconds - cost.prefill_s(tokens, cached) - request_s)
-             for (tokens, cached), seconds in lone.items()]
+            [
+                (tokens - cached, seconds - cost.prefill_s(tokens, cached) - request_s)
+                for (tokens, cached), seconds in lone.items()
+            ]
         )
         taking = []
         for tokens in lengths:
-            spacings_s = [await _taking_s(session, on, [prompt(tokens) for _ in range(BURST + 1)]) for _ in range(repeats)]
+            spacings_s = [
+                await _taking_s(session, on, [prompt(tokens) for _ in range(BURST + 1)]) for _ in range(repeats)
+            ]
             taking.append((float(tokens), statistics.median(spacings_s)))
         take_s, take_token_s = line_of(taking)
         later = []
@@ -240,8 +244,9 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
     measured = {
         "prefills": [(one.tokens, one.cached, one.seconds, cost.prefill_s(one.tokens, one.cached)) for one in points],
         "alone": [(*cell, seconds) for cell, seconds in lone.items()],
-        "steps": [(one.batch, one.kv_tokens, one.seconds, cost.decode_step_s(one.batch, one.kv_tokens))
-                  for one, _ in steps],
+        "steps": [
+            (one.batch, one.kv_tokens, one.seconds, cost.decode_step_s(one.batch, one.kv_tokens)) for one, _ in steps
+        ],
         "taking": taking,
         "later": later,
         "beside": beside,

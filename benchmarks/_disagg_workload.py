@@ -112,10 +112,7 @@ def line_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Raises ValueError without two different numbers of units.
     """
     slopes = sorted(
-        (later - earlier) / (more - fewer)
-        for fewer, earlier in points
-        for more, later in points
-        if more > fewer
+        (later - earlier) / (more - fewer) for fewer, earlier in points for more, later in points if more > fewer
     )
     if not slopes:
         raise ValueError("a line needs two points")

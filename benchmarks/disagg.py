@@ -9,7 +9,6 @@ real      Seeded requests at three loads on a real 1P+1D behind `skymemory route
           cluster simulator with the fitted model: times, hits, goodput.
 coupled   The same requests on 1P+1D and on two engines that do both behind the same router, at several mixes and loads;
           and both in the simulator.
-curve     What the simulator says of the same for other machines: decoding, prefill and hand-over faster by factors.
 overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
 
 Loads are parts of what the model says that the busier of both engines can do. Objectives are five times what the model
@@ -32,7 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from _bench import print_table, versions
-from _disagg_real import COMPUTED, COUNT, PROMPTS, Fitted, Kind, Servers, counters, fitted, own, played, routed, servers, vllm
+from _disagg_real import (
+    COMPUTED,
+    COUNT,
+    PROMPTS,
+    Fitted,
+    Kind,
+    Servers,
+    fitted,
+    own,
+    played,
+    routed,
+    servers,
+    vllm,
+)
 from _disagg_workload import MIXES, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
@@ -44,7 +56,7 @@ from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
-PARTS = ("fit", "real", "coupled", "curve", "overload")
+PARTS = ("fit", "real", "coupled", "overload")
 LOADS = (0.3, 0.6, 0.85)
 CALIBRATED = 0.5
 """Load of the play that the fit's last two factors are from."""
@@ -52,6 +64,8 @@ GOAL = 0.25
 """By how much the simulated mean time to the first token may be off."""
 CACHE_BYTES = 512 << 20
 LOOSE = 5.0
+RULES = {"all": "", "early": "", "early, promised": "promised = true"}
+"""Rules of admission, with the options of each."""
 Row = dict[str, Any]
 
 
@@ -152,7 +166,9 @@ def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceReque
 def rate_of(mix: Mix, load_part: float, model: Fitted, seed: int) -> float:
     """Requests per second of that part of what 1P+1D can do."""
     cost = scaled(model.cost, model.prefill_at_work, model.decode_at_work)
-    return load_part / max(busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_at_work)))
+    return load_part / max(
+        busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_at_work))
+    )
 
 
 def slo_of(mix: Mix, model: Fitted) -> Slo:
@@ -216,7 +232,12 @@ def at_work(bench: Bench, model: Fitted, on: Servers, url: str) -> Fitted:
 
 
 def read_fit(row: Row) -> Fitted:
-    return Fitted(parse(json.dumps(row["cost"])), Handover(**row["handover"]), *(row[name] for name in ("request_s", "prefill_at_work", "decode_at_work")), {})
+    return Fitted(
+        parse(json.dumps(row["cost"])),
+        Handover(**row["handover"]),
+        *(row[name] for name in ("request_s", "prefill_at_work", "decode_at_work")),
+        {},
+    )
 
 
 def real(bench: Bench, model: Fitted) -> list[Row]:
@@ -236,13 +257,17 @@ def real(bench: Bench, model: Fitted) -> list[Row]:
             label = {"mix": mix.name, "load": load_part, "seed": seed, "requests": len(requests), **asdict(slo)}
             got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
             rows.append({**label, "way": "1P+1D", "what": "real", **got})
-            rows.append({**label, "way": "1P+1D", "what": "simulator", **simulated(bench.kind, model, slo, requests, False)})
+            rows.append(
+                {**label, "way": "1P+1D", "what": "simulator", **simulated(bench.kind, model, slo, requests, False)}
+            )
     return rows
 
 
 def _warm(on: Servers, url: str) -> None:
     """Engines, connections and the router have had requests of all lengths."""
-    requests = [TraceRequest(0.3 * number, 200 * (number + 1), 8, (number, 100 + number, 200 + number)) for number in range(6)]
+    requests = [
+        TraceRequest(0.3 * number, 200 * (number + 1), 8, (number, 100 + number, 200 + number)) for number in range(6)
+    ]
     asyncio.run(played(on, url, requests, 77))
 
 
@@ -263,6 +288,107 @@ def show_real(rows: Sequence[Row]) -> None:
                 "" if row["what"] == "real" else f"{row['ttft_mean_s'] / rows[at - 1]['ttft_mean_s'] - 1:+.1%}",
             ]
             for at, row in enumerate(rows)
+        ],
+    )
+
+
+def coupled(bench: Bench, model: Fitted) -> list[Row]:
+    """Both ways, the same requests; then both in the simulator."""
+    rows: list[Row] = []
+    names = ("chat",) if bench.quick else ("chat", "answers")
+    loads = (0.6,)
+    for is_coupled in (False, True):
+        with ExitStack() as stack:
+            on = stack.enter_context(servers(bench.kind, bench.folder, coupled=is_coupled))
+            url = stack.enter_context(routed(on, "coupled" if is_coupled else "apart", *_known(bench, model)))
+            _warm(on, url)
+            for name in names:
+                for load_part in loads:
+                    mix, seed = MIXES[name], bench.seed + 2000 + round(100 * load_part)
+                    slo = slo_of(mix, model)
+                    requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(14.0), seed)
+                    way = "two coupled" if is_coupled else "1P+1D"
+                    say(f"{way}: {len(requests)} requests of {name} at {load_part:.0%}")
+                    play = asyncio.run(played(on, url, requests, seed))
+                    got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, is_coupled))
+                    label = {"mix": name, "load": load_part, "seed": seed, "requests": len(requests), "way": way}
+                    rows.append({**label, **asdict(slo), "what": "real", **got})
+                    twin = simulated(bench.kind, model, slo, requests, is_coupled)
+                    rows.append({**label, **asdict(slo), "what": "simulator", **twin})
+    return sorted(rows, key=lambda row: (names.index(row["mix"]), row["load"], row["what"], row["way"]))
+
+
+def _known(bench: Bench, model: Fitted) -> tuple[str, ...]:
+    path = bench.folder / "cost.json"
+    path.write_text(dump(model.cost))
+    return "--cost", str(path)
+
+
+def show_ways(rows: Sequence[Row]) -> None:
+    print_table(
+        "1P+1D against two coupled",
+        ["mix", "load", "", "way", "TTFT p50", "p99", "TBT p50", "p99", "kept", "goodput /s"],
+        [
+            [
+                row["mix"],
+                f"{row['load']:.0%}",
+                row["what"],
+                row["way"],
+                *(f"{row[name] * 1e3:.0f} ms" for name in ("ttft_p50_s", "ttft_p99_s")),
+                *(f"{row[name] * 1e3:.1f} ms" for name in ("tbt_p50_s", "tbt_p99_s")),
+                f"{row['kept']} of {row['requests']}",
+                f"{row['goodput_per_s']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def overload(bench: Bench, model: Fitted) -> list[Row]:
+    """The same requests with early rejection and without."""
+    rows: list[Row] = []
+    mix = MIXES["chat"]
+    slo = slo_of(mix, model)
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        for rule, more in RULES.items():
+            settings = bench.folder / f"{rule}.toml"
+            promised = f'ttft = "{slo.ttft_s}s"\ntbt = "{slo.tbt_s}s"\n'
+            settings.write_text(f'[admission]\nrule = "early"\n{promised}\n[admission.options]\n{more}\n')
+            options = ("--settings", str(settings)) if rule != "all" else ()
+            url = stack.enter_context(routed(on, rule, *options, *_known(bench, model)))
+            _warm(on, url)
+            for times in (2.0,) if bench.quick else (1.5, 3.0):
+                seed = bench.seed + 3000 + round(10 * times)
+                requests = requests_of(mix, rate_of(mix, times, model, seed), bench.seconds(15.0), seed)
+                say(f"overload, rule {rule}: {len(requests)} requests at {times:g} times")
+                play = asyncio.run(played(on, url, requests, seed + list(RULES).index(rule)))
+                label = {"mix": mix.name, "load": times, "seed": seed, "requests": len(requests), "rule": rule}
+                got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
+                refused = sum(one.status is Status.REFUSED for one in play.outcomes)
+                prefills = round(play.spent[0].get(COUNT, 0.0))
+                rows.append({**label, **asdict(slo), **got, "refused": refused, "prefills": prefills})
+    return sorted(rows, key=lambda row: (row["load"], row["rule"]))
+
+
+def show_overload(rows: Sequence[Row]) -> None:
+    print_table(
+        "promises under overload, 1P+1D",
+        ["load", "rule", "requests", "refused", "prefilled", "kept", "of all", "of served", "TTFT p99", "TBT p99"],
+        [
+            [
+                f"{row['load']:g} ×",
+                row["rule"],
+                row["requests"],
+                row["refused"],
+                row["prefills"],
+                row["kept"],
+                f"{row['kept'] / row['requests']:.1%}",
+                f"{row['kept'] / max(1, row['served']):.1%}",
+                f"{row['ttft_p99_s'] * 1e3:.0f} ms",
+                f"{row['tbt_p99_s'] * 1e3:.1f} ms",
+            ]
+            for row in rows
         ],
     )
 
@@ -328,7 +454,7 @@ def main() -> None:
                 write_rows(options.json, options.seed, options.engine, parts)
 
 
-RUNS = (("real", real, show_real),)
+RUNS = (("real", real, show_real), ("coupled", coupled, show_ways), ("overload", overload, show_overload))
 
 
 if __name__ == "__main__":

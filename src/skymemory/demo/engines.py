@@ -162,9 +162,7 @@ def vllm_server(
     )
 
 
-def own_engine(
-    folder: Path, name: str, store: str, role: str, *options: str
-) -> AbstractContextManager[HttpServer]:
+def own_engine(folder: Path, name: str, store: str, role: str, *options: str) -> AbstractContextManager[HttpServer]:
     """The project's own engine with the small model that is shipped. ``options``: of `skymemory serve`."""
     command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role, *options]
     return http_server(

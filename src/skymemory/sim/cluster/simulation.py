@@ -102,7 +102,9 @@ class Simulation:
     ) -> None:
         self._setup, self._clock, self._gaps = setup, Clock(), Gaps()
         self._pool = pool or pool_of(setup)
-        listeners = Listeners(self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first)
+        listeners = Listeners(
+            self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first
+        )
         self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, listeners)
         self._estimates = Estimates(setup)
         decoders = machines.decode_fleet if machines.decodes else None
