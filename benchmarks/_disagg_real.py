@@ -158,10 +158,10 @@ class Fitted:
 async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fitted:
     """The model of 1P+1D behind the router at ``url``.
 
-    Each term is measured on one part: prefills as the prefill engine does them one behind the other (saving for the
-    store included, as it takes the same core); decoding steps through the router; prompts that the decode engine takes from
-    the store one behind the other; what a request takes beside, on the decode engine with prompts of its own; saving, as what the answer to a lone prefill is later than its
-    prefill; fetching, as what the first token through the router is later than both.
+    Each term is measured on one part. Prefills: as the prefill engine does them one behind the other, saving for the
+    store included, as it takes the same core. Decoding steps: through the router. Taking over: prompts from the store,
+    one behind the other, at the decode engine. Beside: prompts of its own there. Saving: what the answer to a lone
+    prefill is later than its prefill. Fetching: what the first token through the router is later than all of that.
     """
     kind, dice = on.kind, random.Random(f"fit {seed}")
     prefill_url, decode_url = on.engines
