@@ -2,7 +2,7 @@
 
 Two engines with a core each, on one store. With `--engine own` they are `skymemory serve` with the shipped model, with
 `--engine vllm` two vLLM with a random model (`--python`). Parts (`--parts`; without fit, the model is that of FILE);
-`--quick` takes three minutes:
+`--quick`: fewer and shorter:
 
 fit       The cost model of this machine, and the terms of the hand-over, measured on idle engines part by part.
 real      Seeded requests at three loads on a real 1P+1D behind `skymemory route`, and the very same requests in the
