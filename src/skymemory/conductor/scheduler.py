@@ -12,8 +12,11 @@ from it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from skymemory.conductor.picker import Picker
@@ -96,7 +99,10 @@ class Admission:
         """It was admitted."""
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
-        """The first token came. Called before ``before_decode``."""
+        """The prefill is done; of a server that decodes, too, the first token came. Called before ``before_decode``."""
+
+    def joined(self, placement: Placement, now_s: float) -> None:
+        """It decodes at a decode server, which gave its first token or is about to."""
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
         """It ended; ``met``: whether its objectives were met.
@@ -133,6 +139,9 @@ class RuleAround(Admission):
     def prefilled(self, placement: Placement, now_s: float) -> None:
         self.rule.prefilled(placement, now_s)
 
+    def joined(self, placement: Placement, now_s: float) -> None:
+        self.rule.joined(placement, now_s)
+
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
         self.rule.ended(placement, now_s, met)
 
@@ -160,6 +169,62 @@ class Probing(RuleAround):
     def accepted(self, placement: Placement, now_s: float) -> None:
         self._admitted_s = now_s
         super().accepted(placement, now_s)
+
+
+class Corrected(RuleAround):
+    """``rule``, by estimated times to the first token plus what recent ones came later than estimated.
+
+    Estimates are of prefills. What comes on top is learnt here: values that are handed over to a decode server, the
+    turn of a busy one, and errors of estimates. A rule that admits up to its objective would break every promise that
+    it comes close to, so the correction is not the mean but what nearly all stay within; and a request that is overdue
+    counts at once, by how late it is so far.
+    """
+
+    KEPT, SHARE, OLDEST = 32, 0.9, 16
+
+    def __init__(self, rule: Admission) -> None:
+        super().__init__(rule)
+        self._late: deque[float] = deque(maxlen=self.KEPT)
+        self._due_s: dict[int, float] = {}
+        """Of admitted requests without a first token: when it is estimated to come. In the order of admission."""
+
+    def late_s(self, now_s: float) -> float:
+        """The correction; never below 0."""
+        late = sorted(self._late)
+        recent_s = late[min(len(late) - 1, int(self.SHARE * len(late)))] if late else 0.0
+        overdue_s = max((now_s - due_s for due_s in islice(self._due_s.values(), self.OLDEST)), default=0.0)
+        return max(0.0, recent_s, overdue_s)
+
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        late_s, estimated_s = self.late_s(now_s), placement.prefill.estimated_ttft_s
+        if late_s and estimated_s is not None:
+            prefill = copy(placement.prefill)
+            prefill.estimated_ttft_s = estimated_s + late_s
+            placement = replace(placement, prefill=prefill)
+        return super().on_arrival(placement, now_s)
+
+    def accepted(self, placement: Placement, now_s: float) -> None:
+        if placement.prefill.estimated_ttft_s is not None:
+            self._due_s[id(placement.request)] = now_s + placement.prefill.estimated_ttft_s
+        super().accepted(placement, now_s)
+
+    def prefilled(self, placement: Placement, now_s: float) -> None:
+        if placement.decode is None:
+            self._came(placement, now_s)
+        super().prefilled(placement, now_s)
+
+    def joined(self, placement: Placement, now_s: float) -> None:
+        self._came(placement, now_s)
+        super().joined(placement, now_s)
+
+    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+        self._due_s.pop(id(placement.request), None)  # it had no first token
+        super().ended(placement, now_s, met)
+
+    def _came(self, placement: Placement, now_s: float) -> None:
+        due_s = self._due_s.pop(id(placement.request), None)
+        if due_s is not None:
+            self._late.append(now_s - due_s)
 
 
 class Scheduler:
@@ -300,6 +365,7 @@ class Scheduler:
         """The request has joined the decode server's batch."""
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
+            self.admission.joined(placement, now_s)
 
     def ended(
         self,

@@ -98,9 +98,9 @@ def _until(ready: Callable[[], bool], of: subprocess.Popen[bytes], what: str, lo
 
 
 @contextmanager
-def store_daemon(folder: Path) -> Iterator[str]:
-    """Its address."""
-    command = [*_SKYMEMORY, "store", "serve", f"constellation://{folder / 'run'}"]
+def store_daemon(folder: Path, store: str = "") -> Iterator[str]:
+    """The address of a daemon in front of ``store``; empty: of the constellation of this folder."""
+    command = [*_SKYMEMORY, "store", "serve", store or f"constellation://{folder / 'run'}"]
     log, path = folder / "daemon.log", folder / "sky.sock"
     with _process([*command, "--listen", f"unix://{path}"], log) as started:
         _until(path.is_socket, started, "the store daemon", log, 60)
@@ -162,9 +162,9 @@ def vllm_server(
     )
 
 
-def own_engine(folder: Path, name: str, store: str, role: str) -> AbstractContextManager[HttpServer]:
-    """The project's own engine with the small model that is shipped."""
-    command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role]
+def own_engine(folder: Path, name: str, store: str, role: str, *options: str) -> AbstractContextManager[HttpServer]:
+    """The project's own engine with the small model that is shipped. ``options``: of `skymemory serve`."""
+    command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role, *options]
     return http_server(
         lambda port: [*command, "--listen", f"127.0.0.1:{port}"], "the engine", folder / f"{name}.log", _ONE_THREAD
     )

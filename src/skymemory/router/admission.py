@@ -12,7 +12,7 @@ import math
 
 from skymemory.conductor.admission.named import FAIR, admission
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import Admission, AdmitAll, Probing, Refusal
+from skymemory.conductor.scheduler import Admission, AdmitAll, Corrected, Probing, Refusal
 from skymemory.conductor.strategies.named import DEFAULT, ESTIMATES
 from skymemory.errors import InvalidInput
 from skymemory.router.api_error import ApiError
@@ -87,6 +87,8 @@ def rule_of(settings: Settings) -> Admission:
             f"admission: rule {name!r} needs `cost`, a cost model, to estimate the time between tokens at the decode "
             "servers: a file of `skymemory fit`, or a preset"
         )
+    if chosen.rule in DECODE_RULES:  # goodput corrects estimates by itself
+        rule = Corrected(rule)
     return Probing(rule, PROBE_S)
 
 

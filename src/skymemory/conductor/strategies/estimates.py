@@ -191,6 +191,12 @@ class LearnedSpeeds(Speeds):
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
             self._common = native.fit_prefills(self._together, self._common[2])
             self._show_common()
+        elif len(self._together) < self.ENOUGH:
+            # Too few for a curve, but one shows already how far the assumed speed is off.
+            fixed_s, per_token_s, _ = UNKNOWN
+            off = median(one / (fixed_s + per_token_s * (new - old)) for new, old, one in self._together)
+            self._common = (fixed_s * off, per_token_s * off, 0.0)
+            self._show_common()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         if self._lines:

@@ -204,8 +204,12 @@ class CoupledInstance:
 class DecodeInstance:
     """An instance that only decodes, with a queue for when its memory is full.
 
-    Requests join between steps, by priority, then arrival; the first that does not fit blocks those behind it.
-    ``kv_tokens``: its memory; ``most_batch``: limit of the batch. ``joined`` and ``ended`` are called with the stream.
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks those behind it. One
+    whose first token is computed here has that done before it joins: the batch waits, and has a step between any two
+    of them, as in an engine that takes one prompt a turn.
+
+    ``kv_tokens``: its memory; ``most_batch``: limit of the batch. ``joined``, ``ended`` and ``first`` (its first token,
+    if computed here) are called with the stream.
     """
 
     def __init__(
@@ -217,10 +221,13 @@ class DecodeInstance:
         most_batch: int,
         joined: StreamEvent,
         ended: StreamEvent,
+        first: StreamEvent = lambda stream, now_s: None,
     ) -> None:
-        self._clock = clock
+        self._clock, self._steps = clock, steps
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
-        self._joined, self._ended = joined, ended
+        self._joined, self._ended, self._first = joined, ended, first
+        self._taking: Stream | None = None
+        """The one whose first token is being computed."""
         self.batch = Batch(steps, gaps)
         self.waiting: PriorityQueue[Stream] = PriorityQueue()
         self.busy_s = 0.0
@@ -237,6 +244,8 @@ class DecodeInstance:
     def arrive(self, stream: Stream, now_s: float) -> None:
         """The stream's KV has arrived. It must be one that it ``takes``, with a step to do."""
         self.waiting.push(stream)
+        if self._taking is not None:
+            return
         if not self._planned:
             self._plan(now_s)
         # Not the first in the queue: those before it do not fit either, so the plan stays.
@@ -247,10 +256,20 @@ class DecodeInstance:
 
     def fail(self, now_s: float) -> list[Stream]:
         """The instance fails. Returns its requests."""
-        if self._planned:
+        taken = [] if self._taking is None else [self._taking]
+        if self._planned or taken:
             self.busy_s += now_s - self._begun_s
-        self._planned, self._version = 0, self._version + 1
-        return self.batch.clear() + self.waiting.clear()
+        self._planned, self._taking, self._version = 0, None, self._version + 1
+        return self.batch.clear() + taken + self.waiting.clear()
+
+    def turn_ends_s(self, now_s: float) -> float:
+        """When its loop is between two turns: at the end of the step in progress; now, if it is idle."""
+        if self._taking is not None:
+            size, contexts = len(self.batch) + 1, self.batch.contexts + self._taking.prompt_tokens + 1
+            return self._begun_s + self._taking.work_s + self._steps.step_s(size, contexts)
+        if not self._planned:
+            return now_s
+        return self._begun_s + self.batch.seconds(self.batch.steps_until(now_s - self._begun_s, self._planned))
 
     def step_s(self, now_s: float) -> float:
         """Seconds of the current step; 0: idle."""
@@ -269,15 +288,41 @@ class DecodeInstance:
 
     def _plan(self, now_s: float) -> None:
         """Between two steps: adds requests that fit, and plans the next steps."""
+        self._begun_s = now_s
         while self.waiting and self._fits(self.waiting.first):
             stream = self.waiting.pop()
+            if stream.work_s:
+                self._take(stream, now_s)
+                return
             self.batch.join(stream)
             self._joined(stream, now_s)
-        self._begun_s = now_s
         if len(self.batch):
             self._until(self.batch.steps_to_first_end())
         else:
             self._planned = 0
+
+    def _take(self, stream: Stream, now_s: float) -> None:
+        self._planned, self._taking, self._version = 0, stream, self._version + 1
+        version = self._version
+        self._clock.at(now_s + stream.work_s, lambda at_s: self._taken(version, at_s))
+
+    def _taken(self, version: int, now_s: float) -> None:
+        stream = self._taking
+        if version != self._version or stream is None:
+            return
+        self.busy_s += now_s - self._begun_s
+        self._taking, self._begun_s = None, now_s
+        stream.first_token_s = now_s
+        self._first(stream, now_s)
+        if stream.output_tokens > 1:
+            self.batch.join(stream)
+            self._joined(stream, now_s)
+        if not len(self.batch):
+            self._plan(now_s)
+        elif self.waiting and self._fits(self.waiting.first):
+            self._until(1)
+        else:
+            self._until(self.batch.steps_to_first_end())
 
     def _until(self, steps: int) -> None:
         self._planned, self._version = steps, self._version + 1

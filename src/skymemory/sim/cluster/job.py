@@ -73,6 +73,10 @@ class Job:
         """Its answer, from the first token on."""
         return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
+    def stream_after(self, work_s: float) -> Stream:
+        """Its answer, whose first token takes ``work_s`` at the decode instance."""
+        return Stream(self.number, self.prompt_tokens, self.output_tokens, -1.0, self.priority, work_s=work_s)
+
 
 @dataclass(slots=True, eq=False)
 class Stream:
@@ -83,6 +87,8 @@ class Stream:
     output_tokens: int
     first_token_s: float
     priority: int = 0
+    work_s: float = 0.0
+    """To compute its first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
     """Longest time between two of its tokens."""
     joined: int = 0

@@ -32,6 +32,8 @@ class Listeners:
     coupled_prefilled: Callable[[Job, float], Stream | None]
     joined: Callable[[Stream, float], None]
     answered: Callable[[Stream, float], None]
+    first: Callable[[Stream, float], None]
+    """A decode instance has computed the first token of a stream."""
 
 
 class Machines:
@@ -53,7 +55,7 @@ class Machines:
         self.coupled: list[CoupledInstance] = []
         self.down: set[str] = set()
         """Names of failed instances."""
-        self._first_decode = len(prefilling)
+        self._first_decode, self._handover = len(prefilling), setup.handover
         # One for all machines: they are equal, and its coefficients are looked up for each step.
         steps = Steps(setup.cost)
         for number in range(len(self.prefill_names)):
@@ -68,7 +70,8 @@ class Machines:
                 )
         limits = (setup.kv_tokens, setup.most_batch)
         self.decodes = [
-            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered) for _ in self.decode_names
+            DecodeInstance(clock, steps, gaps, *limits, listeners.joined, listeners.answered, listeners.first)
+            for _ in self.decode_names
         ]
 
     def node_of_decode(self, slot: int) -> int:
@@ -113,7 +116,8 @@ class Machines:
         """Whether an empty machine has memory for it."""
         if self.coupled:
             return self.coupled[0].takes(job)
-        return job.output_tokens == 1 or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
+        at_prefill = job.output_tokens == 1 and self._handover is None
+        return at_prefill or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
 
     def prefill_busy_s(self) -> list[float]:
         return [one.busy_s for one in self.prefills] or [one.busy_s for one in self.coupled]

@@ -4,7 +4,7 @@ KV."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from skymemory.conductor.cost_model import DRAM, SSD, CostModel, LLAMA_70B_8xA800, Medium
@@ -85,6 +85,35 @@ class Failure:
     down_s: float = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """How a prompt gets to the decode instance where a router takes two steps and the values go through a store.
+
+    The first token is then the decode instance's: it takes the values in, and computes what is left of the prompt.
+    """
+
+    save_s: float = 0.0
+    """From the end of the prefill until its values are stored, whatever their number."""
+    save_token_s: float = 0.0
+    """The same, for each token that was computed."""
+    fetch_s: float = 0.0
+    """To ask the decode instance, for it to fetch the values, and to queue what is left. It may touch its cache between
+    two of its steps only, so each of fetching and queueing begins at the end of a step."""
+    fetch_token_s: float = 0.0
+    """The same, for each token that the decode instance does not have yet."""
+    take_s: float = 1e-3
+    """Of the decode instance itself, while its batch waits: values into its cache, and the prompt's last tokens."""
+    take_token_s: float = 0.0
+    """The same, for each token of the prompt."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not 0 <= getattr(self, one.name) < math.inf:
+                raise InvalidInput(f"handover: {one.name} is {getattr(self, one.name):g}; expected 0 or more")
+        if not self.take_s > 0:
+            raise InvalidInput("handover: take_s is 0, but the first token takes a step")
+
+
 Pools = Literal["fixed", "elastic"]
 POOLS: tuple[Pools, ...] = get_args(Pools)
 
@@ -120,6 +149,10 @@ class ClusterSetup:
     """Chunk size in pipelines of several machines."""
     layer_wise: bool = True
     """Whether KV is sent to the decode machine while it is computed, or after."""
+    handover: Handover | None = None
+    """None: values stream between accelerators (``layer_wise``), and the prefill gives the first token."""
+    request_s: float = 0.0
+    """Of every request before its prefill may begin: client, router, parsing."""
     kv_tokens: int = 1_300_000
     """KV memory of a decode machine: nine tenths of 8×80 GB less the weights of 70B, at 320 KiB per token."""
     most_batch: int = 256
@@ -174,6 +207,10 @@ class ClusterSetup:
             PoolController(self.slo, self.elastic_settings())  # refuses objectives that an idle instance misses
         if not 0 <= self.change_s < math.inf:
             raise InvalidInput(f"change_s is {self.change_s:g}; expected 0 or more")
+        if self.handover is not None and (self.coupled or self.pools == "elastic"):
+            raise InvalidInput("handover: expected fixed pools of prefill and decode instances")
+        if not 0 <= self.request_s < math.inf:
+            raise InvalidInput(f"request_s is {self.request_s:g}; expected 0 or more")
         known = {*self.prefilling(), *self.decoding()}
         for failure in self.failures:
             if failure.instance not in known or failure.at_s < 0 or not failure.down_s > 0:
@@ -200,4 +237,4 @@ class ClusterSetup:
 
     def with_coupled(self) -> ClusterSetup:
         """The same number of machines, all coupled."""
-        return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=())
+        return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=(), handover=None)

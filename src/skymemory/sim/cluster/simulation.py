@@ -3,6 +3,8 @@
 1. A request is placed when it arrives, and the loads of its plan start.
 2. Its prefill gives the first token; its KV streams to the decode instance meanwhile.
 3. When all KV has arrived it joins the decode batch, and ends with its last token.
+   With a ``Handover`` its values go through a store when the prefill is done, and the decode instance gives the first
+   token.
 4. If an instance fails, its requests are placed again, ``retries`` times. A request whose decode instance is down when
    its KV arrives has failed too; its prefix is cached by then.
 """
@@ -28,7 +30,7 @@ from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.roles import Roles
 from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
 from skymemory.sim.cluster.schedulers import asked as asked_of
-from skymemory.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
+from skymemory.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSettings
 from skymemory.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
@@ -83,6 +85,7 @@ def run_cluster(
 #   _begun    its prefill starts; its KV streams to the decode instance from here on
 #   _prefilled (or _coupled_prefilled)  first token; refused before decoding -> over; one token only -> over
 #   _there    all KV has arrived: it queues at the decode instance
+#             with a ``Handover``: _entering waits for the turns of the decode instance, _first is the first token
 #   _joined   in the batch                _answered  last token -> over
 #   _die      its instance failed: booked out, and placed again or over
 #
@@ -99,7 +102,9 @@ class Simulation:
     ) -> None:
         self._setup, self._clock, self._gaps = setup, Clock(), Gaps()
         self._pool = pool or pool_of(setup)
-        listeners = Listeners(self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered)
+        listeners = Listeners(
+            self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first
+        )
         self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, listeners)
         self._estimates = Estimates(setup)
         decoders = machines.decode_fleet if machines.decodes else None
@@ -173,9 +178,22 @@ class Simulation:
         job.work_s = self._estimates.prefill_s(job.prompt_tokens, cached)
         if placement.decode is None:
             job.decode = job.prefill
+        else:
+            job.decode = machines.decode_fleet.servers[placement.decode.server].slot
+        if self._setup.request_s:
+            attempt = job.attempts
+            self._clock.at(now_s + self._setup.request_s, lambda at_s: self._enter(job, attempt, at_s))
+        else:
+            self._enter(job, job.attempts, now_s)
+
+    def _enter(self, job: Job, attempt: int, now_s: float) -> None:
+        """It reaches its prefill instance."""
+        if job.over or job.attempts != attempt:
+            return
+        machines, plan = self._machines, job.placed.prefill.plan
+        if job.placed.decode is None:
             machines.coupled[job.prefill].arrive(job, now_s)
             return
-        job.decode = machines.decode_fleet.servers[placement.decode.server].slot
         if plan is not None and plan.loaded_tokens:
             job.loading = self._pool.load(job.prefill, job.ids, plan, now_s)
             if job.loading.loaded_tokens:
@@ -185,7 +203,7 @@ class Simulation:
 
     def _begun(self, job: Job, now_s: float, done_s: float) -> None:
         """Its prefill starts: its KV streams to the decode instance as it is computed, or after."""
-        if job.output_tokens == 1:
+        if job.output_tokens == 1 or self._setup.handover is not None:
             return
         target = self._machines.node_of_decode(job.decode)
         layers = self._setup.cost.shape.layers if self._setup.layer_wise else 1
@@ -201,6 +219,8 @@ class Simulation:
     def _prefilled(self, job: Job, now_s: float) -> None:
         if self._first_token(job, now_s) is not None:
             self._accounts.not_served(job, "refused_after_prefill", now_s)
+        elif self._setup.handover is not None:
+            self._hand_over(job, self._setup.handover, now_s)
         elif job.output_tokens == 1:
             self._scheduler.decoding(job.placed, now_s)
             self._completed(job, now_s, None)
@@ -209,6 +229,43 @@ class Simulation:
             job.leaving = True
             attempt = job.attempts
             self._clock.at(job.there_s, lambda at_s: self._there(job, attempt, at_s))
+
+    def _hand_over(self, job: Job, handover: Handover, now_s: float) -> None:
+        job.leaving, attempt = True, job.attempts
+        stored_s = now_s + handover.save_s + handover.save_token_s * job.computed_tokens
+        self._clock.at(stored_s, lambda at_s: self._entering(job, handover, attempt, 0, at_s))
+
+    # The decode engine's cache belongs to its loop: it is asked what is missing (0), given what was fetched (1), and
+    # takes the prompt up (``_there``), each between two steps; what is done meanwhile is half of the fetching each.
+
+    def _entering(self, job: Job, handover: Handover, attempt: int, part: int, now_s: float) -> None:
+        if job.over or job.attempts != attempt:
+            return
+        machines, node = self._machines, self._machines.node_of_decode(job.decode)
+        free_s = now_s
+        if machines.decode_names[job.decode] not in machines.down:
+            free_s = machines.decodes[job.decode].turn_ends_s(now_s)
+        if part == 0:
+            lacking = job.prompt_tokens - self._pool.leading(node, job.ids) * self._pool.block_tokens
+            done_s = free_s + handover.fetch_s / 2 + handover.fetch_token_s * lacking
+            self._clock.at(done_s, lambda at_s: self._entering(job, handover, attempt, 1, at_s))
+        else:
+            self._pool.stored(node, job.ids, now_s)
+            self._clock.at(free_s + handover.fetch_s / 2, lambda at_s: self._there(job, attempt, at_s))
+
+    def _first(self, stream: Stream, now_s: float) -> None:
+        """The decode instance has computed its first token."""
+        job = self._accounts.open[stream.number]
+        job.first_token_s = now_s
+        if job.output_tokens == 1:
+            self._scheduler.decoding(job.placed, now_s)
+            self._completed(job, now_s, None)
+
+    def _stream_of(self, job: Job) -> Stream:
+        handover = self._setup.handover
+        if handover is None:
+            return job.stream()
+        return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
         """All its KV has reached the decode instance."""
@@ -219,7 +276,7 @@ class Simulation:
             self._book_out(job, now_s)
             self._again(job, now_s)
         else:
-            self._machines.decodes[job.decode].arrive(job.stream(), now_s)
+            self._machines.decodes[job.decode].arrive(self._stream_of(job), now_s)
 
     def _coupled_prefilled(self, job: Job, now_s: float) -> Stream | None:
         self._first_token(job, now_s)

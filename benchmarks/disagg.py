@@ -1,0 +1,461 @@
+"""Prefill and decode apart on real engines, and in the simulator: `python benchmarks/disagg.py [--json FILE]`.
+
+Two engines with a core each, on one store. With `--engine own` they are `skymemory serve` with the shipped model, with
+`--engine vllm` two vLLM with a random model (`--python`). Parts (`--parts`; without fit, the model is that of FILE);
+`--quick`: fewer and shorter:
+
+fit       The cost model of this machine, and the terms of the hand-over, measured on idle engines part by part.
+real      Seeded requests at three loads on a real 1P+1D behind `skymemory route`, and the very same requests in the
+          cluster simulator with the fitted model: times, hits, goodput.
+coupled   The same requests on 1P+1D and on two engines that do both behind the same router, at several mixes and loads;
+          and both in the simulator.
+overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
+
+Loads are parts of what the model says that the busier of both engines can do. Objectives are five times what the model
+says of a lone request of the mix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _bench import print_table, versions
+from _disagg_real import (
+    COMPUTED,
+    COUNT,
+    PROMPTS,
+    Fitted,
+    Kind,
+    Servers,
+    fitted,
+    own,
+    played,
+    routed,
+    servers,
+    vllm,
+)
+from _disagg_workload import MIXES, Mix, busy_s, requests_of, scaled
+from skymemory.conductor.cost_fit import dump, parse
+from skymemory.conductor.request import Slo
+from skymemory.demo.engines import random_model
+from skymemory.metrics import spread
+from skymemory.serving.replay.report import Outcome, Status
+from skymemory.sim.cluster.outcome import RequestOutcome
+from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
+from skymemory.sim.cluster.simulation import run_cluster
+from skymemory.sim.trace import TraceRequest
+
+PARTS = ("fit", "real", "coupled", "overload")
+LOADS = (0.3, 0.6, 0.85)
+CALIBRATED = 0.5
+"""Load of the play that the fit's last two factors are from."""
+GOAL = 0.25
+"""By how much the simulated mean time to the first token may be off."""
+CACHE_BYTES = 512 << 20
+LOOSE = 5.0
+RULES = {"all": "", "early": "", "early, promised": "promised = true"}
+"""Rules of admission, with the options of each."""
+Row = dict[str, Any]
+
+
+def say(words: str) -> None:
+    """Progress, in one line on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
+
+
+# --- one play, real or simulated, as figures ---
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one request; nan: it was not served."""
+
+    ttft_s: float
+    tbt_s: float
+    end_s: float
+
+
+def of_real(outcomes: Sequence[Outcome]) -> list[Times]:
+    nothing = Times(math.nan, math.nan, math.nan)
+    return [
+        Times(one.due_ttft_s, one.tbt_s, one.end_s) if one.status is Status.COMPLETED else nothing for one in outcomes
+    ]
+
+
+def of_simulated(outcomes: Sequence[RequestOutcome]) -> list[Times]:
+    return [
+        Times(one.ttft_s or math.nan, one.tbt_mean_s or math.nan, one.end_s or math.nan)
+        if one.status == "completed"
+        else Times(math.nan, math.nan, math.nan)
+        for one in outcomes
+    ]
+
+
+def kept(one: Times, slo: Slo) -> bool:
+    return one.ttft_s <= slo.ttft_s and not one.tbt_s > slo.tbt_s
+
+
+def figures(times: Sequence[Times], requests: Sequence[TraceRequest], slo: Slo, hit_rate: float) -> Row:
+    ttft, tbt = spread(one.ttft_s for one in times), spread(one.tbt_s for one in times)
+    ends = [one.end_s for one in times if not math.isnan(one.end_s)]
+    good = sum(kept(one, slo) for one in times)
+    elapsed_s = max(ends, default=math.nan) - requests[0].at_s
+    row = {
+        "served": ttft.count,
+        "ttft_mean_s": ttft.mean,
+        "ttft_p50_s": ttft.p50,
+        "ttft_p99_s": ttft.p99,
+        "tbt_mean_s": tbt.mean,
+        "tbt_p50_s": tbt.p50,
+        "tbt_p99_s": tbt.p99,
+        "hit_rate": hit_rate,
+        "kept": good,
+        "goodput_per_s": good / elapsed_s,
+    }
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def real_hits(spent: Sequence[dict[str, float]], coupled: bool) -> float:
+    """Part of the prompts' tokens that the engines that prefill had cached."""
+    counted = spent if coupled else spent[:1]
+    prompts = sum(one.get(PROMPTS, 0.0) for one in counted)
+    return 1.0 - sum(one.get(COMPUTED, 0.0) for one in counted) / prompts if prompts else math.nan
+
+
+def slower(handover: Handover, decode: float) -> Handover:
+    return replace(handover, take_s=handover.take_s * decode, take_token_s=handover.take_token_s * decode)
+
+
+def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup:
+    """The simulator's twin of ``_disagg_real.servers``."""
+    prefill, decode = model.prefill_at_work, model.decode_at_work
+    setup = ClusterSetup(
+        prefill=1,
+        decode=1,
+        cost=scaled(model.cost, prefill, decode),
+        handover=slower(model.handover, decode),
+        request_s=model.request_s,
+        most_batch=kind.most_batch,
+        mixed_tokens=kind.mixed_tokens,
+        coupled_cache_tokens=CACHE_BYTES // model.cost.shape.kv_bytes_per_token,
+        pool=PoolSettings(dram_bytes=CACHE_BYTES),
+        slo=slo,
+    )
+    return setup.with_coupled() if coupled else setup
+
+
+def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> Row:
+    setup = setup_of(kind, model, slo, coupled)
+    outcomes = run_cluster(requests, setup, "least-ttft" if coupled else "cache-aware").outcomes
+    hits = sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
+    return figures(of_simulated(outcomes), requests, slo, hits)
+
+
+def rate_of(mix: Mix, load_part: float, model: Fitted, seed: int) -> float:
+    """Requests per second of that part of what 1P+1D can do."""
+    cost = scaled(model.cost, model.prefill_at_work, model.decode_at_work)
+    return load_part / max(
+        busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_at_work))
+    )
+
+
+def slo_of(mix: Mix, model: Fitted) -> Slo:
+    tokens = round(mix.own.median)
+    one = model.handover
+    lone_s = model.cost.prefill_s(tokens) + model.request_s + one.save_s + one.fetch_s + one.take_s
+    lone_s += tokens * (one.save_token_s + one.fetch_token_s + one.take_token_s)
+    return Slo(round(LOOSE * lone_s, 3), round(LOOSE * model.cost.decode_step_s(1, tokens), 4))
+
+
+# --- parts ---
+
+
+@dataclass(frozen=True)
+class Bench:
+    kind: Kind
+    seed: int
+    quick: bool
+    folder: Path
+
+    def seconds(self, whole: float) -> float:
+        return 12.0 if self.quick else whole
+
+
+def fit(bench: Bench) -> tuple[Fitted, list[Row]]:
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        url = stack.enter_context(routed(on, "fit"))
+        found = asyncio.run(fitted(on, url, bench.seed, bench.quick, say))
+        found = at_work(bench, found, on, url)
+    row = {
+        "cost": json.loads(dump(found.cost)),
+        "handover": asdict(found.handover),
+        "request_s": found.request_s,
+        "prefill_at_work": found.prefill_at_work,
+        "decode_at_work": found.decode_at_work,
+        **found.points,
+    }
+    return found, [row]
+
+
+def at_work(bench: Bench, model: Fitted, on: Servers, url: str) -> Fitted:
+    """What laws of idle engines do not show, from one play with a seed of its own: two factors, with which the
+    simulator's mean times between tokens, then to the first token, are those of the play."""
+    mix, seed = MIXES["chat"], bench.seed + 500
+    slo = slo_of(mix, model)
+    requests = requests_of(mix, rate_of(mix, CALIBRATED, model, seed), bench.seconds(35.0), seed)
+    _warm(on, url)
+    say(f"a play to calibrate: {len(requests)} requests")
+    got = figures(of_real(asyncio.run(played(on, url, requests, seed)).outcomes), requests, slo, 0.0)
+    for _ in range(2):
+        for name, what in (("decode_at_work", "tbt_mean_s"), ("prefill_at_work", "ttft_mean_s")):
+            low, high = 0.8, 2.0
+            for _ in range(9):
+                middle = math.sqrt(low * high)
+                tried = replace(model, **{name: middle})
+                is_low = simulated(bench.kind, tried, slo, requests, False)[what] < got[what]
+                low, high = (middle, high) if is_low else (low, middle)
+            model = replace(model, **{name: round(math.sqrt(low * high), 4)})
+    return model
+
+
+def read_fit(row: Row) -> Fitted:
+    return Fitted(
+        parse(json.dumps(row["cost"])),
+        Handover(**row["handover"]),
+        *(row[name] for name in ("request_s", "prefill_at_work", "decode_at_work")),
+        {},
+    )
+
+
+def real(bench: Bench, model: Fitted) -> list[Row]:
+    """On requests of seeds that the fit has not seen."""
+    rows: list[Row] = []
+    mix = MIXES["chat"]
+    slo = slo_of(mix, model)
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        url = stack.enter_context(routed(on, "real"))
+        _warm(on, url)
+        for number, load_part in enumerate(LOADS[1:2] if bench.quick else LOADS):
+            seed = bench.seed + 1000 + number
+            requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(30.0), seed)
+            say(f"simulator and real: {len(requests)} requests at {load_part:.0%}")
+            play = asyncio.run(played(on, url, requests, seed))
+            label = {"mix": mix.name, "load": load_part, "seed": seed, "requests": len(requests), **asdict(slo)}
+            got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
+            rows.append({**label, "way": "1P+1D", "what": "real", **got})
+            rows.append(
+                {**label, "way": "1P+1D", "what": "simulator", **simulated(bench.kind, model, slo, requests, False)}
+            )
+    return rows
+
+
+def _warm(on: Servers, url: str) -> None:
+    """Engines, connections and the router have had requests of all lengths."""
+    requests = [
+        TraceRequest(0.3 * number, 200 * (number + 1), 8, (number, 100 + number, 200 + number)) for number in range(6)
+    ]
+    asyncio.run(played(on, url, requests, 77))
+
+
+def show_real(rows: Sequence[Row]) -> None:
+    print_table(
+        "simulator | real, 1P+1D",
+        ["mix", "load", "requests", "", "TTFT mean", "p50", "p99", "TBT mean", "p99", "hits", "goodput /s", "TTFT off"],
+        [
+            [
+                row["mix"],
+                f"{row['load']:.0%}",
+                row["requests"],
+                row["what"],
+                *(f"{row[name] * 1e3:.0f} ms" for name in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")),
+                *(f"{row[name] * 1e3:.1f} ms" for name in ("tbt_mean_s", "tbt_p99_s")),
+                f"{row['hit_rate']:.1%}",
+                f"{row['goodput_per_s']:.2f}",
+                "" if row["what"] == "real" else f"{row['ttft_mean_s'] / rows[at - 1]['ttft_mean_s'] - 1:+.1%}",
+            ]
+            for at, row in enumerate(rows)
+        ],
+    )
+
+
+def coupled(bench: Bench, model: Fitted) -> list[Row]:
+    """Both ways, the same requests; then both in the simulator."""
+    rows: list[Row] = []
+    names = ("chat",) if bench.quick else ("chat", "answers")
+    loads = (0.6,)
+    for is_coupled in (False, True):
+        with ExitStack() as stack:
+            on = stack.enter_context(servers(bench.kind, bench.folder, coupled=is_coupled))
+            url = stack.enter_context(routed(on, "coupled" if is_coupled else "apart", *_known(bench, model)))
+            _warm(on, url)
+            for name in names:
+                for load_part in loads:
+                    mix, seed = MIXES[name], bench.seed + 2000 + round(100 * load_part)
+                    slo = slo_of(mix, model)
+                    requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(14.0), seed)
+                    way = "two coupled" if is_coupled else "1P+1D"
+                    say(f"{way}: {len(requests)} requests of {name} at {load_part:.0%}")
+                    play = asyncio.run(played(on, url, requests, seed))
+                    got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, is_coupled))
+                    label = {"mix": name, "load": load_part, "seed": seed, "requests": len(requests), "way": way}
+                    rows.append({**label, **asdict(slo), "what": "real", **got})
+                    twin = simulated(bench.kind, model, slo, requests, is_coupled)
+                    rows.append({**label, **asdict(slo), "what": "simulator", **twin})
+    return sorted(rows, key=lambda row: (names.index(row["mix"]), row["load"], row["what"], row["way"]))
+
+
+def _known(bench: Bench, model: Fitted) -> tuple[str, ...]:
+    path = bench.folder / "cost.json"
+    path.write_text(dump(model.cost))
+    return "--cost", str(path)
+
+
+def show_ways(rows: Sequence[Row]) -> None:
+    print_table(
+        "1P+1D against two coupled",
+        ["mix", "load", "", "way", "TTFT p50", "p99", "TBT p50", "p99", "kept", "goodput /s"],
+        [
+            [
+                row["mix"],
+                f"{row['load']:.0%}",
+                row["what"],
+                row["way"],
+                *(f"{row[name] * 1e3:.0f} ms" for name in ("ttft_p50_s", "ttft_p99_s")),
+                *(f"{row[name] * 1e3:.1f} ms" for name in ("tbt_p50_s", "tbt_p99_s")),
+                f"{row['kept']} of {row['requests']}",
+                f"{row['goodput_per_s']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def overload(bench: Bench, model: Fitted) -> list[Row]:
+    """The same requests with early rejection and without."""
+    rows: list[Row] = []
+    mix = MIXES["chat"]
+    slo = slo_of(mix, model)
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        for rule, more in RULES.items():
+            settings = bench.folder / f"{rule}.toml"
+            promised = f'ttft = "{slo.ttft_s}s"\ntbt = "{slo.tbt_s}s"\n'
+            settings.write_text(f'[admission]\nrule = "early"\n{promised}\n[admission.options]\n{more}\n')
+            options = ("--settings", str(settings)) if rule != "all" else ()
+            url = stack.enter_context(routed(on, rule, *options, *_known(bench, model)))
+            _warm(on, url)
+            for times in (2.0,) if bench.quick else (1.5, 3.0):
+                seed = bench.seed + 3000 + round(10 * times)
+                requests = requests_of(mix, rate_of(mix, times, model, seed), bench.seconds(15.0), seed)
+                say(f"overload, rule {rule}: {len(requests)} requests at {times:g} times")
+                play = asyncio.run(played(on, url, requests, seed + list(RULES).index(rule)))
+                label = {"mix": mix.name, "load": times, "seed": seed, "requests": len(requests), "rule": rule}
+                got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
+                refused = sum(one.status is Status.REFUSED for one in play.outcomes)
+                prefills = round(play.spent[0].get(COUNT, 0.0))
+                rows.append({**label, **asdict(slo), **got, "refused": refused, "prefills": prefills})
+    return sorted(rows, key=lambda row: (row["load"], row["rule"]))
+
+
+def show_overload(rows: Sequence[Row]) -> None:
+    print_table(
+        "promises under overload, 1P+1D",
+        ["load", "rule", "requests", "refused", "prefilled", "kept", "of all", "of served", "TTFT p99", "TBT p99"],
+        [
+            [
+                f"{row['load']:g} ×",
+                row["rule"],
+                row["requests"],
+                row["refused"],
+                row["prefills"],
+                row["kept"],
+                f"{row['kept'] / row['requests']:.1%}",
+                f"{row['kept'] / max(1, row['served']):.1%}",
+                f"{row['ttft_p99_s'] * 1e3:.0f} ms",
+                f"{row['tbt_p99_s'] * 1e3:.1f} ms",
+            ]
+            for row in rows
+        ],
+    )
+
+
+# --- the file, and the command line ---
+
+
+def read_rows(path: Path | None, engine: str) -> dict[str, list[Row]]:
+    """The parts that the file has of this engine."""
+    if path is None or not path.is_file():
+        return {}
+    found: dict[str, list[Row]] = {}
+    for row in json.loads(path.read_text("utf-8"))["rows"]:
+        if row["engine"] == engine:
+            found.setdefault(row["part"], []).append({k: v for k, v in row.items() if k not in ("engine", "part")})
+    return found
+
+
+def write_rows(path: Path | None, seed: int, engine: str, parts: dict[str, list[Row]]) -> None:
+    """Replaces the rows of this engine; those of the other one stay."""
+    if path is None:
+        return
+    others = []
+    if path.is_file():
+        others = [row for row in json.loads(path.read_text("utf-8"))["rows"] if row["engine"] != engine]
+    ours = [{"engine": engine, "part": name, **row} for name in PARTS for row in parts.get(name, ())]
+    rows = sorted([*others, *ours], key=lambda row: row["engine"])
+    content = {"benchmark": "disagg", "seed": seed, "versions": versions(), "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("own", "vllm"), default="own")
+    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM's environment")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="A,B")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    wanted = options.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.engine == "vllm" and not options.python.is_file():
+        parser.error(f"--python {options.python}: no such file; `make demo-vllm` makes an environment with vLLM")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it has started
+    parts = read_rows(options.json, options.engine)
+    if "fit" not in wanted and not parts.get("fit"):
+        parser.error("there is no fit of this engine in --json: add the part fit")
+    with tempfile.TemporaryDirectory(prefix="sky-") as text:
+        folder = Path(text)
+        kind = own() if options.engine == "own" else vllm(options.python.absolute(), random_model(folder / "model"))
+        bench = Bench(kind, options.seed, options.quick, folder)
+        if "fit" in wanted:
+            model, parts["fit"] = fit(bench)
+            write_rows(options.json, options.seed, options.engine, parts)
+        model = read_fit(parts["fit"][0])
+        for name, run, show in RUNS:
+            if name in wanted:
+                parts[name] = run(bench, model)
+                say("")
+                show(parts[name])
+                write_rows(options.json, options.seed, options.engine, parts)
+
+
+RUNS = (("real", real, show_real), ("coupled", coupled, show_ways), ("overload", overload, show_overload))
+
+
+if __name__ == "__main__":
+    main()
