@@ -13,7 +13,7 @@ from skymemory.cache.tiers.tier import TierSettings
 from skymemory.circuit_breaker import BreakerConfig
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.eviction import DEFAULT_POLICY
-from skymemory.files import read_toml
+from skymemory.files import check_readable, read_toml
 from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Store
 from skymemory.store.disk import DiskStore
@@ -118,10 +118,13 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
             sync=options.get("sync", "never"),  # type: ignore[arg-type]
         )
     if kind in ("redis", "rediss", "unix"):
-        _no_others(options, ("name", "timeout"), where)
+        _no_others(options, ("name", "timeout", "ca") if kind == "rediss" else ("name", "timeout"), where)
         timeout_s = parse_duration(options.get("timeout", "2s"))
         _check_redis(kind, place, where)
-        return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s)
+        ca = options.get("ca", "")
+        if ca:
+            check_readable(Path(ca))
+        return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s, ca=ca)
     if kind == "constellation":
         _no_others(options, ("index", "access"), where)
         index = options.get("index", "yes")
