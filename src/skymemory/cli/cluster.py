@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -300,26 +301,33 @@ def _sweep(directory: Path) -> None:
 def _supervise(directory: Path) -> int:
     import threading
 
-    from skymemory.serving.cluster.supervisor import Supervisor, read_plan
+    from skymemory.serving.cluster.supervisor import Supervisor, read_plan, write_failure
 
     plan = read_plan(directory)
     if plan is None:
         raise InvalidInput(f"no plan in {directory}: this is what `skymemory cluster up` starts")
-    if plan.ray is None:
-        supervisor = Supervisor(directory, plan)
-    else:
-        from skymemory.serving.cluster.on_ray import supervisor_on_ray
-
-        supervisor = supervisor_on_ray(directory, plan.ray)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: supervisor.stop())
+    supervisor: Supervisor | None = None
 
     def follow() -> None:
         if sys.stdin.buffer.readline() != _STAY:  # `up` has ended without a word
+            if supervisor is None:  # nothing was started, and connecting to Ray cannot be interrupted
+                os._exit(1)
             supervisor.stop()
 
     threading.Thread(target=follow, name="follow", daemon=True).start()
-    return 0 if supervisor.run() else 1
+    if plan.ray is not None:
+        from skymemory.serving.cluster.on_ray import supervisor_on_ray
+
+        try:
+            supervisor = made = supervisor_on_ray(directory, plan.ray)
+        except SkyMemoryError as error:
+            write_failure(directory, plan.name, str(error))
+            os._exit(1)  # what still tries to connect would end in a crash
+    else:
+        supervisor = made = Supervisor(directory, plan)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: made.stop())
+    return 0 if made.run() else 1
 
 
 def _state(directory: Path) -> ClusterState:

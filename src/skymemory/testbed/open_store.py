@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ EXPECTED = (
     "constellation[://RUN_DIR][?index=no&access=gateway], tiers:///FILE.toml or tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 
+_PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 _YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
 """Options about writes that any store accepts."""
@@ -39,10 +41,10 @@ def open_store(where: str = "constellation") -> Store:
 
     ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``eviction``),
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
-    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``constellation`` (this user's, as started
-    by ``skymemory constellation up``), ``constellation:///run/dir`` or
-    ``constellation:///run/dir?index=no&access=gateway``. All but the last take ``name=NAME``, for reports and
-    metrics.
+    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``rediss://host?ca=FILE`` (TLS;
+    PEM of its authority, default: the system's), ``constellation`` (this user's, as started by
+    ``skymemory constellation up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. All but the last take
+    ``name=NAME``, for reports and metrics.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
     within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
@@ -59,6 +61,11 @@ def open_store(where: str = "constellation") -> Store:
     rest = [(name, value) for name, value in pairs if name not in _RULES]
     store = _open_tiers(place, rest, rules, where) if kind == "tiers" else _open_one(kind, place, dict(rest), where)
     return _ruled(store, rules, where)
+
+
+def without_password(address: str) -> str:
+    """As logs show it."""
+    return _PASSWORD.sub(r"\1***@", address)
 
 
 def kinds_of(where: str) -> list[str]:

@@ -50,6 +50,7 @@ from skymemory.serving.cluster.supervisor import (
 )
 
 LOST = "its node or its Ray worker was lost"
+_CONNECT_S = 30.0
 _LOOK_S = 0.25
 _ANSWER_S = 5.0
 """A keeper that says nothing for so long counts as unhealthy, until Ray decides what has become of it."""
@@ -61,8 +62,6 @@ Log = logging.getLogger("skymemory.cluster")
 
 def check(description: ClusterDescription) -> None:
     """Raises InvalidInput for what cannot be on several computers, MissingExtra where a package is missing."""
-    if importlib.util.find_spec("ray") is None:
-        raise missing_extra("--on ray", "ray", "ray")
     store = description.store
     if store is not None and store.constellation is not None:
         raise InvalidInput(
@@ -74,6 +73,8 @@ def check(description: ClusterDescription) -> None:
             f"store: {store.address!r} is a socket of this computer: on Ray expected one that all nodes reach, such as "
             "'redis://HOST:PORT'"
         )
+    if importlib.util.find_spec("ray") is None:
+        raise missing_extra("--on ray", "ray", "ray")
     if store is not None and store.serve:
         self_signed()  # whether its extra is there
 
@@ -172,17 +173,25 @@ def _connect(address: str) -> str:
     """Connects this process as a driver; the address of its node."""
     import ray
 
-    # What Ray itself runs would report its usage over the network.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except Exception as error:  # of many kinds, and none of them documented
+            failed.append(error)
+
+    # In a thread, as it tries an address where nothing listens for ever. With us it ends.
+    connecting = threading.Thread(target=connect, name="connect", daemon=True)
+    connecting.start()
+    connecting.join(_CONNECT_S)
+    if not failed and not connecting.is_alive():
         return str(ray.util.get_node_ip_address())
-    except Exception as error:  # of many kinds, and none of them documented
-        where = "found" if address == "auto" else f"reached at {address}"
-        raise SkyMemoryError(
-            f"no Ray cluster is {where} from this computer ({str(error).strip().splitlines()[0]}): make it a node by "
-            "`ray start --address HEAD:6379`, or by `ray start --head` the first one; see `ray status`"
-        ) from error
+    why = str(failed[0]).strip().splitlines()[0] if failed else f"no answer within {_CONNECT_S:g} s"
+    where = "found" if address == "auto" else f"reached at {address}"
+    raise SkyMemoryError(
+        f"no Ray cluster is {where} from this computer ({why}): make it a node by `ray start --address HEAD:6379`, or by `ray start --head` the first one; see `ray status`"
+    )
 
 
 def _served_store(what: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
@@ -252,7 +261,7 @@ class _OnRay:
         import ray
 
         actor: Any = (
-            ray.remote(Keeper).options(**_options(self._group)).remote(self._group, self.service.name, self._store)
+            ray.remote(Keeper).options(**actor_options(self._group)).remote(self._group, self.service.name, self._store)
         )
         question: Any = None
         heard_s = time.monotonic()
@@ -317,7 +326,7 @@ class _OnRay:
             self._changed()
 
 
-def _options(group: Instances) -> dict[str, Any]:
+def actor_options(group: Instances) -> dict[str, Any]:
     """Of the actor: its resources, as Ray wants them."""
     wanted = {"CPU": 1.0, **group.resources}
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}

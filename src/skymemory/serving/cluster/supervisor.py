@@ -51,7 +51,7 @@ _MISSES = 3
 """Failed checks in a row after which a healthy service counts as unhealthy. It is not ended for that: it may be busy.
 """
 _TAIL_BYTES = 4096
-_GUARD = 'read -r _; kill -TERM -- "-$0"; sleep 10; kill -KILL -- "-$0"'
+_GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
 """Of a service that does not end with its standard input: a shell whose own ends with us, and which then ends it."""
 
 
@@ -125,6 +125,13 @@ def read_plan(directory: Path) -> Plan | None:
 def read_state(directory: Path) -> ClusterState | None:
     """The state of the cluster in this directory; None: none."""
     return _read(directory / STATE_NAME, ClusterState)
+
+
+def write_failure(directory: Path, name: str, failure: str) -> None:
+    """The state of a cluster of which nothing was started."""
+    pid = os.getpid()
+    state = ClusterState(name, pid, process_start(pid) or "", failure=failure)
+    write_private(directory / STATE_NAME, json.dumps(asdict(state)))
 
 
 Kind = TypeVar("Kind", Plan, ClusterState)
