@@ -85,11 +85,13 @@ def _on_ray(run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | No
     if ours:
         # Ray would report its usage over the network.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        here = jobs or os.cpu_count() or 1
-        alone: dict[str, Any] = {"num_cpus": here, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         address = os.environ.get("RAY_ADDRESS")
+        how: dict[str, Any] = {"address": address}
+        if not address:  # not one of others that happens to run here
+            here = jobs or os.cpu_count() or 1
+            how = {"address": "local", "num_cpus": here, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
-            ray.init(log_to_driver=False, logging_level="ERROR", **({} if address else alone))
+            ray.init(log_to_driver=False, logging_level="ERROR", **how)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = f"no Ray cluster at RAY_ADDRESS={address}" if address else "Ray does not start here"
             raise SkyMemoryError(f"{where}: {error}") from error

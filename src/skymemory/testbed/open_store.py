@@ -41,9 +41,9 @@ def open_store(where: str = "constellation") -> Store:
 
     ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``eviction``),
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
-    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``rediss://host?ca=FILE`` (TLS;
-    PEM of its authority, default: the system's), ``constellation`` (this user's, as started by
-    ``skymemory constellation up``), ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. All but the last take
+    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``rediss://host?ca=FILE`` (TLS; PEM of its
+    authority, default: the system's), ``constellation`` (this user's, as started by ``skymemory constellation up``),
+    ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. All but the last take
     ``name=NAME``, for reports and metrics.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``

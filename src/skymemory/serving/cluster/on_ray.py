@@ -190,7 +190,8 @@ def _connect(address: str) -> str:
     why = str(failed[0]).strip().splitlines()[0] if failed else f"no answer within {_CONNECT_S:g} s"
     where = "found" if address == "auto" else f"reached at {address}"
     raise SkyMemoryError(
-        f"no Ray cluster is {where} from this computer ({why}): make it a node by `ray start --address HEAD:6379`, or by `ray start --head` the first one; see `ray status`"
+        f"no Ray cluster is {where} from this computer ({why}): make it a node by `ray start --address HEAD:6379`, or "
+        "by `ray start --head` the first one; see `ray status`"
     )
 
 
