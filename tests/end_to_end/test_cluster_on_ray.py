@@ -191,7 +191,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(run: Run, nodes: Cluster) -> None
 def test_a_sweep_has_the_numbers_of_processes(nodes: Cluster, second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     setup = ClusterSetup(prefill=2, decode=2, sample_s=1.0)
-    schedulers = ("random", "kvcache-centric", "load-balancing")
+    schedulers = ("random", "kvcache-centric", "load-balance")
     cells = [
         ClusterCell(OpenSource("arxiv", 1.0, 60, seed=seed), setup, scheduler, curves=True)
         for scheduler in schedulers
@@ -228,7 +228,8 @@ def test_ctrl_c_in_a_sweep_leaves_nothing() -> None:
     def working() -> bool:
         assert sweeping.poll() is None, sweeping.stderr and sweeping.stderr.read()
         started.update(psutil.Process(sweeping.pid).children(recursive=True))
-        return any("ray::run_cell" in " ".join(one.cmdline()) for one in started if one.is_running())
+        lines = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]) if one in started]
+        return any("ray::run_cell" in " ".join(line) for line in lines)
 
     until(working)
     time.sleep(0.5)
