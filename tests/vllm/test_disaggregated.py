@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from tests.end_to_end.test_cluster import Run, until
+from tests.end_to_end.test_cluster import Run
 from tests.serving.resp.test_daemon import serving
 from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm
 
@@ -396,8 +396,8 @@ def test_a_cluster_of_vllms_from_its_description() -> None:
             assert hits is not None and float(hits[1]) >= 4 * 5 * VALUE
 
             os.kill(services["decode-1"]["pid"], signal.SIGKILL)
-            until(lambda: run.status()["services"]["decode-1"]["restarts"] == 1)
-            until(lambda: run("status")[0] == 0)
+            until(lambda: run.status()["services"]["decode-1"]["restarts"] == 1, "it is started again")
+            until(lambda: run("status")[0] == 0, "it is healthy again", 300.0)
             again: list[list[int]] = []
 
             def answered() -> bool:  # the router looks at it a few times before it is back
@@ -407,10 +407,10 @@ def test_a_cluster_of_vllms_from_its_description() -> None:
                     return False
                 return True
 
-            until(answered)
+            until(answered, "the router asks it again")
             assert again == answers[:1]
 
             os.kill(state["pid"], signal.SIGKILL)
-            until(lambda: not run.processes())
+            until(lambda: not run.processes(), "all end with their supervisor")
         finally:
             assert run("down")[0] == 0 and run.processes() == []

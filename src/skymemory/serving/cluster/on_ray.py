@@ -181,7 +181,7 @@ def _connect(address: str) -> str:
         except Exception as error:  # of many kinds, and none of them documented
             failed.append(error)
 
-    # In a thread, as it tries an address where nothing listens for ever. With us it ends.
+    # In a thread, as it tries an address where nothing listens without a limit. With us it ends.
     connecting = threading.Thread(target=connect, name="connect", daemon=True)
     connecting.start()
     connecting.join(_CONNECT_S)
@@ -310,7 +310,7 @@ class _OnRay:
         found = look.state
         if found.state == "healthy":
             self._addresses.is_at(found.name, found.address)
-        # Pids and start times are those of another computer: nobody here may take them for a process of this one.
+        # Pids and start times are those of another computer: nothing here may take them for a process of this one.
         self._show(
             replace(
                 found,
