@@ -229,7 +229,7 @@ def test_ctrl_c_in_a_sweep_leaves_nothing() -> None:
         assert sweeping.poll() is None, sweeping.stderr and sweeping.stderr.read()
         started.update(psutil.Process(sweeping.pid).children(recursive=True))
         lines = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]) if one in started]
-        return any(word.startswith("ray::") and "IDLE" not in word for line in lines for word in line)
+        return any(word.startswith(("ray::run_cell", "ray::capacity")) for line in lines for word in line)
 
     until(working)
     time.sleep(0.5)
