@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
+.PHONY: help setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 ENGINES := .venv-engines
+RAY := .venv-ray
 ENDS := .venv-lowest .venv-newest
 ARGS ?=
 # Where Python may write no bytecode beside what it imports (in many containers), each of the hundreds of processes of the
@@ -99,6 +100,20 @@ test-disagg: $(VENV)/.installed-dev $(VLLM)/.installed ## prefill and decode apa
 	  tests/end_to_end/test_two_steps.py tests/end_to_end/test_envoy_apart.py tests/end_to_end/test_cluster.py \
 	  tests/end_to_end/test_demo_disagg.py $(ARGS)
 
+# Not in the other environment, where tests see what is said without it. On Ray a cluster needs the extra `secure`, too.
+$(RAY)/.installed: $(VENV)/.made $(SOURCES)
+	@echo "set-up: the package with Ray in $(RAY) (a minute, 1.3 GB)"
+	@rm -rf $(RAY)
+	@$(BIN)/python -m venv $(RAY)
+	@if $(RAY)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints.txt \
+	    -e '.[hf,fast,router,redis,secure,ray]' pytest pytest-timeout hypothesis psutil; \
+	then touch $@; \
+	else echo "Ray cannot be installed here: tests with it are skipped" >&2; rm -rf $(RAY); fi
+
+test-ray: $(VENV)/.installed-dev $(RAY)/.installed ## a cluster and sweeps on two Ray nodes of this computer, one of them killed, five minutes
+	@python=$(RAY)/bin/python; [ -x $$python ] || python=$(BIN)/python; \
+	$$python -m pytest -rs tests/end_to_end/test_cluster_on_ray.py tests/sim/test_sweeps.py $(ARGS)
+
 # LMCache and SGLang ask for other versions of torch, for CUDA: they come without their requirements, beside vLLM's torch.
 $(ENGINES)/.installed: constraints-engines.txt constraints-vllm.txt $(VENV)/.made
 	@echo "set-up: LMCache and SGLang with vLLM for the CPU in $(ENGINES) (three minutes, 4 GB)"
@@ -176,5 +191,5 @@ docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from skymemory.reproduce.mooncake.base import COST
 from skymemory.sim.cluster.cells import ClusterCell, run_cell
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.mixes import MixSource, WorkloadSource
-from skymemory.sim.sweeps import sweep
+from skymemory.sim.sweeps import WAYS, Way, sweep
 from skymemory.sim.workload import OpenSource, RequestSource, Source
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
@@ -142,7 +141,7 @@ def then(best: ElasticSettings) -> list[ElasticSettings]:
 
 
 def swept(
-    chosen: dict[str, Family], seed: int, part: float, admission: str, jobs: int
+    chosen: dict[str, Family], seed: int, part: float, admission: str, on: Way, jobs: int | None
 ) -> tuple[ElasticSettings, list[dict[str, Any]]]:
     """The best settings, and all that were tried."""
 
@@ -150,12 +149,12 @@ def swept(
         return [cell_of(one, seed, part, True, admission, setup) for one in chosen.values() for setup in setups]
 
     splits = [fixed(prefill) for prefill in SPLITS]
-    found = sweep(run, cells(splits), jobs=jobs, progress=progress_of("sweep: fixed splits"))
+    found = sweep(run, cells(splits), on, jobs, progress=progress_of("sweep: fixed splits"))
     best = [max(one["met"] for one in found[at : at + len(SPLITS)]) for at in range(0, len(found), len(SPLITS))]
     rows: list[dict[str, Any]] = []
 
     def tried(settings: Sequence[ElasticSettings], name: str) -> ElasticSettings:
-        answers = sweep(run, cells([elastic(one) for one in settings]), jobs=jobs, progress=progress_of(name))
+        answers = sweep(run, cells([elastic(one) for one in settings]), on, jobs, progress=progress_of(name))
         for at, one in enumerate(settings):
             shares = [answer["met"] / most for answer, most in zip(answers[at :: len(settings)], best, strict=True)]
             rows.append(
@@ -180,12 +179,13 @@ def judged(
     seeds: Sequence[int],
     part: float,
     admission: str,
-    jobs: int,
+    on: Way,
+    jobs: int | None,
 ) -> list[dict[str, Any]]:
     """A row for each family, draw and way."""
     labels = [(name, seed, way) for name in chosen for seed in seeds for way in ways]
     cells = [cell_of(chosen[name], seed, part, False, admission, ways[way]) for name, seed, way in labels]
-    answers = sweep(run, cells, jobs=jobs, progress=progress_of("families"))
+    answers = sweep(run, cells, on, jobs, progress=progress_of("families"))
     return [
         {"part": "families", "family": name, "changes_mix": chosen[name].changes, "seed": seed, "way": way, **answer}
         for (name, seed, way), answer in zip(labels, answers, strict=True)
@@ -270,7 +270,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draws", type=int, default=2, metavar="N")
     parser.add_argument("--no-sweep", action="store_true", help="only the default settings")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--jobs", type=int, metavar="N", help="in parallel (default: one per core)")
+    parser.add_argument("--on", choices=WAYS, default="processes", help="where cells run")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -286,11 +287,11 @@ def main() -> None:
     ways["elastic"] = elastic(ElasticSettings())
     rows: list[dict[str, Any]] = []
     if not (options.quick or options.no_sweep):
-        best, rows = swept(chosen, options.seed, part / 3, options.admission, options.jobs)
+        best, rows = swept(chosen, options.seed, part / 3, options.admission, options.on, options.jobs)
         ways["elastic, swept"] = elastic(best)
         print(f"swept: {best}; default: {ElasticSettings()}")
     seeds = [JUDGED_FROM + options.seed + draw for draw in range(draws)]
-    found = judged(chosen, ways, seeds, part, options.admission, options.jobs)
+    found = judged(chosen, ways, seeds, part, options.admission, options.on, options.jobs)
     shown = summary(found)
     report(shown)
     write_json(options.json, "pools", options.seed, [*shown, *rows, *found])

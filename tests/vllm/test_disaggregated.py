@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
+import signal
 import socket
 import statistics
 import threading
@@ -23,8 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from tests.end_to_end.test_cluster import Run
 from tests.serving.resp.test_daemon import serving
-from tests.vllm.server import PYTHON, Vllm
+from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm
 
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.store.base import LoadTicket
@@ -358,3 +361,56 @@ def test_two_ranks_wait_each_for_their_part_of_a_value(engines: Engines) -> None
     finally:
         pair.prefills.stop()
         pair.decodes.stop()
+
+
+def test_a_cluster_of_vllms_from_its_description() -> None:
+    """`skymemory cluster`: what dies is started again, and nothing outlives its supervisor."""
+    options = ["--served-model-name", "small", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
+    options += ["--block-size", "32", "--num-gpu-blocks-override", "200", "--max-num-seqs", "4"]
+    environment = {"PYTHONPATH": str(ROOT / "src"), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in environment.items())
+    content = '[store]\nserve = "memory://512MiB"\n[router]\nlisten = "127.0.0.1:0"\n' + "".join(
+        f'[[instances]]\nrole = "{role}"\nengine = "vllm"\npython = "{PYTHON}"\nmodel = "{MODEL}"\n'
+        f"options = {json.dumps(options)}\nenvironment = {{ {pairs} }}\n"
+        for role in ("prefill", "decode")
+    )
+
+    def completed(url: str, body: Body) -> list[int]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return list(json.load(answer)["choices"][0]["token_ids"])
+
+    with TemporaryDirectory(prefix="sky-") as name:
+        run = Run(Path(name))
+        try:
+            state = run.up(content)
+            services = state["services"]
+            url = services["router"]["address"]
+            bodies = [a_body(drawn(random.Random(seed), 700)) for seed in range(4)]
+            answers = [completed(url, body) for body in bodies]
+            assert answers == [completed(services["prefill-1"]["address"], body) for body in bodies]
+            with urllib.request.urlopen(f"{services['decode-1']['address']}/metrics", timeout=60) as page:
+                hits = re.search(r"external_prefix_cache_hits_total{[^}]*} ([0-9.]+)", page.read().decode())
+            assert hits is not None and float(hits[1]) >= 4 * 5 * VALUE
+
+            os.kill(services["decode-1"]["pid"], signal.SIGKILL)
+            until(lambda: run.status()["services"]["decode-1"]["restarts"] == 1, "it is started again")
+            until(lambda: run("status")[0] == 0, "it is healthy again", 300.0)
+            again: list[list[int]] = []
+
+            def answered() -> bool:  # the router looks at it a few times before it is back
+                try:
+                    again.append(completed(url, bodies[0]))
+                except OSError:
+                    return False
+                return True
+
+            until(answered, "the router asks it again")
+            assert again == answers[:1]
+
+            os.kill(state["pid"], signal.SIGKILL)
+            until(lambda: not run.processes(), "all end with their supervisor")
+        finally:
+            assert run("down")[0] == 0 and run.processes() == []

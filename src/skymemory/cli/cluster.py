@@ -1,9 +1,12 @@
-"""``skymemory cluster``: a store, prefill and decode instances and a router from one description, on this computer."""
+"""``skymemory cluster``: a store, prefill and decode instances and a router from one description, on this computer or
+on the nodes of a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -21,15 +24,15 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.serving.cluster.description import ClusterDescription
     from skymemory.serving.cluster.services import Service
-    from skymemory.serving.cluster.supervisor import ClusterState
+    from skymemory.serving.cluster.supervisor import ClusterState, RayPlan
     from skymemory.testbed.supervisor import SignalGate
 
 _STAY = b"stay\n"
 _POLL_S = 0.1
 _END_S = 60.0
 _ASK_S = 2.0
-_SOCKET, _ROUTER_FILE, _SKY = "store.sock", "router.toml", "sky"
-"""Files of the run directory, and the constellation's own."""
+_SKY = "sky"
+"""A constellation's run directory, in the cluster's."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -42,11 +45,21 @@ def add_parser(subparsers: Subparsers) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     up = actions.add_parser(
         "up",
-        help="start all of it on this computer",
+        help="start all of it on this computer, or on Ray",
         description="Start all of it on this computer, wait until it is healthy, and leave it running: what ends is "
-        "started again. Where anything does not start, nothing is left running.",
+        "started again. Where anything does not start, nothing is left running. On Ray the instances are on the nodes "
+        "of a running Ray cluster, as far as their resources are free; this computer, with the store and the router, "
+        "must be one of them.",
     )
     up.add_argument("file", type=Path, metavar="FILE", help="the description, such as cluster.toml")
+    up.add_argument(
+        "--on", choices=("processes", "ray"), default="processes", help="where instances run (default: processes, here)"
+    )
+    up.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the Ray cluster's head (default: of RAY_ADDRESS, else the one that this computer is a node of)",
+    )
     up.add_argument(
         "--timeout", type=duration, default=300.0, metavar="TIME", help="until all must be healthy (default: 5m)"
     )
@@ -106,13 +119,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace, directory: Path) -> int:
     from skymemory.serving.cluster.description import read_description
-    from skymemory.serving.cluster.supervisor import Plan, write_plan
+    from skymemory.serving.cluster.supervisor import Plan, log_path, write_plan
     from skymemory.testbed.run_directory import RunDirectory
     from skymemory.testbed.supervisor import SignalGate
 
     description = read_description(args.file)
     if any(group.engine == "skymemory" for group in description.instances):
         check_serving_installed()
+    ray = _ray_plan(args, description)
     runs = RunDirectory(directory)
     runs.create()
     with SignalGate() as gate, ExitStack() as undo:
@@ -120,17 +134,17 @@ def _up(args: argparse.Namespace, directory: Path) -> int:
             _refuse_if_running(directory)
             undo.callback(_sweep, directory)
             _sweep(directory)
-            services, sky = _planned(description, directory)
-            for service in services:
-                (directory / f"{service.name}.log").unlink(missing_ok=True)
+            services, sky = ([], "") if ray is not None else _planned(description, directory)
+            for name in ["store", "router", *(name for group in description.instances for name in group.names)]:
+                log_path(directory, name).unlink(missing_ok=True)
             if description.store is not None and description.store.constellation is not None:
                 undo.callback(_constellation, "down", "--run-dir", sky)
                 _constellation("up", "--run-dir", sky, *description.store.constellation)
             gate.check()
-            write_plan(directory, Plan(description.name, tuple(services), sky))
+            write_plan(directory, Plan(description.name, tuple(services), sky, ray))
             supervisor = _spawn_supervisor(directory)
             undo.callback(_end_started, supervisor)
-            state = _await_ready(directory, supervisor, args.timeout, gate)
+            state = _await_ready(directory, supervisor, args.timeout, gate, ray is not None)
         _print_table(state)
         if args.foreground:
             print("until Ctrl-C", flush=True)
@@ -142,6 +156,22 @@ def _up(args: argparse.Namespace, directory: Path) -> int:
         supervisor.stdin.close()
         undo.pop_all()
     return 0
+
+
+def _ray_plan(args: argparse.Namespace, description: ClusterDescription) -> RayPlan | None:
+    if args.on != "ray":
+        if args.address is not None:
+            raise InvalidInput("--address is that of a Ray cluster: expected it with --on ray")
+        return None
+    from skymemory.serving.cluster.on_ray import check
+    from skymemory.serving.cluster.supervisor import RayPlan
+
+    if args.address is not None and "://" in args.address:
+        raise InvalidInput(
+            f"--address {args.address}: expected HOST:PORT of the Ray cluster's head, such as 10.0.0.1:6379"
+        )
+    check(description)
+    return RayPlan(str(args.file.absolute()), args.address or "auto")
 
 
 def _refuse_if_running(directory: Path) -> None:
@@ -163,38 +193,33 @@ def _planned(description: ClusterDescription, directory: Path) -> tuple[list[Ser
     """The services, and the constellation's run directory (empty: none). Writes the router's settings."""
     from skymemory.files import write_private
     from skymemory.serving.cluster.services import ports_wanted, router_settings, services
+    from skymemory.serving.cluster.supervisor import ROUTER_FILE, SOCKET, free_ports
 
     store, sky = "", ""
     if description.store is not None:
-        store = description.store.address or f"unix://{directory / _SOCKET}"
+        store = description.store.address or f"unix://{directory / SOCKET}"
         if description.store.constellation is not None:
             sky = str(directory / _SKY)
             store = f"constellation://{sky}"
-    router_file = directory / _ROUTER_FILE
-    ports = _free_ports(ports_wanted(description))
-    found = services(description, store, str(directory / _SOCKET), str(router_file), ports)
+    router_file = directory / ROUTER_FILE
+    ports = free_ports(ports_wanted(description))
+    found = services(description, store, str(directory / SOCKET), str(router_file), ports)
     _check_ports(found)
     backends = [(one.name, one.address, one.role) for one in found if one.kind == "instance"]
     write_private(router_file, router_settings(description, backends))
     return found, sky
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        taken = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in taken:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in taken]
-
-
 def _check_ports(services: Sequence[Service]) -> None:
     from urllib.parse import urlsplit
+
+    from skymemory.serving.cluster.supervisor import address_family
 
     for service in services:
         if not service.health:
             continue
         parts = urlsplit(service.address)
-        with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET) as one:
+        with socket.socket(address_family(parts.hostname or "")) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 one.bind((parts.hostname or "", parts.port or 0))
@@ -230,7 +255,7 @@ def _spawn_supervisor(directory: Path) -> subprocess.Popen[bytes]:
 
 
 def _await_ready(
-    directory: Path, supervisor: subprocess.Popen[bytes], timeout_s: float, gate: SignalGate
+    directory: Path, supervisor: subprocess.Popen[bytes], timeout_s: float, gate: SignalGate, on_ray: bool
 ) -> ClusterState:
     from skymemory.serving.cluster.supervisor import log_tail, read_state
 
@@ -245,10 +270,11 @@ def _await_ready(
             why = (state.failure if state is not None else "") or log_tail(directory, "supervisor")
             raise SkyMemoryError(f"{why or 'the supervisor ended'}\nall processes were ended")
         if time.monotonic() > until_s:
-            late = [one.name for one in state.services if one.state != "healthy"] if state is not None else ["none"]
+            room = "; `ray status` says what is free on its nodes" if on_ray else ""
+            late = [f"{one.name} is {one.state}" for one in (state.services if state is not None else [])]
             raise SkyMemoryError(
-                f"not healthy after {timeout_s:g} s: {', '.join(late)}; all processes were ended; their logs are in "
-                f"{directory}"
+                f"not healthy after {timeout_s:g} s: {', '.join(late) or 'none'}; all processes were ended; their logs "
+                f"are in {directory}{room}"
             )
         time.sleep(_POLL_S)
 
@@ -267,30 +293,42 @@ def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
 
 def _sweep(directory: Path) -> None:
     """Removes what only a running cluster has; logs stay."""
-    from skymemory.serving.cluster.supervisor import PLAN_NAME, STATE_NAME
+    from skymemory.serving.cluster.supervisor import RUN_FILES
 
-    for name in (STATE_NAME, PLAN_NAME, _SOCKET, _ROUTER_FILE):
+    for name in RUN_FILES:
         (directory / name).unlink(missing_ok=True)
 
 
 def _supervise(directory: Path) -> int:
     import threading
 
-    from skymemory.serving.cluster.supervisor import Supervisor, read_plan
+    from skymemory.serving.cluster.supervisor import Supervisor, read_plan, write_failure
 
     plan = read_plan(directory)
     if plan is None:
         raise InvalidInput(f"no plan in {directory}: this is what `skymemory cluster up` starts")
-    supervisor = Supervisor(directory, plan)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: supervisor.stop())
+    supervisor: Supervisor | None = None
 
     def follow() -> None:
         if sys.stdin.buffer.readline() != _STAY:  # `up` has ended without a word
+            if supervisor is None:  # nothing was started, and connecting to Ray cannot be interrupted
+                os._exit(1)
             supervisor.stop()
 
     threading.Thread(target=follow, name="follow", daemon=True).start()
-    return 0 if supervisor.run() else 1
+    if plan.ray is not None:
+        from skymemory.serving.cluster.on_ray import supervisor_on_ray
+
+        try:
+            supervisor = made = supervisor_on_ray(directory, plan.ray)
+        except SkyMemoryError as error:
+            write_failure(directory, plan.name, str(error))
+            os._exit(1)  # what still tries to connect would end in a crash
+    else:
+        supervisor = made = Supervisor(directory, plan)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: made.stop())
+    return 0 if made.run() else 1
 
 
 def _state(directory: Path) -> ClusterState:

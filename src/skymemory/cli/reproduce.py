@@ -40,8 +40,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--seed", type=int, metavar="N", default=0, help="seed of the generator, jitter and ties (default: 0)")
     add("--quick", action="store_true", help="ten minutes of requests, fewer settings")
     add("--markdown", action="store_true", help="print Markdown sections instead of tables")
-    add("--jobs", type=int, metavar="N", help="parallel processes (default: one per core)")
-    add("--way", choices=("processes", "sequence", "ray"), default="processes", help=argparse.SUPPRESS)
+    add("--jobs", type=int, metavar="N", help="in parallel (default: one per core)")
+    add(
+        "--on",
+        choices=("processes", "ray", "sequence"),
+        default="processes",
+        help="where cells run; ray: the cluster of RAY_ADDRESS, else one of this computer (default: processes)",
+    )
     _add_figures(subparsers)
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing import get_context
 from typing import Any, Literal, TypeVar, get_args
 
@@ -36,15 +37,16 @@ def sweep(
     Raises:
         InvalidInput: unknown way, or no jobs.
         MissingExtra: Ray is not installed.
+        SkyMemoryError: worker processes are killed, or there is no Ray cluster at RAY_ADDRESS.
         Exception: the first error of ``run``; cells that have not started are cancelled.
     """
     if way not in WAYS:
         raise InvalidInput(f"way {way!r}: expected one of {', '.join(WAYS)}")
     if jobs is not None and jobs < 1:
         raise InvalidInput(f"jobs {jobs}: expected at least 1")
-    jobs = min(jobs or os.cpu_count() or 1, max(1, len(cells)))
     if way == "ray":
         return _on_ray(run, cells, jobs, progress)
+    jobs = min(jobs or os.cpu_count() or 1, max(1, len(cells)))
     if way == "sequence" or jobs == 1:
         answers = []
         for number, cell in enumerate(cells):
@@ -70,28 +72,50 @@ def has_ray() -> bool:
     return importlib.util.find_spec("ray") is not None
 
 
-def _on_ray(run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int, progress: Progress) -> list[Answer]:
-    """On the cluster of RAY_ADDRESS or a running one; else on a local one for this call."""
+def _on_ray(run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | None, progress: Progress) -> list[Answer]:
+    """On the cluster of RAY_ADDRESS, else on one of this computer for this call alone.
+
+    A cell on a node that is lost is computed again on another. ``jobs``: None: what the cluster has room for.
+    """
     try:
         import ray
     except ImportError as error:
-        raise missing_extra("--way ray", "ray", "ray") from error
+        raise missing_extra("a sweep on Ray", "ray", "ray") from error
     ours = not ray.is_initialized()
     if ours:
         # Ray would report its usage over the network.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        alone: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(log_to_driver=False, logging_level="ERROR", **({} if os.environ.get("RAY_ADDRESS") else alone))
+        address = os.environ.get("RAY_ADDRESS")
+        how: dict[str, Any] = {"address": address}
+        if not address:  # not one of others that happens to run here
+            here = jobs or os.cpu_count() or 1
+            how = {"address": "local", "num_cpus": here, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        try:
+            ray.init(log_to_driver=False, logging_level="ERROR", **how)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"no Ray cluster at RAY_ADDRESS={address}" if address else "Ray does not start here"
+            raise SkyMemoryError(f"{where}: {error}") from error
+    waiting: dict[Any, int] = {}
     try:
         task = ray.remote(run)
-        waiting = [task.remote(cell) for cell in cells]
-        left = list(waiting)
-        while left:
-            ready, left = ray.wait(left)
-            ray.get(ready)
-            progress(len(cells) - len(left), len(cells))
-        answers: list[Answer] = ray.get(waiting)
-        return answers
+        answers: dict[int, Answer] = {}
+        most = jobs or len(cells)
+        numbers = iter(range(len(cells)))
+        while len(answers) < len(cells):
+            for number in islice(numbers, most - len(waiting)):
+                waiting[task.remote(cells[number])] = number
+            for ready in ray.wait(list(waiting))[0]:
+                answers[waiting.pop(ready)] = ray.get(ready)
+                progress(len(answers), len(cells))
+        return [answers[number] for number in range(len(cells))]
+    except ray.exceptions.RayTaskError as error:
+        # Its own text is the worker's whole traceback.
+        raise (error.cause if isinstance(error.cause, Exception) else error) from error
+    except ray.exceptions.RayError as error:
+        raise SkyMemoryError(f"Ray gave a cell up: {str(error).splitlines()[0]}: run fewer in parallel") from error
     finally:
-        if ours:
+        if ours:  # with us end our tasks, wherever they run
             ray.shutdown()
+        else:
+            for left in waiting:
+                ray.cancel(left, force=True)

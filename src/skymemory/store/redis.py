@@ -46,7 +46,8 @@ class RedisStore(RemoteStore):
     """Values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
 
     No call takes longer than ``timeout_s`` and the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
-    leased: the server evicts. ``clock`` gives seconds, compared only with itself.
+    leased: the server evicts. ``ca``: a file (PEM) with the authorities of a ``rediss://`` server; empty: the system's.
+    ``clock`` gives seconds, compared only with itself.
 
     Raises:
         InvalidInput: a malformed address. (An unreachable server is not an error: its values are misses.)
@@ -59,10 +60,11 @@ class RedisStore(RemoteStore):
         *,
         name: str = "redis",
         timeout_s: float = 2.0,
+        ca: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name, clock)
-        self._link = Link(url, timeout_s, clock)
+        self._link = Link(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
         """Keys under which a later release's values were seen: they are not overwritten."""
@@ -382,7 +384,7 @@ class Link:
         MissingExtra: redis-py is not installed.
     """
 
-    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic, ca: str = "") -> None:
         try:
             self._redis: Any = importlib.import_module("redis")
             retry, backoff = importlib.import_module("redis.retry"), importlib.import_module("redis.backoff")
@@ -400,6 +402,7 @@ class Link:
                 socket_read_size=_READ_BYTES,
                 # A retry would double the time that a caller waits; the next call is one.
                 retry=retry.Retry(backoff.NoBackoff(), 0),
+                **({"ssl_ca_certs": ca} if ca else {}),
             )
             self._pool.connection_class = _with_deadline(self._pool.connection_class, self._deadline)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from skymemory.cache.tiers.tier import TierSettings
 from skymemory.circuit_breaker import BreakerConfig
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.eviction import DEFAULT_POLICY
-from skymemory.files import read_toml
+from skymemory.files import check_readable, read_toml
 from skymemory.kv.value import is_sound_block
 from skymemory.store.base import Store
 from skymemory.store.disk import DiskStore
@@ -29,6 +30,7 @@ EXPECTED = (
     "constellation[://RUN_DIR][?index=no&access=gateway], tiers:///FILE.toml or tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 
+_PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 _YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
 """Options about writes that any store accepts."""
@@ -39,10 +41,10 @@ def open_store(where: str = "constellation") -> Store:
 
     ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``eviction``),
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
-    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``constellation`` (this user's, as started
-    by ``skymemory constellation up``), ``constellation:///run/dir`` or
-    ``constellation:///run/dir?index=no&access=gateway``. All but the last take ``name=NAME``, for reports and
-    metrics.
+    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``rediss://host?ca=FILE`` (TLS; PEM of its
+    authority, default: the system's), ``constellation`` (this user's, as started by ``skymemory constellation up``),
+    ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. All but the last take
+    ``name=NAME``, for reports and metrics.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
     within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
@@ -59,6 +61,11 @@ def open_store(where: str = "constellation") -> Store:
     rest = [(name, value) for name, value in pairs if name not in _RULES]
     store = _open_tiers(place, rest, rules, where) if kind == "tiers" else _open_one(kind, place, dict(rest), where)
     return _ruled(store, rules, where)
+
+
+def without_password(address: str) -> str:
+    """As logs show it."""
+    return _PASSWORD.sub(r"\1***@", address)
 
 
 def kinds_of(where: str) -> list[str]:
@@ -118,10 +125,13 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
             sync=options.get("sync", "never"),  # type: ignore[arg-type]
         )
     if kind in ("redis", "rediss", "unix"):
-        _no_others(options, ("name", "timeout"), where)
+        _no_others(options, ("name", "timeout", "ca") if kind == "rediss" else ("name", "timeout"), where)
         timeout_s = parse_duration(options.get("timeout", "2s"))
         _check_redis(kind, place, where)
-        return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s)
+        ca = options.get("ca", "")
+        if ca:
+            check_readable(Path(ca))
+        return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s, ca=ca)
     if kind == "constellation":
         _no_others(options, ("index", "access"), where)
         index = options.get("index", "yes")

@@ -15,7 +15,9 @@ pytest.importorskip("aiohttp", reason="a cluster has a router")
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
 from skymemory.serving.cluster.description import ROLES, ClusterDescription, description_of, read_description
+from skymemory.serving.cluster.on_ray import actor_options
 from skymemory.serving.cluster.services import Service, ports_wanted, router_settings, services
+from skymemory.sim.sweeps import has_ray
 
 SERVED = {"serve": "memory://64MiB"}
 P, D, BOTH = ({"role": role} for role in ROLES)
@@ -108,6 +110,7 @@ def test_the_router_s_file_names_roles_only_where_there_are_some() -> None:
         ({"instances": [{"name": "router"}]}, "none of constellation, router"),
         ({"instances": [{"port": 65535, "count": 2}]}, "beyond 65535"),
         ({"instances": [{"python": "python3"}]}, "for engine = 'vllm'"),
+        ({"instances": [{"resources": {"GPU": "one"}}]}, "resources: 'one': expected a number above 0"),
         ({"instances": [BOTH, BOTH]}, "'both' comes twice"),
         ({"instances": [{"name": "a", "count": 2}, {"name": "a-1"}]}, "'a-1' comes twice"),
         ({"instances": [{"port": 8100, "count": 2}, {"name": "b", "port": 8101}]}, "port 8101 is both both's and b's"),
@@ -134,6 +137,33 @@ def test_what_cannot_be_meant_is_refused(content: dict[str, Any], words: str) ->
 def test_a_connector_s_setting_that_it_would_refuse_is_refused_before_anything_starts() -> None:
     with pytest.raises(InvalidInput, match="value_tokens"):
         planned(described(instances=[{"engine": "vllm", "connector": {"value_tokens": "many"}}]))
+
+
+def test_what_ray_sets_aside_is_named_as_ray_names_it() -> None:
+    (group,) = described(instances=[{"resources": {"CPU": 0.5, "GPU": 2, "memory": 1e9, "fast_link": 1}}]).instances
+    found = actor_options(group)
+    assert (found["num_cpus"], found["num_gpus"], found["memory"]) == (0.5, 2.0, 1e9)
+    assert found["resources"] == {"fast_link": 1.0} and found["max_restarts"] == -1
+    (plain,) = described(instances=[BOTH]).instances
+    assert actor_options(plain)["num_cpus"] == 1.0 and "num_gpus" not in actor_options(plain)
+
+
+def test_on_ray_a_store_of_this_computer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, run = tmp_path / "c.toml", tmp_path / "run"
+    on_ray = ["--run-dir", str(run), "--on", "ray"]
+    for store in ('address = "unix:///s"', "constellation = []"):
+        file.write_text(f"[[instances]]\nengine = 'vllm'\n[store]\n{store}", "utf-8")
+        assert main(["cluster", "up", str(file), *on_ray]) == 2
+        assert "on Ray expected" in capsys.readouterr().err
+    assert main(["cluster", "up", str(file), *on_ray, "--address", "ray://head:10001"]) == 2
+    assert main(["cluster", "up", str(file), "--run-dir", str(run), "--address", "head:6379"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "such as 10.0.0.1:6379" in errors[0] and "with --on ray" in errors[1]
+    file.write_text("[[instances]]\nengine = 'vllm'", "utf-8")
+    if not has_ray():
+        assert main(["cluster", "up", str(file), *on_ray]) == 1
+        assert "pip install 'skymemory[ray]'" in capsys.readouterr().err
+    assert not run.exists()
 
 
 def test_the_verb_says_what_is_wrong_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from skymemory.serving.cluster import supervisor as module
 from skymemory.serving.cluster.services import Service
 from skymemory.serving.cluster.supervisor import (
     Plan,
+    RayPlan,
     ServiceState,
     Supervisor,
     log_tail,
@@ -26,6 +28,7 @@ from skymemory.serving.cluster.supervisor import (
     read_state,
     write_plan,
 )
+from skymemory.testbed.run_directory import process_start
 
 LISTENS = "import socket,sys,time; s=socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
 """A program that is healthy: its socket accepts."""
@@ -137,10 +140,33 @@ def test_what_a_service_has_started_ends_with_it(tmp_path: Path) -> None:
     until(gone)
 
 
+def test_one_that_ignores_its_input_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """As vLLM does: it has a guard, which outlives a killed supervisor."""
+    deaf = "print(os.getpid(), flush=True); time.sleep(60)"
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom skymemory.serving.cluster.services import Service\n"
+        "from skymemory.serving.cluster.supervisor import Plan, Supervisor\n"
+        f"words = (sys.executable, '-S', '-c', {'import os, time; ' + deaf!r})\n"
+        "one = Service('deaf', 'instance', words, 'unix:///no', ends_with_stdin=False)\n"
+        f"Supervisor(Path({str(tmp_path)!r}), Plan('small', (one,))).run()"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        until(lambda: log_tail(tmp_path, "deaf"))
+        pid = int(log_tail(tmp_path, "deaf"))
+        assert process_start(pid) is not None
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    until(lambda: process_start(pid) is None)
+
+
 def test_files_are_read_as_written_and_damaged_ones_named(tmp_path: Path) -> None:
     plan = Plan("small", (service("one", tmp_path),), "/run/sky")
     write_plan(tmp_path, plan)
     assert read_plan(tmp_path) == plan and read_state(tmp_path) is None
+    write_plan(tmp_path, on_ray := Plan("small", (), ray=RayPlan("/cluster.toml", "10.0.0.1:6379")))
+    assert read_plan(tmp_path) == on_ray
     (tmp_path / module.STATE_NAME).write_text("{", "utf-8")
     with pytest.raises(InvalidInput, match="is damaged"):
         read_state(tmp_path)

@@ -22,11 +22,11 @@ from skymemory.errors import InvalidInput
 from skymemory.files import write_private
 from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.context import CacheContext
+from skymemory.testbed.open_store import without_password
 
 _log = logging.getLogger("vllm.skymemory")  # vLLM shows lines of its own loggers only
 _ENGINE, _ADAPTER = "SkyMemory: engine ", "SkyMemory: adapter "
 _REFUSED = re.compile(r"skymemory\.errors\.\w+: (.+)")
-_SECRET = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 
 _NOT_WEIGHTS = (".md", ".txt", ".png", ".jpg", ".gitattributes", ".lock", ".py", ".pyc", ".gguf.md")
 _PIECE_BYTES = 8 << 20
@@ -182,7 +182,7 @@ class EngineReport:
 
     def log(self) -> None:
         """One line at INFO."""
-        shown = replace(self, store=_SECRET.sub(r"\1***@", self.store))
+        shown = replace(self, store=without_password(self.store))
         _log.info("%s%s", _ENGINE, json.dumps(asdict(shown)))
 
     @classmethod

@@ -34,7 +34,7 @@ def run_mooncake(args: argparse.Namespace) -> int:
     results: list[Experiment] = []
     for name in names:
         progress = Progress(sys.stderr, name)
-        setting = Setting(source, args.way, args.jobs, progress.show)
+        setting = Setting(source, args.on, args.jobs, progress.show)
         try:
             results.append(EXPERIMENTS[name](setting))
         finally:

@@ -16,6 +16,7 @@ count = 2
 model = "small"
 port = 8101                      # of the first; 0: any free
 options = ["--cache", "256MiB"]  # of the engine
+resources = { CPU = 4, GPU = 1 } # of one instance, on Ray
 
 [router]
 listen = "127.0.0.1:8080"
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skymemory.config import filled, setting, table, text, texts, whole, yes_or_no
+from skymemory.config import filled, positive, setting, table, text, texts, whole, yes_or_no
 from skymemory.errors import InvalidInput
 from skymemory.files import read_toml
 from skymemory.router.settings import host_and_port, settings_from
@@ -55,6 +56,10 @@ def _one_of(*known: str) -> Any:
 
 def _words_by_name(value: object) -> dict[str, str]:
     return {name: text(word) for name, word in table(value).items()}
+
+
+def _resources(value: object) -> dict[str, float]:
+    return {name: positive(amount) for name, amount in table(value).items()}
 
 
 def _name(value: object) -> str:
@@ -99,11 +104,14 @@ class Instances:
     engine: str = setting("engine", _one_of(*ENGINES), "skymemory", "skymemory or vllm")
     count: int = setting("count", whole, 1, "number of instances")
     model: str = setting("model", text, "small", "as for the engine: a name or a folder")
-    port: int = setting("port", whole, 0, "of the first, on 127.0.0.1; the others follow. 0: any free")
+    port: int = setting("port", whole, 0, "of the first; the others follow. 0: any free")
     options: tuple[str, ...] = setting("options", texts, (), "further options of the engine")
     environment: Mapping[str, str] = setting("environment", _words_by_name, {}, "environment variables")
     python: str = setting("python", text, "", "the Python that runs vLLM; default: this one")
     connector: Mapping[str, object] = setting("connector", table, {}, "further settings of vLLM's connector")
+    resources: Mapping[str, float] = setting(
+        "resources", _resources, {}, "that Ray sets aside for each: CPU (default: 1), GPU, memory in bytes, its own"
+    )
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.router.settings import host_and_port
-from skymemory.serving.cluster.description import ClusterDescription, Instances
+from skymemory.serving.cluster.description import ClusterDescription, Instances, RouterPart
 
 HOST = "127.0.0.1"
 KINDS = ("store", "instance", "router")
@@ -33,7 +33,8 @@ class Service:
     engine: str = ""
     model: str = ""
     health: str = ""
-    """URL that answers 200 when it is healthy; empty: it is when its socket, at ``address``, accepts."""
+    """URL that answers 200 when it is healthy, or ``unix://`` path of a socket that accepts; empty: the address is one.
+    """
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_stdin: bool = True
     """It stops when its standard input is closed."""
@@ -65,14 +66,21 @@ def services(
     for group in description.instances:
         for at, name in enumerate(group.names):
             port = group.port + at if group.port else next(ports)
-            found.append(_instance(group, name, port, store))
+            found.append(instance(group, name, HOST, port, store))
     if description.router is not None:
-        host, port = host_and_port(description.router.listen)
-        port = port or next(ports)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        words = ours("route", "--settings", router_file, "--listen", url.removeprefix("http://"))
-        found.append(Service("router", "router", words, url, health=f"{url}/ready"))
+        found.append(router(description.router, router_file, ports))
     return found
+
+
+def router(part: RouterPart, file: str, free_ports: Iterator[int]) -> Service:
+    host, port = host_and_port(part.listen)
+    url = _url(host, port or next(free_ports))
+    words = ours("route", "--settings", file, "--listen", url.removeprefix("http://"))
+    return Service("router", "router", words, url, health=f"{url}/ready")
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def ours(*words: str) -> tuple[str, ...]:
@@ -80,10 +88,10 @@ def ours(*words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin", *words)
 
 
-def _instance(group: Instances, name: str, port: int, store: str) -> Service:
-    url = f"http://{HOST}:{port}"
+def instance(group: Instances, name: str, host: str, port: int, store: str) -> Service:
+    url = _url(host, port)
     is_ours = group.engine == "skymemory"
-    words = ours(*engine_words(group, HOST, port, store)) if is_ours else vllm_words(group, HOST, port, store)
+    words = ours(*engine_words(group, host, port, store)) if is_ours else vllm_words(group, host, port, store)
     # Instances share the processors: with a pool of threads each they would slow each other down.
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **group.environment}
     return Service(
@@ -103,7 +111,8 @@ def _instance(group: Instances, name: str, port: int, store: str) -> Service:
 def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
     """``skymemory serve``, without ``skymemory``."""
     shared = ("--store", store, "--role", group.engine_role) if store else ()
-    return ("serve", "--model", group.model, "--listen", f"{host}:{port}", *shared, *group.options)
+    listen = _url(host, port).removeprefix("http://")
+    return ("serve", "--model", group.model, "--listen", listen, *shared, *group.options)
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ One supervisor process per cluster, a thread for each service. Its state is a fi
 commands read: there is nothing to ask. Until all services were healthy once, one that ends fails the start, and all are
 ended; from then on it is started again, after a pause that doubles while it does not last.
 
-Services of ours end when their standard input does, so with the supervisor, however that ends.
+Services of ours end when their standard input does, so with the supervisor, however that ends; others have a guard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +28,15 @@ import msgspec
 
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_private
-from skymemory.serving.cluster.services import KINDS, Service
+from skymemory.serving.cluster.services import HOST, KINDS, Service
 from skymemory.testbed.run_directory import ProcessRecord, process_start
 
 STATE_NAME = "cluster-state.json"
 PLAN_NAME = "cluster-plan.json"
+ROUTER_FILE, SOCKET = "router.toml", "store.sock"
+STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD = "store.pem", "store.key", "store.password"
+RUN_FILES = (STATE_NAME, PLAN_NAME, ROUTER_FILE, SOCKET, STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD)
+"""Of the run directory, while the cluster runs; beside them logs."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 """Before a restart; the pause doubles each time."""
 LASTING_S = 30.0
@@ -47,6 +51,8 @@ _MISSES = 3
 """Failed checks in a row after which a healthy service counts as unhealthy. It is not ended for that: it may be busy.
 """
 _TAIL_BYTES = 4096
+_GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
+"""Of a service that does not end with its standard input: a shell whose own ends with us, and which then ends it."""
 
 
 @dataclass(slots=True)
@@ -60,7 +66,8 @@ class ServiceState:
     model: str
     address: str
     state: str = "waiting"
-    """waiting (for those that start before it), starting, healthy, unhealthy, restarting, ended."""
+    """waiting (for those that start before it, or for room on a node), starting, healthy, unhealthy, restarting, ended.
+    """
     pid: int | None = None
     start: str = ""
     """Start time of the process, opaque (``ProcessRecord``)."""
@@ -87,6 +94,14 @@ class ClusterState:
 
 
 @dataclass(frozen=True, slots=True)
+class RayPlan:
+    file: str
+    """The description."""
+    address: str
+    """Of the Ray cluster; ``auto``: the one of RAY_ADDRESS, or that this computer is a node of."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What the supervisor is started with."""
 
@@ -94,6 +109,8 @@ class Plan:
     services: tuple[Service, ...]
     constellation: str = ""
     """Run directory of a constellation that was started with the cluster."""
+    ray: RayPlan | None = None
+    """On Ray: services are planned when the supervisor is one of its cluster's processes."""
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -108,6 +125,13 @@ def read_plan(directory: Path) -> Plan | None:
 def read_state(directory: Path) -> ClusterState | None:
     """The state of the cluster in this directory; None: none."""
     return _read(directory / STATE_NAME, ClusterState)
+
+
+def write_failure(directory: Path, name: str, failure: str) -> None:
+    """The state of a cluster of which nothing was started."""
+    pid = os.getpid()
+    state = ClusterState(name, pid, process_start(pid) or "", failure=failure)
+    write_private(directory / STATE_NAME, json.dumps(asdict(state)))
 
 
 Kind = TypeVar("Kind", Plan, ClusterState)
@@ -143,14 +167,17 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 class Supervisor:
     """Runs the services of ``plan`` until ``stop``. ``run`` returns whether all have been healthy."""
 
-    def __init__(self, directory: Path, plan: Plan) -> None:
+    def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
+        """``make``: as ``Supervised``, which runs a service here."""
         self._directory = directory
         self._asked_to_stop = False
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         pid = os.getpid()
         self.state = ClusterState(plan.name, pid, process_start(pid) or "")
-        self._supervised = [_Supervised(service, directory, self._changed, self._stopping) for service in plan.services]
+        self._supervised: list[Supervised] = [
+            (make or Supervised)(service, directory, self._changed, self._stopping) for service in plan.services
+        ]
         self.state.services = [one.state for one in self._supervised]
         self._changed()
 
@@ -185,7 +212,7 @@ class Supervisor:
                 thread.join()
             self._changed()
 
-    def _await_healthy(self, some: Sequence[_Supervised]) -> bool:
+    def _await_healthy(self, some: Sequence[Supervised]) -> bool:
         while not all(one.state.state == "healthy" for one in some):
             failed = next((one for one in self._supervised if one.state.state == "ended"), None)
             if failed is not None:
@@ -207,7 +234,7 @@ class Supervisor:
             write_private(self._directory / STATE_NAME, json.dumps(asdict(self.state)))
 
 
-class _Supervised:
+class Supervised:
     """One service, in a thread of its own."""
 
     def __init__(
@@ -222,6 +249,7 @@ class _Supervised:
         self._directory = directory
         self._changed = changed
         self._stopping = stopping
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -235,6 +263,9 @@ class _Supervised:
                 stopped = self._stopping.is_set()
                 code = _end(process) if stopped else process.wait()
                 _end_group(process.pid)
+                if self._guard is not None:
+                    self._guard.kill()
+                    self._guard.communicate()
                 self.state.last_end = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 self.state.pid = None
                 if stopped:
@@ -262,6 +293,7 @@ class _Supervised:
                 # has started can be ended with it.
                 start_new_session=True,
             )
+        self._guard = None if self.service.ends_with_stdin else _guard(process.pid)
         self.state.pid, self.state.start = process.pid, process_start(process.pid) or ""
         self._set("starting")
         return process
@@ -293,12 +325,13 @@ class _Supervised:
 def is_healthy(service: Service) -> bool:
     """Asks it."""
     try:
-        if service.health:
-            with urllib.request.urlopen(service.health, timeout=_CHECK_TIMEOUT_S) as answer:
+        health = service.health or service.address
+        if not health.startswith("unix://"):
+            with urllib.request.urlopen(health, timeout=_CHECK_TIMEOUT_S) as answer:
                 return bool(answer.status == 200)
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_CHECK_TIMEOUT_S)
-            client.connect(service.address.removeprefix("unix://"))
+            client.connect(health.removeprefix("unix://"))
             return True
     except (OSError, urllib.error.URLError, ValueError):
         return False
@@ -315,6 +348,28 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def _guard(pid: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, str(pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def free_ports(count: int, host: str = HOST) -> list[int]:
+    with ExitStack() as held:
+        taken = [held.enter_context(socket.socket(address_family(host))) for _ in range(count)]
+        for one in taken:
+            one.bind((host, 0))
+        return [int(one.getsockname()[1]) for one in taken]
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _end_group(pid: int) -> None:

@@ -26,7 +26,7 @@ from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import RequestReader
 from skymemory.serving.engine.thread import PREFILL_TOKENS, EngineThread
 from skymemory.store.base import Store
-from skymemory.testbed.open_store import kinds_of, open_store
+from skymemory.testbed.open_store import kinds_of, open_store, without_password
 from skymemory.units import format_size
 
 _GOODBYE_S = 2.0
@@ -205,7 +205,7 @@ async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettin
         say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
         if settings.store:
             verbs = {"producer": "saves blocks in", "consumer": "fetches blocks from", "both": "shares blocks by"}
-            say(f"{verbs[settings.role]} {settings.store}")
+            say(f"{verbs[settings.role]} {without_password(settings.store)}")
         if engine.publisher is not None:
             say(f"KV events at {engine.publisher.at}, missed ones at {engine.publisher.replay_at}")
         await _stop_signal()

@@ -1,0 +1,344 @@
+"""A cluster's instances on the nodes of a Ray cluster; its store and its router beside the supervisor.
+
+The supervisor is Ray's driver, on a node of the Ray cluster; its state file is what other commands read, as without
+Ray. Store and router are its own processes: engines have the address of the one in their command lines, clients that
+of the other, so these must not move. Each instance has an actor, a ``Keeper``, where Ray finds its resources free.
+
+Restarts are divided by who sees what. The keeper starts a process again that ended: it knows how it ended, and pauses,
+which Ray does not. Ray starts a keeper again whose node or worker was lost, on any node; its instance then has another
+address, and the router reads it from its settings file as soon as it is healthy.
+
+Keepers are not detached: however the supervisor ends, Ray ends them, and their processes end with them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from skymemory.errors import InvalidInput, SkyMemoryError, missing_extra
+from skymemory.files import write_private
+from skymemory.router.settings import host_and_port
+from skymemory.router.tls import self_signed
+from skymemory.serving.cluster.description import ClusterDescription, Instances, read_description
+from skymemory.serving.cluster.services import Service, instance, ours, router, router_settings
+from skymemory.serving.cluster.supervisor import (
+    GRACE_S,
+    ROUTER_FILE,
+    SOCKET,
+    STORE_CERTIFICATE,
+    STORE_KEY,
+    STORE_PASSWORD,
+    Plan,
+    RayPlan,
+    ServiceState,
+    Supervised,
+    Supervisor,
+    free_ports,
+    log_path,
+)
+
+LOST = "its node or its Ray worker was lost"
+_CONNECT_S = 30.0
+_LOOK_S = 0.25
+_ANSWER_S = 5.0
+"""A keeper that says nothing for so long counts as unhealthy, until Ray decides what has become of it."""
+_LOG_BYTES = 256 << 10
+"""Of a log, at most, in one answer of a keeper."""
+
+Log = logging.getLogger("skymemory.cluster")
+
+
+def check(description: ClusterDescription) -> None:
+    """Raises InvalidInput for what cannot be on several computers, MissingExtra where a package is missing."""
+    store = description.store
+    if store is not None and store.constellation is not None:
+        raise InvalidInput(
+            "store: a constellation is on this computer alone: on Ray expected serve = 'memory://SIZE', or address = "
+            "'redis://HOST:PORT' of a store that all nodes reach"
+        )
+    if store is not None and store.address.startswith("unix:"):
+        raise InvalidInput(
+            f"store: {store.address!r} is a socket of this computer: on Ray expected one that all nodes reach, such as "
+            "'redis://HOST:PORT'"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise missing_extra("--on ray", "ray", "ray")
+    if store is not None and store.serve:
+        self_signed()  # whether its extra is there
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A keeper's answer."""
+
+    keeper: str
+    """Another one after each start of the actor."""
+    state: ServiceState
+    log: bytes
+    """What is new in its log, at most ``_LOG_BYTES``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """The store as instances on all nodes open it."""
+
+    address: str = ""
+    ca: str = ""
+    """PEM of the authority that signed its certificate; empty: the system's do."""
+
+
+class Keeper:
+    """The actor: one instance on the node where Ray put it, with its log and its store's certificate in a folder."""
+
+    def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
+        import ray
+
+        self._folder = Path(tempfile.mkdtemp(prefix="skymemory-"))
+        address = store.address
+        if store.ca:
+            write_private(self._folder / STORE_CERTIFICATE, store.ca)
+            address += f"{'&' if '?' in address else '?'}ca={self._folder / STORE_CERTIFICATE}"
+        host = ray.util.get_node_ip_address()
+        port = group.port + group.names.index(name) if group.port else free_ports(1, host)[0]
+        service = instance(group, name, host, port, address)
+        self._key = secrets.token_hex(8)
+        self._stopping = threading.Event()
+        self._one = Supervised(service, self._folder, lambda: None, self._stopping)
+        # An instance that has been moved is one that ran.
+        self._one.restarts = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._thread = threading.Thread(target=self._one.run, name=name, daemon=True)
+        self._thread.start()
+
+    def look(self, restarts: bool, log_from: int) -> Look:
+        """``restarts``: whether it is started again when it ends; ``log_from``: bytes of the log that are known."""
+        self._one.restarts = self._one.restarts or restarts
+        state = replace(self._one.state)  # before the log, which then has all that led to it
+        with suppress(FileNotFoundError), log_path(self._folder, state.name).open("rb") as log:
+            log.seek(log_from)
+            return Look(self._key, state, log.read(_LOG_BYTES))
+        return Look(self._key, state, b"")
+
+    def stop(self, log_from: int) -> Look:
+        self._stopping.set()
+        self._thread.join()
+        last = self.look(False, log_from)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return last
+
+
+def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
+    """Connects to the Ray cluster, and plans the services with the addresses that this node has.
+
+    Raises:
+        InvalidInput: the description, or what in it cannot be on Ray.
+        SkyMemoryError: no connection to the Ray cluster.
+    """
+    description = read_description(Path(plan.file))
+    check(description)
+    host = _connect(plan.address)
+    store = SharedStore(description.store.address if description.store is not None else "")
+    services: list[Service] = []
+    if description.store is not None and description.store.serve:
+        service, store = _served_store(description.store.serve, directory, host)
+        services.append(service)
+    groups = {name: group for group in description.instances for name in group.names}
+    for name, group in groups.items():
+        services.append(Service(name, "instance", (), "", role=group.role, engine=group.engine, model=group.model))
+    addresses = _Addresses(directory / ROUTER_FILE, description)
+    if description.router is not None:
+        listening = host_and_port(description.router.listen)[0]
+        services.append(router(description.router, str(directory / ROUTER_FILE), iter(free_ports(1, listening))))
+
+    def make(service: Service, *more: Any) -> Any:
+        if service.kind != "instance":
+            return Supervised(service, *more)
+        return _OnRay(service, groups[service.name], store, addresses, *more)
+
+    return Supervisor(directory, Plan(description.name, tuple(services)), make)
+
+
+def _connect(address: str) -> str:
+    """Connects this process as a driver; the address of its node."""
+    import ray
+
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except Exception as error:  # of many kinds, and none of them documented
+            failed.append(error)
+
+    # In a thread, as it tries an address where nothing listens without a limit. With us it ends.
+    connecting = threading.Thread(target=connect, name="connect", daemon=True)
+    connecting.start()
+    connecting.join(_CONNECT_S)
+    if not failed and not connecting.is_alive():
+        return str(ray.util.get_node_ip_address())
+    why = str(failed[0]).strip().splitlines()[0] if failed else f"no answer within {_CONNECT_S:g} s"
+    where = "found" if address == "auto" else f"reached at {address}"
+    raise SkyMemoryError(
+        f"no Ray cluster is {where} from this computer ({why}): make it a node by `ray start --address HEAD:6379`, or "
+        "by `ray start --head` the first one; see `ray status`"
+    )
+
+
+def _served_store(what: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
+    """A store daemon of this node, which other nodes reach: with a certificate and a password of this cluster."""
+    certificate = self_signed((host,))
+    password = secrets.token_urlsafe(24)
+    files = {STORE_CERTIFICATE: certificate.chain, STORE_KEY: certificate.key, STORE_PASSWORD: password.encode()}
+    for name, content in files.items():
+        write_private(directory / name, content)
+    port = free_ports(1, host)[0]
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    socket = f"unix://{directory / SOCKET}"
+    words = ours(
+        *("store", "serve", what, "--listen", socket, "--listen", f"tcp://{place}"),
+        *("--tls-cert", str(directory / STORE_CERTIFICATE), "--tls-key", str(directory / STORE_KEY)),
+        *("--password-file", str(directory / STORE_PASSWORD)),
+    )
+    shared = SharedStore(f"rediss://:{password}@{place}", certificate.chain.decode("ascii"))
+    return Service("store", "store", words, f"rediss://{place}", health=socket), shared
+
+
+class _Addresses:
+    """Where instances are: in the router's settings file, which it follows."""
+
+    def __init__(self, file: Path, description: ClusterDescription) -> None:
+        self._file, self._description = file, description
+        self._roles = {name: group.role for group in description.instances for name in group.names}
+        self._urls: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def is_at(self, name: str, url: str) -> None:
+        """A healthy instance's address."""
+        with self._lock:
+            if self._urls.get(name) == url:
+                return
+            self._urls[name] = url
+            if self._description.router is not None:
+                backends = [(one, self._urls[one], role) for one, role in self._roles.items() if one in self._urls]
+                write_private(self._file, router_settings(self._description, backends))
+
+
+class _OnRay:
+    """An instance's actor as the supervisor sees it; like ``Supervised``."""
+
+    def __init__(
+        self,
+        service: Service,
+        group: Instances,
+        store: SharedStore,
+        addresses: _Addresses,
+        directory: Path,
+        changed: Callable[[], None],
+        stopping: threading.Event,
+    ) -> None:
+        self.service = service
+        self.restarts = False
+        self.state = ServiceState(service.name, service.kind, group.role, group.engine, group.model, "")
+        self._group, self._store, self._addresses = group, store, addresses
+        self._log = log_path(directory, service.name)
+        self._changed, self._stopping = changed, stopping
+        self._keeper = ""
+        self._earlier = 0
+        """Restarts of keepers before this one, and their own."""
+        self._log_bytes = 0
+
+    def run(self) -> None:
+        import ray
+
+        actor: Any = (
+            ray.remote(Keeper).options(**actor_options(self._group)).remote(self._group, self.service.name, self._store)
+        )
+        question: Any = None
+        heard_s = time.monotonic()
+        while not self._stopping.wait(_LOOK_S):
+            try:
+                question = question or actor.look.remote(self.restarts, self._log_bytes)
+                look, question = ray.get(question, timeout=_LOOK_S), None
+            except ray.exceptions.GetTimeoutError:
+                # Not placed yet; or its node is silent, and Ray does not know yet whether it is lost.
+                if self._keeper and self.state.state != "restarting" and time.monotonic() - heard_s > _ANSWER_S:
+                    self._show(replace(self.state, state="unhealthy"))
+                continue
+            except ray.exceptions.ActorUnavailableError:
+                question = None
+                if self._keeper:
+                    self._show(replace(self.state, state="restarting", pid=None, last_end=LOST))
+                continue
+            except ray.exceptions.RayError as error:  # it cannot be started at all
+                self._show(replace(self.state, state="ended", pid=None, last_end=_reason(error)))
+                return
+            heard_s = time.monotonic()
+            self._take(look)
+            if look.state.state == "ended" and self.restarts:  # between its start and our first word that it is to stay
+                ray.kill(actor, no_restart=False)
+        with suppress(ray.exceptions.RayError):
+            if self._keeper:
+                self._take(ray.get(actor.stop.remote(self._log_bytes), timeout=GRACE_S + _ANSWER_S))
+        with suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+        self._show(replace(self.state, state="ended", pid=None))
+
+    def _take(self, look: Look) -> None:
+        if look.keeper != self._keeper:
+            if self._keeper:
+                self._earlier = self.state.restarts + 1
+            self._keeper = look.keeper
+            if self._log_bytes:  # the question was about the log of the keeper before
+                self._log_bytes = 0
+                return
+        with open(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab") as log:
+            log.write(look.log)
+        self._log_bytes += len(look.log)
+        if look.state.state == "ended" and len(look.log) == _LOG_BYTES:
+            return  # the rest of its log comes first
+        found = look.state
+        if found.state == "healthy":
+            self._addresses.is_at(found.name, found.address)
+        # Pids and start times are those of another computer: nothing here may take them for a process of this one.
+        self._show(
+            replace(
+                found,
+                start="",
+                restarts=self._earlier + found.restarts,
+                last_end=found.last_end or (LOST if self._earlier else ""),
+            )
+        )
+
+    def _show(self, state: ServiceState) -> None:
+        if self.state != state:
+            for one in fields(state):
+                setattr(self.state, one.name, getattr(state, one.name))
+            self._changed()
+
+
+def actor_options(group: Instances) -> dict[str, Any]:
+    """Of the actor: its resources, as Ray wants them."""
+    wanted = {"CPU": 1.0, **group.resources}
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    known = {named[name]: amount for name, amount in wanted.items() if name in named}
+    others = {name: amount for name, amount in wanted.items() if name not in named}
+    return {**known, "resources": others, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+
+
+def _reason(error: Exception) -> str:
+    """Its cause rather than the worker's traceback, which is in the supervisor's log."""
+    Log.error("%s", error)
+    cause = getattr(error, "cause", None)
+    lines: Sequence[str] = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
