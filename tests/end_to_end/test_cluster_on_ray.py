@@ -96,7 +96,10 @@ def streamed(url: str, ids: list[int]) -> str:
             if line.strip() == b"data: [DONE]":
                 return said
             if line.startswith(b"data: "):
-                said += "".join(one["text"] for one in json.loads(line[6:])["choices"])
+                event = json.loads(line[6:])
+                if "error" in event:  # of a server that was lost in the middle
+                    break
+                said += "".join(one["text"] for one in event["choices"])
     raise http.client.IncompleteRead(b"")
 
 
