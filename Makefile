@@ -98,7 +98,7 @@ test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## a real vLLM on the CPU: 
 test-disagg: $(VENV)/.installed-dev $(VLLM)/.installed ## prefill and decode apart: vLLM, our engine, router, sidecar, a real Envoy, kills; ten minutes
 	@$(BIN)/python -m pytest -m "vllm or slow" -rs tests/vllm/test_disaggregated.py tests/end_to_end/test_handover.py \
 	  tests/end_to_end/test_two_steps.py tests/end_to_end/test_envoy_apart.py tests/end_to_end/test_cluster.py \
-	  tests/end_to_end/test_demo_disagg.py $(ARGS)
+	  tests/end_to_end/test_demo_disagg.py tests/end_to_end/test_elastic.py tests/end_to_end/test_hot_prefix.py $(ARGS)
 
 # Not in the other environment, where tests see what is said without it. On Ray a cluster needs the extra `secure`, too.
 $(RAY)/.installed: $(VENV)/.made $(SOURCES)
