@@ -166,7 +166,10 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
     kind, dice = on.kind, random.Random(f"fit {seed}")
     prefill_url, decode_url = on.engines
     longest = min(2048, kind.context_tokens - 256)
-    lengths = [128, 512, longest] if quick else [96, 192, 384, 768, 1280, longest]
+    # A prompt of vLLM's model takes seconds here.
+    lengths = [96, 192, 384, 768, 1280, longest]
+    if quick:
+        lengths = [96, 256, 640] if kind.python else [128, 512, longest]
     repeats = 2 if quick else 3
 
     def prompt(tokens: int) -> list[int]:
@@ -174,7 +177,7 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
 
     async with aiohttp.ClientSession() as session:
         for warm in (64, longest, longest):
-            await _prefilled(session, prefill_url, prompt(warm))
+            await _prefilled(session, prefill_url, prompt(min(warm, lengths[-1])))
         behind: dict[tuple[int, int], list[float]] = {}
         alone: dict[tuple[int, int], list[float]] = {}
         cells = [(tokens, share) for tokens in lengths for share in (0.0, 0.5)] * repeats
@@ -206,7 +209,9 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         measuring = Measurement(through, lambda tokens, _: prompt(tokens), time.perf_counter, seed, lambda *_: None)
         say("decoding steps")
         most = 4 if quick else 8
-        steps, _ = await measuring.decodes(decode_cells(most, (128, 512, 1024)), 1 if quick else 2, "median")
+        steps, _ = await measuring.decodes(
+            decode_cells(most, (128, 512) if quick else (128, 512, 1024)), 1 if quick else 2, "median"
+        )
         cost = fit_decode([point for point, held in steps if not held], cost)
 
         async def first_s(client: Client, tokens: int) -> float:
