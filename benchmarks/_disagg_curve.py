@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,9 +129,13 @@ def read(path: Path) -> list[Row]:
         ]
 
 
-def best(rows: Sequence[Row], way: str) -> float:
-    """The highest goodput of one cell over its loads."""
-    return float(max(row[f"{way}_goodput_per_s"] for row in rows))
+def ratio(rows: Sequence[Row]) -> float:
+    """Apart over coupled: the highest goodput over the loads of one cell. nan: no way keeps any objective; inf: only
+    apart does."""
+    apart, coupled = (float(max(row[f"{way}_goodput_per_s"] for row in rows)) for way in ("apart", "coupled"))
+    if not coupled:
+        return math.inf if apart else math.nan
+    return apart / coupled
 
 
 def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:

@@ -159,9 +159,10 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
     """The model of 1P+1D behind the router at ``url``.
 
     Each term is measured on one part. Prefills: as the prefill engine does them one behind the other, saving for the
-    store included, as it takes the same core. Decoding steps: through the router. Taking over: prompts from the store,
-    one behind the other, at the decode engine. Beside: prompts of its own there. Saving: what the answer to a lone
-    prefill is later than its prefill. Fetching: what the first token through the router is later than all of that.
+    store included, as it takes the same core (vLLM computes such prompts together, so there each is alone). Decoding
+    steps: through the router. Taking over: prompts from the store, one behind the other, at the decode engine. Beside:
+    prompts of its own there. Saving: what the answer to a lone prefill is later than its prefill. Fetching: what the
+    first token through the router is later than all of that.
     """
     kind, dice = on.kind, random.Random(f"fit {seed}")
     prefill_url, decode_url = on.engines
@@ -191,6 +192,9 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
             began_s = time.perf_counter()
             cached = await _prefilled(session, prefill_url, prompts[0])
             alone.setdefault((tokens, cached), []).append(time.perf_counter() - began_s)
+            if kind.python is not None:
+                behind.setdefault((tokens, cached), []).append(alone[tokens, cached][-1])
+                continue
             ends_s: list[float] = []
 
             async def one(ids: list[int], ends_s: list[float] = ends_s) -> None:
@@ -270,6 +274,11 @@ async def _taking_s(session: aiohttp.ClientSession, on: Servers, prompts: Sequen
         await _prefilled(session, decode_url, ids, {"do_remote_prefill": True, "sky_tokens": len(ids)})
         ends_s.append(time.perf_counter())
 
+    if on.kind.python is not None:  # vLLM takes such prompts together
+        began_s = time.perf_counter()
+        for ids in prompts:
+            await one(ids)
+        return (max(ends_s) - began_s) / len(prompts)
     await asyncio.gather(*map(one, prompts))
     return (max(ends_s) - min(ends_s)) / (len(prompts) - 1)
 

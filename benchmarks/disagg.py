@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from _bench import print_table, versions
-from _disagg_curve import SPEEDS, Machine, best, cells, curve, write
+from _disagg_curve import SPEEDS, Machine, cells, curve, ratio, write
 from _disagg_real import (
     COMPUTED,
     COUNT,
@@ -426,7 +426,7 @@ def speeds(bench: Bench, model: Fitted, path: Path | None) -> list[Row]:
 
 
 def show_speeds(rows: Sequence[Row]) -> None:
-    found = [(cell, best(its, "apart") / best(its, "coupled")) for cell, its in cells(rows).items()]
+    found = [(cell, ratio(its)) for cell, its in cells(rows).items()]
     print_table(
         "apart over coupled: goodput at the best of all loads; at equal speeds, then the best speeds",
         ["mix", "", "link", *(f"{speed} ×" for speed in SPEEDS), "best", "prefill", "decode"],
@@ -435,7 +435,7 @@ def show_speeds(rows: Sequence[Row]) -> None:
                 mix,
                 f"{pairs:.0f}P+{pairs:.0f}D",
                 f"{link:.0f} ×",
-                *(next((f"{ratio:.2f}" for cell, ratio in its if cell[3] == cell[4] == speed), "") for speed in SPEEDS),
+                *(next((f"{more:.2f}" for cell, more in its if cell[3] == cell[4] == speed), "") for speed in SPEEDS),
                 *_best(its),
             ]
             for (mix, pairs, link) in dict.fromkeys(cell[:3] for cell, _ in found)
@@ -445,8 +445,8 @@ def show_speeds(rows: Sequence[Row]) -> None:
 
 
 def _best(its: Sequence[tuple[tuple[Any, ...], float]]) -> tuple[str, str, str]:
-    cell, ratio = max(its, key=lambda one: one[1])
-    return f"{ratio:.2f}", f"{cell[3]:.0f} ×", f"{cell[4]:.0f} ×"
+    cell, more = max((one for one in its if not math.isnan(one[1])), key=lambda one: one[1])
+    return f"{more:.2f}", f"{cell[3]:.0f} ×", f"{cell[4]:.0f} ×"
 
 
 # --- the file, and the command line ---
