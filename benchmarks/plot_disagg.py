@@ -33,7 +33,7 @@ def main() -> None:
                 [_ratio(found[mix, pairs, link, prefill, decode], what) for prefill in SPEEDS] for decode in SPEEDS
             ]
             _panel(axes, ratios, higher_is_better=what == "goodput")
-            machines = f"{pairs}P+{pairs}D of {2 * pairs} coupled"
+            machines = f"{pairs}P+{pairs}D over {2 * pairs} coupled"
             name = "goodput" if what == "goodput" else f"TBT p99 at {TBT_LOAD:.0%} load"
             axes.set_title(f"{mix}: {name}\n{machines}, link {link:,} ×", fontsize=8)
         line[0].set_ylabel("decode speed, ×", fontsize=8)
@@ -56,7 +56,17 @@ def _panel(axes: Any, ratios: list[list[float]], higher_is_better: bool) -> None
     for y, line in enumerate(ratios):
         for x, one in enumerate(line):
             wins = one > WIN if higher_is_better else one < 1.0
-            axes.text(x, y, f"{one:.2f}", ha="center", va="center", fontsize=6.5, weight="bold" if wins else "normal")
+            weight, colour = "bold" if wins else "normal", "black" if 0.3 < one < 1.7 else "white"
+            axes.text(
+                x,
+                y,
+                f"{one:.2f}",
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                weight=weight,
+                color=colour if one == one else "black",
+            )
     ticks = [f"{speed:,}" for speed in SPEEDS]
     axes.set_xticks(range(len(SPEEDS)), ticks, fontsize=7)
     axes.set_yticks(range(len(SPEEDS)), ticks, fontsize=7)
