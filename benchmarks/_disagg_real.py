@@ -159,14 +159,18 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
     """The model of 1P+1D behind the router at ``url``.
 
     Each term is measured on one part. Prefills: as the prefill engine does them one behind the other, saving for the
-    store included, as it takes the same core. Decoding steps: through the router. Taking over: prompts from the store,
-    one behind the other, at the decode engine. Beside: prompts of its own there. Saving: what the answer to a lone
-    prefill is later than its prefill. Fetching: what the first token through the router is later than all of that.
+    store included, as it takes the same core (vLLM computes such prompts together, so there each is alone). Decoding
+    steps: through the router. Taking over: prompts from the store, one behind the other, at the decode engine. Beside:
+    prompts of its own there. Saving: what the answer to a lone prefill is later than its prefill. Fetching: what the
+    first token through the router is later than all of that.
     """
     kind, dice = on.kind, random.Random(f"fit {seed}")
     prefill_url, decode_url = on.engines
     longest = min(2048, kind.context_tokens - 256)
-    lengths = [128, 512, longest] if quick else [96, 192, 384, 768, 1280, longest]
+    # A prompt of vLLM's model takes seconds here.
+    lengths = [96, 192, 384, 768, 1280, longest]
+    if quick:
+        lengths = [96, 256, 640] if kind.python else [128, 512, longest]
     repeats = 2 if quick else 3
 
     def prompt(tokens: int) -> list[int]:
@@ -174,7 +178,7 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
 
     async with aiohttp.ClientSession() as session:
         for warm in (64, longest, longest):
-            await _prefilled(session, prefill_url, prompt(warm))
+            await _prefilled(session, prefill_url, prompt(min(warm, lengths[-1])))
         behind: dict[tuple[int, int], list[float]] = {}
         alone: dict[tuple[int, int], list[float]] = {}
         cells = [(tokens, share) for tokens in lengths for share in (0.0, 0.5)] * repeats
@@ -188,6 +192,9 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
             began_s = time.perf_counter()
             cached = await _prefilled(session, prefill_url, prompts[0])
             alone.setdefault((tokens, cached), []).append(time.perf_counter() - began_s)
+            if kind.python is not None:
+                behind.setdefault((tokens, cached), []).append(alone[tokens, cached][-1])
+                continue
             ends_s: list[float] = []
 
             async def one(ids: list[int], ends_s: list[float] = ends_s) -> None:
@@ -206,7 +213,9 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         measuring = Measurement(through, lambda tokens, _: prompt(tokens), time.perf_counter, seed, lambda *_: None)
         say("decoding steps")
         most = 4 if quick else 8
-        steps, _ = await measuring.decodes(decode_cells(most, (128, 512, 1024)), 1 if quick else 2, "median")
+        steps, _ = await measuring.decodes(
+            decode_cells(most, (128, 512) if quick else (128, 512, 1024)), 1 if quick else 2, "median"
+        )
         cost = fit_decode([point for point, held in steps if not held], cost)
 
         async def first_s(client: Client, tokens: int) -> float:
@@ -265,6 +274,11 @@ async def _taking_s(session: aiohttp.ClientSession, on: Servers, prompts: Sequen
         await _prefilled(session, decode_url, ids, {"do_remote_prefill": True, "sky_tokens": len(ids)})
         ends_s.append(time.perf_counter())
 
+    if on.kind.python is not None:  # vLLM takes such prompts together
+        began_s = time.perf_counter()
+        for ids in prompts:
+            await one(ids)
+        return (max(ends_s) - began_s) / len(prompts)
     await asyncio.gather(*map(one, prompts))
     return (max(ends_s) - min(ends_s)) / (len(prompts) - 1)
 

@@ -10,6 +10,8 @@ real      Seeded requests at three loads on a real 1P+1D behind `skymemory route
 coupled   The same requests on 1P+1D and on two engines that do both behind the same router, at several mixes and loads;
           and both in the simulator.
 overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
+curve     From which speeds on prefill and decode apart win: the fitted model with its speeds multiplied, simulated
+          (a minute; rows go to `--csv`, `plot_disagg.py` draws them). Needs no engine.
 
 Loads are parts of what the model says that the busier of both engines can do. Objectives are five times what the model
 says of a lone request of the mix.
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from _bench import print_table, versions
+from _disagg_curve import SPEEDS, Machine, cells, curve, ratio, write
 from _disagg_real import (
     COMPUTED,
     COUNT,
@@ -56,10 +59,11 @@ from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
-PARTS = ("fit", "real", "coupled", "overload")
-LOADS = (0.3, 0.6, 0.85)
-CALIBRATED = 0.5
-"""Load of the play that the fit's last two factors are from."""
+PARTS = ("fit", "real", "coupled", "overload", "curve")
+SEEDS = {0.3: 1, 0.6: 1, 0.85: 3}
+"""Plays by load: near saturation, the mean time to the first token is that of the burst that a seed happens to have."""
+CALIBRATED = (0.5, 0.75)
+"""Loads of the plays that the fit's last two factors are from: one play alone is off by a tenth."""
 GOAL = 0.25
 """By how much the simulated mean time to the first token may be off."""
 CACHE_BYTES = 512 << 20
@@ -211,22 +215,29 @@ def fit(bench: Bench) -> tuple[Fitted, list[Row]]:
 
 
 def at_work(bench: Bench, model: Fitted, on: Servers, url: str) -> Fitted:
-    """What laws of idle engines do not show, from one play with a seed of its own: two factors, with which the
-    simulator's mean times between tokens, then to the first token, are those of the play."""
-    mix, seed = MIXES["chat"], bench.seed + 500
+    """What laws of idle engines do not show, from plays with seeds of their own: two factors, with which the
+    simulator's mean times between tokens, then to the first token, are those of the plays."""
+    mix = MIXES["chat"]
     slo = slo_of(mix, model)
-    requests = requests_of(mix, rate_of(mix, CALIBRATED, model, seed), bench.seconds(35.0), seed)
     _warm(on, url)
-    say(f"a play to calibrate: {len(requests)} requests")
-    got = figures(of_real(asyncio.run(played(on, url, requests, seed)).outcomes), requests, slo, 0.0)
+    plays = []
+    for number, load_part in enumerate(CALIBRATED[:1] if bench.quick else CALIBRATED):
+        seed = bench.seed + 500 + number
+        requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(25.0), seed)
+        say(f"plays to calibrate: {len(requests)} requests at {load_part:.0%}")
+        played_s = of_real(asyncio.run(played(on, url, requests, seed)).outcomes)
+        plays.append((requests, figures(played_s, requests, slo, 0.0)))
     for _ in range(2):
         for name, what in (("decode_at_work", "tbt_mean_s"), ("prefill_at_work", "ttft_mean_s")):
             low, high = 0.8, 2.0
             for _ in range(9):
                 middle = math.sqrt(low * high)
                 tried = replace(model, **{name: middle})
-                is_low = simulated(bench.kind, tried, slo, requests, False)[what] < got[what]
-                low, high = (middle, high) if is_low else (low, middle)
+                # Every play has the same weight, whatever its times are.
+                parts = [
+                    simulated(bench.kind, tried, slo, requests, False)[what] / got[what] for requests, got in plays
+                ]
+                low, high = (middle, high) if sum(parts) < len(parts) else (low, middle)
             model = replace(model, **{name: round(math.sqrt(low * high), 4)})
     return model
 
@@ -249,9 +260,10 @@ def real(bench: Bench, model: Fitted) -> list[Row]:
         on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
         url = stack.enter_context(routed(on, "real"))
         _warm(on, url)
-        for number, load_part in enumerate(LOADS[1:2] if bench.quick else LOADS):
-            seed = bench.seed + 1000 + number
-            requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(30.0), seed)
+        plan = [(load_part, repeat) for load_part, repeats in SEEDS.items() for repeat in range(repeats)]
+        for load_part, repeat in plan[1:2] if bench.quick else plan:
+            seed = bench.seed + 1000 + round(100 * load_part) + repeat
+            requests = requests_of(mix, rate_of(mix, load_part, model, seed), bench.seconds(25.0), seed)
             say(f"simulator and real: {len(requests)} requests at {load_part:.0%}")
             play = asyncio.run(played(on, url, requests, seed))
             label = {"mix": mix.name, "load": load_part, "seed": seed, "requests": len(requests), **asdict(slo)}
@@ -269,6 +281,13 @@ def _warm(on: Servers, url: str) -> None:
         TraceRequest(0.3 * number, 200 * (number + 1), 8, (number, 100 + number, 200 + number)) for number in range(6)
     ]
     asyncio.run(played(on, url, requests, 77))
+
+
+def off(rows: Sequence[Row], load_part: float) -> float:
+    """By which part the simulator's mean time to the first token is off, over all plays at a load."""
+    mine = [row for row in rows if row["load"] == load_part]
+    real_s, twin_s = (sum(row["ttft_mean_s"] for row in mine if row["what"] == what) for what in ("real", "simulator"))
+    return float(twin_s / real_s - 1.0)
 
 
 def show_real(rows: Sequence[Row]) -> None:
@@ -290,6 +309,8 @@ def show_real(rows: Sequence[Row]) -> None:
             for at, row in enumerate(rows)
         ],
     )
+    for load_part in sorted({row["load"] for row in rows}):
+        print(f"TTFT off at {load_part:.0%}: {off(rows, load_part):+.1%}; goal {GOAL:.0%}")
 
 
 def coupled(bench: Bench, model: Fitted) -> list[Row]:
@@ -393,6 +414,41 @@ def show_overload(rows: Sequence[Row]) -> None:
     )
 
 
+def speeds(bench: Bench, model: Fitted, path: Path | None) -> list[Row]:
+    """The curve; all of it into the file at ``path``."""
+    setup = setup_of(bench.kind, model, slo_of(MIXES["chat"], model), False)
+    assert setup.handover is not None
+    base = Machine(setup.cost, setup.handover, setup.request_s)
+    rows = curve(base, setup, bench.seed, bench.quick, say)
+    if path is not None:
+        write(rows, path)
+    return rows
+
+
+def show_speeds(rows: Sequence[Row]) -> None:
+    found = [(cell, ratio(its)) for cell, its in cells(rows).items()]
+    print_table(
+        "apart over coupled: goodput at the best of all loads; at equal speeds, then the best speeds",
+        ["mix", "", "link", *(f"{speed} ×" for speed in SPEEDS), "best", "prefill", "decode"],
+        [
+            [
+                mix,
+                f"{pairs:.0f}P+{pairs:.0f}D",
+                f"{link:.0f} ×",
+                *(next((f"{more:.2f}" for cell, more in its if cell[3] == cell[4] == speed), "") for speed in SPEEDS),
+                *_best(its),
+            ]
+            for (mix, pairs, link) in dict.fromkeys(cell[:3] for cell, _ in found)
+            for its in [[one for one in found if one[0][:3] == (mix, pairs, link)]]
+        ],
+    )
+
+
+def _best(its: Sequence[tuple[tuple[Any, ...], float]]) -> tuple[str, str, str]:
+    cell, more = max((one for one in its if not math.isnan(one[1])), key=lambda one: one[1])
+    return f"{more:.2f}", f"{cell[3]:.0f} ×", f"{cell[4]:.0f} ×"
+
+
 # --- the file, and the command line ---
 
 
@@ -428,11 +484,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="for the rows of the part curve")
     options = parser.parse_args()
     wanted = options.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if options.engine == "vllm" and not options.python.is_file():
+    if options.engine == "vllm" and {*wanted} != {"curve"} and not options.python.is_file():
         parser.error(f"--python {options.python}: no such file; `make demo-vllm` makes an environment with vLLM")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it has started
     parts = read_rows(options.json, options.engine)
@@ -452,6 +509,10 @@ def main() -> None:
                 say("")
                 show(parts[name])
                 write_rows(options.json, options.seed, options.engine, parts)
+        if "curve" in wanted:
+            rows = speeds(bench, model, options.csv)
+            say("")
+            show_speeds(rows)
 
 
 RUNS = (("real", real, show_real), ("coupled", coupled, show_ways), ("overload", overload, show_overload))

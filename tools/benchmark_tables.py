@@ -5,6 +5,7 @@ A page says where a table stands by ``<!-- benchmark: NAME -->`` and ``<!-- end 
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -338,6 +339,69 @@ def _pools() -> str:
     )
 
 
+def _ms(key: str, digits: int = 0) -> Callable[[Row], str]:
+    return lambda row: f"{row[key] * 1e3:,.{digits}f} ms"
+
+
+_APART_TIMES: tuple[Column, ...] = (
+    ("TTFT mean", _ms("ttft_mean_s")),
+    ("p99", _ms("ttft_p99_s")),
+    ("TBT mean", _ms("tbt_mean_s", 1)),
+    ("p99", _ms("tbt_p99_s", 1)),
+    ("kept", lambda row: f"{row['kept']} of {row['requests']}"),
+)
+
+
+def _apart(part: str, *shown: Column) -> str:
+    return columns("disagg", *shown, *_APART_TIMES, where=lambda row: row["part"] == part)
+
+
+def _apart_simulated() -> str:
+    real_s = {
+        (row["engine"], row["seed"]): row["ttft_mean_s"]
+        for row in rows_of("disagg")
+        if row["part"] == "real" and row["what"] == "real"
+    }
+
+    def off(row: Row) -> str:
+        of_real = row["ttft_mean_s"] / real_s[row["engine"], row["seed"]] - 1.0
+        return "" if row["what"] == "real" else f"{of_real:+.1%}"
+
+    load: Column = ("load", _percent("load", 0))
+    return _apart("real", ("engine", _text("engine")), load, ("", _text("what")), ("TTFT off", off))
+
+
+def _apart_coupled() -> str:
+    load: Column = ("load", _percent("load", 0))
+    return _apart("coupled", ("requests", _text("mix")), load, ("", _text("what")), ("way", _text("way")))
+
+
+def _apart_overload() -> str:
+    load: Column = ("load", lambda row: f"{row['load']:g} ×")
+    return _apart("overload", load, ("admission", _text("rule")), ("refused", _text("refused")))
+
+
+def _apart_speeds() -> str:
+    """Ratios of goodput, each way at the best of all loads, where decoding is 1, 4 or 16 times as fast beside
+    prefills."""
+    with (FOLDER.parent / "figures" / "disagg-speeds.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    most: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        cell = most.setdefault(tuple(row[name] for name in ("mix", "pairs", "link_x", "prefill_x", "decode_x")), {})
+        for way in ("apart", "coupled"):
+            cell[way] = max(cell.get(way, 0.0), float(row[f"{way}_goodput_per_s"]))
+    prefills = list(dict.fromkeys(row["prefill_x"] for row in rows))
+    made = [["requests", "", "link", "decode", *(f"prefill {int(one):,} ×" for one in prefills)]]
+    for mix, pairs, link in dict.fromkeys(key[:3] for key in most):
+        for more in (1, 4, 16):
+            cells = (most.get((mix, pairs, link, one, str(int(one) * more))) for one in prefills)
+            shown = (f"{cell['apart'] / cell['coupled']:.2f}" if cell and cell["coupled"] else "" for cell in cells)
+            decode = "as prefill" if more == 1 else f"{more} × prefill"
+            made.append([mix, f"{pairs}P+{pairs}D", f"{int(link):,} ×", decode, *shown])
+    return table(made)
+
+
 def _envoy() -> str:
     return columns(
         "envoy_picker",
@@ -660,6 +724,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "schedulers": _cluster,
     "sky behind a cluster": _cluster_sky,
     "pool": _cluster_pool,
+    "apart, simulated": _apart_simulated,
+    "apart and coupled": _apart_coupled,
+    "apart, overload": _apart_overload,
+    "apart, other speeds": _apart_speeds,
     "elastic pools": _pools,
     "through Envoy": _envoy,
     "floods": _floods,
