@@ -1,4 +1,4 @@
-"""A prompt that many ask with: the load takes it to more engines, each of which loads its blocks and then holds them."""
+"""A prompt that many ask with: its load takes it to more engines. Each loads its blocks, and then holds them."""
 
 from __future__ import annotations
 
