@@ -73,7 +73,7 @@ def rule_of(settings: Settings) -> Admission:
         )
     name = chosen.rule + (FAIR if chosen.fair else "")
     slo = slo_of(chosen)
-    rule = admission(name, slo or Slo(1.0, 1.0), at_once=settings.splits, **chosen.options)
+    rule = admission(name, slo or Slo(1.0, 1.0), settings.splits, **chosen.options)
     if slo is None:
         raise InvalidInput(f"admission: rule {name!r} needs `ttft`, the promised time to the first token")
     strategy = settings.strategy or DEFAULT

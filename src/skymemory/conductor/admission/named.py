@@ -46,7 +46,7 @@ FAIR = "+fair"
 """Suffix of a rule's name that adds priorities and fair shares, and the options of ``FairnessSettings``."""
 
 
-def admission(name: str, slo: Slo, at_once: bool = False, **options: object) -> Admission:
+def admission(name: str, slo: Slo, at_once: bool = False, /, **options: object) -> Admission:
     """The rule of that name. Option values may be text, as from flags; ``weights`` a table or ``gold=3,free=0.5``.
 
     ``at_once``: it refuses on arrival only (``AtOnce``).
