@@ -68,8 +68,8 @@ GOAL = 0.25
 """By how much the simulated mean time to the first token may be off."""
 CACHE_BYTES = 512 << 20
 LOOSE = 5.0
-RULES = {"all": "", "early": "", "early, promised": "promised = true"}
-"""Rules of admission, with the options of each."""
+RULES = ("all", "early")
+"""Of admission."""
 Row = dict[str, Any]
 
 
@@ -372,10 +372,10 @@ def overload(bench: Bench, model: Fitted) -> list[Row]:
     slo = slo_of(mix, model)
     with ExitStack() as stack:
         on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
-        for rule, more in RULES.items():
+        for rule in RULES:
             settings = bench.folder / f"{rule}.toml"
             promised = f'ttft = "{slo.ttft_s}s"\ntbt = "{slo.tbt_s}s"\n'
-            settings.write_text(f'[admission]\nrule = "early"\n{promised}\n[admission.options]\n{more}\n')
+            settings.write_text(f'[admission]\nrule = "{rule}"\n{promised}')
             options = ("--settings", str(settings)) if rule != "all" else ()
             url = stack.enter_context(routed(on, rule, *options, *_known(bench, model)))
             _warm(on, url)
@@ -383,7 +383,7 @@ def overload(bench: Bench, model: Fitted) -> list[Row]:
                 seed = bench.seed + 3000 + round(10 * times)
                 requests = requests_of(mix, rate_of(mix, times, model, seed), bench.seconds(15.0), seed)
                 say(f"overload, rule {rule}: {len(requests)} requests at {times:g} times")
-                play = asyncio.run(played(on, url, requests, seed + list(RULES).index(rule)))
+                play = asyncio.run(played(on, url, requests, seed + RULES.index(rule)))
                 label = {"mix": mix.name, "load": times, "seed": seed, "requests": len(requests), "rule": rule}
                 got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
                 refused = sum(one.status is Status.REFUSED for one in play.outcomes)

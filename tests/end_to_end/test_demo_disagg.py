@@ -30,7 +30,7 @@ def test_what_one_prefills_another_decodes_and_refused_requests_cost_nothing() -
     assert first["prefilled"] == first["tokens"] and again["prefilled"] < 64, "its document was prefilled before"
     burst = shown["burst"]
     assert burst["admitted"] + burst["refused"] == 8 and burst["failed"] == burst["without_retry_after"] == 0
-    assert burst["prefills"] == burst["admitted"]
+    assert burst["prefills"] == burst["admitted"] and burst["kept"] == burst["admitted"]
 
 
 @pytest.mark.parametrize("words", [["--requests", "0"], ["--burst", "1"], ["--python", "nowhere", "--engine", "vllm"]])

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
+from statistics import fmean
 from typing import Protocol
 
 from skymemory.conductor.picker import Picker
@@ -83,6 +84,8 @@ class Admission:
     """Base of admission rules: admits, and learns nothing. No I/O, no clock; equal calls give equal answers."""
 
     name: str
+    looks_ahead = False
+    """``on_arrival`` judges the decode load of the time at which the request would join a batch."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         """None: admitted. Changes no state."""
@@ -123,6 +126,7 @@ class RuleAround(Admission):
     def __init__(self, rule: Admission) -> None:
         self.rule = rule
         self.name = rule.name
+        self.looks_ahead = rule.looks_ahead
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         return self.rule.on_arrival(placement, now_s)
@@ -144,6 +148,24 @@ class RuleAround(Admission):
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
         self.rule.ended(placement, now_s, met)
+
+
+class AtOnce(RuleAround):
+    """``rule``, but both decisions are made on arrival: what it admits is not refused after its prefill.
+
+    The decode load that the second decision sees on arrival counts all requests that were promised to the server, so it
+    is the load that this one will find, or more. A rule that looks ahead has judged it already. Contexts grow while the
+    prompt is computed, and an estimate then may exceed the objective by a little: that is no reason to waste a prefill.
+    """
+
+    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+        refusal = super().on_arrival(placement, now_s)
+        if refusal is None and not self.looks_ahead:
+            refusal = super().before_decode(placement, now_s)
+        return refusal
+
+    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+        return None
 
 
 class Probing(RuleAround):
@@ -172,12 +194,18 @@ class Probing(RuleAround):
 
 
 class Corrected(RuleAround):
-    """``rule``, by estimated times to the first token plus what recent ones came later than estimated.
+    """``rule``, by estimated times to the first token, corrected by what recent ones took.
 
-    Estimates are of prefills. What comes on top is learnt here: values that are handed over to a decode server, the
-    turn of a busy one, and errors of estimates. A rule that admits up to its objective would break every promise that
-    it comes close to, so the correction is not the mean but what nearly all stay within; and a request that is overdue
-    counts at once, by how late it is so far.
+    Estimates are of prefills. Two things come on top, and both are learnt here:
+
+    * Where another server decodes, the hand-over. A prefill server and what lies behind it (its store, the decode
+      server's turn) are seen as one line: a first token comes after the one before it, by its own prefill and what such
+      gaps were longer than the prefill, in the mean. Of requests that were alone that is the whole hand-over; it gets
+      less as soon as some were seen behind each other, whose hand-overs overlap with the next prefill. So a first burst
+      is not promised an overlap that nobody has seen.
+    * Errors. A rule that admits up to its objective would break every promise that it comes close to, so this part is
+      not the mean but what nearly all stay within; and a request that is overdue counts at once, by how late it is so
+      far.
     """
 
     KEPT, SHARE, OLDEST = 32, 0.9, 16
@@ -185,27 +213,45 @@ class Corrected(RuleAround):
     def __init__(self, rule: Admission) -> None:
         super().__init__(rule)
         self._late: deque[float] = deque(maxlen=self.KEPT)
-        self._due_s: dict[int, float] = {}
-        """Of admitted requests without a first token: when it is estimated to come. In the order of admission."""
+        self._handovers: deque[float] = deque(maxlen=self.KEPT)
+        self._due: dict[int, tuple[float, float]] = {}
+        """Of admitted requests without a first token: when it is estimated to come, and with which hand-over. In the
+        order of admission."""
+        self._last: dict[str, tuple[int, float]] = {}
+        """By prefill server: the last request sent there, and the time of the last first token of one."""
 
     def late_s(self, now_s: float) -> float:
-        """The correction; never below 0."""
+        """The correction for errors; never below 0."""
         late = sorted(self._late)
         recent_s = late[min(len(late) - 1, int(self.SHARE * len(late)))] if late else 0.0
-        overdue_s = max((now_s - due_s for due_s in islice(self._due_s.values(), self.OLDEST)), default=0.0)
+        overdue_s = max((now_s - due_s for due_s, _ in islice(self._due.values(), self.OLDEST)), default=0.0)
         return max(0.0, recent_s, overdue_s)
 
+    def estimated_s(self, placement: Placement, now_s: float) -> float | None:
+        """The time to the first token with the hand-over, without the correction for errors."""
+        prefill = placement.prefill
+        if prefill.estimated_ttft_s is None or placement.decode is None:
+            return prefill.estimated_ttft_s
+        before, _ = self._last.get(prefill.server, (0, 0.0))
+        wait_s = max(0.0, self._due[before][0] - now_s) if before in self._due else 0.0
+        return max(prefill.estimated_ttft_s, wait_s + (prefill.estimated_compute_s or 0.0) + self._handover_s())
+
+    def _handover_s(self) -> float:
+        return fmean(self._handovers) if self._handovers else 0.0
+
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        late_s, estimated_s = self.late_s(now_s), placement.prefill.estimated_ttft_s
-        if late_s and estimated_s is not None:
+        estimated_s = self.estimated_s(placement, now_s)
+        if estimated_s is not None:
             prefill = copy(placement.prefill)
-            prefill.estimated_ttft_s = estimated_s + late_s
+            prefill.estimated_ttft_s = estimated_s + self.late_s(now_s)
             placement = replace(placement, prefill=prefill)
         return super().on_arrival(placement, now_s)
 
     def accepted(self, placement: Placement, now_s: float) -> None:
-        if placement.prefill.estimated_ttft_s is not None:
-            self._due_s[id(placement.request)] = now_s + placement.prefill.estimated_ttft_s
+        estimated_s, key, server = self.estimated_s(placement, now_s), id(placement.request), placement.prefill.server
+        if estimated_s is not None:
+            self._due[key] = now_s + estimated_s, self._handover_s()
+            self._last[server] = key, self._last.get(server, (0, -math.inf))[1]
         super().accepted(placement, now_s)
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
@@ -218,13 +264,21 @@ class Corrected(RuleAround):
         super().joined(placement, now_s)
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        self._due_s.pop(id(placement.request), None)  # it had no first token
+        self._due.pop(id(placement.request), None)  # it had no first token
         super().ended(placement, now_s, met)
 
     def _came(self, placement: Placement, now_s: float) -> None:
-        due_s = self._due_s.pop(id(placement.request), None)
-        if due_s is not None:
-            self._late.append(now_s - due_s)
+        due, prefill = self._due.pop(id(placement.request), None), placement.prefill
+        if due is None:
+            return
+        before, before_s = self._last.get(prefill.server, (0, -math.inf))
+        if placement.decode is not None and prefill.estimated_compute_s is not None:
+            gap_s = now_s - max(before_s, prefill.at_s)
+            self._handovers.append(max(0.0, gap_s - prefill.estimated_compute_s))
+        due_s, assumed_s = due
+        # What the hand-over is now known to take is no error any more.
+        self._late.append(now_s - due_s - max(0.0, self._handover_s() - assumed_s))
+        self._last[prefill.server] = before, now_s
 
 
 class Scheduler:

@@ -2,7 +2,8 @@
 
 Where servers prefill and decode, a rule judges a request by the estimated time to its first token at the chosen server;
 the promised time between tokens cannot be estimated, it is measured and counted. Where prefill and decode are apart and
-a cost model is given, rules see the decode servers, too: their batches now, and as forecast.
+a cost model is given, rules see the decode servers, too: their batches now, and as forecast. They decide before the
+prefill only, so that none is wasted by a refusal.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def rule_of(settings: Settings) -> Admission:
         )
     name = chosen.rule + (FAIR if chosen.fair else "")
     slo = slo_of(chosen)
-    rule = admission(name, slo or Slo(1.0, 1.0), **chosen.options)
+    rule = admission(name, slo or Slo(1.0, 1.0), settings.splits, **chosen.options)
     if slo is None:
         raise InvalidInput(f"admission: rule {name!r} needs `ttft`, the promised time to the first token")
     strategy = settings.strategy or DEFAULT

@@ -75,3 +75,18 @@ def test_a_refusal_says_when_there_will_be_room() -> None:
 
 def test_what_is_not_estimated_is_not_refused() -> None:
     assert admission("early", SLO).on_arrival(case(None), 0.0) is None
+
+
+@pytest.mark.parametrize("name", ["baseline", "early", "early+fair", "goodput"])
+def test_at_once_what_is_promised_counts_before_the_prefill_and_nothing_after_it(name: str) -> None:
+    rule, idle = admission(name, SLO, True), Believed(lambda at_s: 0.05)
+    refusal = rule.on_arrival(case(1.0, tbt_s=0.125, forecast=idle), 0.0)
+    assert refusal is not None and (refusal.kind, refusal.computed) == ("tbt", False)
+    assert rule.on_arrival(case(1.0, tbt_s=0.1, forecast=idle), 0.0) is None
+    assert rule.before_decode(case(1.0, tbt_s=0.125, forecast=idle), 1.0) is None
+
+
+def test_at_once_a_rule_that_looks_ahead_goes_by_its_forecast() -> None:
+    rule = admission("predicted", SLO, True)
+    assert rule.on_arrival(case(1.0, tbt_s=0.3, forecast=Believed(lambda at_s: 0.05)), 0.0) is None
+    assert rule.before_decode(case(1.0, tbt_s=0.3, forecast=Believed(lambda at_s: 0.3)), 1.0) is None

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.router.running import Running, until
 
 from skymemory.cli.main import build_parser
 from skymemory.cli.route import _flags
+from skymemory.conductor.cost_model import PRESETS
 from skymemory.errors import InvalidInput
 from skymemory.router.http import two_steps
 from skymemory.router.http.server import ProxyServer
@@ -374,7 +376,7 @@ def test_load_reports_reach_the_servers_of_both_fleets(run: Run) -> None:
 EARLY = {"cost": "llama-70b-8xa800", "strategy": "least-ttft"}
 
 
-@pytest.mark.parametrize("rule", ["early", "predicted"])
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted"])
 def test_early_rejection_by_the_decode_load_costs_no_prefill(run: Run, rule: str) -> None:
     running = start(run, **EARLY, admission={"rule": rule, "ttft": "100s", "tbt": "1ms"})
     answer = running.complete({"x-skymemory-decision": "1"})
@@ -385,23 +387,24 @@ def test_early_rejection_by_the_decode_load_costs_no_prefill(run: Run, rule: str
 
 
 @pytest.mark.parametrize("handover", ["after", "overlap"])
-def test_a_refusal_after_the_prefill_wastes_it(run: Run, handover: str) -> None:
-    """What decodes when the prefill ends was not there when the request came."""
-    running = start(
-        run,
-        **EARLY,
-        admission={"rule": "baseline", "ttft": "100s", "tbt": "1ms"},
-        disaggregation={"handover": handover},
-    )
-    engine(running, "d0").mock = {"hold": True}
-    answer = running.complete()
-    assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
-    assert prefills(running, "p0", "wasted") == 1
-    until(lambda: books_are_closed(running) and engine(running, "d0").held == 0)
-    assert len(engine(running, "d0").seen) == (handover == "overlap")
-    until(
-        lambda: running.metric("requests_total", server="p0" if handover == "after" else "d0", outcome="refused") == 1
-    )
+@pytest.mark.parametrize("rule", ["baseline", "early", "predicted", "goodput"])
+def test_an_overload_wastes_no_prefill(run: Run, rule: str, handover: str) -> None:
+    """More at once than the objective between tokens allows in a batch: some are refused, none after its prefill."""
+    fits = PRESETS["llama-70b-8xa800"].decode_step_s(4, 4 * len(PROMPT) // 4)
+    admission = {"rule": rule, "ttft": "100s", "tbt": f"{fits * 1e6:.0f}us"}
+    running = start(run, **EARLY, admission=admission, disaggregation={"handover": handover})
+    p, d = engine(running, "p0"), engine(running, "d0")
+    p.mock, d.mock = {"first_byte_s": 0.02}, {"hold": True}
+    with ExitStack() as stack:
+        for number in range(12):
+            body = {**MODEL, "prompt": f"{number:03} {PROMPT[4:]}", "stream": True}
+            stack.enter_context(sent(running, body))
+        until(lambda: running.metric("refusals_total", reason="tbt", tenant="unknown") >= 1)
+        until(lambda: len(d.seen) + running.metric("refusals_total", reason="tbt", tenant="unknown") == 12)
+        until(lambda: prefills(running, "p0", "handed-over") == len(d.seen) == len(p.seen))
+        assert prefills(running, "p0", "wasted") == 0
+        release(running, "d0")
+    until(lambda: books_are_closed(running))
 
 
 def test_rules_that_see_the_decode_load_need_a_cost_model() -> None:

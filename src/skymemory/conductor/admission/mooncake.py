@@ -100,6 +100,7 @@ class Predicted(Baseline):
     """
 
     name = "predicted"
+    looks_ahead = True
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         refusal, decode, forecast = super().on_arrival(placement, now_s), placement.decode, placement.forecast
