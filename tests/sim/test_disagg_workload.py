@@ -55,6 +55,26 @@ def test_a_line_is_found_in_spite_of_a_disturbed_point() -> None:
         line_of([(1.0, 1.0)])
 
 
+def test_the_curve_is_that_of_the_fit_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one cell: the rows of the file are what the model gives, so both are of one run."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import _disagg_curve as curve
+    import disagg
+
+    model = disagg.read_fit(disagg.read_rows(ROOT / "docs/benchmarks/disagg.json", "own")["fit"][0])
+    setup = disagg.setup_of(disagg.own(), model, disagg.slo_of(disagg.MIXES["chat"], model), False)
+    base = curve.Machine(setup.cost, setup.handover, setup.request_s)
+    faster = base.times(4, 16, 32)
+    assert faster.cost.prefill_s(500) == pytest.approx(base.cost.prefill_s(500) / 4)
+    assert faster.handover.fetch_token_s == pytest.approx(base.handover.fetch_token_s / 32)
+    assert faster.handover.take_s == pytest.approx(base.handover.take_s / 16)
+    written = curve.cells(curve.read(ROOT / "docs/figures/disagg-speeds.csv"))["chat", 1, 32, 4, 16]
+    found = list(curve._cell("chat", 1, faster, setup, 1))
+    assert [row["apart_kept"] for row in found] == [row["apart_kept"] for row in written]
+    assert curve.ratio(found) == pytest.approx(curve.ratio(written), rel=2e-3)
+    assert curve.ratio(written) > 1.0
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(500)
