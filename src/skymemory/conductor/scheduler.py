@@ -202,7 +202,7 @@ class Corrected(RuleAround):
       server's turn) are seen as one line: a first token comes after the one before it, by its own prefill and what such
       gaps were longer than the prefill, in the mean. Of requests that were alone that is the whole hand-over; it gets
       less as soon as some were seen behind each other, whose hand-overs overlap with the next prefill. So a first burst
-      is not promised an overlap that nobody has seen.
+      is not promised an overlap that was never seen.
     * Errors. A rule that admits up to its objective would break every promise that it comes close to, so this part is
       not the mean but what nearly all stay within; and a request that is overdue counts at once, by how late it is so
       far.
