@@ -150,7 +150,7 @@ class RuleAround(Admission):
         self.rule.ended(placement, now_s, met)
 
 
-class AtOnce(RuleAround):
+class OnArrival(RuleAround):
     """``rule``, but both decisions are made on arrival: what it admits is not refused after its prefill.
 
     The decode load that the second decision sees on arrival counts all requests that were promised to the server, so it
@@ -208,7 +208,7 @@ class Corrected(RuleAround):
       far.
     """
 
-    KEPT, SHARE, OLDEST = 32, 0.9, 16
+    KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
 
     def __init__(self, rule: Admission) -> None:
         super().__init__(rule)
@@ -218,7 +218,9 @@ class Corrected(RuleAround):
         """Of admitted requests without a first token: when it is estimated to come, and with which hand-over. In the
         order of admission."""
         self._last: dict[str, tuple[int, float]] = {}
-        """By prefill server: the last request sent there, and the time of the last first token of one."""
+        """By prefill server: the last request sent there, 0 once it has ended (its id may be another's then), and the
+        time of the last first token of one.
+        """
 
     def late_s(self, now_s: float) -> float:
         """The correction for errors; never below 0."""
@@ -251,7 +253,9 @@ class Corrected(RuleAround):
         estimated_s, key, server = self.estimated_s(placement, now_s), id(placement.request), placement.prefill.server
         if estimated_s is not None:
             self._due[key] = now_s + estimated_s, self._handover_s()
-            self._last[server] = key, self._last.get(server, (0, -math.inf))[1]
+            self._last[server] = key, self._last.pop(server, (0, -math.inf))[1]
+            if len(self._last) > self.SERVERS:  # most have left the fleet
+                del self._last[next(iter(self._last))]
         super().accepted(placement, now_s)
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
@@ -264,13 +268,15 @@ class Corrected(RuleAround):
         super().joined(placement, now_s)
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        self._due.pop(id(placement.request), None)  # it had no first token
+        if self._due.pop(id(placement.request), None) is not None:  # it had no first token
+            self._forget(placement)
         super().ended(placement, now_s, met)
 
     def _came(self, placement: Placement, now_s: float) -> None:
         due, prefill = self._due.pop(id(placement.request), None), placement.prefill
         if due is None:
             return
+        self._forget(placement)
         before, before_s = self._last.get(prefill.server, (0, -math.inf))
         if placement.decode is not None and prefill.estimated_compute_s is not None:
             gap_s = now_s - max(before_s, prefill.at_s)
@@ -279,6 +285,12 @@ class Corrected(RuleAround):
         # What the hand-over is now known to take is no error any more.
         self._late.append(now_s - due_s - max(0.0, self._handover_s() - assumed_s))
         self._last[prefill.server] = before, now_s
+
+    def _forget(self, placement: Placement) -> None:
+        server = placement.prefill.server
+        key, came_s = self._last.get(server, (0, -math.inf))
+        if key == id(placement.request):
+            self._last[server] = 0, came_s
 
 
 class Scheduler:

@@ -82,3 +82,17 @@ def test_a_prefill_server_does_not_wait_for_the_requests_of_another() -> None:
     judged.accepted(case(0.2, tbt_s=0.01, at_s=9.0), 9.0)
     assert judged.estimated_s(elsewhere, 9.0) == pytest.approx(0.6)
     assert judged.estimated_s(there, 9.0) == pytest.approx(1.2)
+
+
+def test_what_is_kept_of_requests_and_servers_that_are_gone_is_bounded() -> None:
+    judged = rule()
+    for number in range(3 * Corrected.SERVERS):
+        one = case(0.2, tbt_s=0.01)
+        one.prefill.server = f"pod-{number}"
+        judged.accepted(one, 0.0)
+        if number % 2:
+            judged.joined(one, 0.3)
+        judged.ended(one, 0.4, True)
+    assert len(judged._last) <= Corrected.SERVERS + 1
+    assert not judged._due
+    assert {key for key, _ in judged._last.values()} == {0}, "the id of one that has ended may be another's"

@@ -10,7 +10,7 @@ from skymemory.conductor.admission.fairness import Fair, FairnessSettings
 from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
 from skymemory.conductor.admission.mooncake import Baseline, Early, EarlySettings, Predicted
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import Admission, AdmitAll, AtOnce
+from skymemory.conductor.scheduler import Admission, AdmitAll, OnArrival
 from skymemory.config import Entry, NoSettings, Registry, converted, defaults_of, read_options, suggestion
 from skymemory.errors import InvalidInput
 
@@ -46,10 +46,10 @@ FAIR = "+fair"
 """Suffix of a rule's name that adds priorities and fair shares, and the options of ``FairnessSettings``."""
 
 
-def admission(name: str, slo: Slo, at_once: bool = False, /, **options: object) -> Admission:
+def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
     """The rule of that name. Option values may be text, as from flags; ``weights`` a table or ``gold=3,free=0.5``.
 
-    ``at_once``: it refuses on arrival only (``AtOnce``).
+    ``on_arrival``: it refuses on arrival only (``OnArrival``).
 
     Raises:
         InvalidInput: unknown rule or option (with a suggestion), or an invalid value.
@@ -62,8 +62,8 @@ def admission(name: str, slo: Slo, at_once: bool = False, /, **options: object) 
     found = RULES[name.removesuffix(FAIR)]
     own = {field.name for field in fields(found.settings)}
     rule = found.build(slo, found.settings(**{option: given[option] for option in given if option in own}))
-    if at_once:
-        rule = AtOnce(rule)
+    if on_arrival:
+        rule = OnArrival(rule)
     if not name.endswith(FAIR):
         return rule
     return Fair(rule, slo, FairnessSettings(**{option: given[option] for option in given if option not in own}))
