@@ -191,9 +191,15 @@ class LeastFrequentlyUsedAged(_ByRank):
 # right one depends on how long users take to return to a prompt, which is measured: the mean number of events between
 # two uses of a key, whether or not it was evicted in between. Without the memory of evicted keys a small satellite
 # would only see returns short enough for its capacity.
+#
+# What was stored or used last is safe, whatever its worth. Otherwise a newcomer, of one use, would be the victim of the
+# next as long as all others have two: where each block is stored by one engine and read by another a moment later, a
+# full memory would keep no block until its reader came.
 
 DEPARTED = 16_384
 """Evicted keys remembered; about 5 MB when full."""
+RECENT = 0.25
+"""Share of the keys that are safe, as the latest that were stored or used."""
 _HALF_LIVES = 2.0
 """Half-life as a multiple of the mean return."""
 _FIRST_RETURN = 1000.0
@@ -209,13 +215,17 @@ class LeastRecentlyAndFrequentlyUsed:
 
     The factor grows with each event, by the half-life at that time, so that all keys age alike. A key that is noted
     again counts as last used now: a touch ranks a prefix above the blocks behind it, and with equal uses a prefix is
-    never evicted before what is behind it.
+    never evicted before what is behind it. It is later than they are too, so it is safe as long as they are.
     """
 
     def __init__(self, departed: int = DEPARTED) -> None:
         self._worths: RankedKeys[float] = RankedKeys()
         self._uses: dict[bytes, tuple[float, int]] = {}
         """Worth of all uses but the last, and the event of the last."""
+        self._recent: OrderedDict[bytes, None] = OrderedDict()
+        """Keys that are safe, the latest last; ``_worths`` holds them."""
+        self._held: set[bytes] = set()
+        """Keys that the caller holds."""
         self._departed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         """Worth and event of the last use of evicted keys, the oldest first."""
         self._most_departed = departed
@@ -234,7 +244,7 @@ class LeastRecentlyAndFrequentlyUsed:
         if uses is None:
             self.used(key)
         else:
-            self._worths.put(key, uses[0] + self._now)
+            self._came(key, uses[0] + self._now)
 
     def arrived(self, key: bytes) -> None:
         """One use, now. Its remembered worth is ignored: keys that orbit with the box would return again and again and
@@ -245,7 +255,7 @@ class LeastRecentlyAndFrequentlyUsed:
         else:
             self._departed.pop(key, None)
             self._uses[key] = (0.0, self._events)
-            self._worths.put(key, self._now)
+            self._came(key, self._now)
 
     def used(self, key: bytes) -> None:
         # Instead of decaying all worths, a use counts more the later it is: ``_now`` doubles with each half-life.
@@ -261,7 +271,17 @@ class LeastRecentlyAndFrequentlyUsed:
         if at >= 0:
             self._mean_return += _FOLLOW * (self._events - at - self._mean_return)
         self._uses[key] = (before, self._events)
-        self._worths.put(key, before + self._now)
+        self._came(key, before + self._now)
+
+    def _came(self, key: bytes, worth: float) -> None:
+        self._worths.hold(key)
+        self._worths.put(key, worth)
+        self._recent[key] = None
+        self._recent.move_to_end(key)
+        while len(self._recent) > max(1.0, RECENT * len(self._uses)):
+            older = self._recent.popitem(last=False)[0]
+            if older not in self._held:
+                self._worths.free(older)
 
     def _rescale(self) -> None:
         """Move the reference time to now before a float overflows; keys a thousand half-lives old may become 0."""
@@ -276,21 +296,29 @@ class LeastRecentlyAndFrequentlyUsed:
     def gone(self, key: bytes, evicted: bool = False) -> None:
         worth = self._worths.pop(key)
         if worth is not None:
+            self._recent.pop(key, None)
+            self._held.discard(key)
             self._departed[key] = (worth, self._uses.pop(key)[1])
             if len(self._departed) > self._most_departed:
                 self._departed.popitem(last=False)
 
     def hold(self, key: bytes) -> None:
+        self._held.add(key)
         self._worths.hold(key)
 
     def free(self, key: bytes) -> None:
-        self._worths.free(key)
+        self._held.discard(key)
+        if key not in self._recent:
+            self._worths.free(key)
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        return self._worths.first(but)
+        found = self._worths.first(but)
+        if found is None:  # only what is recent, or held
+            found = next((key for key in self._recent if key != but and key not in self._held), None)
+        return found
 
     def order(self) -> list[bytes]:
-        return self._worths.order()
+        return [*(key for key in self._worths.order() if key not in self._recent), *self._recent]
 
 
 _MAKERS: dict[str, Callable[[], Replacement]] = {

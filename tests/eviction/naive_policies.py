@@ -75,21 +75,27 @@ class NaiveLrfu(Naive):
         self.here: dict[bytes, int] = {}
         self.events = self.time = 0
         self.half_lives, self.mean_return = 0.0, 1000.0
+        self.recent: list[bytes] = []
+
+    def came(self, key: bytes) -> None:
+        self.time += 1
+        self.here[key] = self.time
+        self.recent = [one for one in self.recent if one != key] + [key]
+        safe = max(1, len(self.here) // 4)
+        self.recent = self.recent[-safe:]
 
     def noted(self, key: bytes) -> None:
         if key not in self.here:
             self.used(key)
         self.uses[key][-1] = self.half_lives
-        self.time += 1
-        self.here[key] = self.time
+        self.came(key)
 
     def arrived(self, key: bytes) -> None:
         if key in self.here:
             self.noted(key)
         else:
             self.uses[key], self.used_at[key] = [self.half_lives], self.events
-            self.time += 1
-            self.here[key] = self.time
+            self.came(key)
 
     def used(self, key: bytes) -> None:
         self.events += 1
@@ -98,14 +104,17 @@ class NaiveLrfu(Naive):
             self.mean_return += (self.events - self.used_at[key] - self.mean_return) / 1000
         self.uses.setdefault(key, []).append(self.half_lives)
         self.used_at[key] = self.events
-        self.time += 1
-        self.here[key] = self.time
+        self.came(key)
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        self.here.pop(key, None)
+        if self.here.pop(key, None) is not None and key in self.recent:
+            self.recent.remove(key)
 
     def order(self) -> list[bytes]:
-        return sorted(self.here, key=lambda key: (round(sum(2**at for at in self.uses[key]), 9), self.here[key]))
+        def rank(key: bytes) -> tuple[float, int]:
+            return round(sum(2**at for at in self.uses[key]), 9), self.here[key]
+
+        return sorted(self.here.keys() - set(self.recent), key=rank) + self.recent
 
 
 class NaiveLfu(NaiveLfuda):
