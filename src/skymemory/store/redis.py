@@ -37,7 +37,8 @@ TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
 """A string in Redis has at most 512 MiB (``proto-max-bulk-len``)."""
 
-_VALUES_AT_ONCE = 8
+_LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20
+"""Values in flight: so many bytes of them, between the least and the most number."""
 _QUESTIONS_AT_ONCE = 512
 _MOST_LATER = 1 << 16
 
@@ -68,6 +69,8 @@ class RedisStore(RemoteStore):
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
         """Keys under which a later release's values were seen: they are not overwritten."""
+        self._value_bytes: float = _BYTES_AT_ONCE
+        """Mean of the last load."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -92,7 +95,8 @@ class RedisStore(RemoteStore):
         self._loads.take(ticket)
         started_s = self._clock()
         unique = list(dict.fromkeys(ticket.keys))
-        replies = self._link.ask([pack(b"GET", NAMESPACE + key) for key in unique], _VALUES_AT_ONCE)
+        at_once = _at_once(self._value_bytes)
+        replies = self._link.ask([pack(b"GET", NAMESPACE + key) for key in unique], at_once)
         found = {key: opened(key, reply) for key, reply in zip(unique, replies, strict=True)}
         seconds = self._clock() - started_s
         loaded_bytes = 0
@@ -111,6 +115,8 @@ class RedisStore(RemoteStore):
                 self._counters.add("failed", label=value)
         self._ask_each(b"DEL", corrupt)
         self._rate.learn(loaded_bytes, seconds)
+        if loaded_bytes:
+            self._value_bytes = loaded_bytes / sum(isinstance(value, memoryview) for value in found.values())
         got = [found[key] for key in ticket.keys]
         self._counters.add("hits", sum(isinstance(value, memoryview) for value in got))
         self._counters.add("misses", sum(isinstance(value, str) for value in got))
@@ -145,7 +151,8 @@ class RedisStore(RemoteStore):
                 if key not in later:
                     data = memoryview(value).cast("B")
                     commands.append(pack(b"SET", NAMESPACE + key, (data, trailer_of(key, data))))
-            replies = iter(self._link.ask(commands, _VALUES_AT_ONCE))
+            mean_bytes = sum(memoryview(value).nbytes for _, value in ticket.items) / max(1, len(ticket.items))
+            replies = iter(self._link.ask(commands, _at_once(mean_bytes)))
         stored, unanswered = [], set()
         for key, _ in ticket.items:
             reply = LATER_VERSION if key in later else next(replies)
@@ -220,6 +227,11 @@ class RedisStore(RemoteStore):
     def close(self) -> None:
         self._closed = True
         self._link.close()
+
+
+def _at_once(value_bytes: float) -> int:
+    """How many values of this size are in flight."""
+    return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, int(_BYTES_AT_ONCE / max(1.0, value_bytes))))
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:

@@ -41,7 +41,8 @@ from skymemory.store.named import Listing, bare, named_key, named_payload
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 LEASE_S = 30.0
-_VALUES_AT_ONCE = 8
+RUN_VALUES, RUN_BYTES = 64, 8 << 20
+"""Largest number of requests, and bytes of values, in one call of the store (``Run``)."""
 _MAX_LEASES = 1 << 16
 _MAX_LIFETIMES = 1 << 16
 """That TTL reports."""
@@ -51,6 +52,7 @@ _ODD_NAME = "\0bytes:"
 """In front of the name of a key that is not text."""
 _REDIS_VERSION = b"7.2.0"
 """Clients choose by it what they may ask."""
+_NO_ROOM = "the store has no room, or did not answer: not all is stored"
 _OK = b"+OK\r\n"
 _CRLF = b"\r\n"
 
@@ -104,6 +106,31 @@ class Key:
 
 _key_of = lru_cache(256)(Key.of_bytes)
 """A SET asks before its value comes and after, and a GET follows an EXISTS: a digest each."""
+
+
+@dataclass(slots=True)
+class Run:
+    """GETs, or plain SETs of different keys, that a client sent without waiting for replies: one call of the store, in
+    which a constellation is asked for all at once, not value by value.
+    """
+
+    verb: bytes
+    requests: list[Sequence[Word]] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
+    size_bytes: int = 0
+    """Of the values set."""
+
+    def takes(self, verb: bytes, key: Key) -> bool:
+        """Whether a request may be the next of this run."""
+        room = len(self.keys) < RUN_VALUES and self.size_bytes < RUN_BYTES
+        return room and verb == self.verb and (verb == b"GET" or key not in self.keys)
+
+    def add(self, key: Key, words: Sequence[Word]) -> None:
+        self.requests.append(words)
+        self.keys.append(key)
+        if self.verb == b"SET":
+            value = words[2]
+            self.size_bytes += len(value.data) if isinstance(value, Framed) else memoryview(value).nbytes
 
 
 class ByteBudget:
@@ -326,12 +353,74 @@ class Commands:
             if not session.authenticated and verb not in ("AUTH", "HELLO", "QUIT"):
                 raise _Refused("Authentication required.", "NOAUTH")
             yield from run(self, session, words[1:])
-        except _Refused as refused:
-            yield [protocol.error(str(refused), refused.code)]
-        except (InvalidInput, ValueTooLarge) as wrong:
-            yield [protocol.error(str(wrong))]
-        except SkyMemoryError as failed:
-            yield [protocol.error(f"{type(failed).__name__}: {failed}")]
+        except (_Refused, SkyMemoryError) as error:
+            yield [_said(error)]
+
+    def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
+        """Verb and key of a request that may be part of a ``Run``; None for any other."""
+        if self._memory is not None or not session.authenticated or len(words) not in (2, 3):
+            return None
+        try:
+            verb = _bytes(words[0]).upper()
+            return (verb, Key.of(words[1])) if (verb, len(words)) in ((b"GET", 2), (b"SET", 3)) else None
+        except (_Refused, InvalidInput):
+            return None
+
+    def call_run(self, session: Session, run: Run) -> Iterator[Pieces]:
+        """As ``call`` for each of the requests."""
+        if len(run.requests) == 1:
+            yield from self.call(session, run.requests[0])
+            return
+        if run.verb == b"GET":
+            self.counters.add("commands", len(run.requests))
+            yield from self._get_run(session, run.keys)
+            return
+        try:
+            replies = self._set_run(run)
+        except (InvalidInput, ValueTooLarge):  # one of them: nothing is stored yet
+            for words in run.requests:
+                yield from self.call(session, words)
+            return
+        except (_Refused, SkyMemoryError) as error:
+            replies = [_said(error)] * len(run.requests)
+        self.counters.add("commands", len(run.requests))
+        yield [*replies]
+
+    def _get_run(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
+        for part in self._parts(keys):
+            try:
+                yield from self._values(session, part)
+            except (_Refused, SkyMemoryError) as error:
+                yield [_said(error)] * len(part)
+
+    def _parts(self, keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
+        """What is read and sent at once."""
+        try:
+            sizes = self._store.sizes([key.stored for key in keys])
+        except SkyMemoryError:  # reading says it
+            sizes = [None] * len(keys)
+        first = part_bytes = 0
+        for number, size in enumerate(sizes, 1):
+            part_bytes += size or 0
+            if part_bytes >= RUN_BYTES or number - first == RUN_VALUES or number == len(keys):
+                yield keys[first:number]
+                first, part_bytes = number, 0
+
+    def _set_run(self, run: Run) -> list[bytes]:
+        """The replies."""
+        replies, stored, places = [_OK] * len(run.keys), list[tuple[bytes, Buffer]](), list[int]()
+        for place, (key, words) in enumerate(zip(run.keys, run.requests, strict=True)):
+            try:
+                stored.append((key.stored, _to_store(key, words[2])))
+                places.append(place)
+            except _Refused as refused:
+                replies[place] = _said(refused)
+        with self._written([key for key, _ in stored]):
+            done = self._put_lasting(stored)
+        for place, one in zip(places, done, strict=True):
+            if not one:
+                replies[place] = _said(_Refused(_NO_ROOM, "OOM"))
+        return replies
 
     # --- connections ---
 
@@ -444,9 +533,9 @@ class Commands:
     def _mget(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         keys = [Key.of(word) for word in words]
         yield [protocol.array_head(len(keys))]
-        for first in range(0, len(keys), _VALUES_AT_ONCE):
+        for part in self._parts(keys):
             try:
-                yield from self._values(session, keys[first : first + _VALUES_AT_ONCE])
+                yield from self._values(session, part)
             except (_Refused, SkyMemoryError):
                 raise Close from None  # an array that has begun cannot end in an error
 
@@ -521,16 +610,25 @@ class Commands:
         with self._written(keys):
             if only_new and self._store.lookup(keys) != [Presence.MISS] * len(keys):
                 return False
-            done = len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0])
-            done = done or all(self._store.put_many(stored))
-            self.counters.add("stored" if done else "refused", len(items))
-            if not done:
-                raise _Refused("the store has no room, or did not answer: not all is stored", "OOM")
-            mortal = [key for key in keys if ttl_s is not None or self._deadlines.of(key) < math.inf]
-            if mortal and not self._expire_after(mortal, math.inf if ttl_s is None else ttl_s) and ttl_s is not None:
+            if not all(self._put_lasting(stored)):
+                raise _Refused(_NO_ROOM, "OOM")
+            if ttl_s is not None and not self._expire_after(keys, ttl_s):
                 gone = None not in self._store.delete(keys)
                 raise _Refused(f"the store did not promise the lifetime: {'nothing' if gone else 'it may be'} stored")
         return True
+
+    def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """Stores them without lifetimes: those of the values before end."""
+        if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
+            done = [True]
+        else:
+            done = self._store.put_many(stored)
+        self.counters.add("stored", sum(done))
+        self.counters.add("refused", len(done) - sum(done))
+        mortal = [key for (key, _), one in zip(stored, done, strict=True) if one and self._deadlines.of(key) < math.inf]
+        if mortal:
+            self._expire_after(mortal, math.inf)
+        return done
 
     @contextmanager
     def _written(self, keys: Sequence[bytes]) -> Iterator[None]:
@@ -638,6 +736,14 @@ class _Refused(Exception):
     def __init__(self, text: str, code: str = "ERR") -> None:
         super().__init__(text)
         self.code = code
+
+
+def _said(error: _Refused | SkyMemoryError) -> bytes:
+    """The error reply."""
+    if isinstance(error, _Refused):
+        return protocol.error(str(error), error.code)
+    known = isinstance(error, InvalidInput | ValueTooLarge)
+    return protocol.error(str(error) if known else f"{type(error).__name__}: {error}")
 
 
 def _bulk_pieces(shown: Pieces) -> Pieces:

@@ -13,6 +13,7 @@ import errno
 import ipaddress
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
@@ -20,7 +21,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -29,8 +30,8 @@ from pathlib import Path
 from skymemory import native
 from skymemory.errors import InvalidInput
 from skymemory.serving.resp import protocol
-from skymemory.serving.resp.commands import Close, Commands, Pieces, Session
-from skymemory.serving.resp.protocol import Framed, LargeArgument, NeedData, ProtocolError, RequestParser
+from skymemory.serving.resp.commands import Close, Commands, Pieces, Run, Session
+from skymemory.serving.resp.protocol import Framed, LargeArgument, NeedData, ProtocolError, RequestParser, Word
 
 log = logging.getLogger("skymemory.store.daemon")
 
@@ -255,6 +256,12 @@ class Conversation:
         self._booked_bytes = 0
         """Of the budget, for what has been received of the request under way."""
         self._booked_small_bytes = 0
+        self._collected: Run | None = None
+        """Requests that have come and are not answered: another of the kind seems to follow."""
+        self._collected_bytes = 0
+        """Of the budget, for these."""
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
 
     def run(self) -> None:
         try:
@@ -264,22 +271,55 @@ class Conversation:
                 except ProtocolError as error:
                     self._end_with(protocol.error(f"Protocol error: {error}"))
                     return
-                if isinstance(request, NeedData):
-                    if not self._read():
-                        return
-                elif isinstance(request, LargeArgument):
-                    if not self._receive(request):
-                        return
-                else:
-                    for pieces in self._commands.call(self._session, request):
-                        self._outbox.send(pieces)
+                if isinstance(request, NeedData | LargeArgument):
+                    if self._collected is not None and not self._follows(self._collected):
+                        self._answer_collected()
+                    if not (self._receive(request) if isinstance(request, LargeArgument) else self._read()):
+                        break
+                elif not self._collect(request):
+                    self._answer(self._commands.call(self._session, request))
                     del request  # the values in it
-                    self._give_back()
-                    self._parser.trusted = self._session.authenticated
-                    self._pace.begin()
+            self._answer_collected()
             self._outbox.flush()
         finally:
             self._give_back()
+
+    def _collect(self, words: list[Word]) -> bool:
+        """Keep the request for a run; False for one that is to be answered now, as those before it are."""
+        found = self._commands.run_key(self._session, words)
+        if self._collected is not None and not (found and self._collected.takes(*found)):
+            self._answer_collected()
+        if found is None:
+            return False
+        verb, key = found
+        self._collected = self._collected or Run(verb)
+        self._collected.add(key, words)
+        self._collected_bytes, self._booked_small_bytes = self._booked_bytes, 0
+        return True
+
+    def _follows(self, run: Run) -> bool:
+        """Whether more has come than what was parsed."""
+        if run.verb == b"GET" and self._parser.idle:
+            return False  # GETs arrive in one read
+        return (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0) or bool(self._readable.poll(0))
+
+    def _answer_collected(self) -> None:
+        run, self._collected = self._collected, None
+        if run is not None:
+            self._send_all(self._commands.call_run(self._session, run))
+            self._commands.budget.give_back(self._collected_bytes)
+            self._booked_bytes -= self._collected_bytes
+            self._collected_bytes = 0
+
+    def _answer(self, replies: Iterator[Pieces]) -> None:
+        self._send_all(replies)
+        self._give_back()
+        self._parser.trusted = self._session.authenticated
+
+    def _send_all(self, replies: Iterator[Pieces]) -> None:
+        for pieces in replies:
+            self._outbox.send(pieces)
+        self._pace.begin()
 
     def _read(self) -> bool:
         """Some more of a request; False where the client has gone, or is to go."""
@@ -330,7 +370,11 @@ class Conversation:
 
     def _book(self, size_bytes: int, coming_bytes: int = 0) -> bool:
         """Room in the budget; False where there is none; the client learns of it."""
-        if self._commands.budget.take(size_bytes, self._limits.stall_s):
+        taken = self._commands.budget.take(size_bytes, 0.0 if self._collected is not None else self._limits.stall_s)
+        if not taken and self._collected is not None:  # nobody waits for room while holding some
+            self._answer_collected()
+            taken = self._commands.budget.take(size_bytes, self._limits.stall_s)
+        if taken:
             self._booked_bytes += size_bytes
             return True
         self._commands.counters.add("busy")
@@ -339,12 +383,13 @@ class Conversation:
 
     def _give_back(self) -> None:
         self._commands.budget.give_back(self._booked_bytes)
-        self._booked_bytes = self._booked_small_bytes = 0
+        self._booked_bytes = self._booked_small_bytes = self._collected_bytes = 0
 
     def _end_with(self, last: bytes, coming_bytes: int = 0) -> None:
         """Says ``last``, and lets the client read it: closing with bytes of its own unread would reset the connection.
         ``coming_bytes`` of a value may be on their way.
         """
+        self._answer_collected()
         self._outbox.send([last])
         self._outbox.flush()
         socket.socket.shutdown(self._sock, socket.SHUT_WR)
