@@ -110,7 +110,7 @@ _key_of = lru_cache(256)(Key.of_bytes)
 
 @dataclass(slots=True)
 class Run:
-    """GETs, or plain SETs of different keys, that a client sent without waiting for replies: one call of the store, in
+    """GETs, or plain SETs, that a client sent without waiting for replies: one call of the store, in
     which a constellation is asked for all at once, not value by value.
     """
 
@@ -120,10 +120,9 @@ class Run:
     size_bytes: int = 0
     """Of the values set."""
 
-    def takes(self, verb: bytes, key: Key) -> bool:
+    def takes(self, verb: bytes) -> bool:
         """Whether a request may be the next of this run."""
-        room = len(self.keys) < RUN_VALUES and self.size_bytes < RUN_BYTES
-        return room and verb == self.verb and (verb == b"GET" or key not in self.keys)
+        return verb == self.verb and len(self.keys) < RUN_VALUES and self.size_bytes < RUN_BYTES
 
     def add(self, key: Key, words: Sequence[Word]) -> None:
         self.requests.append(words)

@@ -287,7 +287,7 @@ class Conversation:
     def _collect(self, words: list[Word]) -> bool:
         """Keep the request for a run; False for one that is to be answered now, as those before it are."""
         found = self._commands.run_key(self._session, words)
-        if self._collected is not None and not (found and self._collected.takes(*found)):
+        if self._collected is not None and not (found and self._collected.takes(found[0])):
             self._answer_collected()
         if found is None:
             return False
