@@ -171,7 +171,7 @@ PHASES = (Phase("long prompts", (1500, 3000), 4, 1.7), Phase("long answers", (16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["2P1D", "1P2D", "2P1D+", "1P2D+"], help="splits; +: elastic from there on")
-    parser.add_argument("--seconds", type=float, default=42.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=36.0, help="of each phase")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="of the rates of arrivals")
     parser.add_argument("--per-s", type=float, nargs=2, default=(1.7, 1.0), help="rates of the two phases")
@@ -186,18 +186,18 @@ def main() -> None:
     PHASES = tuple(
         Phase(one.name, one.prompt, one.answer, per_s) for one, per_s in zip(PHASES, args.per_s, strict=True)
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if args.json is not None and args.json.is_file():
+        rows = json.loads(args.json.read_text("utf-8"))["rows"]
     for words in args.runs:
         prefill, _, decode = words.rstrip("D+").partition("P")
-        rows.append(asyncio.run(run(args, (int(prefill), int(decode)), words.endswith("+"))))
+        made = asyncio.run(run(args, (int(prefill), int(decode)), words.endswith("+")))
+        key = ("seed", "split", "elastic")
+        rows = [row for row in rows if any(row[one] != made[one] for one in key)] + [made]
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    if args.json is not None and args.json.is_file():
-        now = {(row["seed"], row["split"], row["elastic"]) for row in rows}
-        before = json.loads(args.json.read_text("utf-8"))["rows"]
-        rows = [row for row in before if (row["seed"], row["split"], row["elastic"]) not in now] + rows
+        write_json(args.json, "elastic_engines", args.seed, rows)
     rows.sort(key=lambda row: (row["seed"], row["elastic"], row["split"]))
     report(rows)
-    write_json(args.json, "elastic_engines", args.seed, rows)
 
 
 def report(rows: list[dict[str, Any]]) -> None:
