@@ -170,7 +170,8 @@ PHASES = (Phase("long prompts", (1500, 3000), 4, 1.7), Phase("long answers", (16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=["2P1D", "1P2D", "2P1D+", "1P2D+"], help="splits; +: elastic from there on")
+    every = ["2P1D", "1P2D", "2P1D+", "1P2D+"]
+    parser.add_argument("--runs", nargs="+", default=every, help="splits; +: elastic from there on")
     parser.add_argument("--seconds", type=float, default=36.0, help="of each phase")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="of the rates of arrivals")
