@@ -28,8 +28,8 @@ The demand is proportional to the work, which a move divides among one more or o
 
 * Prefill: the busy share shows what a pool can spare; a queue beyond the objective how many it takes to work that off.
 * Decode: a batch of ``n`` takes ``tbt = shared + c·n`` a step and makes ``n / tbt`` tokens a second, which is
-  ``(1 - shared / tbt) / c``. A request that meets such batches has ``idle / (1 - c · tokens a second)`` between its own,
-  so the first term is that rate over the one at the objective. The second is over the one with full memory, where ``n``
+  ``(1 - shared / tbt) / c``. A request that meets such batches has ``idle / (1 - c · tokens a second)`` between its
+  own, so the first term is that rate over the one at the objective. The second is over the one with full memory, where ``n``
   is ``n / kv_share``. An engine that computes one request after the other shares nothing: its demand is its busy share.
   The time itself is no measure: with one instance less, steps are slower, so answers take longer and batches grow by
   more than the share of the one that left. Beyond full memory requests wait, and ``kv_share`` itself counts.
@@ -339,7 +339,7 @@ class _Smoothed:
         return self._sum / self._weight if self._weight else 0.0
 
     def add(self, total: float, elapsed_s: float, count: float = 1.0) -> None:
-        """``total`` of ``count`` samples stands for the time since the last one; the first, without any, for a moment."""
+        """``total`` of ``count`` samples: for the time since those before; the first, without any, for a moment."""
         keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
         share = max(1 - keep, 1e-9)
         self._sum = self._sum * keep + total * share
