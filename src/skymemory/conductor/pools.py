@@ -29,10 +29,10 @@ The demand is proportional to the work, which a move divides among one more or o
 * Prefill: the busy share shows what a pool can spare; a queue beyond the objective how many it takes to work that off.
 * Decode: a batch of ``n`` takes ``tbt = shared + c·n`` a step and makes ``n / tbt`` tokens a second, which is
   ``(1 - shared / tbt) / c``. A request that meets such batches has ``idle / (1 - c · tokens a second)`` between its
-  own, so the first term is that rate over the one at the objective. The second is over the one with full memory, where ``n``
-  is ``n / kv_share``. An engine that computes one request after the other shares nothing: its demand is its busy share.
-  The time itself is no measure: with one instance less, steps are slower, so answers take longer and batches grow by
-  more than the share of the one that left. Beyond full memory requests wait, and ``kv_share`` itself counts.
+  own, so the first term is that rate over the one at the objective. The second is over the one with full memory, where
+  ``n`` is ``n / kv_share``. An engine that computes one request after the other shares nothing: its demand is its busy
+  share. The time itself is no measure: with one instance less, steps are slower, so answers take longer and batches
+  grow by more than the share of the one that left. Beyond full memory requests wait, and ``kv_share`` itself counts.
 
 An instance moves from G to R when all of these hold:
 
