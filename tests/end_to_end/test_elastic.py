@@ -125,7 +125,7 @@ def test_roles_follow_the_load_and_every_answer_is_a_plain_engine_s(engines: Eng
         assert metrics(url, "skymemory_router_role_changes_total{") >= 2
         assert metrics(url, "skymemory_router_server_in_flight") == 0
         lines = [line for line in process.said if "drains to get the role" in line]
-        assert len(lines) >= 2 and "has a load of" in lines[0]
+        assert len(lines) >= 2 and "of its objective; " in lines[0]
         assert not any("Traceback" in line for line in process.said)
 
 

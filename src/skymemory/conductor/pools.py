@@ -6,30 +6,43 @@ it closes the instance to new requests, waits until its last one has ended (a pr
 decode instance its batch and the requests on their way to it), and opens it in the other role. The controller reads
 the progress from the next samples. No I/O, no clock.
 
-**The control law: balance by demand.** A pool's demand is a number of instances, so it does not jump when one moves::
+**The control law: need by time, what can be spared by work.** Both are smoothed over time::
 
-    prefill   Σ max(1 if it has work, else 0, queue_s / ttft objective)
-    decode    Σ max((1 - idle / tbt_s) / (1 - idle / tbt objective), 1 - (1 - kv_share) · idle / tbt_s)
+    need      prefill   TAIL · queue_s / ttft objective, the mean of the instances
+              decode    max((1 - idle / tbt_s) / (1 - idle / tbt objective), kv_share), the mean of the requests
+              1: at the objective
 
-    load      demand / serving instances; 1: at the objective
+    demand    prefill   Σ max(1 if it has work, else 0, queue_s / ttft objective)
+              decode    Σ max((1 - shared / tbt_s) / (1 - idle / tbt objective), 1 - (1 - kv_share) · shared / tbt_s)
+              a number of instances, so it does not jump when one moves
 
-These are Mooncake's loads (predicted time to first token and time between tokens over their objectives), changed so
-that a load is proportional to the work, which a move divides among one more or one less.
+    load      demand / serving instances; 1: no more work fits within the objective
 
-* Prefill: a queue is empty up to about nine tenths of what a pool can do, and without a limit above. The busy share
-  shows what a pool can spare; a queue beyond the objective how many it takes to work that off within it.
-* Decode: a batch of ``n`` takes ``tbt = idle + c·n`` a step and makes ``n / tbt`` tokens a second, which is
-  ``(1 - idle / tbt) / c``. The first term is that rate over the one at the objective; the second over the one with full
-  memory, where ``n`` is ``n / kv_share``. The time itself is no measure: with one instance less, steps are slower, so
-  answers take longer and batches grow by more than the share of the one that left. Beyond full memory requests wait,
-  and ``kv_share`` itself counts.
+The need says whether requests are late, or about to be. A busy pool may answer all within its objective: it gets none.
+
+* Prefill: waits are spread, in a busy pool about exponentially, so that one in twenty is above ``TAIL`` means. The mean
+  itself comes too late: an admission rule refuses what would wait longer than the objective, so it never gets there.
+* Decode: 0 for a request alone, 1 at the objective or with full memory, beyond which requests wait.
+
+The demand is proportional to the work, which a move divides among one more or one less.
+
+* Prefill: the busy share shows what a pool can spare; a queue beyond the objective how many it takes to work that off.
+* Decode: a batch of ``n`` takes ``tbt = shared + c·n`` a step and makes ``n / tbt`` tokens a second, which is
+  ``(1 - shared / tbt) / c``. A request that meets such batches has ``idle / (1 - c · tokens a second)`` between its
+  own, so the first term is that rate over the one at the objective. The second is over the one with full memory, where
+  ``n`` is ``n / kv_share``. An engine that computes one request after the other shares nothing: its demand is its busy
+  share. The time itself is no measure: with one instance less, steps are slower, so answers take longer and batches
+  grow by more than the share of the one that left. Beyond full memory requests wait, and ``kv_share`` itself counts.
 
 An instance moves from G to R when all of these hold:
 
-1. ``load(R) ≥ high``: R needs it. Below, requests meet their objectives, and a drain costs for nothing.
+1. ``need(R) ≥ high``: R needs it. Below, requests meet their objectives, and a drain costs for nothing.
 2. ``left = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without it. With both pools
    overloaded none moves. ``growth`` is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: what R could not take was
-   refused, or waits in front of G; with one more instance that much more flows through both.
+   refused, or waits in front of G; with one more instance that much more flows through both. Where G prefills, its
+   queue counts, too: one with the load ρ is as long as ``ρ / (1 - ρ)`` times something that a move does not change (the
+   requests' lengths), so its need without the instance is known, and is at most 1. Long requests, or bursts, need more
+   than their work.
 3. ``left · (1 + margin) ≤ load(R)``: what G will bear is less, by a margin, than what R bears now.
 4. G keeps one. Where its others fail during the drain, that is called off.
 5. No change is under way, and since the end of the last one ``settle_s`` plus ``drain_weight`` times its drain have
@@ -56,6 +69,8 @@ from typing import Literal, get_args
 from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 
+TAIL = 3.0
+"""Of exponential waits, ``exp(-3)`` are longer than three times their mean: 5 %."""
 MOST_GROWTH = 1.25
 """Assumed growth of the flow by one more instance; a pool of one, doubled, rarely had twice the requests refused."""
 
@@ -113,7 +128,7 @@ class RoleChange:
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
     high: float = 0.85
-    """Load from which a pool gets an instance."""
+    """Need from which a pool gets an instance."""
     low: float = 0.9
     """Largest load of the pool that gives it, without it."""
     margin: float = 0.1
@@ -127,13 +142,17 @@ class ElasticSettings:
     most_drain_s: float = 900.0
     """A change that takes longer is called off: its instance serves in its old role again."""
     idle_tbt_s: float = 0.0
-    """Seconds between tokens of a request that decodes alone; 0: unknown, and a decode load is the larger of ``tbt_s``
-    over the objective and ``kv_share``."""
+    """Seconds between tokens of a request that decodes alone; 0: unknown, and a decode pool's need and load are the
+    larger of ``tbt_s`` over the objective and ``kv_share``."""
+    shared_tbt_s: float = math.inf
+    """The part of it that the requests of a batch share, such as reading the weights; all of it, at most."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not 0 <= getattr(self, field.name) < math.inf:
+            if not 0 <= getattr(self, field.name) < math.inf and field.name != "shared_tbt_s":
                 raise InvalidInput(f"{field.name} is {getattr(self, field.name):g}; expected 0 or more")
+        if not self.shared_tbt_s >= 0:
+            raise InvalidInput(f"shared_tbt_s is {self.shared_tbt_s:g}; expected 0 or more")
         if not (self.high > 0 and self.low > 0 and self.most_drain_s > 0):
             raise InvalidInput("high, low and most_drain_s: expected above 0")
         if self.margin == 0:
@@ -155,7 +174,9 @@ class PoolController:
             )
         self._slo = slo
         self.idle_tbt_s = settings.idle_tbt_s
-        """As in the settings; a caller that measures it may set it, below the objective."""
+        self.shared_tbt_s = settings.shared_tbt_s
+        """As in the settings; a caller that measures them may set both, the first below the objective."""
+        self._needs: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._last_s: float | None = None
@@ -176,6 +197,10 @@ class PoolController:
         serving, demand = self._serving[role], self._demands[role].value
         return demand / serving if serving else math.inf if self._last_s is not None else 0.0
 
+    def need(self, role: Role) -> float:
+        """How far its requests are from their objective, which is 1; 0 before the first sample."""
+        return self._needs[role].value
+
     def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
         """All instances as of now; returns a change to begin or to call off.
 
@@ -195,7 +220,15 @@ class PoolController:
         for role in ROLES:
             ours = [one for one in instances if one.role == role and one.state != "down"]
             self._demands[role].add(sum(map(self._demand, ours)), elapsed_s)
-            self._serving[role] = sum(one.state == "serving" for one in ours)
+            serving = [one for one in ours if one.state == "serving"]
+            self._serving[role] = len(serving)
+            # An instance that decodes nothing counts as much as one request: a pool without work has no need.
+            counts = [1 if role == "prefill" else max(1, one.in_flight) for one in serving]
+            self._needs[role].add(
+                sum(count * self._need(one) for one, count in zip(serving, counts, strict=True)),
+                elapsed_s,
+                sum(counts),
+            )
             if self._serving[role]:
                 self._empty_s[role] = None
             elif self._empty_s[role] is None:
@@ -204,14 +237,27 @@ class PoolController:
             return self._follow(self._change, by_name.get(self._change.instance), now_s)
         return self._begin(instances, now_s)
 
+    def _need(self, one: InstanceSample) -> float:
+        if one.role == "prefill":
+            return TAIL * one.queue_s / self._slo.ttft_s
+        if not self.idle_tbt_s:
+            return max(one.tbt_s / self._slo.tbt_s, one.kv_share)
+        rate = 1 - self.idle_tbt_s / one.tbt_s if one.tbt_s > self.idle_tbt_s else 0.0
+        return max(rate / self._most_rate, one.kv_share)
+
     def _demand(self, one: InstanceSample) -> float:
         if one.role == "prefill":
             return max(float(one.queue_s > 0), one.queue_s / self._slo.ttft_s)
-        idle_s, share = self.idle_tbt_s, one.kv_share
-        if not one.tbt_s or not idle_s or share > 1:
+        shared_s, share = min(self.shared_tbt_s, self.idle_tbt_s), one.kv_share
+        if not one.tbt_s or not self.idle_tbt_s or share > 1:
             return max(one.tbt_s / self._slo.tbt_s, share)
-        idle = min(1.0, idle_s / one.tbt_s)
-        return max((1 - idle) / (1 - idle_s / self._slo.tbt_s), 1 - (1 - share) * idle)
+        shared = min(1.0, shared_s / one.tbt_s)
+        return max((1 - shared) / self._most_rate, 1 - (1 - share) * shared)
+
+    @property
+    def _most_rate(self) -> float:
+        """Tokens a second of a decode instance at the objective, as a share of those of an endless batch."""
+        return 1 - self.idle_tbt_s / self._slo.tbt_s
 
     def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
         """Ends the change when its instance has its new role, is gone, takes too long, or is needed where it is."""
@@ -266,10 +312,19 @@ class PoolController:
             return None
         growth = min(1 + 1 / self._serving[to], MOST_GROWTH)
         left = self._demands[giver].value / (self._serving[giver] - 1) * growth
-        needs = self.load(to)
-        if needs < settings.high or left > settings.low or left * (1 + settings.margin) > needs:
+        need, load = self.need(to), self.load(to)
+        if need < settings.high or left > settings.low or left * (1 + settings.margin) > load:
             return None
-        return f"{to} has a load of {needs:.2f}; {giver} would have {left:.2f} with one instance less"
+        if self._need_with(giver, left) > 1:
+            return None
+        return f"{to} is at {need:.2f} of its objective; {giver} would have a load of {left:.2f} with one instance less"
+
+    def _need_with(self, role: Role, load: float) -> float:
+        """The need of a pool that prefills with another load than now; of one that decodes the load says it all."""
+        now = self.load(role)
+        if role == "decode" or not 0 < now < 1:
+            return 0.0
+        return self.need(role) * (load / now) * (1 - now) / (1 - load) if load < 1 else math.inf
 
 
 class _Smoothed:
@@ -283,9 +338,9 @@ class _Smoothed:
     def value(self) -> float:
         return self._sum / self._weight if self._weight else 0.0
 
-    def add(self, sample: float, elapsed_s: float) -> None:
-        """``sample`` stands for the time since the last one; the first, without any, for a moment."""
+    def add(self, total: float, elapsed_s: float, count: float = 1.0) -> None:
+        """``total`` of ``count`` samples: for the time since those before; the first, without any, for a moment."""
         keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
         share = max(1 - keep, 1e-9)
-        self._sum = self._sum * keep + sample * share
-        self._weight = self._weight * keep + share
+        self._sum = self._sum * keep + total * share
+        self._weight = self._weight * keep + count * share

@@ -403,6 +403,59 @@ def test_a_decode_load_is_measured_against_a_request_that_is_alone() -> None:
     assert router.roles._paces["d0"].tbt_s == 0.04, "no token came: the last known time"
 
 
+def test_what_a_batch_shares_is_learnt_from_periods_with_as_many_streams_at_both_ends() -> None:
+    router = Router([backend("p0", PREFILL), backend("d0", DECODE)])
+    server, pool = router.backends.known["d0"].server, lambda: router.roles._pools["m"]
+
+    def look(decoding: int, tbt_s: float) -> float:
+        server.in_flight = decoding
+        router.roles.came("d0", 50, 50 * tbt_s)
+        router.tick()
+        return pool().shared_tbt_s()
+
+    assert math.isinf(look(1, 0.010))
+    assert math.isinf(look(3, 0.012)), "there were fewer before"
+    assert look(3, 0.016) == pytest.approx(0.007), "each of two more took 3 ms"
+    assert look(3, 0.030) == pytest.approx(0.007), "the least counts"
+    assert pool().controller.shared_tbt_s == pytest.approx(0.007)
+    look(5, 0.030)
+    assert look(5, 0.030) == pytest.approx(0.006), "the median of 3 and 5 ms"
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_router_that_stood_still_learns_nothing_from_what_piled_up(drains: bool) -> None:
+    """As after SIGSTOP and SIGCONT: a look with what was there, then one with what has come in the meantime."""
+    router = Router([backend("p0", PREFILL), backend("p1", PREFILL), backend("d0", DECODE)])
+    if drains:
+        router, _ = overloaded_decode()
+    server = router.backends.known["d0"].server
+    server.in_flight = 4
+    for _ in range(10 * (not drains)):
+        router.roles.came("d0", 100, 0.5)
+        router.tick()
+    router.now_s += 300.0  # more than `most_drain`
+    router.roles.observe(router.now_s)
+    router.roles.came("d0", 4, 4 * 300.0)
+    router.tick()
+    for _ in range(5):
+        router.roles.came("d0", 100, 0.5)
+        router.tick()
+    assert router.role("p1") == (PREFILL, "draining" if drains else "serving") and router.changes() == {}
+    if not drains:
+        assert router.roles._pools["m"].controller.need("decode") < 0.2
+
+
+def test_servers_that_report_nothing_are_judged_by_what_passes_through() -> None:
+    """No metrics: busy prefill servers get none, late streams get one."""
+    router = Router([backend("p0", PREFILL), backend("p1", PREFILL), backend("d0", DECODE)])
+    router.backends.known["d0"].server.in_flight = 2
+    for tbt_s, moved in ((0.02, False), (0.2, True)):
+        for _ in range(20):
+            router.roles.came("d0", 50, 50 * tbt_s)
+            router.tick()
+        assert (router.role("p1") == (DECODE, "serving")) == moved
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

@@ -121,12 +121,13 @@ def test_pools_follow_the_load_and_meet_more_objectives() -> None:
 
 
 def a_switch(decode_s: int) -> tuple[list[TraceRequest], ClusterSetup]:
-    """A long answer decodes on each of two machines; then prompts come, enough for two machines that prefill."""
+    """A long answer decodes on each of two machines; then prompts come, which keep the one that prefills busy and
+    wait for a quarter of their objective."""
     answers = [TraceRequest(0.0, 100, decode_s, (number,), number) for number in (1, 2)]
     prompts = [TraceRequest(5.0 + at, 1_000, 1, (10 + 2 * at, 11 + 2 * at), 10 + at) for at in range(40)]
     # With 1 s between tokens as idle, the two answers are no load.
     elastic = ElasticSettings(high=0.5, smoothing_s=0.0, settle_s=4.5, drain_weight=0.0, idle_tbt_s=1.0)
-    return [*answers, *prompts], replace(TOY_ELASTIC, prefill=1, slo=Slo(10.0, 10.0), elastic=elastic)
+    return [*answers, *prompts], replace(TOY_ELASTIC, prefill=1, slo=Slo(4.0, 10.0), elastic=elastic)
 
 
 def test_a_drain_waits_for_the_last_answer_and_the_set_up_follows() -> None:

@@ -10,9 +10,13 @@ Every period the servers are sampled, with what the router knows of them, and a 
                  that run, as its batch or its memory is full. Not with the handover ``overlap``: there they may wait
                  for their prefill
 
-Seconds between tokens of a request that is alone, which a decode load is measured against, are the least that was seen
-of one; before that the load is the time over its objective. Servers of different models are different pools. A restart
-begins with the roles of the settings.
+Seconds between tokens of a request that is alone, which a decode pool is measured against, are the least that was seen
+of one; before that its need is the time over its objective. What a batch shares of these is learnt from the least times
+of two and more at once; before that all. Servers of different models are different pools. A restart begins with the
+roles of the settings.
+
+Where the router itself did not run for a while (it was stopped, or the machine slept), what it sees afterwards says
+nothing of the servers: streams have piled up. That time, and the period behind it, do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -38,6 +43,8 @@ log = logging.getLogger("skymemory.router")
 
 LEAST_TOKENS = 8
 """Fewer in a period say nothing of the time between tokens of a request that is alone."""
+LATE_PERIODS = 5.0
+"""A look that comes so many periods after the one before: the router did not run in between."""
 MOST_IDLE = 0.9
 """That time, as a share of the objective at most: else one request would be an overload."""
 OUTCOMES = ("done", "called-off", "gone")
@@ -53,6 +60,8 @@ class _Pace:
     """The last known time between tokens."""
     decoding: int = 0
     """Requests that it answers at the moment."""
+    steady: bool = False
+    """As many as at the look before."""
     waiting: int = 0
     """Requests that waited at the engine, by the report before."""
     report_at_s: float = -math.inf
@@ -66,8 +75,20 @@ class _Pool:
     controller: PoolController
     change: tuple[str, Role] | None = None
     """The server that drains, and the role that it gets."""
-    idle_tbt_s: float = math.inf
-    """The least time between tokens that was seen."""
+    least_tbt_s: dict[int, float] = field(default_factory=dict)
+    """The least time between tokens that was seen, by requests at once."""
+
+    def idle_tbt_s(self) -> float:
+        """Of one that is alone; infinite: unknown."""
+        return self.least_tbt_s.get(1, math.inf)
+
+    def shared_tbt_s(self) -> float:
+        """The part of that which others at the same time share; infinite: unknown."""
+        alone_s = self.idle_tbt_s()
+        each_s = [(tbt_s - alone_s) / (count - 1) for count, tbt_s in self.least_tbt_s.items() if count > 1]
+        if not each_s or math.isinf(alone_s):
+            return math.inf
+        return max(0.0, alone_s - max(0.0, median(each_s)))
 
 
 class ElasticRoles(Collector):
@@ -97,6 +118,11 @@ class ElasticRoles(Collector):
         self._paces: dict[str, _Pace] = {}
         self._pools: dict[str, _Pool] = {}
         self._changes: dict[tuple[str, str], int] = {}
+        self._last_s: float | None = None
+        self._lost_s = 0.0
+        """Time in which the router did not run."""
+        self._piled_up = False
+        """Streams bring what has come in that time."""
 
     # -- from requests
 
@@ -111,6 +137,8 @@ class ElasticRoles(Collector):
     def observe(self, now_s: float) -> bool:
         """Sample the servers, and begin or call off a change of role; whether a server has left its fleet."""
         moved = self._backends.remove_drained()
+        if self._skips(now_s):
+            return moved
         known = self._backends.known
         for name in self._paces.keys() - known.keys():
             del self._paces[name]
@@ -122,13 +150,29 @@ class ElasticRoles(Collector):
             if pool is None:
                 pool = self._pools[model] = _Pool(PoolController(self._slo, self._controlled))
             self._settle(pool)
-            pool.controller.idle_tbt_s = self._idle_tbt_s(pool, samples)
-            change = pool.controller.observe(samples, now_s)
+            self._learn(pool, samples)
+            idle_s = pool.idle_tbt_s()
+            pool.controller.idle_tbt_s = 0.0 if math.isinf(idle_s) else min(idle_s, MOST_IDLE * self._slo.tbt_s)
+            pool.controller.shared_tbt_s = pool.shared_tbt_s()
+            change = pool.controller.observe(samples, now_s - self._lost_s)
             if change is not None:
                 self._carry_out(pool, change.instance, change.role, change.reason)
             if not samples and pool.change is None:
                 del self._pools[model]
         return moved
+
+    def _skips(self, now_s: float) -> bool:
+        """Whether this look says nothing, as the router did not run before it or before the last one."""
+        elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        late = elapsed_s > LATE_PERIODS * self.every_s
+        if not late and not self._piled_up:
+            return False
+        self._lost_s += elapsed_s
+        self._piled_up = late
+        for pace in self._paces.values():
+            pace.seconds, pace.tokens = 0.0, 0
+        return True
 
     def _carry_out(self, pool: _Pool, name: str, role: Role, reason: str) -> None:
         if pool.change is not None:
@@ -162,7 +206,8 @@ class ElasticRoles(Collector):
         server, backend = known.server, known.backend
         pace = self._paces.setdefault(name, _Pace())
         role: Role = "prefill" if backend.role == PREFILL else "decode"
-        pace.decoding = server.in_flight - server.prefilling
+        decoding = server.in_flight - server.prefilling
+        pace.steady, pace.decoding = decoding == pace.decoding, decoding
         tbt_s = self._tbt_s(pace)
         return InstanceSample(
             name,
@@ -193,13 +238,14 @@ class ElasticRoles(Collector):
             pace.share = (running + waiting) / running if waiting else max(0.0, report.kv_usage)
         return pace.share
 
-    def _idle_tbt_s(self, pool: _Pool, samples: Iterable[InstanceSample]) -> float:
+    def _learn(self, pool: _Pool, samples: Iterable[InstanceSample]) -> None:
         for one in samples:
             pace = self._paces[one.name]
-            if one.tbt_s and pace.decoding == 1 and pace.tokens >= LEAST_TOKENS:
-                pool.idle_tbt_s = min(pool.idle_tbt_s, one.tbt_s)
+            count, before_s = pace.decoding, pool.least_tbt_s.get(pace.decoding, math.inf)
+            # One stream at the end of a period were at most slower before; several may have been fewer.
+            if one.tbt_s and count and pace.tokens >= LEAST_TOKENS * count and (count == 1 or pace.steady):
+                pool.least_tbt_s[count] = min(before_s, one.tbt_s)
             pace.tokens = 0
-        return 0.0 if math.isinf(pool.idle_tbt_s) else min(pool.idle_tbt_s, MOST_IDLE * self._slo.tbt_s)
 
     # -- Prometheus
 
@@ -230,5 +276,8 @@ class ElasticRoles(Collector):
             for role in ROLES
             if math.isfinite(load := pool.controller.load(role))
         ]
-        what = "Load of a model's servers of one role; 1: at the objective"
+        what = "Work of a model's servers of one role; 1: no more fits within the objective"
         yield family(GaugeMetricFamily, "skymemory_router_role_load", what, ("model", "role"), loads)
+        needs = [((model, role), pool.controller.need(role)) for model, pool in self._pools.items() for role in ROLES]
+        what = "How far a model's requests are from the objective of one role; 1: at it"
+        yield family(GaugeMetricFamily, "skymemory_router_role_need", what, ("model", "role"), needs)
