@@ -10,8 +10,8 @@ real      Seeded requests at three loads on a real 1P+1D behind `skymemory route
 coupled   The same requests on 1P+1D and on two engines that do both behind the same router, at several mixes and loads;
           and both in the simulator.
 overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
-split     The same requests, many of them short, where prompts take one step of which the decode engine lacks fewer tokens
-          than the router's `--split-from`, for several.
+split     The same requests, many of them short; prompts of which the decode engine lacks few tokens take one step, by
+          several settings of the router's `--split-from`.
 curve     From which speeds on prefill and decode apart win: the fitted model with its speeds multiplied, simulated
           (a minute; rows go to `--csv`, `plot_disagg.py` draws them). Needs no engine.
 
