@@ -323,8 +323,8 @@ class Disaggregation:
         "split_from",
         whole,
         64,
-        "tokens, as the router counts them: a prompt of which a decode server lacks fewer takes one step, there; 0: all "
-        "take two. (A sidecar goes by the header alone)",
+        "tokens, as the router counts them: a prompt of which a decode server lacks fewer takes one step, there; 0: "
+        "all take two. (A sidecar goes by the header alone)",
     )
     prefill_s: float = setting("prefill", duration, 120.0, "for the answer of a prefill server")
     fallback: bool = setting(
