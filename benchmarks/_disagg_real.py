@@ -24,7 +24,7 @@ from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
 from skymemory.demo.engines import own_engine, router, store_daemon, vllm_server
 from skymemory.engine.inputs import SMALL_MODEL_FOLDER
-from skymemory.serving.fitting import Measurement, decode_cells
+from skymemory.serving.fitting import DecodeCell, Measurement, decode_cells
 from skymemory.serving.replay.client import Client, Target
 from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
@@ -37,6 +37,7 @@ CACHE_BYTES = 512 << 20
 BURST = 3
 COMPUTED, PROMPTS = "vllm:request_prefill_kv_computed_tokens_sum", "vllm:request_prompt_tokens_sum"
 COUNT = "vllm:request_prompt_tokens_count"
+ALONE = "skymemory_router_alone_total"
 _PATIENCE_S = 120.0
 Say = Callable[[str], None]
 
@@ -116,12 +117,13 @@ def servers(kind: Kind, folder: Path, coupled: bool) -> Iterator[Servers]:
 
 
 @contextmanager
-def routed(on: Servers, name: str, *options: str) -> Iterator[str]:
+def routed(on: Servers, name: str, *options: str, split_from: int = 0) -> Iterator[str]:
     """A router before them; its address."""
     first, second = on.engines
     where = ("--backend", first, "--backend", second)
     if not on.coupled:
-        where = ("--prefill", first, "--decode", second)
+        # The simulator's requests take two steps, however short they are.
+        where = ("--prefill", first, "--decode", second, "--split-from", str(split_from))
     tokens = ("--tokenizer", str(on.kind.model), "--block-tokens", str(on.kind.block_tokens))
     with router(on.folder, name, *where, *tokens, *options) as started:
         started.wait()
@@ -153,6 +155,10 @@ class Fitted:
     """The same for the decode engine's work."""
     points: dict[str, Any]
     """What was measured."""
+    prefill_beside: float = 1.0
+    """How many times as long a prefill takes while the other engine decodes all the time as while it is idle."""
+    decode_beside: float = 1.0
+    """The same for the decode engine's work, while the other one prefills."""
 
 
 async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fitted:
@@ -250,6 +256,8 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
             later.append((float(tokens), whole_s - lone[tokens, 0] - take_s - take_token_s * tokens))
         fetch_s, fetch_token_s = line_of(later)
         handover = Handover(save_s, save_token_s, fetch_s, fetch_token_s, max(1e-4, take_s), take_token_s)
+        say("both at work")
+        contended = await _contended(session, on, through, measuring, prompt, 2 if quick else 4)
     measured = {
         "prefills": [(one.tokens, one.cached, one.seconds, cost.prefill_s(one.tokens, one.cached)) for one in points],
         "alone": [(*cell, seconds) for cell, seconds in lone.items()],
@@ -259,8 +267,72 @@ async def fitted(on: Servers, url: str, seed: int, quick: bool, say: Say) -> Fit
         "taking": taking,
         "later": later,
         "beside": beside,
+        "contended": contended,
     }
-    return Fitted(cost, handover, request_s, 1.0, 1.0, measured)
+    factors = (max(1.0, contended[what][1] / contended[what][0]) for what in ("prefill_s", "step_s"))
+    return Fitted(cost, handover, request_s, 1.0, 1.0, measured, *(round(each, 4) for each in factors))
+
+
+async def _contended(
+    session: aiohttp.ClientSession,
+    on: Servers,
+    through: Client,
+    measuring: Measurement,
+    prompt: Callable[[int], list[int]],
+    repeats: int,
+) -> dict[str, tuple[float, float]]:
+    """Seconds of a prefill and of a decoding step, while the other engine is idle and while it works all the time.
+
+    Two cores share memory and caches, and router, store and client run on them, too: on the idle engine's, if there is
+    one.
+    """
+    prefill_url, _ = on.engines
+    tokens, batch, context = 512, 4, 256
+    prefills: tuple[list[float], list[float]] = ([], [])
+    steps: tuple[list[float], list[float]] = ([], [])
+
+    async def prefilling() -> None:
+        while True:
+            await _prefilled(session, prefill_url, prompt(tokens))
+
+    async def decoding() -> None:
+        while True:  # a prompt short enough to take next to nothing of the other engine
+            await through.probe(prompt(48), 150, time.perf_counter)
+
+    async def spacing_s() -> float:
+        ends_s: list[float] = []
+
+        async def one() -> None:
+            await _prefilled(session, prefill_url, prompt(tokens))
+            ends_s.append(time.perf_counter())
+
+        if on.kind.python is not None:
+            began_s = time.perf_counter()
+            await one()
+            return ends_s[0] - began_s
+        await asyncio.gather(*(one() for _ in range(BURST + 1)))
+        return (max(ends_s) - min(ends_s)) / BURST
+
+    for _ in range(repeats):  # in turns, so that drift affects both alike
+        for busy in (False, True):
+            others = [asyncio.create_task(decoding()) for _ in range(batch if busy else 0)]
+            if others:
+                await asyncio.sleep(0.5)
+            prefills[busy].append(await spacing_s())
+            await _ended(others)
+            others = [asyncio.create_task(prefilling()) for _ in range(2 if busy else 0)]
+            measured, _ = await measuring.decodes([DecodeCell(batch, context, False)], 1, "median")
+            steps[busy].append(measured[0][0].seconds)
+            await _ended(others)
+    pairs = {"prefill_s": prefills, "step_s": steps}
+    return {what: (statistics.median(idle), statistics.median(busy)) for what, (idle, busy) in pairs.items()}
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0.3)  # the engines notice
 
 
 async def _taking_s(session: aiohttp.ClientSession, on: Servers, prompts: Sequence[list[int]]) -> float:

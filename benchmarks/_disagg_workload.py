@@ -40,6 +40,8 @@ MIXES = {
         Mix("answers", Spread(160, 0.5, 48, 480), Spread(72, 0.4, 24, 160), shared=0.3),
     )
 }
+TURNS = Mix("turns", Spread(60, 1.0, 8, 800), Spread(32, 0.5, 8, 96), shared=0.6)
+"""Short prompts, and long ones of which all but a little was asked before."""
 
 
 def requests_of(mix: Mix, rate_per_s: float, seconds: float, seed: int) -> list[TraceRequest]:

@@ -10,6 +10,8 @@ real      Seeded requests at three loads on a real 1P+1D behind `skymemory route
 coupled   The same requests on 1P+1D and on two engines that do both behind the same router, at several mixes and loads;
           and both in the simulator.
 overload  1.5 to 3 times of what 1P+1D can do, with promised times: requests kept with early rejection and without.
+split     The same requests, many of them short; prompts of which the decode engine lacks few tokens take one step, by
+          several settings of the router's `--split-from`.
 curve     From which speeds on prefill and decode apart win: the fitted model with its speeds multiplied, simulated
           (a minute; rows go to `--csv`, `plot_disagg.py` draws them). Needs no engine.
 
@@ -35,12 +37,14 @@ from typing import Any
 from _bench import print_table, versions
 from _disagg_curve import SPEEDS, Machine, cells, curve, ratio, write
 from _disagg_real import (
+    ALONE,
     COMPUTED,
     COUNT,
     PROMPTS,
     Fitted,
     Kind,
     Servers,
+    counters,
     fitted,
     own,
     played,
@@ -48,7 +52,7 @@ from _disagg_real import (
     servers,
     vllm,
 )
-from _disagg_workload import MIXES, Mix, busy_s, requests_of, scaled
+from _disagg_workload import MIXES, TURNS, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
 from skymemory.demo.engines import random_model
@@ -59,7 +63,7 @@ from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
 
-PARTS = ("fit", "real", "coupled", "overload", "curve")
+PARTS = ("fit", "real", "coupled", "overload", "split", "curve")
 SEEDS = {0.3: 1, 0.6: 1, 0.85: 3}
 """Plays by load: near saturation, the mean time to the first token is that of the burst that a seed happens to have."""
 CALIBRATED = (0.5, 0.75)
@@ -68,6 +72,7 @@ GOAL = 0.25
 """By how much the simulated mean time to the first token may be off."""
 CACHE_BYTES = 512 << 20
 LOOSE = 5.0
+SPLITS = (0, 32, 64, 128, 256)
 RULES = ("all", "early")
 """Of admission."""
 Row = dict[str, Any]
@@ -142,9 +147,33 @@ def slower(handover: Handover, decode: float) -> Handover:
     return replace(handover, take_s=handover.take_s * decode, take_token_s=handover.take_token_s * decode)
 
 
-def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup:
-    """The simulator's twin of ``_disagg_real.servers``."""
+def contended(model: Fitted, requests: Sequence[TraceRequest], coupled: bool) -> tuple[float, float]:
+    """How many times as long prefills and decoding take with these requests as on idle engines.
+
+    Each engine is slower while the other one works. For how much of the time that is follows from the requests: the
+    part of a play in which it would be busy, which in turn depends on how slow it is.
+    """
+    each = busy_s(
+        requests,
+        scaled(model.cost, model.prefill_at_work, model.decode_at_work),
+        slower(model.handover, model.decode_at_work),
+    )
+    works = [len(requests) * one for one in each]
+    span_s = max(requests[-1].at_s, 1e-9)
+    slow = [1.0, 1.0]
+    for _ in range(20):
+        busy = [min(1.0, work * factor / span_s) for work, factor in zip(works, slow, strict=True)]
+        if coupled:
+            busy = [sum(busy) / 2] * 2
+        slow = [1.0 + (model.prefill_beside - 1.0) * busy[1], 1.0 + (model.decode_beside - 1.0) * busy[0]]
+    return model.prefill_at_work * slow[0], model.decode_at_work * slow[1]
+
+
+def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool, requests: Sequence[TraceRequest] = ()) -> ClusterSetup:
+    """The simulator's twin of ``_disagg_real.servers``; without ``requests``, of engines that share no computer."""
     prefill, decode = model.prefill_at_work, model.decode_at_work
+    if requests:
+        prefill, decode = contended(model, requests, coupled)
     setup = ClusterSetup(
         prefill=1,
         decode=1,
@@ -161,7 +190,7 @@ def setup_of(kind: Kind, model: Fitted, slo: Slo, coupled: bool) -> ClusterSetup
 
 
 def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceRequest], coupled: bool) -> Row:
-    setup = setup_of(kind, model, slo, coupled)
+    setup = setup_of(kind, model, slo, coupled, requests)
     outcomes = run_cluster(requests, setup, "least-ttft" if coupled else "cache-aware").outcomes
     hits = sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
     return figures(of_simulated(outcomes), requests, slo, hits)
@@ -169,10 +198,9 @@ def simulated(kind: Kind, model: Fitted, slo: Slo, requests: Sequence[TraceReque
 
 def rate_of(mix: Mix, load_part: float, model: Fitted, seed: int) -> float:
     """Requests per second of that part of what 1P+1D can do."""
-    cost = scaled(model.cost, model.prefill_at_work, model.decode_at_work)
-    return load_part / max(
-        busy_s(requests_of(mix, 100.0, 3.0, seed), cost, slower(model.handover, model.decode_at_work))
-    )
+    requests = requests_of(mix, 100.0, 3.0, seed)  # so many that both are busy all the time
+    prefill, decode = contended(model, requests, False)
+    return load_part / max(busy_s(requests, scaled(model.cost, prefill, decode), slower(model.handover, decode)))
 
 
 def slo_of(mix: Mix, model: Fitted) -> Slo:
@@ -209,6 +237,8 @@ def fit(bench: Bench) -> tuple[Fitted, list[Row]]:
         "request_s": found.request_s,
         "prefill_at_work": found.prefill_at_work,
         "decode_at_work": found.decode_at_work,
+        "prefill_beside": found.prefill_beside,
+        "decode_beside": found.decode_beside,
         **found.points,
     }
     return found, [row]
@@ -248,6 +278,7 @@ def read_fit(row: Row) -> Fitted:
         Handover(**row["handover"]),
         *(row[name] for name in ("request_s", "prefill_at_work", "decode_at_work")),
         {},
+        *(row.get(name, 1.0) for name in ("prefill_beside", "decode_beside")),
     )
 
 
@@ -414,6 +445,45 @@ def show_overload(rows: Sequence[Row]) -> None:
     )
 
 
+def split(bench: Bench, model: Fitted) -> list[Row]:
+    """The same lengths and times for each setting, with text of their own."""
+    rows: list[Row] = []
+    slo, seed, load_part = slo_of(TURNS, model), bench.seed + 4000, 0.6
+    requests = requests_of(TURNS, rate_of(TURNS, load_part, model, seed), bench.seconds(20.0), seed)
+    with ExitStack() as stack:
+        on = stack.enter_context(servers(bench.kind, bench.folder, coupled=False))
+        for at, split_from in enumerate(SPLITS):
+            url = stack.enter_context(routed(on, f"split-{split_from}", split_from=split_from))
+            if not at:
+                _warm(on, url)
+            say(f"{len(requests)} requests, split from {split_from} tokens on")
+            before = counters(url)
+            play = asyncio.run(played(on, url, requests, seed + at))
+            alone = counters(url).get(ALONE, 0.0) - before.get(ALONE, 0.0)
+            got = figures(of_real(play.outcomes), requests, slo, real_hits(play.spent, False))
+            label = {"mix": TURNS.name, "load": load_part, "seed": seed, "requests": len(requests)}
+            rows.append({**label, **asdict(slo), "split_from": split_from, "alone": round(alone), **got})
+    return rows
+
+
+def show_split(rows: Sequence[Row]) -> None:
+    print_table(
+        "1P+1D, requests served alone by the decode engine",
+        ["split from", "requests", "alone", "TTFT mean", "p50", "p99", "TBT mean", "p99", "kept"],
+        [
+            [
+                row["split_from"],
+                row["requests"],
+                row["alone"],
+                *(f"{row[name] * 1e3:.0f} ms" for name in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")),
+                *(f"{row[name] * 1e3:.1f} ms" for name in ("tbt_mean_s", "tbt_p99_s")),
+                f"{row['kept']} of {row['requests']}",
+            ]
+            for row in rows
+        ],
+    )
+
+
 def speeds(bench: Bench, model: Fitted, path: Path | None) -> list[Row]:
     """The curve; all of it into the file at ``path``."""
     setup = setup_of(bench.kind, model, slo_of(MIXES["chat"], model), False)
@@ -515,7 +585,12 @@ def main() -> None:
             show_speeds(rows)
 
 
-RUNS = (("real", real, show_real), ("coupled", coupled, show_ways), ("overload", overload, show_overload))
+RUNS = (
+    ("real", real, show_real),
+    ("coupled", coupled, show_ways),
+    ("overload", overload, show_overload),
+    ("split", split, show_split),
+)
 
 
 if __name__ == "__main__":

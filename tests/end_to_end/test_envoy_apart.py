@@ -57,12 +57,13 @@ def sidecar(engine: str, *options: str) -> Iterator[str]:
 
 
 @contextmanager
-def apart(folder: Path, tmp_path: Path, handover: str) -> Iterator[dict[str, Any]]:
+def apart(folder: Path, tmp_path: Path, handover: str, split_from: str = "0") -> Iterator[dict[str, Any]]:
     """Engines, sidecar, picker and Envoy; ``port`` is Envoy's."""
     with cluster(folder) as made:
         p, d = urlsplit(made["p_url"]).netloc, made["d_url"]
         with sidecar(d, "--handover", handover) as at:
             words = ("--endpoint", at, "--prefill", p, "--metrics-listen", "127.0.0.1:0", "--tell-decisions")
+            words += ("--split-from", split_from)
             with running_picker(*words) as picker:
                 entrance = Entrance("apart", f"127.0.0.1:{picker.port}", endpoints=(at,))
                 with running_envoy(bootstrap([entrance]), tmp_path / "run") as envoy:
@@ -139,3 +140,15 @@ def eventually(holds: Any, patience_s: float = 20.0) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def test_short_prompts_and_next_turns_name_no_prefill_engine(short: Path, tmp_path: Path) -> None:  # noqa: F811
+    with apart(short, tmp_path, "after", "64") as made:
+        talk = list(range(3, 403))
+        for end in (400, 400, 380, 20):
+            answer = ask(made["port"], "/v1/completions", completion(talk[:end]))
+            assert text(json.loads(answer.body)) == text(ask_engine(made["alone"], talk[:end], 8))
+        assert metric(made["d_url"], "skymemory:remote_prefill_requests_total") == 1
+        page = ask(made["picker"].port_after("metrics at"), "/metrics").body.decode()
+        assert "skymemory_epp_two_steps_total 1.0" in page
+        assert 'skymemory_epp_alone_total{reason="few-tokens"} 3.0' in page

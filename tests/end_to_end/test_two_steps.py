@@ -103,7 +103,7 @@ def test_an_engine_that_prefills_and_one_that_decodes_answer_as_a_plain_one(stor
         killed, prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))
         decode = stack.enter_context(engine_process("--store", store, "--role", "consumer"))[1]
         pair, handed_over = (
-            ("--prefill", prefill, "--decode", decode),
+            ("--prefill", prefill, "--decode", decode, "--split-from", "0"),
             'skymemory_router_prefills_total{outcome="handed-over"',
         )
         for handover, seed in (("after", 7), ("overlap", 8)):
@@ -129,3 +129,36 @@ def test_an_engine_that_prefills_and_one_that_decodes_answer_as_a_plain_one(stor
                 assert ask(url, body, header) == ask(plain, body), "the decode engine computes it all"
             assert metrics(f"{url}/sidecar", 'skymemory_router_alone_total{reason="prefill-failed"}') == 3
             assert not any("Traceback" in line for line in process.said)
+
+
+@pytest.mark.skipif(not hands_over(), reason="`skymemory serve` has no --role")
+def test_short_prompts_and_next_turns_go_to_the_decode_engine_alone(store: str) -> None:
+    """Conversations of three turns and short prompts: answers as of a plain engine, and what each engine computed."""
+    computed = "vllm:request_prefill_kv_computed_tokens_sum"
+    with ExitStack() as stack:
+        plain = stack.enter_context(engine_process())[1]
+        killed, prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))
+        decode = stack.enter_context(engine_process("--store", store, "--role", "consumer"))[1]
+        process, url = stack.enter_context(router("--prefill", prefill, "--decode", decode, "--split-from", "64"))
+        dice = random.Random(30)
+        more = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        talks = [[dice.randrange(3, 8000) for _ in range(300)] for _ in range(3)]
+        for turn in range(3):
+            for number, talk in enumerate(talks):
+                body = {**more, "prompt": talk, "stream": number % 2 == 0}
+                assert ask(url, body) == ask(plain, body), (turn, number)
+                talk.extend(dice.randrange(3, 8000) for _ in range(24))
+        for length in (1, 20, 63):
+            body = {**more, "prompt": [dice.randrange(3, 8000) for _ in range(length)]}
+            assert ask(url, body) == ask(plain, body)
+        few = 'skymemory_router_alone_total{reason="few-tokens"}'
+        assert (metrics(url, "skymemory_router_two_steps_total"), metrics(url, few)) == (3, 9)
+        assert metrics(prefill, computed) == 3 * 300
+        # Of the prompts' ends at most a block more than is new: blocks of 16 tokens are found whole.
+        assert metrics(decode, computed) <= 3 * 16 + 6 * (24 + 16) + 1 + 20 + 63
+        killed.kill()
+        for talk in talks:
+            body = {**more, "prompt": talk}
+            assert ask(url, body) == ask(plain, body), "it needs no prefill engine"
+        assert metrics(url, few) == 12 and metrics(url, "skymemory_router_server_in_flight") == 0
+        assert not any("Traceback" in line for line in process.said)

@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=("after", "overlap"),
         help="when the decode engine is asked: after the prefill, or at the same time (default: after)",
     )
+    _add_split_from(add)
     add(
         "--sidecar",
         metavar="URL",
@@ -123,6 +124,15 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_picker(subparsers)
 
 
+def _add_split_from(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--split-from",
+        type=int,
+        metavar="TOKENS",
+        help="a prompt of which a decode engine lacks fewer tokens is served by it alone (default: 64; 0: none is)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     if args.verb == "epp":
         check_router_installed("zmq", extras="envoy,router")
@@ -173,7 +183,7 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
         "state": args.state,
         "log_requests": args.log_requests,
         "backends": _backends(args) or None,
-        "disaggregation": {"handover": args.handover},
+        "disaggregation": {"handover": args.handover, "split_from": args.split_from},
         "sidecar": {
             "engine": args.sidecar,
             "prefillers": None if args.prefillers is None else [each.strip() for each in args.prefillers.split(",")],
@@ -261,6 +271,7 @@ def _add_picker(subparsers: Subparsers) -> None:
         metavar="IP:PORT",
         help="a server for prefills only; the --endpoint's are then sidecars, which get its address (may be repeated)",
     )
+    _add_split_from(add)
     add("--endpoints", metavar="FILE", help="file with one IP:PORT per line; reloaded on change")
     add("--apart", action="store_true", default=None, help="lines of --endpoints have roles, such as role=prefill")
     add("--discover", metavar="NAME:PORT", help="all addresses of a DNS name, such as a headless Service of Kubernetes")
@@ -369,6 +380,7 @@ def _picker_flags(args: argparse.Namespace) -> dict[str, Any]:
         "prompts": {"tokenizer": args.tokenizer, "block_tokens": args.block_tokens},
         "limits": {"max_body": args.max_body},
         "health": {"metrics_path": args.metrics_path},
+        "disaggregation": {"split_from": args.split_from},
         "replicas": {"redis": _replicas(args.replicas), "keys": args.replica_keys},
         "picker": {
             "listen": args.listen,

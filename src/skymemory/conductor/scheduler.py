@@ -75,6 +75,11 @@ class Placement:
     """None: the prefill server decodes too."""
     forecast: DecodeForecast | None = None
 
+    @property
+    def decoder(self) -> Decision:
+        """Of the server that decodes."""
+        return self.decode or self.prefill
+
     def slo(self, default: Slo) -> Slo:
         """The request's own objectives, else ``default``."""
         return self.request.slo or default

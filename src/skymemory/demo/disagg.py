@@ -112,7 +112,7 @@ def run_disagg(args: argparse.Namespace) -> int:
         for engine in engines:
             engine.wait()
         prefill, decode = (engine.url for engine in engines)
-        ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover)
+        ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover, "--split-from", "0")
         plain = stack.enter_context(router(folder, "router", *ways))
         plain.wait()
         rows, same = _one_by_one(plain.url, prefill, decode, args.requests, sys.stderr if args.json else sys.stdout)

@@ -44,6 +44,7 @@ PREFILLS = (
 )
 """Outcomes of step 1, where prefill and decode are apart."""
 ALONE = (
+    "few-tokens",  # it lacks fewer tokens of the prompt than `split_from`
     "whole",  # the request cannot be split
     "no-prefill-server",  # none takes requests
     "prefill-failed",  # every prefill server that was tried failed
@@ -130,6 +131,11 @@ class ProxyMetrics:
             "skymemory_router_faults",
             "Unexpected exceptions of the router, by where; its log has them",
             ["where"],
+            registry=self.registry,
+        )
+        self.two_steps = Counter(
+            "skymemory_router_two_steps",
+            "Prompts that went to a prefill server and a decode server",
             registry=self.registry,
         )
         self.alone = Counter(

@@ -319,6 +319,13 @@ class Disaggregation:
         "when the decode server is asked: after the prefill; overlap: at the same time, for engines that fetch values "
         "while they are computed (our connector)",
     )
+    split_from: int = setting(
+        "split_from",
+        whole,
+        64,
+        "tokens, as the router counts them: a prompt of which a decode server lacks fewer takes one step, there; 0: "
+        "all take two. (A sidecar goes by the header alone)",
+    )
     prefill_s: float = setting("prefill", duration, 120.0, "for the answer of a prefill server")
     fallback: bool = setting(
         "fallback",

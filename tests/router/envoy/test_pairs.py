@@ -25,8 +25,9 @@ from tests.router.envoy.exchanges import (
 
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
-from skymemory.conductor.strategies.simple import LeastLoad, RoundRobin
+from skymemory.conductor.strategies.simple import RoundRobin
 from skymemory.router.backends import Backends
+from skymemory.router.decoding import alone_schedulers, decode_picker
 from skymemory.router.envoy.endpoints import BothSources, SettingsSource, endpoint
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.messages import BUFFERED
@@ -44,9 +45,9 @@ def with_role(name: str, role: str) -> Backend:
     return Backend(url=backend.url, name=backend.name, role=role)
 
 
-def a_service(prefill: int = 2, decode: int = 2, **settings: Any) -> PickerService:
+def a_service(prefill: int = 2, decode: int = 2, split_from: int = 0, **settings: Any) -> PickerService:
     """As ``endpoint_picker`` builds it."""
-    picker, decoding = Picker(Fleet(), RoundRobin()), Picker(Fleet(), LeastLoad(), 1)
+    picker, decoding = Picker(Fleet(), RoundRobin()), decode_picker(Settings())
     backends = Backends(picker, are_checked=False, decode=decoding)
     backends.set([with_role(name, PREFILL) for name in P[:prefill]] + [with_role(name, DECODE) for name in D[:decode]])
     service = PickerService(
@@ -55,7 +56,7 @@ def a_service(prefill: int = 2, decode: int = 2, **settings: Any) -> PickerServi
         backends,
         PickerSettings(**settings),
     )
-    service.alone = Scheduler(Picker(decoding.fleet, LeastLoad(), 0))
+    service.alone, service.split_from = alone_schedulers(service.scheduler, 0)[1], split_from
     return service
 
 
@@ -175,13 +176,13 @@ def test_a_decode_server_in_the_place_of_the_chosen_one_gets_the_request_in_the_
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_all_lives_end(seed: int) -> None:
     """Streamed and whole answers, errors, fallbacks, streams that end early, servers that come and go."""
-    dice, service = random.Random(seed), a_service(fallbacks=1)
+    dice, service = random.Random(seed), a_service(fallbacks=1, split_from=100)
     for at in itertools.count():
         if at == 60:
             break
         known = [*service.backends.known.values()]
         dice.choice(known).server.healthy = dice.random() < 0.8
-        exchange, answer = asked(service, now_s=float(at))
+        exchange, answer = asked(service, a_completion("x" * dice.choice((40, 800))), float(at))
         if answer.HasField("immediate_response"):
             exchange.closed(at + 0.1)
             continue
@@ -225,3 +226,22 @@ def test_settings_say_when_prefill_and_decode_are_apart(tmp_path: Any) -> None:
     for wrong in ({"discover_prefill": "p.svc:80"}, {"apart": True}):
         with pytest.raises(Exception, match="discover" if "discover_prefill" in wrong else "apart"):
             splits(**wrong)
+
+
+# -- prompts that are not worth two steps
+
+
+def test_a_decode_server_that_lacks_little_is_named_alone() -> None:
+    service = a_service(split_from=100)
+    exchange, answer = asked(service, a_completion("x" * 396))
+    assert header_destination(answer) in D and set_header(answer, PREFILLER) is None
+    assert removed(answer) == {PREFILLER, "x-llm-d-prefiller-host-port"}
+    exchange.receive(response_headers(kind=SSE), 1.0)
+    exchange.receive(response_body(b"data: [DONE]\n\n"), 2.0)
+    exchange.closed(2.0)
+    _, answer = asked(service, a_completion("x" * 400))
+    assert set_header(answer, PREFILLER) in P
+    counted = service.counters
+    assert (counted.get("two_steps_total"), counted.get("alone_total", "few-tokens")) == (1, 1)
+    service.deferred.flush()
+    assert sum(in_flight(service).values()) == 2

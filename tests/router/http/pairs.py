@@ -11,6 +11,7 @@ from tests.router.mock_engine import MockEngine
 from tests.router.running import PATIENCE_S, Running
 
 from skymemory.conductor.scheduling.decode import LeastTbt
+from skymemory.router.decoding import DecodeServers
 
 Run = Callable[..., Running]
 ROLES = {"p": "prefill", "d": "decode", "b": "both"}
@@ -18,7 +19,9 @@ PROMPT = "abcd" * 40
 
 
 def start(run: Run, roles: str = "pd", may_change: bool = False, **settings: Any) -> Running:
-    """A router before engines p0, d0 and so on, by the letters of ``roles``; ``may_change``: they are elastic."""
+    """A router before engines p0, d0 and so on, by the letters of ``roles``; ``may_change``: they are elastic. Every
+    prompt takes two steps, unless the settings say from how many tokens on.
+    """
     running = run(engines=0)
     running.close_server()
     for letter in roles:
@@ -28,7 +31,8 @@ def start(run: Run, roles: str = "pd", may_change: bool = False, **settings: Any
     backends = [{"url": each.url, "name": each.name, "role": ROLES[each.name[0]]} for each in running.engines]
     if may_change:
         backends = [{**each, "elastic": True} for each in backends]
-    running.restart(**{"backends": backends, **settings})
+    apart = {"split_from": 0, **settings.pop("disaggregation", {})}
+    running.restart(**{"backends": backends, "disaggregation": apart, **settings})
     return running
 
 
@@ -53,7 +57,10 @@ def books_are_closed(running: Running) -> bool:
     servers = [*scheduler.prefill.fleet, *scheduler.decode.fleet]
     if any((each.in_flight, each.prefilling, each.prefill_tokens) != (0, 0, 0.0) for each in servers):
         return False
-    decoding = scheduler.decode.scorer
+    assert isinstance(scheduler.decode.scorer, DecodeServers)
+    if len(scheduler.decode.scorer._notes):
+        return False
+    decoding = scheduler.decode.scorer.ranking
     return not isinstance(decoding, LeastTbt) or no_batch_is_open(decoding)
 
 

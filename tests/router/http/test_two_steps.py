@@ -462,6 +462,7 @@ def reload(running: Running, **roles: str) -> None:
         {"url": each.url, "name": each.name, "role": roles[each.name]} for each in running.engines if each.name in roles
     ]
     table = {"backends": backends, "health": {"every": 0.1}, "strategy": "least-load"}
+    table["disaggregation"] = {"split_from": 0}
     settings: Settings = settings_from(table)
 
     async def resetting() -> None:

@@ -57,8 +57,7 @@ class Baseline(Admission):
         return too_late(placement.prefill.estimated_ttft_s, placement.slo(self.slo).ttft_s)
 
     def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
-        decode = placement.decode
-        return None if decode is None else self._too_slow(decode.estimated_tbt_s, placement, now_s)
+        return self._too_slow(placement.decoder.estimated_tbt_s, placement, now_s)
 
     def _too_slow(self, tbt_s: float | None, placement: Placement, now_s: float) -> Refusal | None:
         return too_slow(tbt_s, placement.slo(self.slo).tbt_s, placement.forecast, now_s)
@@ -85,10 +84,10 @@ class Early(Baseline):
         self.settings = settings or EarlySettings()
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        refusal, decode, forecast = super().on_arrival(placement, now_s), placement.decode, placement.forecast
-        if refusal is not None or decode is None:
+        refusal, forecast = super().on_arrival(placement, now_s), placement.forecast
+        tbt_s = placement.decoder.estimated_tbt_s
+        if refusal is not None or tbt_s is None:
             return refusal
-        tbt_s = decode.estimated_tbt_s
         if forecast is not None and not self.settings.promised:
             tbt_s = forecast.tbt_s(now_s, now_s, placement.request)
         return self._too_slow(tbt_s, placement, now_s)
@@ -103,10 +102,10 @@ class Predicted(Baseline):
     looks_ahead = True
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        refusal, decode, forecast = super().on_arrival(placement, now_s), placement.decode, placement.forecast
-        if refusal is not None or decode is None:
+        refusal, forecast = super().on_arrival(placement, now_s), placement.forecast
+        tbt_s = placement.decoder.estimated_tbt_s
+        if refusal is not None or tbt_s is None:
             return refusal
-        tbt_s = decode.estimated_tbt_s
         if forecast is not None:
             then_s = now_s + (placement.prefill.estimated_ttft_s or 0.0)
             tbt_s = forecast.tbt_s(then_s, now_s, placement.request)

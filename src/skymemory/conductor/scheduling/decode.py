@@ -172,7 +172,7 @@ class LeastTbt(Scorer):
 
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         one = self._take(request, server, True)
-        if one is not None:
+        if one is not None and request.streams:  # else it is known when it ended, not when its decoding began
             # The plain mean of the first fifty, then exponentially weighted: lengths of answers drift with the traffic.
             self._ended += 1
             share = max(_LEARNING_RATE, 1 / self._ended)

@@ -28,6 +28,7 @@ from skymemory.metrics import Counters
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError
 from skymemory.router.backends import Backends
+from skymemory.router.decoding import lacking_few
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.splitting import fields_of, why_whole
 from skymemory.router.queue import Entry, QueueSettings, RequestQueue
@@ -73,6 +74,8 @@ class PickerService:
     """Where requests wait until a server has room, while the picker runs; None: they are refused."""
     alone: Scheduler | None = None
     """Where prefill and decode are apart: for requests that one server serves alone. None: every server does both."""
+    split_from: int = 0
+    """Prompts of which a decode server lacks fewer tokens are served by it alone."""
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
@@ -148,13 +151,17 @@ class PickerService:
         serving = self.backends.serving(request)
         if serving is not None:
             among = serving if among is None else [name for name in among if name in serving]
-        scheduler, decode_among = self.scheduler, None
+        scheduler, decode_among, why_alone = self.scheduler, None, ""
         if self.alone is not None:
-            if splits and self.backends.has_prefill(among):
+            few = lacking_few(scheduler, request, among, self.split_from) if splits else ()
+            if few:
+                scheduler, among, why_alone = self.alone, few, "few-tokens"
+            elif splits and self.backends.has_prefill(among):
                 decode_among = among
             else:
                 scheduler, able = self.alone, self.backends.alone(request, ())
                 among = able if among is None else [name for name in among if name in able]
+                why_alone = "no-prefill-server" if splits else "whole"
         if scheduler is self.scheduler:
             among = self._with_room(among, now_s)
         try:
@@ -163,6 +170,10 @@ class PickerService:
             raise ApiError(503, str(error), retry_after_s=RETRY_AFTER_S) from error
         if isinstance(placed, Refusal):
             raise Overloaded(placed)
+        if why_alone:
+            self.counters.add("alone_total", label=why_alone)
+        elif self.alone is not None:
+            self.counters.add("two_steps_total")
         return placed
 
     def book(self, placement: Placement, now_s: float) -> RequestAccount:

@@ -21,6 +21,8 @@ COUNTERS = {
     "requests_abandoned_total": ("", "Requests that ended before the first byte of their response."),
     "picks_total": ("server", "Requests routed to a server."),
     "prefill_picks_total": ("server", "Requests whose prefill a server got, where another one answers."),
+    "two_steps_total": ("", "Prompts that went to a prefill server and a decode server."),
+    "alone_total": ("reason", "Requests that one server serves alone, though prefill and decode are apart: why."),
     "prompt_tokens_total": ("", "Tokens of the prompts that were routed, estimated without a tokenizer."),
     "matched_tokens_total": ("", "Of those, tokens in the chosen server's cache by the prefix index."),
     "told_prompt_tokens_total": ("", "Tokens of prompts whose responses report cached tokens."),

@@ -139,6 +139,7 @@ class EndpointPicker:
         has_new_page = settings.health.metrics_path != self.settings.health.metrics_path
         self.settings, self.service.settings, self._endpoints.health = settings, settings.picker, settings.health
         self.service.most_body_bytes = settings.limits.max_body_bytes
+        self.service.split_from = settings.disaggregation.split_from
         self._watch.every_s = settings.health.metrics_every_s
         for name in self._endpoints.known if has_new_page else ():
             self._watch_load(name)
@@ -207,6 +208,7 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
     )
     if decode is not None:
         service.alone = alone_schedulers(scheduler, settings.seed)[1]
+        service.split_from = settings.disaggregation.split_from
     configure_queue(service, settings)
     return EndpointPicker(service, source, settings, say, prefix_state, _certificate(settings.picker))
 

@@ -121,6 +121,10 @@ class SidecarExchange(TwoStepExchange):
     def _is_last(self) -> bool:
         return True  # there is one engine: its answer, a 503 too, is the client's
 
+    @property
+    def _split_from(self) -> int:
+        return 0  # the picker has decided, and counts a prefill where it named a server
+
     def _split(self) -> None:
         local = {known.backend.url for known in self._of.backends.known.values()}
         if not self._named or any(f"http://{host_port(*each)}" in local for each in self._named[:1]):

@@ -1,7 +1,8 @@
 """A request whose prompt one server prefills and another one answers, where backends have roles.
 
 1. The scheduler chooses the pair. What cannot be split (``splitting.why_whole``) goes to one server: to one with both
-   roles if there is any, else to a decode server, which computes the prompt itself. Its books are those of any request.
+   roles if there is any, else to a decode server, which computes the prompt itself. So does what is not worth it, as a
+   decode server lacks few of its tokens (``decoding``). The books of these are those of any request.
 2. The prefill server gets the prompt for one token (``_PrefillCall``). Its answer is read whole, and is bounded.
 3. The decode server gets the client's request, and what the prefill server answered for it. Its response streams to the
    client as any other.
@@ -30,6 +31,7 @@ from skymemory.conductor.picker import NoServer
 from skymemory.conductor.scheduler import Placement, Refusal
 from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
+from skymemory.router.decoding import lacking_few
 from skymemory.router.http.exchange import Exchange, decision_line, request_head
 from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
 from skymemory.router.prefillers import HEADER, LATER_HEADER
@@ -91,10 +93,16 @@ class TwoStepExchange(Exchange):
         if before is None and self._scheduler is of.scheduler:
             self._split()
         if self._fields is not None:
+            decoding = of.backends.able(request, (), 0)
+            if few := lacking_few(self._scheduler, request, decoding, self._split_from):
+                self._serve_alone("few-tokens")
+                return self._scheduler.place(request, now_s, few)
             able = self._prefill_servers()
             limits = of.settings.limits
             if of.backends.has_prefill(able) or of.backends.full(request, limits.max_waiting or 1 << 30):
-                return self._scheduler.place(self._request, now_s, able, of.backends.able(request, (), 0))
+                # The answer to step 1 marks the end of the prefill, however the client wants its own.
+                self._request = replace(request, streams=True)
+                return self._scheduler.place(self._request, now_s, able, decoding)
             if not of.settings.disaggregation.fallback:
                 raise NoServer("no prefill server takes requests, and `disaggregation: fallback` is off")
             self._serve_alone("no-prefill-server")
@@ -111,14 +119,17 @@ class TwoStepExchange(Exchange):
             self._serve_alone("whole")
             return
         self._fields, self._is_streamed = fields, self._request.streams
-        # The answer to step 1 marks the end of the prefill, however the client wants its own.
-        self._request = replace(self._request, streams=True)
 
     def _serve_alone(self, reason: str) -> None:
         self._of.metrics.alone.labels(reason).inc()
         self._fields = None
         assert self._of.alone is not None
         self._scheduler = self._of.alone
+
+    @property
+    def _split_from(self) -> int:
+        """Prompts of which a decode server lacks fewer tokens take one step."""
+        return self._of.settings.disaggregation.split_from
 
     def _prefill_servers(self) -> Collection[str] | None:
         """Names of the servers that may prefill it; None: all."""
@@ -128,6 +139,7 @@ class TwoStepExchange(Exchange):
         if self._fields is None:
             super()._send(placement)
             return
+        self._of.metrics.two_steps.inc()
         self._account = account = PairAccount(self._scheduler, placement, time.monotonic())
         self._request_id = b"" if b"x-request-id" in self.incoming.headers.first else uuid.uuid4().hex.encode()
         self._log.prefill = account.prefill
