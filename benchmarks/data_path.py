@@ -53,6 +53,7 @@ from skymemory.testbed.plan import ConstellationPlan, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
+ENGINES = HERE.parent / ".venv-engines"
 SECTIONS = ("ways", "sizes", "threads")
 BLOCK_BYTES = 480 * 6144
 SIZES = (4 << 10, 64 << 10, 512 << 10, BLOCK_BYTES, 16 << 20, 64 << 20)
@@ -152,8 +153,12 @@ server.run()
 
 
 def lmcache_service(stack: ExitStack, options: argparse.Namespace) -> Service:
+    if options.lmcache is None:
+        options.lmcache = ENGINES / "bin" / "python"
+        print("LMCache's environment, if it is not there: three minutes", file=sys.stderr)
+        subprocess.run(["make", "-C", str(HERE.parent), f"{ENGINES.name}/.installed"], check=False, stdout=sys.stderr)
     if not options.lmcache.is_file():
-        raise NotThere(f"it is not installed in {options.lmcache}: `make test-engines` does it")
+        raise NotThere(f"it is not installed in {options.lmcache}")
     port, python = free_port(), str(options.lmcache)
     pid = stack.enter_context(process(port, python, "-c", LMCACHE_SERVER, str(port), log=options.log))
     return Service("lmcache", lambda most_bytes: [port, most_bytes], (pid,), python)
@@ -455,11 +460,10 @@ def main() -> None:
     parser.add_argument("--size-rounds", type=int, default=5, help="of the other sections (default 5)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N")
-    engines = HERE.parent / ".venv-engines/bin/python"
-    parser.add_argument("--lmcache", type=Path, default=engines, metavar="PYTHON", help="of `sizes`: one with LMCache")
-    parser.add_argument(
-        "--mooncake", type=Path, metavar="DIR", help="of `sizes`: where Mooncake's wheel is, or shall be"
-    )
+    what = f"of `sizes`: one with LMCache (default: {ENGINES.name}, which make installs)"
+    parser.add_argument("--lmcache", type=Path, metavar="PYTHON", help=what)
+    what = "of `sizes`: where Mooncake's wheel is, or shall be (default: installed for this run)"
+    parser.add_argument("--mooncake", type=Path, metavar="DIR", help=what)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
