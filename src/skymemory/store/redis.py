@@ -38,7 +38,7 @@ _LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
 """A string in Redis has at most 512 MiB (``proto-max-bulk-len``)."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20
-"""Values in flight: so many bytes of them, between the least and the most number."""
+"""Values in flight: at least, at most, and their bytes in between."""
 _QUESTIONS_AT_ONCE = 512
 _MOST_LATER = 1 << 16
 

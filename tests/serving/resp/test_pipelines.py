@@ -1,4 +1,4 @@
-"""Requests that a client sends without waiting: those that are here are one call of the store, with the same replies."""
+"""Requests that a client sends without waiting are one call of the store, with the same replies."""
 
 from __future__ import annotations
 

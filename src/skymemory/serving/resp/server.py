@@ -371,7 +371,7 @@ class Conversation:
     def _book(self, size_bytes: int, coming_bytes: int = 0) -> bool:
         """Room in the budget; False where there is none; the client learns of it."""
         taken = self._commands.budget.take(size_bytes, 0.0 if self._collected is not None else self._limits.stall_s)
-        if not taken and self._collected is not None:  # nobody waits for room while holding some
+        if not taken and self._collected is not None:  # no connection waits for room while holding some
             self._answer_collected()
             taken = self._commands.budget.take(size_bytes, self._limits.stall_s)
         if taken:
