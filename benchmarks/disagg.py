@@ -55,7 +55,6 @@ from _disagg_real import (
 from _disagg_workload import MIXES, TURNS, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
-from skymemory.demo.engines import random_model
 from skymemory.metrics import spread
 from skymemory.serving.replay.report import Outcome, Status
 from skymemory.sim.cluster.outcome import RequestOutcome
@@ -259,7 +258,7 @@ def at_work(bench: Bench, model: Fitted, on: Servers, url: str) -> Fitted:
         plays.append((requests, figures(played_s, requests, slo, 0.0)))
     for _ in range(2):
         for name, what in (("decode_at_work", "tbt_mean_s"), ("prefill_at_work", "ttft_mean_s")):
-            low, high = 0.8, 2.0
+            low, high = 0.5, 2.0
             for _ in range(9):
                 middle = math.sqrt(low * high)
                 tried = replace(model, **{name: middle})
@@ -567,7 +566,7 @@ def main() -> None:
         parser.error("there is no fit of this engine in --json: add the part fit")
     with tempfile.TemporaryDirectory(prefix="sky-") as text:
         folder = Path(text)
-        kind = own() if options.engine == "own" else vllm(options.python.absolute(), random_model(folder / "model"))
+        kind = own() if options.engine == "own" else vllm(options.python.absolute(), folder / "model")
         bench = Bench(kind, options.seed, options.quick, folder)
         if "fit" in wanted:
             model, parts["fit"] = fit(bench)

@@ -138,7 +138,8 @@ def test_short_prompts_and_next_turns_go_to_the_decode_engine_alone(store: str) 
     with ExitStack() as stack:
         plain = stack.enter_context(engine_process())[1]
         killed, prefill = stack.enter_context(engine_process("--store", store, "--role", "producer"))
-        decode = stack.enter_context(engine_process("--store", store, "--role", "consumer"))[1]
+        # The router counts on no more than the engine says that its memory holds: here, all three conversations.
+        decode = stack.enter_context(engine_process("--store", store, "--role", "consumer", "--cache", "16MiB"))[1]
         process, url = stack.enter_context(router("--prefill", prefill, "--decode", decode, "--split-from", "64"))
         dice = random.Random(30)
         more = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -25,9 +25,9 @@ from skymemory.router.settings import Settings, read_cost
 class DecodeServers(Indexed):
     """Ranks decode servers as ``ranking`` does, and knows what each has of a prompt.
 
-    A server that answered a prompt has its values: it computed them, or took them over. Whether it finds them again in
-    its own memory or in the store makes no difference here. Where the usage of an answer that it gave alone says
-    otherwise, the index is corrected.
+    A server that answered a prompt has its values: it computed them, or took them over. It is counted on for as many
+    tokens as it reports that its memory holds; that it finds older ones in the store is not. Where the usage of an
+    answer that it gave alone says otherwise, the index is corrected.
     """
 
     def __init__(self, fleet: Fleet, ranking: Scorer) -> None:
