@@ -57,7 +57,7 @@ def test_a_pipeline_is_few_calls_of_the_store(short: Path, size: int) -> None:
     with Counting(1 << 28) as store, serving(store, short) as (path, _, commands), RedisStore(f"unix://{path}") as one:
         items = [(key(number), value(number, size)) for number in range(40)]
         assert one.put_many(items) == [True] * 40
-        assert sum(store.puts) == 40 and max(store.puts) > 4, store.puts
+        assert sum(store.puts) == 40 and max(store.puts) > 1, store.puts  # as many as the client was ahead
         keys = [key(99), *(key(number) for number in range(40))]
         for _ in range(2):  # the first load learns how large values are
             store.loads.clear()
@@ -211,3 +211,14 @@ def test_pipelines_of_many_clients_wait_for_no_room_that_they_hold(short: Path) 
             thread.join(30)
         assert answers == [[True] * 12] * 6
         until(lambda: commands.budget.used_bytes == 0)
+
+
+def test_a_client_that_goes_in_the_middle_loses_nothing_that_came_whole(short: Path) -> None:
+    """The rest of the second value is more than one read, so that the first waits for it."""
+    with Counting(1 << 24) as store, serving(store, short) as (path, _, commands):
+        with talking(path) as sock:
+            begun = b"*3\r\n$3\r\nSET\r\n$1\r\nb\r\n$50000\r\n" + bytes(30_000)
+            sock.sendall(request(b"SET", b"a", bytes(40_000)) + begun)
+        until(lambda: commands.counters.as_dict().get("stored") == 1)
+        until(lambda: commands.connected == 0 and commands.budget.used_bytes == 0)
+        assert store.puts == [1]

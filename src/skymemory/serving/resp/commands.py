@@ -28,7 +28,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from skymemory import __version__
-from skymemory.errors import InvalidInput, SkyMemoryError, ValueTooLarge
+from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.value import ValueHeader
 from skymemory.metrics import SharedCounters
@@ -110,8 +110,8 @@ _key_of = lru_cache(256)(Key.of_bytes)
 
 @dataclass(slots=True)
 class Run:
-    """GETs, or plain SETs, that a client sent without waiting for replies: one call of the store, in
-    which a constellation is asked for all at once, not value by value.
+    """GETs, or plain SETs, that a client sent without waiting for replies: one call of the store, in which a
+    constellation is asked for all at once, not value by value.
     """
 
     verb: bytes
@@ -376,7 +376,7 @@ class Commands:
             return
         try:
             replies = self._set_run(run)
-        except (InvalidInput, ValueTooLarge):  # one of them: nothing is stored yet
+        except InvalidInput:  # one of them: nothing is stored yet
             for words in run.requests:
                 yield from self.call(session, words)
             return
@@ -741,8 +741,7 @@ def _said(error: _Refused | SkyMemoryError) -> bytes:
     """The error reply."""
     if isinstance(error, _Refused):
         return protocol.error(str(error), error.code)
-    known = isinstance(error, InvalidInput | ValueTooLarge)
-    return protocol.error(str(error) if known else f"{type(error).__name__}: {error}")
+    return protocol.error(str(error) if isinstance(error, InvalidInput) else f"{type(error).__name__}: {error}")
 
 
 def _bulk_pieces(shown: Pieces) -> Pieces:

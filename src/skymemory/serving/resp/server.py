@@ -281,6 +281,9 @@ class Conversation:
                     del request  # the values in it
             self._answer_collected()
             self._outbox.flush()
+        except OSError:  # in the middle of a value: those that have come whole are stored
+            self._answer_collected()
+            raise
         finally:
             self._give_back()
 
