@@ -222,6 +222,17 @@ def test_a_store_that_loses_all_of_it_costs_time_and_no_token(pair: Pair) -> Non
     assert pair.given_up() == before
 
 
+def test_what_was_stored_and_is_gone_is_not_waited_for_long(pair: Pair) -> None:
+    ids = some_ids(100, seed=16)
+    first = pair.prefill.complete(ids, 1, **PREFILL)["kv_transfer_params"]
+    assert first["sky_tokens"] == 96
+    pair.store.lost = True
+    began_s = time.monotonic()
+    answer = pair.decode.complete(ids, 12, kv_transfer_params=first)
+    assert time.monotonic() - began_s < 3.0, "the engine's setting is 5 s"
+    assert text(answer) == text(pair.alone.complete(ids, 12)) and cached(answer) == 0
+
+
 def test_a_damaged_block_is_computed_and_deleted(pair: Pair) -> None:
     ids = some_ids(100, seed=8)
     pair.store.damages = True

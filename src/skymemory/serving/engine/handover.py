@@ -37,6 +37,10 @@ _AHEAD_BLOCKS = 256
 _FETCH_THREADS = 4
 """Calls to the store at a time. Requests that wait hold none of them."""
 _LEAST_CALL_S = 1.0
+_STORED_S = 0.5
+"""How long a block that the other engine says is stored is asked for: time for a store to answer late, or to hand it
+over meanwhile; one that has been evicted does not come back.
+"""
 _MOST_OFFERS = 4096
 """Offers that wait to be saved; their blocks are leased in the prefix cache, so that its budget bounds their bytes."""
 _LATE = (
@@ -203,6 +207,8 @@ class BlockFetcher:
         if remote is not None and remote.tokens is not None:
             expected = min(expected, remote.tokens // caches.block_tokens)
         wait_s = self._wait_s if remote is None or remote.wait_s is None else remote.wait_s
+        if remote is not None and remote.tokens is not None:
+            wait_s = min(wait_s, _STORED_S)
         began_s, given_up = time.monotonic(), False
         try:
             given_up = not await self._come(generation, chains, at, expected if remote is not None else 0, wait_s)
