@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import mmap
 import sys
@@ -818,32 +819,52 @@ _AT_ONCE_BYTES = 64 << 20
 
 
 class Staging:
-    """Copies blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width)."""
+    """Copies blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width), slices of
+    one tensor. Blocks may come from several threads.
+    """
 
     def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._rooms = rooms
         self._layout = layout
         self._device = rooms[0].device
+        self._stream, self._made = None, None
+        if self._device.type == "cuda":
+            self._stream = _copies(self._device)
+            # The room's memory may have been another tensor's, with work on it that has not ended yet.
+            self._made = torch.cuda.current_stream(self._device).record_event()
+        self._lock = threading.Lock()
         self._host: torch.Tensor | None = None
         self._waiting: list[int] = []
         self._sent: list[tuple[torch.Tensor, Any]] = []
         """Host buffers that a running copy reads, with the event of its end."""
+        self._ends: list[Any] = []
+        """Ends of copies that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
         """Stage block ``index`` for the next ``flush``."""
-        if self._host is None or len(self._waiting) == len(self._host):
-            self.flush()
-            self._host = _pinned(self._layout, self._device)
-        self._host[len(self._waiting)].numpy()[:] = np.frombuffer(block, np.uint8)
-        self._waiting.append(index)
+        with self._lock:
+            if self._host is not None and len(self._waiting) == len(self._host):
+                self._send()
+            if self._host is None:
+                self._host = _pinned(self._layout, self._device)
+            self._host[len(self._waiting)].numpy()[:] = np.frombuffer(block, np.uint8)
+            self._waiting.append(index)
 
     def flush(self) -> None:
-        """Copy the staged blocks; the device's current stream waits for the copy."""
+        """Copy the staged blocks; the caller's current stream waits for all copies."""
+        with self._lock:
+            self._send()
+            for end in self._ends:
+                torch.cuda.current_stream(self._device).wait_event(end)
+            self._ends = []
+
+    def _send(self) -> None:
         if self._host is None or not self._waiting:
             return
-        on_cuda = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if on_cuda else None
-        with torch.cuda.stream(stream) if on_cuda else contextlib.nullcontext():
+        stream = self._stream
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            if stream is not None:
+                stream.wait_event(self._made)
             there = self._host[: len(self._waiting)].to(self._device, non_blocking=True)
             where = torch.tensor(self._waiting, device=self._device)
             numbers = there.view(self._rooms[0].dtype).view(len(there), self._layout.layers, -1)
@@ -851,11 +872,18 @@ class Staging:
                 blocks = room[:, :, : room.shape[2] // self._layout.block_tokens * self._layout.block_tokens]
                 blocks.unflatten(2, (-1, self._layout.block_tokens))[:, :, where] = part.permute(1, 2, 0, 3, 4)
         if stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-            event = stream.record_event()
-            self._sent = [(host, end) for host, end in self._sent if not end.query()] + [(self._host, event)]
+            end = stream.record_event()
+            self._rooms[0].record_stream(stream)  # a load given up must not write into what the memory is next
+            self._sent = [(host, ended) for host, ended in self._sent if not ended.query()] + [(self._host, end)]
+            self._ends.append(end)
             self._host = None
         self._waiting = []
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all copies to a device: its memory is used again by the next one."""
+    return torch.cuda.Stream(device)
 
 
 class Gathered:
