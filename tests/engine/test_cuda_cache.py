@@ -1,4 +1,4 @@
-"""The transformers manager on a CUDA device gives the model's own tokens: loaded, computed or both, whatever runs beside.
+"""The transformers manager on a CUDA device gives the model's own tokens: loaded, computed or both, busy or idle.
 
 Needs a GPU, torch, transformers and pytest::
 
