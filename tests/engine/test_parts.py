@@ -364,6 +364,7 @@ def test_by_the_way_of_a_device(name: str, there: bool, monkeypatch: pytest.Monk
         def __init__(self, group: Any, layout: Any, rooms: Any) -> None:
             super().__init__(group, layout, rooms)
             self._staging = Staging(rooms, layout)
+            self.threads = 4
 
     monkeypatch.setattr("skymemory.engine.kv_cache.GroupRoom", Staged)
     model, ids, store = model_of(name, 20), prompt_of(99), MemoryStore()

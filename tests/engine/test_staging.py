@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,8 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from skymemory.cache.blocks import BlockCache, Part, Parts  # noqa: E402
 from skymemory.engine.kv_cache import CacheSource, Gathered, RoomPool, SkyCache, Staging  # noqa: E402
 from skymemory.kv.block import KVLayout  # noqa: E402
+from skymemory.kv.context import CacheContext  # noqa: E402
+from skymemory.store.base import Presence  # noqa: E402
+from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -72,3 +77,41 @@ def test_blocks_come_from_several_threads(at_once: int, monkeypatch: pytest.Monk
     for index, block in enumerate(blocks):
         source.read(index, memoryview(out))
         assert bytes(out) == block, index
+
+
+@pytest.mark.parametrize("wrong", [0, 5, 11])
+def test_of_blocks_placed_at_the_same_time_those_before_a_damaged_one_count(wrong: int) -> None:
+    """A sink that takes several at a time is given all; what counts is the prefix, and the damaged one is deleted."""
+
+    class Sink:
+        threads = 3
+
+        def __init__(self) -> None:
+            self.placed: set[int] = set()
+
+        def place(self, index: int, block: memoryview) -> None:
+            time.sleep(0.001 * (index % 3))
+            self.placed.add(index)
+
+    layout = KVLayout(2, 2, 4, 8, "float32")
+    store = MemoryStore(1 << 20)
+    context = CacheContext("m", "w", "t", "float32", layout.describe(), block_tokens=layout.block_tokens)
+    cache = Parts([Part(BlockCache(context, layout, store), None)])
+    ids = np.arange(12 * layout.block_tokens)
+    draw = np.random.default_rng(3)
+    blocks = [draw.bytes(layout.block_bytes) for _ in range(12)]
+
+    class Source:
+        def read(self, index: int, out: memoryview) -> None:
+            out[:] = blocks[index]
+
+    (hashes,) = cache.hashes(ids)
+    cache.first.save(hashes, range(12), Source())
+    value = bytearray(store.get_many([hashes[wrong]])[0] or b"")
+    value[-1] ^= 1
+    store.delete([hashes[wrong]])
+    store.put_many([(hashes[wrong], bytes(value))])
+    result = cache.load(ids, [sink := Sink()])
+    assert result.cached_tokens == wrong * layout.block_tokens and result.failed_blocks
+    assert sink.placed >= set(range(wrong)) and wrong not in sink.placed
+    assert store.lookup([hashes[wrong]]) == [Presence.MISS]

@@ -17,6 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -72,7 +73,9 @@ class BlockSink(Protocol):
     """Where an engine wants loaded blocks."""
 
     def place(self, index: int, block: memoryview) -> None:
-        """Copy block ``index``'s raw bytes (``KVLayout.shape``, C order) out of ``block`` before returning."""
+        """Copy block ``index``'s raw bytes (``KVLayout.shape``, C order) out of ``block`` before returning. A sink
+        with an attribute ``threads`` is called by so many at a time.
+        """
 
 
 @runtime_checkable
@@ -456,7 +459,7 @@ class BlockCache:
         keys = report.keys if report is not None and len(report.keys) == len(batch.hashes) else ()
         if report is not None:
             tally.retransmitted += report.retransmitted
-        with phase("decode"):
+        with phase("decode"), self._placing(sink, batch, values) as placing:
             for offset, block_hash in enumerate(batch.hashes):
                 value = values[offset] if offset < len(values) else None
                 if value is None:
@@ -468,6 +471,8 @@ class BlockCache:
                 if crc is not None and isinstance(sink, RowSink):
                     size_bytes = PAYLOAD_AT + self.layout.block_bytes
                     failure = self._placed(sink, batch.start + offset, block_hash, value, crc)
+                elif placing:
+                    failure = placing[offset].result()
                 else:
                     failure = self.place(sink, batch.start + offset, block_hash, value)
                 if failure:
@@ -476,6 +481,23 @@ class BlockCache:
                     return
                 tally.tiers.append((keys[offset].tier if keys else "") or self.store.name)
                 tally.size_bytes += size_bytes
+
+    @contextmanager
+    def _placing(
+        self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
+    ) -> Iterator[list[Future[str]]]:
+        """``place`` of all values, under way in as many threads as the sink says; none where one is enough."""
+        threads = min(getattr(sink, "threads", 1), len(values))
+        if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
+            yield []
+            return
+        with ThreadPoolExecutor(threads) as pool:  # of this call alone: a process that forks has no dead ones
+            yield [
+                pool.submit(self.place, sink, batch.start + at, batch.hashes[at], value)
+                if value is not None
+                else Future()
+                for at, value in enumerate(values[: len(batch.hashes)])
+            ]
 
     def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
         """Place one block in ``sink`` as block 0; returns the reason of a failure, or ""."""

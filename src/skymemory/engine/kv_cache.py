@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import mmap
+import os
 import sys
 import threading
 import warnings
@@ -365,6 +366,7 @@ class GroupRoom:
         self._layout = layout
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
+        self.threads = 1 if self._staging is None else max(1, min(_DEVICE_THREADS, (os.cpu_count() or 1) // 2))
         self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
@@ -816,6 +818,8 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 # memory on a separate stream, and scattered. The same code works on CPU, for tests.
 
 _AT_ONCE_BYTES = 64 << 20
+_DEVICE_THREADS = 6
+"""Check blocks and copy them into pinned memory: one thread does a sixth of what a device's bus carries."""
 
 
 class Staging:
@@ -832,9 +836,11 @@ class Staging:
             self._stream = _copies(self._device)
             # The room's memory may have been another tensor's, with work on it that has not ended yet.
             self._made = torch.cuda.current_stream(self._device).record_event()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._host: torch.Tensor | None = None
         self._waiting: list[int] = []
+        self._copying = 0
+        """Blocks that are being copied into the host buffer."""
         self._sent: list[tuple[torch.Tensor, Any]] = []
         """Host buffers that a running copy reads, with the event of its end."""
         self._ends: list[Any] = []
@@ -842,23 +848,32 @@ class Staging:
 
     def place(self, index: int, block: memoryview) -> None:
         """Stage block ``index`` for the next ``flush``."""
-        with self._lock:
-            if self._host is not None and len(self._waiting) == len(self._host):
+        with self._changed:
+            while self._host is not None and len(self._waiting) == len(self._host):
                 self._send()
             if self._host is None:
                 self._host = _pinned(self._layout, self._device)
-            self._host[len(self._waiting)].numpy()[:] = np.frombuffer(block, np.uint8)
+            host, slot = self._host, len(self._waiting)
             self._waiting.append(index)
+            self._copying += 1
+        try:
+            host[slot].numpy()[:] = np.frombuffer(block, np.uint8)
+        finally:
+            with self._changed:
+                self._copying -= 1
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Copy the staged blocks; the caller's current stream waits for all copies."""
-        with self._lock:
+        with self._changed:
             self._send()
             for end in self._ends:
                 torch.cuda.current_stream(self._device).wait_event(end)
             self._ends = []
 
     def _send(self) -> None:
+        while self._copying:
+            self._changed.wait()
         if self._host is None or not self._waiting:
             return
         stream = self._stream
