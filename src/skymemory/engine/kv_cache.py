@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -818,8 +818,10 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 # memory on a separate stream, and scattered. The same code works on CPU, for tests.
 
 _AT_ONCE_BYTES = 64 << 20
-_DEVICE_THREADS = 6
-"""Check blocks and copy them into pinned memory: one thread does a sixth of what a device's bus carries."""
+_DEVICE_THREADS = 8
+"""Check blocks and copy them into pinned memory. On an H100's host one thread takes 0.2 s for a gigabyte, eight take
+0.05, and the bus 0.02.
+"""
 
 
 class Staging:
@@ -837,51 +839,56 @@ class Staging:
             # The room's memory may have been another tensor's, with work on it that has not ended yet.
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
-        self._host: torch.Tensor | None = None
-        self._waiting: list[int] = []
+        self._batch: _Batch | None = None
+        """What blocks are copied into now; None: the next one begins another."""
         self._copying = 0
-        """Blocks that are being copied into the host buffer."""
+        """Blocks that are being copied into host memory."""
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        """Host buffers that a running copy reads, with the event of its end."""
+        """Host memory that a running copy reads, with the event of its end."""
         self._ends: list[Any] = []
         """Ends of copies that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
         """Stage block ``index`` for the next ``flush``."""
         with self._changed:
-            while self._host is not None and len(self._waiting) == len(self._host):
-                self._send()
-            if self._host is None:
-                self._host = _pinned(self._layout, self._device)
-            host, slot = self._host, len(self._waiting)
-            self._waiting.append(index)
+            batch = self._batch = self._batch or _Batch(_pinned(self._layout, self._device))
+            slot = len(batch.indices)
+            batch.indices.append(index)
+            batch.copying += 1
             self._copying += 1
+            if len(batch.indices) == len(batch.host):
+                self._batch = None  # sent by the thread that is the last to copy into it
         try:
-            host[slot].numpy()[:] = np.frombuffer(block, np.uint8)
+            np.copyto(batch.host[slot].numpy(), np.frombuffer(block, np.uint8))
         finally:
             with self._changed:
+                batch.copying -= 1
                 self._copying -= 1
+                if batch is not self._batch and not batch.copying:
+                    self._send(batch)
                 self._changed.notify_all()
 
     def flush(self) -> None:
         """Copy the staged blocks; the caller's current stream waits for all copies."""
         with self._changed:
-            self._send()
+            while self._copying:
+                self._changed.wait()
+            if self._batch is not None:
+                self._send(self._batch)
+                self._batch = None
             for end in self._ends:
                 torch.cuda.current_stream(self._device).wait_event(end)
             self._ends = []
 
-    def _send(self) -> None:
-        while self._copying:
-            self._changed.wait()
-        if self._host is None or not self._waiting:
-            return
+    def _send(self, batch: _Batch) -> None:
         stream = self._stream
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             if stream is not None:
                 stream.wait_event(self._made)
-            there = self._host[: len(self._waiting)].to(self._device, non_blocking=True)
-            where = torch.tensor(self._waiting, device=self._device)
+            there = batch.host[: len(batch.indices)].to(self._device, non_blocking=True)
+            # Pinned, too: a copy of other memory would wait for all copies before it.
+            indices = torch.tensor(batch.indices, pin_memory=stream is not None)
+            where = indices.to(self._device, non_blocking=True)
             numbers = there.view(self._rooms[0].dtype).view(len(there), self._layout.layers, -1)
             for room, part in zip(self._rooms, _apart(numbers, self._layout, *self._layout.widths), strict=True):
                 blocks = room[:, :, : room.shape[2] // self._layout.block_tokens * self._layout.block_tokens]
@@ -889,10 +896,17 @@ class Staging:
         if stream is not None:
             end = stream.record_event()
             self._rooms[0].record_stream(stream)  # a load given up must not write into what the memory is next
-            self._sent = [(host, ended) for host, ended in self._sent if not ended.query()] + [(self._host, end)]
+            self._sent = [(host, ended) for host, ended in self._sent if not ended.query()]
+            self._sent += [(batch.host, end), (indices, end)]
             self._ends.append(end)
-            self._host = None
-        self._waiting = []
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    host: torch.Tensor
+    """(blocks, bytes of a block), pinned."""
+    indices: list[int] = field(default_factory=list)
+    copying: int = 0
 
 
 @functools.cache
