@@ -81,6 +81,29 @@ def _ttft() -> str:
     )
 
 
+def _accelerator() -> str:
+    """A line for each model and length: computed, loaded as a prefix, and both (Cake)."""
+    found: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows_of("accelerator"):
+        found.setdefault((row["model"], row["tokens"]), {})[row["way"]] = row
+
+    def ms(its: dict[str, Row], way: str, key: str) -> str:
+        return f"{its[way][key] * 1e3:.0f} ms" if way in its else ""
+
+    heads = ["model", "tokens", "computed", "from memory", "Cake", "from the sky", "Cake", "MB"]
+    made = [
+        [
+            model,
+            f"{tokens:,}",
+            ms(its, "computed", "ttft_s"),
+            *(ms(its, way, f"{side}_s") for way in ("memory", "constellation") for side in ("prefix", "cake")),
+            f"{its['memory']['bytes'] / 1e6:,.0f}" if "memory" in its else "",
+        ]
+        for (model, tokens), its in found.items()
+    ]
+    return table([heads, *made])
+
+
 def _data_path() -> str:
     return columns(
         "data_path",
@@ -735,6 +758,7 @@ def _store_daemon() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
+    "accelerator": _accelerator,
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
     "data path, processor": _data_path_processor,
