@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -252,6 +253,9 @@ def _add_disagg(others: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # as Ctrl-C: the stack unwinds, and what a demo started is ended
+            signal.signal(number, signal.default_int_handler)
     if args.what == "vllm":
         from skymemory.demo.vllm import run_vllm
 

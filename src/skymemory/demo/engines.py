@@ -17,13 +17,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from skymemory.cli.main import END_WITH_STDIN
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.errors import SkyMemoryError
+from skymemory.serving.cluster.supervisor import guard
 
 START_S = 420.0
 """vLLM takes half a minute on two cores that do nothing else."""
 _GRACE_S = 15.0
-_SKYMEMORY = (sys.executable, "-m", "skymemory")
+_SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", END_WITH_STDIN)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -48,44 +50,43 @@ def say(words: str) -> None:
 
 @contextmanager
 def constellation(folder: Path) -> Iterator[None]:
-    command = [*_SKYMEMORY, "constellation"]
-    where = ["--run-dir", str(folder / "run")]
-    _run([*command, "up", "--base-port", "auto", "--delay", "real", *where], "the constellation")
-    try:
+    command = [*_SKYMEMORY, "constellation", "up", "--foreground", "--base-port", "auto", "--delay", "real"]
+    log = folder / "constellation.log"
+    with _process([*command, "--run-dir", str(folder / "run")], log) as started:
+        _until(lambda: " is up: " in log.read_text("utf-8"), started, "the constellation", log, 60)
         yield
-    finally:
-        _run([*command, "down", *where], "the constellation")
-
-
-def _run(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
-    if done.returncode:
-        raise SkyMemoryError(f"{what}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
 
 
 @contextmanager
 def _process(
     command: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """In a group of its own: ended by SIGTERM, after a while by force, with all that it started."""
+    """In a group of its own: ended by SIGTERM, after a while by force, with all that it started. It ends, too, when
+    this process is killed: ours by their standard input, others by a guard.
+    """
+    ours = command[: len(_SKYMEMORY)] == [*_SKYMEMORY]
     with log.open("ab") as file:
         started = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if ours else subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             env={**os.environ, **environment},
             start_new_session=True,
         )
+    guarded = None if ours else guard(started.pid)
     try:
         yield started
     finally:
+        if guarded is not None:
+            guarded.kill()
+            guarded.communicate()
         started.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             started.wait(_GRACE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
-        started.wait()
+        started.communicate()
 
 
 def _until(ready: Callable[[], bool], of: subprocess.Popen[bytes], what: str, log: Path, seconds: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +27,6 @@ def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPl
     """The testbed with real delays, in a run directory of its own, its processes on lines to us: gone at the end
     whatever happens.
     """
-    # KeyboardInterrupt unwinds the stack, so that the children are ended and the directory removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is below runs before we end
     with temporary_run_directory() as folder:
         directory = RunDirectory(folder)
         started: Started | None = None

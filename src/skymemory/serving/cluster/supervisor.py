@@ -293,7 +293,7 @@ class Supervised:
                 # has started can be ended with it.
                 start_new_session=True,
             )
-        self._guard = None if self.service.ends_with_stdin else _guard(process.pid)
+        self._guard = None if self.service.ends_with_stdin else guard(process.pid)
         self.state.pid, self.state.start = process.pid, process_start(process.pid) or ""
         self._set("starting")
         return process
@@ -350,7 +350,8 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def _guard(pid: int) -> subprocess.Popen[bytes]:
+def guard(pid: int) -> subprocess.Popen[bytes]:
+    """Ends the process group ``pid`` when this process ends, however it does: kill the guard first to keep it."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, str(pid)],
         stdin=subprocess.PIPE,
