@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from skymemory.cli.main import END_WITH_STDIN
 from skymemory.engine.vllm.settings import transfer_config
 from skymemory.errors import SkyMemoryError
 from skymemory.serving.cluster.supervisor import guard
@@ -25,7 +24,7 @@ from skymemory.serving.cluster.supervisor import guard
 START_S = 420.0
 """vLLM takes half a minute on two cores that do nothing else."""
 _GRACE_S = 15.0
-_SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", END_WITH_STDIN)
+_SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
