@@ -46,6 +46,8 @@ _ALTITUDE_REACHES_M = (1_500.0, 4_500.0)
 _LEAST_SHARE = 0.03
 """Of the satellites at an inclination; fewer at an altitude are on their way to somewhere else."""
 _LEAST_SATELLITES = 8
+# A satellite that is moved along its plane takes its node with it: at another altitude both drift, in the proportion
+# 7/3 of nodal rate to mean motion. So nodes of one plane differ by up to 0.85° (43°, 560 km) once it is filled.
 _NODE_REACH_DEG = 0.7
 _MOST_PLANES = 120  # beyond it, _NODE_REACH_DEG around evenly spread nodes covers nearly half the circle
 _MOST_SLOTS = 150
@@ -262,7 +264,13 @@ def fit(shell: ClusteredShell) -> Fit:
 
 
 def drift(shell: ClusteredShell, after_s: float) -> Drift:
-    """The closed form against SGP4's mean elements, drag included, ``after_s`` seconds from the epoch."""
+    """The closed form against SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
+
+    Satellites that SGP4 lets decay before are left out. Drift is known within half the plane.
+
+    Raises:
+        InvalidInput: SGP4 propagates none of them that far.
+    """
     import numpy as np
 
     rates = fit(shell)
@@ -271,6 +279,8 @@ def drift(shell: ClusteredShell, after_s: float) -> Drift:
     then = mean_elements(elements, shell.epoch_unix_s + after_s)
     now = mean_elements(elements, shell.epoch_unix_s)
     valid = (then.error == 0) & (now.error == 0)
+    if not valid.any():
+        raise InvalidInput(f"{shell}: none of its satellites can be propagated for {after_s:g} s: expected less")
     # sgp4 gives angles within a turn, so what has passed is compared modulo one.
     moved = (then.argument_rad - now.argument_rad)[valid]
     of_plane = np.array([rates.plane_argument_rad_s[plane] for plane, _ in there])[valid]
