@@ -78,7 +78,7 @@ class ClusteredShell:
     inclination_deg: float
     epoch_unix_s: float
     nodes_rad: tuple[float, ...]
-    """Ascending; of a Walker star beginning behind the seam."""
+    """Each plane's is the next one to the east; a Walker star begins behind its seam."""
     offsets_slots: tuple[float, ...]
     placed: tuple[tuple[ElementSet | None, ...], ...]
     """By plane and slot; None is a gap."""
@@ -398,26 +398,16 @@ def _shell_of(
     nodes, offsets, rows = [], [], []
     for plane, node_deg in enumerate(plane_nodes_deg):
         inside = group[plane_of == plane]
-        row: list[ElementSet | None] = [None] * slots
-        offset = 0.0
-        if len(inside):
-            places = (mean.argument_rad[inside] / (2 * np.pi) * slots) % slots
-            offset = _offset(places)
-            aside = _centred(mean.node_rad[inside] - math.radians(node_deg), 2 * np.pi)
-            node_deg = (node_deg + math.degrees(np.median(aside))) % 360
-            slot_of = np.rint(places - offset).astype(int) % slots
-            miss = np.abs(_centred(places - offset - slot_of, float(slots)))
-            for at in np.argsort(miss, kind="stable"):
-                one = elements[inside[at]]
-                holder = row[slot_of[at]]
-                if holder is None:
-                    row[slot_of[at]] = one
-                else:
-                    reason = f"{where}: shares plane {plane}, slot {slot_of[at]} with {holder}"
-                    left_out.append(LeftOut(one, "spare", reason))
-        nodes.append(math.radians(node_deg))
+        offset, row, spares = _filled([elements[at] for at in inside], mean.argument_rad[inside], slots)
+        for one, slot in spares:
+            reason = f"{where}: shares plane {plane}, slot {slot} with {row[slot]}"
+            left_out.append(LeftOut(one, "spare", reason))
+        # Where satellites show it, the node is theirs, and not the one of the even spacing.
+        aside = _centred(mean.node_rad[inside] - math.radians(node_deg), 2 * np.pi)
+        node_rad = math.radians(node_deg) + (float(np.median(aside)) if len(inside) else 0.0)
+        nodes.append(node_rad % (2 * math.pi))
         offsets.append(offset)
-        rows.append(tuple(row))
+        rows.append(row)
     if sum(one.why == "spare" for one in left_out) > _MOST_SPARES * len(group):
         return None, refuse("no slots", f"{where}: slots shared by several satellites, a parking orbit")
     if sum(one is not None for row in rows for one in row) < _LEAST_FILLED * slots * len(rows):
@@ -440,6 +430,29 @@ def _shell_of(
         placed=tuple(rows),
     )
     return shell, left_out
+
+
+def _filled(
+    satellites: Sequence[ElementSet], argument_rad: Array, slots: int
+) -> tuple[float, tuple[ElementSet | None, ...], list[tuple[ElementSet, int]]]:
+    """A plane's offset, who has which slot, and the spares with the slot that each of them shares."""
+    import numpy as np
+
+    row: list[ElementSet | None] = [None] * slots
+    spares = []
+    if not satellites:
+        return 0.0, tuple(row), []
+    places = (argument_rad / (2 * np.pi) * slots) % slots
+    offset = _offset(places)
+    slot_of = np.rint(places - offset).astype(int) % slots
+    miss = np.abs(_centred(places - offset - slot_of, float(slots)))
+    for at in np.argsort(miss, kind="stable"):
+        slot = int(slot_of[at])
+        if row[slot] is None:
+            row[slot] = satellites[at]
+        else:
+            spares.append((satellites[at], slot))
+    return offset, tuple(row), spares
 
 
 def _uneven_nodes(nodes_deg: Array) -> Array:

@@ -284,7 +284,7 @@ class _Piece:
         import numpy as np
 
         at = np.floor((unix_s - self._times[0]) / self._step).astype(np.int64)
-        return np.clip(at, 0, len(self._times) - 2)
+        return np.asarray(np.clip(at, 0, len(self._times) - 2), dtype=np.int64)
 
     def _offsets(self, satellite: Whole, unix_s: Array) -> tuple[Array, Array]:
         """From the place to each satellite at its moment, and the Earth's angle then."""
@@ -316,7 +316,7 @@ class _Piece:
         offset, angle = self._offsets(satellite, unix_s)
         east = np.einsum("ck,ck->c", offset, _turned(self._east, angle))
         north = np.einsum("ck,ck->c", offset, _turned(self._north, angle))
-        return np.degrees(np.arctan2(east, north)) % 360
+        return np.asarray(np.degrees(np.arctan2(east, north)) % 360, dtype=np.float64)
 
     def _refined_maximum(self, satellite: Whole, low: Array, high: Array) -> Array:
         import numpy as np

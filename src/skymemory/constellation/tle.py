@@ -35,11 +35,25 @@ UNIX_EPOCH_JULIAN_DAYS = 2440587.5
 _LINE_LENGTH = 69
 # A minus sign counts one, digits count their value, all else nothing.
 _CHECKSUM_WORTH = bytes(c - 48 if 48 <= c <= 57 else int(c == 45) for c in range(256))
+# Between fields a blank; sgp4 would read on into the next one.
+_FIRST_COLUMNS = re.compile(r"1 .{5}\S .{8} .{14} .{10} .{8} .{8} [ 0-9] [ 0-9]{4}\d")
+_SECOND_COLUMNS = re.compile(r"2 .{5} .{8} .{8} .{7} .{8} .{8} .{11}[ 0-9]{5}\d")
 _EXPONENT = re.compile(r"[ +-][0-9 ]{5}[+-][0-9]| {8}")
 _LARGEST_ALPHA5 = 339_999
 # I and O look like digits.
 _NUMBER = re.compile(r"[ 0-9]{4}[0-9]|[A-HJ-NP-Z][0-9]{4}")
 _OMM_FIXED = {"MEAN_ELEMENT_THEORY": ("SGP4", "SGP/SGP4"), "REF_FRAME": ("TEME",), "TIME_SYSTEM": ("UTC",)}
+_OMM_NUMBERS = (
+    "NORAD_CAT_ID",
+    "MEAN_MOTION",
+    "ECCENTRICITY",
+    "INCLINATION",
+    "RA_OF_ASC_NODE",
+    "ARG_OF_PERICENTER",
+    "MEAN_ANOMALY",
+    "BSTAR",
+    "MEAN_MOTION_DOT",
+)
 _OMM_OPTIONAL = {
     "CLASSIFICATION_TYPE": "U",
     "OBJECT_ID": "",
@@ -224,6 +238,8 @@ def _wrong_line(at: int, line: str, fields: Sequence[_Field]) -> str | None:
         return f"line {at}: checksum {line[-1]}, but its digits give {checksum}: the line is damaged, download it again"
     if not _NUMBER.fullmatch(line[2:7]):
         return f"line {at}: catalogue number {line[2:7]!r}: expected five digits, or a letter (not I, O) and four"
+    if not (_FIRST_COLUMNS if line[0] == "1" else _SECOND_COLUMNS).fullmatch(line):
+        return f"line {at}: columns out of place: expected a blank between fields, as in the two-line format"
     for one in fields:
         text = line[one.start : one.stop]
         try:
@@ -248,6 +264,8 @@ def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[E
             for key, expected in _OMM_FIXED.items():
                 if str(values.get(key, expected[0])).upper() not in expected:
                     raise InvalidInput(f"{key} is {values[key]!r}: expected {expected[0]}")
+            for key in _OMM_NUMBERS:
+                _finite(key, values[key])
             number = int(values["NORAD_CAT_ID"])
             # strptime in sgp4 wants a fraction; some writers append the zone, which is UTC in any case.
             epoch = str(values["EPOCH"]).removesuffix("Z")
@@ -257,9 +275,6 @@ def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[E
             small = {"NORAD_CAT_ID": number if 0 <= number <= _LARGEST_ALPHA5 else 0}
             satrec = Satrec()
             omm.initialize(satrec, {**_OMM_OPTIONAL, **values, **small})
-            for attribute, key in _OMM_FINITE.items():
-                if not math.isfinite(getattr(satrec, attribute)):
-                    raise InvalidInput(f"{key} is not finite")
             if not 0 <= satrec.inclo <= math.pi:
                 raise InvalidInput(f"INCLINATION is {values['INCLINATION']}: expected 0 to 180")
             if satrec.error:
@@ -272,16 +287,13 @@ def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[E
             yield ElementSet(str(values.get("OBJECT_NAME", "")), number, where, satrec)
 
 
-_OMM_FINITE = {
-    "bstar": "BSTAR",
-    "ecco": "ECCENTRICITY",
-    "argpo": "ARG_OF_PERICENTER",
-    "inclo": "INCLINATION",
-    "mo": "MEAN_ANOMALY",
-    "no_kozai": "MEAN_MOTION",
-    "nodeo": "RA_OF_ASC_NODE",
-    "ndot": "MEAN_MOTION_DOT",
-}
+def _finite(key: str, value: Any) -> None:
+    try:
+        finite = math.isfinite(float(value))
+    except (TypeError, ValueError):
+        finite = False
+    if not finite:
+        raise InvalidInput(f"{key} is {value!r}: expected a number")
 
 
 def _csv_records(text: str) -> Iterator[Record]:
