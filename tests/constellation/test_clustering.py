@@ -154,6 +154,21 @@ def test_of_two_in_one_slot_the_one_nearer_to_its_middle_has_it() -> None:
     assert "shares plane" in found.left_out[0].reason
 
 
+def test_a_satellite_under_thrust_or_off_its_altitude_has_no_slot() -> None:
+    draw = random.Random(7)
+    elements, made, truth = shell(draw, 6, 12, 0, gap_share=0.05, slot_jitter=0.05)
+    strays = []
+    for number, (plane, slot) in enumerate(sorted(made.gaps), 900):
+        orbit = {"ndot_rev_day2": 0.02} if number % 2 else {"altitude_m": 552.5e3}
+        angles = {"node_rad": math.radians(made.node0_deg + 60 * plane), "argument_rad": 2 * math.pi * slot / 12}
+        strays.append(element_set(number, **angles, **orbit))
+    assert len(strays) == 4
+    found = cluster([*elements, *strays])
+    check_recovered(found.shells[0], made, truth)
+    whys = {900: "off shell", 901: "moving", 902: "off shell", 903: "moving"}
+    assert {one.elements.number: one.why for one in found.left_out} == whys
+
+
 def test_what_is_no_shell_is_left_out_with_its_reason() -> None:
     together = [
         element_set(number, node_rad=node, argument_rad=1 + number * 0.004)

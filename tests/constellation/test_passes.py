@@ -136,13 +136,26 @@ def everything(found: Passes) -> tuple[object, ...]:
 
 
 def test_the_answer_does_not_depend_on_the_piece_a_satellite_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    elements = some_satellites(random.Random(1), 12)
+    elements = some_satellites(random.Random(1), 40)
     place = GroundHost(10.0, 20.0)
-    whole = find_passes(ElementSky(elements), place, EPOCH_UNIX_S, 7200.0, 10.0)
+    whole = find_passes(ElementSky(elements), place, EPOCH_UNIX_S, 7200.0, 0.0)
     monkeypatch.setattr("skymemory.constellation.passes._SAMPLES_AT_ONCE", 500)
     done: list[int] = []
-    pieces = find_passes(ElementSky(elements), place, EPOCH_UNIX_S, 7200.0, 10.0, lambda now, of: done.append(now))
-    assert everything(pieces) == everything(whole) and done[-1] == 12 and len(done) == 3
+    pieces = find_passes(ElementSky(elements), place, EPOCH_UNIX_S, 7200.0, 0.0, lambda now, of: done.append(now))
+    assert everything(pieces) == everything(whole) and done[-1] == 40 and len(done) == 10
+
+
+def test_passes_that_are_shorter_than_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = PRESETS["kuiper-a"]
+    sky = ShellSky(preset.shell, preset.epoch_unix_s)
+    asked = (sky, GroundHost(45.0, 10.0), preset.epoch_unix_s, 1200.0, 80.0)
+    coarse = find_passes(*asked)
+    monkeypatch.setattr("skymemory.constellation.passes.STEP_S", 12.0)
+    fine = find_passes(*asked)
+    assert len(coarse.passes) == len(fine.passes) > 5
+    for one, other in zip(coarse.passes, fine.passes, strict=True):
+        assert one.satellite == other.satellite and abs(one.elevation_deg - other.elevation_deg) < 1e-3
+        assert (one.set_unix_s or 0) - (one.rise_unix_s or 0) < 60
 
 
 def test_a_satellite_that_hangs_over_a_place_is_in_sight_throughout() -> None:

@@ -124,6 +124,10 @@ BAD_LINES = {
     "truncated": (f"{FIRST[:60]}\n{SECOND}\n", "line 1: truncated, 60 characters: expected 69"),
     "too long": (f"{FIRST}\n{SECOND}0\n", "line 2: too long, 70"),
     "other pair": (f"{FIRST}\n{OTHER_SECOND}\n", "line 2: line 2 of satellite 99999 behind line 1 of satellite 44713"),
+    "near number": (
+        f"{FIRST}\n{resummed(SECOND[:6] + '4' + SECOND[7:])}\n",
+        "line 2: line 2 of satellite 44714 behind line 1 of satellite 44713",
+    ),
     "two epochs": (
         f"{FIRST}\n{SECOND}\n{NEWER}\n{SECOND}\n",
         r"line 3: a second element set of satellite \(44713\), after line 1",
