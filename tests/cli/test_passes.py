@@ -46,10 +46,12 @@ def test_a_place_that_nothing_sees_is_said_with_code_1(capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["passes"] == []
 
 
-def test_elements_of_another_year_are_remarked(tle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["passes", "--lat", "20", "--lon", "18", "--tle", str(tle), "--hours", "3", "--start", "2025-09-15T00:00"]
-    assert main(asked) == 0
-    assert "sky.tle is 91 days from --start" in capsys.readouterr().err
+def test_elements_of_another_month_are_refused(tle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["passes", "--lat", "20", "--lon", "18", "--tle", str(tle), "--hours", "3", "--start"]
+    assert main([*asked, "2025-07-01T00:00"]) == 0
+    assert "15 days from --start: times may be off by minutes" in capsys.readouterr().err
+    assert main([*asked, "2025-09-15T00:00"]) == 2
+    assert "91 days from --start: expected at most 30" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

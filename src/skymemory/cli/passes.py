@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _DEFAULT_PRESET = "starlink-a"
 _SHOWN = 20
 """Passes that are printed; JSON has all."""
-_STALE_DAYS = 14.0
+# With thrust and drag a low satellite is minutes away from its elements in a week, anywhere in its orbit in a month.
+_STALE_DAYS, _MOST_DAYS = 7.0, 30.0
 _DAY_S = 86_400.0
 _MEANING = {
     "spare": "share a slot with another satellite",
@@ -124,7 +125,12 @@ def _passes(args: argparse.Namespace) -> int:
     start_unix_s = epoch_unix_s if args.start is None else args.start
     days = abs(start_unix_s - epoch_unix_s) / _DAY_S
     if args.tle is not None and days > _STALE_DAYS:
-        print(f"skymemory: {source} is {days:.0f} days from --start: SGP4 is good for some days", file=sys.stderr)
+        stale = f"{source} is of {_utc(epoch_unix_s)}, {days:.0f} days from --start"
+        if days > _MOST_DAYS:
+            raise InvalidInput(
+                f"{stale}: expected at most {_MOST_DAYS:g}, beyond which SGP4 is no answer; use newer ones"
+            )
+        print(f"skymemory: {stale}: times may be off by minutes", file=sys.stderr)
     found = find_passes(sky, place, start_unix_s, args.hours * 3600, mask_deg, _progress)
     left_out = {sky.name(at): why for at, why in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
     where = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
@@ -153,12 +159,12 @@ def _passes(args: argparse.Namespace) -> int:
         _print_passes(found, sky)
         _print_missing(left_out, skipped)
     if not found.passes:
-        best = (
-            ""
-            if found.highest is None
-            else f": the highest, {sky.name(found.highest)}, reaches {found.highest_deg:.1f}°"
-        )
+        best = ""
+        if found.highest is not None:
+            best = f": the highest, {sky.name(found.highest)}, reaches {found.highest_deg:.1f}°"
         print(f"skymemory: none of {asked} in {args.hours:g} h{best}", file=sys.stderr)
+        for why, count in Counter(left_out.values()).most_common():
+            print(f"skymemory: {count} left out: {why}", file=sys.stderr)
         return 1
     return 0
 
