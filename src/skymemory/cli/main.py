@@ -40,6 +40,7 @@ _IN_FILE_OF = {
     "figures": "reproduce",
     "prefetch": "kv",
     "satellite": "constellation",
+    "shells": "passes",
     "vllm-args": "serve",
 }
 _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}

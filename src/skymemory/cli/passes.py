@@ -1,0 +1,301 @@
+"""``skymemory passes``: when satellites rise over a place. ``skymemory shells``: what a file of element sets holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skymemory.cli._options import add_json, argument
+from skymemory.errors import InvalidInput, cannot_read
+
+if TYPE_CHECKING:
+    from skymemory.cli.main import Subparsers
+    from skymemory.constellation.clustering import ClusteredShell, Clustering, Drift
+    from skymemory.constellation.passes import Pass, Passes, Sky
+    from skymemory.constellation.tle import ElementFile
+
+_DEFAULT_PRESET = "starlink-a"
+_SHOWN = 20
+"""Passes that are printed; JSON has all."""
+# With thrust and drag a low satellite is minutes away from its elements in a week, anywhere in its orbit in a month.
+_STALE_DAYS, _MOST_DAYS = 7.0, 30.0
+_DAY_S = 86_400.0
+_MEANING = {
+    "spare": "share a slot with another satellite",
+    "off plane": "fly between the planes, or in no two of them",
+    "no slots": "are in no regular slots: parked",
+    "moving": "are being raised or lowered",
+    "off shell": "are at no shell's altitude and inclination",
+    "stale": "have elements days away from the others'",
+    "sgp4": "cannot be propagated",
+}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    passes = subparsers.add_parser(
+        "passes",
+        help="when satellites rise, culminate and set over a place",
+        description="Find all passes of a constellation over a place on the ellipsoid of WGS84: of a preset by its "
+        "orbits, of real satellites by SGP4 from a file of element sets (CelesTrak, Space-Track). Times are UTC; "
+        "elevations are without refraction. Exit code 1: nothing rises above the mask.",
+    )
+    add = passes.add_argument
+    add("--lat", type=float, required=True, metavar="DEG", help="latitude of the place, north positive")
+    add("--lon", type=float, required=True, metavar="DEG", help="longitude, east positive")
+    add("--hours", type=float, default=24.0, metavar="H", help="how long (default: 24, at most 168)")
+    add("--mask", type=float, metavar="DEG", help="lowest elevation (default: 25)")
+    add("--start", type=argument(_moment), metavar="TIME", help="'now' or UTC as 2026-01-31T12:00 (default: the epoch)")
+    source = passes.add_mutually_exclusive_group()
+    source.add_argument("--tle", type=Path, metavar="FILE", help="element sets: two-line, or OMM as CSV, JSON or XML")
+    source.add_argument("--preset", metavar="NAME", help=f"constellation (default: {_DEFAULT_PRESET})")
+    add("--skip-bad", action="store_true", help="leave bad records of FILE out instead of refusing it")
+    add_json(passes)
+    shells = subparsers.add_parser(
+        "shells",
+        help="the shells, planes and slots that real satellites fly in",
+        description="Recover shells, planes and slots from a file of element sets, with its gaps, what is in no slot "
+        "and why, and how far SGP4 drifts from a closed form that is fitted to each shell.",
+    )
+    shells.add_argument("file", type=Path, metavar="FILE", help="element sets: two-line, or OMM as CSV, JSON or XML")
+    shells.add_argument("--skip-bad", action="store_true", help="leave bad records out instead of refusing the file")
+    add_json(shells)
+
+
+def run(args: argparse.Namespace) -> int:
+    return _passes(args) if args.verb == "passes" else _shells(args)
+
+
+def _moment(text: str) -> float:
+    """Unix seconds."""
+    if text == "now":
+        return datetime.now(UTC).timestamp()
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r}: expected 'now' or a time in UTC such as 2026-01-31T12:00") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _read(path: Path, skip_bad: bool) -> ElementFile:
+    from skymemory.constellation.tle import read_elements
+    from skymemory.files import MAX_TABLE_BYTES, read_bounded
+
+    try:
+        text = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise InvalidInput(cannot_read(path, error)) from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{path}: not a text file: expected two-line elements, or OMM as CSV, JSON or XML"
+        ) from error
+    try:
+        return read_elements(text, skip_bad=skip_bad)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from None
+
+
+def _passes(args: argparse.Namespace) -> int:
+    from skymemory.constellation.passes import ElementSky, ShellSky, find_passes
+    from skymemory.constellation.presets import preset_named
+    from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
+
+    place = GroundHost(args.lat, args.lon)
+    mask_deg = DEFAULT_MASK_DEG if args.mask is None else args.mask
+    skipped: tuple[str, ...] = ()
+    sky: Sky
+    if args.tle is not None:
+        file = _read(args.tle, args.skip_bad)
+        skipped = file.skipped
+        sky = ElementSky(file.elements)
+        source, epoch_unix_s = args.tle.name, max(one.epoch_unix_s for one in file.elements)
+    else:
+        if args.skip_bad:
+            raise InvalidInput("--skip-bad without --tle: a preset has no records")
+        preset = preset_named(_DEFAULT_PRESET if args.preset is None else args.preset)
+        if preset.torus != preset.shell.torus:
+            raise InvalidInput(f"{preset.name} has no orbits of its own: expected another preset, such as starlink-a")
+        sky = ShellSky(preset.shell, preset.epoch_unix_s)
+        source, epoch_unix_s = preset.name, preset.epoch_unix_s
+    start_unix_s = epoch_unix_s if args.start is None else args.start
+    days = abs(start_unix_s - epoch_unix_s) / _DAY_S
+    if args.tle is not None and days > _STALE_DAYS:
+        stale = f"{source} is of {_utc(epoch_unix_s)}, {days:.0f} days from --start"
+        if days > _MOST_DAYS:
+            raise InvalidInput(
+                f"{stale}: expected at most {_MOST_DAYS:g}, beyond which SGP4 is no answer; use newer ones"
+            )
+        print(f"skymemory: {stale}: times may be off by minutes", file=sys.stderr)
+    found = find_passes(sky, place, start_unix_s, args.hours * 3600, mask_deg, _progress)
+    left_out = {sky.name(at): why for at, why in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
+    where = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
+    asked = f"{sky.satellites} satellites of {source} above {mask_deg:g}° over {where}"
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "source": source,
+                    "satellites": sky.satellites,
+                    "place": {"latitude_deg": place.latitude_deg, "longitude_deg": place.longitude_deg},
+                    "start": _utc(start_unix_s),
+                    "hours": args.hours,
+                    "mask_deg": mask_deg,
+                    "in_sight": asdict(found.in_sight),
+                    "highest_deg": found.highest_deg,
+                    "passes": [_as_json(one, sky) for one in found.passes],
+                    "left_out": [{"satellite": name, "reason": why} for name, why in left_out.items()],
+                    "skipped": list(skipped),
+                },
+                indent=2,
+            )
+        )
+    elif found.passes:
+        print(f"{asked}, {args.hours:g} h from {_utc(start_unix_s)}")
+        _print_passes(found, sky)
+        _print_missing(left_out, skipped)
+    if not found.passes:
+        best = ""
+        if found.highest is not None:
+            best = f": the highest, {sky.name(found.highest)}, reaches {found.highest_deg:.1f}°"
+        print(f"skymemory: none of {asked} in {args.hours:g} h{best}", file=sys.stderr)
+        for why, count in Counter(left_out.values()).most_common():
+            print(f"skymemory: {count} left out: {why}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _progress(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        line = "" if done == of else f"{done} of {of} satellites"
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _utc(unix_s: float, sep: str = "T") -> str:
+    moment = datetime.fromtimestamp(round(unix_s, 3), UTC)
+    return moment.isoformat(sep, "milliseconds").replace("+00:00", "Z")
+
+
+def _as_json(one: Pass, sky: Sky) -> dict[str, Any]:
+    return {
+        "satellite": sky.name(one.satellite),
+        "rise": None if one.rise_unix_s is None else _utc(one.rise_unix_s),
+        "culmination": _utc(one.culmination_unix_s),
+        "set": None if one.set_unix_s is None else _utc(one.set_unix_s),
+        "elevation_deg": round(one.elevation_deg, 4),
+        "azimuth_deg": round(one.azimuth_deg, 4),
+    }
+
+
+def _print_passes(found: Passes, sky: Sky) -> None:
+    seen = found.in_sight
+    print(f"in sight      at least {seen.fewest}, on average {seen.mean:.1f}, at most {seen.most}")
+    if seen.longest_gap_s:
+        longest = _span(seen.longest_gap_s)
+        print(f"none in sight {1 - seen.covered:.1%} of the time, for {longest} at the longest")
+    if seen.highest_for_s is not None:
+        print(f"the highest   changes every {_span(seen.highest_for_s)} on average")
+    more = f", the first {_SHOWN}" if len(found.passes) > _SHOWN else ""
+    print(f"passes        {len(found.passes)}{more}:")
+    print("  rises            culminates       sets             elevation  azimuth  satellite")
+    for one in found.passes[:_SHOWN]:
+        rise, top = _clock(one.rise_unix_s, "in sight before"), _clock(one.culmination_unix_s, "")
+        angles = f"{one.elevation_deg:8.1f}° {one.azimuth_deg:7.0f}°"
+        print(
+            f"  {rise:15}  {top:15}  {_clock(one.set_unix_s, 'in sight after'):15}  {angles}  {sky.name(one.satellite)}"
+        )
+
+
+def _clock(unix_s: float | None, none: str) -> str:
+    return none if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%m-%d %H:%M:%S")
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _print_missing(left_out: dict[str, str], skipped: tuple[str, ...]) -> None:
+    for why, count in Counter(left_out.values()).most_common():
+        print(f"left out      {count}: {why}")
+    if skipped:
+        print(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
+
+
+def _shells(args: argparse.Namespace) -> int:
+    from skymemory.constellation.clustering import cluster, drift
+
+    file = _read(args.file, args.skip_bad)
+    found = cluster(file.elements)
+    drifts = [[drift(shell, days * _DAY_S) for days in (1, 7)] for shell in found.shells]
+    if args.json:
+        print(json.dumps(_clustering_as_json(found, drifts, file), indent=2))
+    else:
+        _print_shells(found, drifts, file)
+    if not found.shells:
+        print(f"skymemory: no shell in {args.file}: {len(file.elements)} satellites are in no planes", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _kind(shell: ClusteredShell) -> str:
+    if shell.star:
+        return "star"
+    if shell.phase is not None:
+        return f"delta, F {shell.phase}"
+    return "delta" if shell.even else "uneven nodes"
+
+
+def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFile) -> None:
+    placed = sum(shell.satellites for shell in found.shells)
+    print(f"{len(file.elements)} satellites: {placed} in {len(found.shells)} shells, {len(found.left_out)} left out")
+    if found.shells:
+        print(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
+        print("  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day         7 days")
+    for shell, (day, week) in zip(found.shells, drifts, strict=True):
+        print(
+            f"  {shell.inclination_deg:10.2f}° {shell.equatorial_altitude_m / 1000:6.0f} km {shell.planes:7} "
+            f"{shell.slots_per_plane:6} {shell.satellites:7} {shell.gaps:5} {len(shell.empty_planes):13}  "
+            f"{_kind(shell):13} {day.median_slots:5.3f} {day.p99_slots:6.3f} "
+            f"{week.median_slots:7.3f} {week.p99_slots:6.3f}"
+        )
+    for why, count in Counter(one.why for one in found.left_out).most_common():
+        print(f"left out      {count} {_MEANING[why]}")
+    _print_missing({}, file.skipped)
+
+
+def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: ElementFile) -> dict[str, Any]:
+    return {
+        "satellites": len(file.elements),
+        "shells": [
+            {
+                "planes": shell.planes,
+                "slots_per_plane": shell.slots_per_plane,
+                "altitude_m": shell.altitude_m,
+                "equatorial_altitude_m": shell.equatorial_altitude_m,
+                "inclination_deg": shell.inclination_deg,
+                "epoch": _utc(shell.epoch_unix_s),
+                "star": shell.star,
+                "even": shell.even,
+                "phase": shell.phase,
+                "satellites": shell.satellites,
+                "gaps": shell.gaps,
+                "empty_planes": list(shell.empty_planes),
+                "drift": [asdict(one) for one in drifted],
+                "nodes_rad": list(shell.nodes_rad),
+                "offsets_slots": list(shell.offsets_slots),
+                "placed": [[None if one is None else one.number for one in plane] for plane in shell.placed],
+            }
+            for shell, drifted in zip(found.shells, drifts, strict=True)
+        ],
+        "left_out": [
+            {"satellite": one.elements.number, "name": one.elements.name, "why": one.why, "reason": one.reason}
+            for one in found.left_out
+        ],
+        "skipped": list(file.skipped),
+    }

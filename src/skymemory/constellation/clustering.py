@@ -1,0 +1,551 @@
+"""Shells, planes and slots recovered from the element sets of a real constellation.
+
+What is flown differs from what was filed: gaps, spares, satellites that are being raised or taken down, planes that
+were never filled. The steps, each on mean elements brought to one epoch:
+
+1. Left out: sets that are stale, eccentric or of a satellite under thrust.
+2. Shells are the dense runs of inclination, and within one, of altitude.
+3. Planes: the smallest number of evenly spread nodes that nearly all satellites are near to. Where there is none, the
+   groups of nodes as they are; over half a circle they are a Walker star.
+4. Slots: the smallest number at whose multiple the arguments of latitude within planes are in phase. No such number: a
+   parking orbit, not a shell.
+5. The satellite nearest to a slot's middle has it; the others there are spares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.tle import WGS84_RADIUS_M, ElementSet, MeanElements, error_reason, mean_elements
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.units import EARTH_RADIUS_M
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+Why = Literal["stale", "sgp4", "moving", "off shell", "off plane", "no slots", "spare"]
+
+STALE_S = 3 * 86400.0
+"""Elements this much older or younger than the file's median say no longer which slot a satellite is in."""
+ECCENTRIC = 0.005
+"""Stations are kept below 0.001; this is an orbit that is 70 km wide."""
+THRUST_REV_DAY2 = 0.01
+"""Half the change of the mean motion, as element sets give it: 3.6° along track in the first day, half a slot."""
+_INCLINATION_REACH_DEG = 0.03
+# First narrow, so that shells and parking orbits near them stay apart. Then wide, for what was no shell: OneWeb flies
+# its planes 4 km above one another so that they pass at the poles.
+_ALTITUDE_REACHES_M = (1_500.0, 4_500.0)
+_LEAST_SHARE = 0.03
+"""Of the satellites at an inclination; fewer at an altitude are on their way to somewhere else."""
+_LEAST_SATELLITES = 8
+# A satellite that is moved along its plane takes its node with it: at another altitude both drift, in the proportion
+# 7/3 of nodal rate to mean motion. So nodes of one plane differ by up to 0.85° (43°, 560 km) once it is filled.
+_NODE_REACH_DEG = 0.7
+_MOST_PLANES = 120  # beyond it, _NODE_REACH_DEG around evenly spread nodes covers nearly half the circle
+_MOST_SLOTS = 150
+_EVEN_SCORE = 0.75
+_EVEN_OCCUPIED = 0.6
+_SEAM_DEG = 150.0
+_OFF_ALTITUDE_M = 2_000.0
+"""From its plane's: such a satellite drifts by two to three degrees a day."""
+_LEAST_COHERENCE = 0.3
+_LEAST_PHASED = 0.9
+_LEAST_SLOTS = 3
+_MOST_SPARES = 1 / 3
+_LEAST_FILLED = 0.2
+"""Of a shell's slots; with fewer, numbers of planes and slots fit by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusteredShell:
+    """One shell: slot ``s`` of plane ``p`` has its node at ``nodes_rad[p]`` and the argument of latitude ``2π·(s +
+    offsets_slots[p])/slots_per_plane`` at the epoch. Offsets lie within [−½, ½): slots ``s`` of all planes are within
+    half a slot of one argument, and the torus closes without a twist.
+    """
+
+    planes: int
+    slots_per_plane: int
+    altitude_m: float
+    """Mean semi-major axis less the radius of the Earth in ``units``, as in ``Shell``."""
+    inclination_deg: float
+    epoch_unix_s: float
+    nodes_rad: tuple[float, ...]
+    """Each plane's is the next one to the east; a Walker star begins behind its seam."""
+    offsets_slots: tuple[float, ...]
+    placed: tuple[tuple[ElementSet | None, ...], ...]
+    """By plane and slot; None is a gap."""
+
+    @property
+    def torus(self) -> Torus:
+        return Torus(self.planes, self.slots_per_plane)
+
+    @property
+    def satellites(self) -> int:
+        return sum(one is not None for plane in self.placed for one in plane)
+
+    @property
+    def gaps(self) -> int:
+        return self.planes * self.slots_per_plane - self.satellites
+
+    @property
+    def equatorial_altitude_m(self) -> float:
+        """Above the equator, as operators file it."""
+        return self.altitude_m + EARTH_RADIUS_M - WGS84_RADIUS_M
+
+    @property
+    def empty_planes(self) -> tuple[int, ...]:
+        return tuple(number for number, plane in enumerate(self.placed) if not any(plane))
+
+    @property
+    def spacings_deg(self) -> tuple[float, ...]:
+        """From each plane's node to the next one's, the last to the first."""
+        following = (*self.nodes_rad[1:], self.nodes_rad[0])
+        pairs = zip(self.nodes_rad, following, strict=True)
+        return tuple(math.degrees((there - here) % (2 * math.pi)) for here, there in pairs)
+
+    @property
+    def star(self) -> bool:
+        """Nodes spread over half a circle: planes on both sides of the seam fly against each other."""
+        widest = sorted(self.spacings_deg)[-2:]
+        return self.planes > 2 and widest[1] >= max(_SEAM_DEG, 1.5 * widest[0])
+
+    @property
+    def even(self) -> bool:
+        """Whether nodes are evenly spread (but for the seam of a star)."""
+        inner = sorted(self.spacings_deg)[: -1 if self.star else None]
+        return not inner or (inner[-1] - inner[0] <= 4 * _NODE_REACH_DEG and inner[0] * 2 > inner[-1])
+
+    @property
+    def phase(self) -> int | None:
+        """Walker's F of a delta with evenly spread nodes; None where offsets follow none."""
+        if self.star or not self.even:
+            return None
+        known = {number: offset for number, offset in enumerate(self.offsets_slots) if any(self.placed[number])}
+        return _walker_phase(known, self.planes)
+
+    def at(self, satellite: SatelliteId) -> ElementSet | None:
+        """The element set in this slot; None: a gap."""
+        return self.placed[satellite.plane][satellite.slot]
+
+    def living(self, satellite: SatelliteId) -> SatelliteId:
+        """Who holds what belongs to ``satellite``: itself, else the next living one ahead in its plane; where the whole
+        plane is empty, that of the next plane.
+        """
+        for plane in range(self.planes):
+            there = (satellite.plane + plane) % self.planes
+            for slot in range(self.slots_per_plane):
+                ahead = (satellite.slot + slot) % self.slots_per_plane
+                if self.placed[there][ahead] is not None:
+                    return SatelliteId(there, ahead)
+        raise InvalidInput("a shell without any satellite: nothing lives in it")
+
+    def shell(self) -> Shell:
+        """The nearest ``Shell``.
+
+        Raises:
+            InvalidInput: nodes or offsets are not those of a Walker delta, which is all that ``Shell`` holds.
+        """
+        phase = self.phase
+        if phase is None:
+            raise InvalidInput(f"{self}: not an evenly phased Walker delta, expected evenly spread nodes and offsets")
+        return Shell(self.planes, self.slots_per_plane, self.altitude_m, self.inclination_deg, phase)
+
+    def __str__(self) -> str:
+        return f"{self.inclination_deg:.2f}° {self.equatorial_altitude_m / 1000:.0f} km"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A satellite in no slot."""
+
+    elements: ElementSet
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clustering:
+    """All satellites of a file: those of ``shells`` and ``left_out`` are as many as there were element sets."""
+
+    shells: tuple[ClusteredShell, ...]
+    """The largest first."""
+    left_out: tuple[LeftOut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Rates of a shell's closed form: means of SGP4's secular rates of its satellites, without drag."""
+
+    argument_rad_s: float
+    node_rad_s: float
+    plane_argument_rad_s: tuple[float, ...]
+    """Of each plane; planes at different altitudes drift against each other. The mean for an empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far satellites of a shell are from its closed form after some time, beyond where they were at the epoch."""
+
+    after_s: float
+    median_slots: float
+    p99_slots: float
+    """Along track, of all satellites, against one rate for the shell."""
+    plane_median_slots: float
+    plane_p99_slots: float
+    """Against a rate for each plane."""
+    node_p99_deg: float
+
+
+def cluster(elements: Sequence[ElementSet]) -> Clustering:
+    """The shells that these satellites fly in, at the median of their epochs."""
+    import numpy as np
+
+    epochs = np.array([one.epoch_unix_s for one in elements])
+    epoch_unix_s = float(np.median(epochs))
+    left_out: list[LeftOut] = []
+    steady: list[ElementSet] = []
+    for one, its_epoch in zip(elements, epochs, strict=True):
+        # From radians a minute², in which sgp4 keeps it.
+        change_rev_day2 = one.satrec.ndot * 1440.0**2 / (2 * math.pi)
+        if abs(its_epoch - epoch_unix_s) > STALE_S:
+            days = abs(its_epoch - epoch_unix_s) / 86400
+            left_out.append(LeftOut(one, "stale", f"its elements are {days:.1f} days from the file's median"))
+        elif one.satrec.ecco > ECCENTRIC:
+            left_out.append(LeftOut(one, "moving", f"eccentricity {one.satrec.ecco:.4f}: no station is kept there"))
+        elif abs(change_rev_day2) > THRUST_REV_DAY2:
+            left_out.append(
+                LeftOut(one, "moving", f"mean motion changes by {2 * change_rev_day2:+.3f} rev/day²: thrust or decay")
+            )
+        else:
+            steady.append(one)
+    mean = mean_elements(steady, epoch_unix_s)
+    failed = np.flatnonzero(mean.error)
+    left_out += [LeftOut(steady[at], "sgp4", error_reason(int(mean.error[at]))) for at in failed]
+    shells: list[ClusteredShell] = []
+    rest = np.flatnonzero(mean.error == 0)
+    refused: list[LeftOut] = []
+    for reach_m in _ALTITUDE_REACHES_M:
+        refused = []
+        for group in _groups(mean, rest, reach_m):
+            shell, others = _shell_of(steady, mean, group, epoch_unix_s)
+            if shell is None:
+                refused += others
+            else:
+                rest = np.setdiff1d(rest, group)
+                left_out += others
+                shells.append(shell)
+    left_out += refused
+    explained = {one.elements.number for one in refused}
+    left_out += [_off_shell(steady[at], mean, int(at), shells) for at in rest if steady[at].number not in explained]
+    shells.sort(key=lambda shell: -shell.satellites)
+    return Clustering(tuple(shells), tuple(left_out))
+
+
+def fit(shell: ClusteredShell) -> Fit:
+    """Rates that keep a closed form with SGP4 for satellites without drag."""
+    import numpy as np
+
+    # SGP4's rates are per minute.
+    rates = [
+        [(one.satrec.mdot + one.satrec.argpdot, one.satrec.nodedot) for one in plane if one is not None]
+        for plane in shell.placed
+    ]
+    along, node = np.mean([rate for plane in rates for rate in plane], axis=0) / 60
+    by_plane = [float(np.mean([rate[0] for rate in plane])) / 60 if plane else float(along) for plane in rates]
+    return Fit(float(along), float(node), tuple(by_plane))
+
+
+def drift(shell: ClusteredShell, after_s: float) -> Drift:
+    """The closed form against SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
+
+    Satellites that SGP4 lets decay before are left out. Drift is known within half the plane.
+
+    Raises:
+        InvalidInput: SGP4 propagates none of them that far.
+    """
+    import numpy as np
+
+    rates = fit(shell)
+    there = [(plane, one) for plane, row in enumerate(shell.placed) for one in row if one is not None]
+    elements = [one for _, one in there]
+    then = mean_elements(elements, shell.epoch_unix_s + after_s)
+    now = mean_elements(elements, shell.epoch_unix_s)
+    valid = (then.error == 0) & (now.error == 0)
+    if not valid.any():
+        raise InvalidInput(f"{shell}: none of its satellites can be propagated for {after_s:g} s: expected less")
+    # sgp4 gives angles within a turn, so what has passed is compared modulo one.
+    moved = (then.argument_rad - now.argument_rad)[valid]
+    of_plane = np.array([rates.plane_argument_rad_s[plane] for plane, _ in there])[valid]
+    slots = shell.slots_per_plane / (2 * np.pi)
+    common = np.abs(_centred(moved - rates.argument_rad_s * after_s, 2 * np.pi)) * slots
+    own = np.abs(_centred(moved - of_plane * after_s, 2 * np.pi)) * slots
+    node = np.abs(_centred((then.node_rad - now.node_rad)[valid] - rates.node_rad_s * after_s, 2 * np.pi))
+    median, p99 = np.percentile(common, [50, 99])
+    plane_median, plane_p99 = np.percentile(own, [50, 99])
+    node_p99 = np.degrees(np.percentile(node, 99))
+    return Drift(after_s, float(median), float(p99), float(plane_median), float(plane_p99), float(node_p99))
+
+
+def _centred(angle: Array, turn: float) -> Array:
+    """Within half a turn of 0."""
+    return (angle + turn / 2) % turn - turn / 2
+
+
+def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None:
+    """The F with which each plane is F/planes of a slot ahead of the one before it; None where offsets follow none."""
+    import numpy as np
+
+    phasors = np.exp(2j * np.pi * np.array([*offsets_slots.values()]))
+    steps = np.outer(np.arange(planes), [*offsets_slots]) / planes
+    together = np.abs((phasors * np.exp(-2j * np.pi * steps)).mean(axis=1))
+    best = int(np.argmax(together))
+    return best if together[best] >= _LEAST_PHASED else None
+
+
+def _dense_runs(values: Array, reach: float) -> list[NDArray[np.int64]]:
+    """Runs of values in which neighbours are within ``reach`` of a dense one: indices into ``values``, by run."""
+    import numpy as np
+
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    near = np.searchsorted(ordered, ordered + reach, "right") - np.searchsorted(ordered, ordered - reach, "left")
+    dense = ordered[near >= max(4, _LEAST_SHARE * len(values))]
+    if not len(dense):
+        return []
+    runs = np.split(dense, np.flatnonzero(np.diff(dense) > reach) + 1)
+    return [order[(ordered >= run[0] - reach) & (ordered <= run[-1] + reach)] for run in runs]
+
+
+def _groups(mean: MeanElements, among: NDArray[np.int64], altitude_reach_m: float) -> list[NDArray[np.int64]]:
+    """Satellites that may be one shell: of one inclination and altitude; no satellite is in two."""
+    import numpy as np
+
+    groups: list[NDArray[np.int64]] = []
+    taken = np.zeros(len(mean.error), dtype=bool)
+    for inclined in _dense_runs(np.degrees(mean.inclination_rad[among]), _INCLINATION_REACH_DEG):
+        members = among[inclined]
+        for high in _dense_runs(mean.axis_m[members], altitude_reach_m):
+            group = members[high]
+            group = group[~taken[group]]
+            taken[group] = True
+            groups.append(group)
+    return groups
+
+
+def _off_shell(one: ElementSet, mean: MeanElements, at: int, shells: Sequence[ClusteredShell]) -> LeftOut:
+    inclination_deg = math.degrees(mean.inclination_rad[at])
+    altitude_km = (mean.axis_m[at] - WGS84_RADIUS_M) / 1000
+    near = [shell for shell in shells if abs(shell.inclination_deg - inclination_deg) < 0.1]
+    heights = ", ".join(f"{height:.0f}" for height in sorted(shell.equatorial_altitude_m / 1000 for shell in near))
+    why = f"the shells of its inclination are at {heights} km" if near else "no shell has its inclination"
+    return LeftOut(one, "off shell", f"{inclination_deg:.2f}° {altitude_km:.0f} km: {why}")
+
+
+def _shell_of(
+    elements: Sequence[ElementSet], mean: MeanElements, group: NDArray[np.int64], epoch_unix_s: float
+) -> tuple[ClusteredShell | None, list[LeftOut]]:
+    """The shell of a group, or None, and those of the group that are not in it."""
+    import numpy as np
+
+    whole = group
+
+    def refuse(why: Why, reason: str) -> list[LeftOut]:
+        return [LeftOut(elements[at], why, reason) for at in whole]
+
+    left_out: list[LeftOut] = []
+    height_km = (np.median(mean.axis_m[group]) - WGS84_RADIUS_M) / 1000
+    where = f"{math.degrees(np.median(mean.inclination_rad[group])):.2f}° {height_km:.0f} km"
+    if len(group) < _LEAST_SATELLITES:
+        return None, refuse("off shell", f"{where}: {len(group)} satellites are not a shell")
+    nodes_deg = np.degrees(mean.node_rad[group]) % 360
+    plane_nodes_deg = _even_nodes(nodes_deg)
+    evenly = plane_nodes_deg is not None
+    if plane_nodes_deg is None:
+        plane_nodes_deg = _uneven_nodes(nodes_deg)
+    if len(plane_nodes_deg) < 2:
+        return None, refuse("off plane", f"{where}: not in two planes or more, a parking orbit")
+    apart = _centred(nodes_deg[:, None] - plane_nodes_deg[None, :], 360.0)
+    plane_of = np.argmin(np.abs(apart), axis=1)
+    off = np.abs(apart[np.arange(len(group)), plane_of])
+    # Half the way to the next plane is no longer this one's.
+    narrowest = np.min(np.diff(plane_nodes_deg, append=plane_nodes_deg[0]) % 360)
+    reach = min(1.5 * _NODE_REACH_DEG, 0.3 * narrowest)
+    for at in np.flatnonzero(off > reach):
+        reason = f"{where}: its node is {off[at]:.1f}° from the nearest plane's"
+        left_out.append(LeftOut(elements[group[at]], "off plane", reason))
+    for plane in range(len(plane_nodes_deg)):
+        inside = np.flatnonzero((plane_of == plane) & (off <= reach))
+        if len(inside):
+            above = mean.axis_m[group[inside]] - np.median(mean.axis_m[group[inside]])
+            for at in inside[np.abs(above) > _OFF_ALTITUDE_M]:
+                by_km = (mean.axis_m[group[at]] - np.median(mean.axis_m[group[inside]])) / 1000
+                left_out.append(LeftOut(elements[group[at]], "moving", f"{where}: {by_km:+.1f} km off its plane"))
+                off[at] = np.inf
+    kept = off <= reach
+    group, plane_of = group[kept], plane_of[kept]
+    turns = mean.argument_rad[group] / (2 * np.pi)
+    slots = _slot_count(turns, plane_of, len(plane_nodes_deg))
+    if slots is None:
+        return None, refuse("no slots", f"{where}: no regular slots, a parking orbit")
+    nodes, offsets, rows = [], [], []
+    for plane, node_deg in enumerate(plane_nodes_deg):
+        inside = group[plane_of == plane]
+        offset, row, spares = _filled([elements[at] for at in inside], mean.argument_rad[inside], slots)
+        for one, slot in spares:
+            reason = f"{where}: shares plane {plane}, slot {slot} with {row[slot]}"
+            left_out.append(LeftOut(one, "spare", reason))
+        # Where satellites show it, the node is theirs, and not the one of the even spacing.
+        aside = _centred(mean.node_rad[inside] - math.radians(node_deg), 2 * np.pi)
+        node_rad = math.radians(node_deg) + (float(np.median(aside)) if len(inside) else 0.0)
+        nodes.append(node_rad % (2 * math.pi))
+        offsets.append(offset)
+        rows.append(row)
+    if sum(one.why == "spare" for one in left_out) > _MOST_SPARES * len(group):
+        return None, refuse("no slots", f"{where}: slots shared by several satellites, a parking orbit")
+    if sum(one is not None for row in rows for one in row) < _LEAST_FILLED * slots * len(rows):
+        return None, refuse("no slots", f"{where}: not a fifth of {len(rows)} planes of {slots} is filled")
+    known = {plane: offset for plane, offset in enumerate(offsets) if any(rows[plane])}
+    phase = _walker_phase(known, len(rows)) if evenly else None
+    if phase is not None:
+        # Where no satellite shows it, a plane is where the others' phasing has it.
+        start = np.angle(sum(np.exp(2j * np.pi * (it - phase * plane / len(rows))) for plane, it in known.items()))
+        for plane in set(range(len(rows))) - set(known):
+            offsets[plane] = float((start / (2 * np.pi) + phase * plane / len(rows) + 0.5) % 1.0 - 0.5)
+    shell = ClusteredShell(
+        planes=len(nodes),
+        slots_per_plane=slots,
+        altitude_m=float(np.mean(mean.axis_m[group])) - EARTH_RADIUS_M,
+        inclination_deg=math.degrees(float(np.mean(mean.inclination_rad[group]))),
+        epoch_unix_s=epoch_unix_s,
+        nodes_rad=tuple(nodes),
+        offsets_slots=tuple(offsets),
+        placed=tuple(rows),
+    )
+    return shell, left_out
+
+
+def _filled(
+    satellites: Sequence[ElementSet], argument_rad: Array, slots: int
+) -> tuple[float, tuple[ElementSet | None, ...], list[tuple[ElementSet, int]]]:
+    """A plane's offset, who has which slot, and the spares with the slot that each of them shares."""
+    import numpy as np
+
+    row: list[ElementSet | None] = [None] * slots
+    spares = []
+    if not satellites:
+        return 0.0, tuple(row), []
+    places = (argument_rad / (2 * np.pi) * slots) % slots
+    offset = _offset(places)
+    slot_of = np.rint(places - offset).astype(int) % slots
+    miss = np.abs(_centred(places - offset - slot_of, float(slots)))
+    for at in np.argsort(miss, kind="stable"):
+        slot = int(slot_of[at])
+        if row[slot] is None:
+            row[slot] = satellites[at]
+        else:
+            spares.append((satellites[at], slot))
+    return offset, tuple(row), spares
+
+
+def _uneven_nodes(nodes_deg: Array) -> Array:
+    """Nodes of planes that are not spread over the whole circle, in order; of a star beginning behind the seam."""
+    import numpy as np
+
+    ordered = np.sort(nodes_deg)
+    wide = np.diff(np.append(ordered, ordered[0] + 360))
+    first = (int(np.argmax(wide)) + 1) % len(ordered)
+    unrolled = np.roll(ordered, -first)
+    unrolled = np.where(unrolled < unrolled[0], unrolled + 360, unrolled)
+    parts = np.split(unrolled, np.flatnonzero(np.diff(unrolled) > _NODE_REACH_DEG) + 1)
+    # A plane has a share of what the fuller ones have; single satellites between planes are spares or on their way.
+    fullest = np.percentile([len(part) for part in parts], 90)
+    middles = np.array([(part[0] + part[-1]) / 2 for part in parts if len(part) >= max(3, 0.1 * fullest)])
+    if len(middles) < 2:
+        return middles % 360
+    if 360 - (middles[-1] - middles[0]) >= _SEAM_DEG:
+        # A star: planes that are missing between others are known by their even spacing.
+        spacing = float(np.median(np.diff(middles)))
+        steps = np.rint((middles - middles[0]) / spacing)
+        fitted = np.polyfit(steps, middles, 1)
+        regular = np.max(np.abs(np.polyval(fitted, steps) - middles)) <= _NODE_REACH_DEG
+        if regular and len(middles) >= _EVEN_OCCUPIED * (steps[-1] + 1):
+            return np.asarray(np.polyval(fitted, np.arange(steps[-1] + 1)) % 360, dtype=np.float64)
+        return middles % 360
+    return np.sort(middles % 360)
+
+
+def _even_nodes(nodes_deg: Array) -> Array | None:
+    """The smallest number of evenly spread nodes that nearly all are near to, more than by chance."""
+    import numpy as np
+
+    found: list[tuple[float, int, float]] = []
+    for planes in range(1, _MOST_PLANES + 1):
+        spacing = 360 / planes
+        rest = np.sort(nodes_deg % spacing)
+        window = 2 * _NODE_REACH_DEG
+        if window >= spacing:
+            break
+        around = np.append(rest, rest + spacing)
+        count = np.searchsorted(around, rest + window, "right") - np.arange(len(rest))
+        start = int(np.argmax(count))
+        inside = around[start : start + int(count[start])]
+        # The satellites that a window of this width would hold if their nodes were random.
+        chance = window / spacing
+        score = (len(inside) / len(nodes_deg) - chance) / (1 - chance)
+        middle = float((inside[0] + inside[-1]) / 2)
+        near = np.abs(_centred(nodes_deg - middle, spacing)) <= _NODE_REACH_DEG
+        occupied = len(np.unique(np.rint((nodes_deg[near] - middle) / spacing).astype(int) % planes))
+        if score >= _EVEN_SCORE and occupied >= _EVEN_OCCUPIED * planes:
+            found.append((score, planes, middle))
+    if not found:
+        return None
+    # A multiple of the number fits as well: of nearly equal ones the smallest.
+    top = max(score for score, _, _ in found)
+    planes, middle = next((planes, middle) for score, planes, middle in found if score >= top - 0.02)
+    return np.sort((middle + 360 / planes * np.arange(planes)) % 360)
+
+
+def _slot_count(turns: Array, plane_of: NDArray[np.int64], planes: int) -> int | None:
+    """The smallest number of slots at which satellites of a plane are in phase; None where they are at none.
+
+    For each number, the mean over pairs of satellites of one plane of cos(2π·slots·difference): 1 on a grid, 0 by
+    chance.
+    """
+    import numpy as np
+
+    sizes = np.bincount(plane_of, minlength=planes)
+    pairs = float((sizes * (sizes - 1)).sum())
+    if not pairs:
+        return None
+    coherence = np.zeros(_MOST_SLOTS + 1)
+    for slots in range(1, _MOST_SLOTS + 1):
+        phases = np.exp(2j * np.pi * ((turns * slots) % 1.0))
+        sums = np.bincount(plane_of, phases.real, planes) + 1j * np.bincount(plane_of, phases.imag, planes)
+        coherence[slots] = ((np.abs(sums) ** 2).sum() - len(turns)) / pairs
+    most = int(np.argmax(coherence))
+    # Spares between the slots make a finer grid fit best; slots are the coarsest that it divides into.
+    coarse = (slots for slots in range(_LEAST_SLOTS, most + 1) if most % slots == 0)
+    return next((slots for slots in coarse if coherence[slots] >= max(_LEAST_COHERENCE, coherence[most] / 2)), None)
+
+
+def _offset(places: Array) -> float:
+    """How far a plane's slots are from whole numbers, within [−½, ½): where most satellites are within half a slot."""
+    import numpy as np
+
+    rest = np.sort(places % 1.0)
+    around = np.append(rest, rest + 1.0)
+    count = np.searchsorted(around, rest + 0.5, "right") - np.arange(len(rest))
+    fullest = np.flatnonzero(count == count.max())
+    # Of several such windows the one whose satellites are nearest together.
+    widths = [around[at + int(count[at]) - 1] - around[at] for at in fullest]
+    start = int(fullest[int(np.argmin(widths))])
+    inside = around[start : start + int(count[start])]
+    return float((inside.mean() + 0.5) % 1.0 - 0.5)
