@@ -43,12 +43,14 @@ def compare(plan: ConstellationPlan, value_bytes: int, rates: LinkRates = LinkRa
     """A write, then a read of it, without loss, by a client that is connected already."""
     sky = virtual(plan, rates)
     host = sky.connect()
-    setting = Setting(value_bytes, plan.chunk_bytes, window_bytes=host.machine.config.window_bytes)
+    config = host.machine.config
+    windows = {"get": config.window_bytes, "set": config.credit_bytes}
     data, out = np.random.default_rng(value_bytes).bytes(value_bytes), bytearray(value_bytes)
     found = []
     for operation in reversed(OPERATIONS):
         began_s = sky.simulated.now_s
         ways = ways_now(plan, began_s, plan.access)
+        setting = Setting(value_bytes, plan.chunk_bytes, window_bytes=windows[operation])
         if operation == "set":
             code = STRATEGY_CODES[plan.strategy]  # type: ignore[index]
             ended = host.write(b"v" * 32, data, plan.chunk_bytes, code, plan.servers)

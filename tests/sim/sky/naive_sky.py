@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
@@ -54,8 +54,8 @@ def finished_s(servers: list[Server], setting: Setting, rates: LinkRates, operat
     """When the last packet is back."""
     queues, tau_s = Queues(), setting.server_s
     counts = setting.counts(len(servers))
-    windows = [int(window) for window in setting.windows(counts)]
     left = [int(held) for held in counts]
+    waiting = deque(range(setting.chunks))
 
     def way(server: Server, size_bytes: int, out: bool) -> Hops:
         beam_rate = rates.up_bit_s if out else rates.down_bit_s
@@ -72,12 +72,11 @@ def finished_s(servers: list[Server], setting: Setting, rates: LinkRates, operat
     def answer(number: int, chunks: int) -> None:
         back = way(servers[number], setting.chunk_bytes + DATA_BYTES, False)
         for _ in range(chunks):
-            queues.travel([(("server", number), tau_s, 0.0), *back], lambda: arrived(number))
+            queues.travel([(("server", number), tau_s, 0.0), *back], arrived)
 
-    def arrived(number: int) -> None:
-        if left[number]:
-            left[number] -= 1
-            ask(number, 1)
+    def arrived() -> None:
+        if waiting:
+            ask(waiting.popleft() % len(servers), 1)
 
     def stored(number: int) -> None:
         left[number] -= 1
@@ -85,9 +84,9 @@ def finished_s(servers: list[Server], setting: Setting, rates: LinkRates, operat
             queues.travel(way(servers[number], ACK_BYTES, False), lambda: None)
 
     if operation == "get":
-        for number, window in enumerate(windows):
-            left[number] -= window
-            ask(number, window)
+        first = [waiting.popleft() % len(servers) for _ in range(int(min(setting.window_chunks, setting.chunks)))]
+        for number in range(min(len(servers), len(first))):
+            ask(number, first.count(number))
     else:
         for number in send_order(servers, left, setting):
             out = way(servers[number], setting.chunk_bytes + SET_BYTES, True)

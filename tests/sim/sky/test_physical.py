@@ -83,8 +83,7 @@ def test_where_it_is_exact_it_is_what_the_packets_do(access: Access, operation: 
     for _ in range(12):
         servers, setting, rates = drawn(draw)
         if access == "los":
-            if operation == "get":
-                setting = replace(setting, window_bytes=draw.choice([None, setting.chunk_bytes * draw.randint(1, 60)]))
+            pass  # with any server time
         elif operation == "get":
             setting = replace(setting, server_s=0.0)
         else:

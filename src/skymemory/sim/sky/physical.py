@@ -9,15 +9,16 @@ What is modelled:
   and forward whole packets, with the bytes of our headers and of UDP over IPv4.
 - A set sends chunks in bursts, server after server, as the client does (or all of the farthest server's first); each
   server processes a chunk after the other and acknowledges its last.
-- ``window_bytes``: bytes under way; each server has its share, and its next chunk is requested when one arrives.
+- ``window_bytes``: bytes under way, of a get in all, of a set on each beam; when a chunk is through, the next one goes.
 - Through a gateway all packets share its beam, and each of its four links to neighbours carries those of the servers
   behind it. In a tree of equally fast links nothing waits longer than it would in one queue at the tree's root, so only
   the roots are computed.
 
 It is exact for beams of their own (``los``, and the direct ones of ``hybrid``), and for shared links where servers take
 no time, no window binds and links between satellites are not slower than the beam. Else a server's chunks count as a
-fluid where they merge with others': too short by at most one chunk's transmission for each server. The last chunk
-counts as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts.
+fluid where they merge with others': wrong by at most one chunk's transmission for each server. The last chunk counts
+as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts; a window
+that binds carries its bytes once in a mean round trip.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,8 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 Order = Literal["in_turn", "farthest"]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+Array = TypeVar("Array", Floats, Integers)
 
 _UDP_BYTES = 28
 REQUEST_BYTES, DATA_BYTES, SET_BYTES, ACK_BYTES = 97 + _UDP_BYTES, 132 + _UDP_BYTES, 124 + _UDP_BYTES, 105 + _UDP_BYTES
@@ -102,13 +105,10 @@ class Setting:
         held: Integers = each + (np.arange(servers) < more).astype(np.int64)
         return held[held > 0]
 
-    def windows(self, counts: Integers) -> Integers:
-        """Chunks under way for each server: its share of the window."""
-        if self.window_bytes is None:
-            return counts
-        under_way = self.window_bytes // self.chunk_bytes
-        share: Integers = np.clip(under_way * counts // self.chunks, 1, counts)
-        return share
+    @property
+    def window_chunks(self) -> float:
+        """Chunks under way at most."""
+        return math.inf if self.window_bytes is None else self.window_bytes // self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,11 @@ class Ways:
         return int(self.one_way_s.shape[1])
 
     @property
-    def shared(self) -> NDArray[np.bool_]:
+    def shared(self) -> Booleans:
         """Servers that are reached through the gateway."""
         return np.asarray(self.out_link != _OWN)
 
-    def of(self, chosen: slice | NDArray[np.bool_]) -> Ways:
+    def of(self, chosen: slice | Booleans) -> Ways:
         """The ways of some of the times."""
         names = ("times_s", "one_way_s", "hops", "out_link", "in_link")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
@@ -290,14 +290,27 @@ class _Used:
         self.out_link, self.in_link = ways.out_link[:, :used], ways.in_link[:, :used]
         self.shared = self.out_link != _OWN
         self.any_own, self.any_shared = not self.shared.all(), bool(self.shared.any())
-        self.windows = setting.windows(counts)
 
     def span_s(self, each_s: Floats | float, cycle_s: Floats) -> Floats:
-        """From a server's first chunk to its last: ``each_s`` apart, and not more under way than its window."""
-        rounds, place = np.divmod(self.counts - 1, self.windows)
+        """From each server's first chunk to its last, ``each_s`` apart, if each has a window of its own and a chunk is
+        through ``cycle_s`` after it was begun.
+        """
+        window = np.minimum(self.counts, self.setting.window_chunks)
+        rounds, place = np.divmod(self.counts - 1, window)
         if not rounds.any():
-            return np.broadcast_to(np.asarray(place * each_s), self.one_way_s.shape)
-        return np.asarray(rounds * np.maximum(cycle_s, self.windows * each_s) + place * each_s)
+            return np.asarray(place * each_s)
+        return np.asarray(rounds * np.maximum(cycle_s, window * each_s) + place * each_s)
+
+    def stretched_s(self, cycle_s: Floats, among: Booleans | None = None) -> Floats | float:
+        """From the first chunk to the last of all, if one window is for all of them: it is used up once in a mean
+        cycle.
+        """
+        held = self.counts if among is None else self.counts * among
+        chunks, window = held.sum(axis=-1, keepdims=True), self.setting.window_chunks
+        if (chunks <= window).all():
+            return 0.0
+        mean_s = (held * cycle_s).sum(axis=1, keepdims=True) / np.maximum(chunks, 1)
+        return np.asarray(np.maximum(chunks - window, 0) / window * mean_s)
 
 
 def _seconds(size_bytes: float, rate_bit_s: float | None) -> float:
@@ -318,12 +331,14 @@ def _get_s(used: _Used, rates: LinkRates) -> Floats:
     way_s = 2 * used.one_way_s + hops * (ask_isl_s + isl_s) + tau_s
     first_s = sent_s + way_s
     cycle_s = ask_s + way_s + down_s
+    stretched_s = used.stretched_s(cycle_s)
     ends = []
     if used.any_own:
-        own_s = first_s + used.span_s(max(tau_s, down_s), cycle_s) + down_s
+        own_s = first_s + np.maximum((used.counts - 1) * max(tau_s, down_s), stretched_s) + down_s
         ends.append(np.where(used.shared, -np.inf, own_s).max(axis=1))
     if used.any_shared:
-        last_s = first_s + used.span_s(np.where(hops > 0, max(tau_s, isl_s), tau_s), cycle_s)
+        each_s = np.where(hops > 0, isl_s, tau_s) if isl_s > tau_s else tau_s
+        last_s = first_s + np.maximum((used.counts - 1) * each_s, stretched_s)
         ends.append(_root_s(used.in_link, first_s, last_s, used.counts, isl_s, down_s))
     return np.asarray(np.maximum.reduce(ends))
 
@@ -339,45 +354,55 @@ def _rank_by_link(link: Integers) -> Integers:
 
 def _root_s(link: Integers, first_s: Floats, last_s: Floats, counts: Integers, isl_s: float, beam_s: float) -> Floats:
     """When the last packet has passed the gateway's links and its beam, for arrivals without any queue."""
-    end_s = _merged_s(link != _OWN, first_s, last_s, counts, beam_s)
+    merged = _Merged(link, first_s, last_s, counts)
+    end_s = merged.end_s(None, beam_s)
     if isl_s > beam_s:  # else a link's queue is never longer than what the beam's would be without it
         for one in range(LINKS):
             # Arrivals have passed the link once already.
-            end_s = np.maximum(end_s, _merged_s(link == one, first_s, last_s, counts, isl_s) - isl_s + beam_s)
+            end_s = np.maximum(end_s, merged.end_s(one, isl_s) - isl_s + beam_s)
     return end_s
 
 
-def _merged_s(among: NDArray[np.bool_], first_s: Floats, last_s: Floats, counts: Integers, each_s: float) -> Floats:
-    """When a queue with ``each_s`` per packet has served all these streams: the largest, over all moments, of the
-    moment plus the service of all that arrives then or later.
+class _Merged:
+    """Streams of packets in the order of their first and last moments; those with beams of their own are left out.
 
-    The first packet of a stream counts at its moment, the last at its own, the others come evenly between.
+    A stream's first packet counts at its moment, the last at its own, the others come evenly between.
     """
-    if each_s == 0.0:
-        return np.asarray(np.where(among, last_s, -np.inf).max(axis=1))
-    # What is not among them has no packets, and the moment of something that is or of no consequence.
-    nothing = np.where(among, first_s, np.inf).min(axis=1, keepdims=True)
-    nothing = np.where(np.isfinite(nothing), nothing, 0.0)
-    first_s, last_s = np.where(among, first_s, nothing), np.where(among, last_s, nothing)
-    length_s = last_s - first_s
-    even = length_s > 0
-    at_once = np.where(among, np.where(even, 1.0, counts), 0.0)
-    if not even.any():
-        moments_s, jumps, fluid = first_s, at_once, None
-    else:
-        slope = np.where(even & among, (counts - 2.0) / np.where(even, length_s, 1.0), 0.0)
-        moments_s = np.concatenate([first_s, last_s], axis=1)
-        jumps = np.concatenate([at_once, np.where(even & among, 1.0, 0.0)], axis=1)
-        fluid = np.concatenate([slope, -slope], axis=1)
-    order = np.argsort(moments_s, axis=1)
-    moments_s = np.take_along_axis(moments_s, order, axis=1)
-    after = np.take_along_axis(jumps, order, axis=1)
-    if fluid is not None:
-        flowing = np.cumsum(np.take_along_axis(fluid, order, axis=1), axis=1)
-        after[:, :-1] += np.maximum(flowing[:, :-1], 0.0) * np.diff(moments_s, axis=1)
-    after = np.cumsum(after[:, ::-1], axis=1)[:, ::-1]
-    end_s: Floats = np.where(after > 0, moments_s + each_s * after, -np.inf).max(axis=1)
-    return end_s
+
+    def __init__(self, link: Integers, first_s: Floats, last_s: Floats, counts: Integers) -> None:
+        length_s = last_s - first_s
+        even = length_s > 0
+        if even.any():
+            slope = np.where(even, (counts - 2.0) / np.where(even, length_s, 1.0), 0.0)
+            moments_s = np.concatenate([first_s, last_s], axis=1)
+            jumps = np.concatenate([np.where(even, 1.0, counts), even], axis=1)
+            link = np.concatenate([link, link], axis=1)
+        else:
+            moments_s, jumps = first_s, np.broadcast_to(counts.astype(np.float64), first_s.shape)
+        # Rows are sorted once for all links; one flat index is faster than an index for each axis.
+        order = np.argsort(moments_s, axis=1)
+        order += np.arange(len(order))[:, None] * order.shape[1]
+        self._moments_s, self._jumps, self._link = (
+            np.ascontiguousarray(part).ravel()[order] for part in (moments_s, jumps, link)
+        )
+        self._fluid = None
+        if even.any():
+            self._fluid = np.concatenate([slope, -slope], axis=1).ravel()[order]
+            self._step_s = np.diff(self._moments_s, axis=1)
+
+    def end_s(self, link: int | None, each_s: float) -> Floats:
+        """When a queue with ``each_s`` per packet has served all that comes by this link (None: by any, or none): the
+        largest, over all moments, of the moment plus the service of all that arrives then or later.
+        """
+        among = self._link != _OWN if link is None else self._link == link
+        if each_s == 0.0:
+            return np.asarray(np.where(among & (self._jumps > 0), self._moments_s, -np.inf).max(axis=1))
+        after = self._jumps * among
+        if self._fluid is not None:
+            flowing = np.cumsum(self._fluid * among, axis=1)
+            after[:, :-1] += np.maximum(flowing[:, :-1], 0.0) * self._step_s
+        after = np.cumsum(after[:, ::-1], axis=1)[:, ::-1]
+        return np.asarray(np.where(after > 0, self._moments_s + each_s * after, -np.inf).max(axis=1))
 
 
 def _set_s(used: _Used, rates: LinkRates) -> Floats:
@@ -396,7 +421,8 @@ def _set_s(used: _Used, rates: LinkRates) -> Floats:
     if used.any_shared:
         first_s, last_s = _delivered_s(used, up_s, isl_s)
         done_s = np.maximum(last_s + tau_s, first_s + counts * tau_s)
-        done_s = np.maximum(done_s, alone_s + used.span_s(max(tau_s, up_s, isl_s), cycle_s))
+        if setting.window_bytes is not None:
+            done_s = np.maximum(done_s, alone_s + used.stretched_s(cycle_s, used.shared))
         back_s = done_s + used.one_way_s + hops * ack_isl_s
         ends.append(_root_s(used.in_link, back_s, back_s, np.ones_like(counts), ack_isl_s, ack_s))
     return np.asarray(np.maximum.reduce(ends))
@@ -426,20 +452,21 @@ class _Sending:
     """In which order a set's chunks leave the host."""
 
     def __init__(self, used: _Used) -> None:
-        self._counts, servers = used.counts, used.one_way_s.shape
+        self._counts = used.counts
+        self._order: Integers | None = None
+        """None: the servers' own."""
+        self._burst = WRITE_BURST_CHUNKS
         if used.setting.order == "farthest":
             self._burst = int(used.counts.max())
-            order = np.argsort(-used.one_way_s, axis=1, kind="stable")
-        else:
-            self._burst = WRITE_BURST_CHUNKS
-            order = np.broadcast_to(np.arange(servers[1]), servers)
-        self._order = order
-        self._back = np.argsort(order, axis=1, kind="stable")
+            self._order = np.argsort(-used.one_way_s, axis=1, kind="stable")
+            self._back = np.argsort(self._order, axis=1, kind="stable")
 
-    def places(self, among: NDArray[np.bool_]) -> tuple[Integers, Integers]:
+    def places(self, among: Booleans) -> tuple[Integers, Integers]:
         """Of each server's first and last chunk, from 0, counting only the servers ``among``."""
         counts, burst = self._counts, self._burst
         first = self._before(among, np.minimum(counts, burst))
+        if counts[0] <= burst:
+            return first, first + counts - 1
         last = np.zeros_like(first)
         for held in np.unique(counts):  # two numbers at most
             rounds = (held - 1) // burst
@@ -448,13 +475,18 @@ class _Sending:
             last = np.where(counts == held, complete + here + held - 1 - rounds * burst, last)
         return first, last
 
-    def _before(self, among: NDArray[np.bool_], sent: Integers) -> Integers:
+    def _before(self, among: Booleans, sent: Integers) -> Integers:
         """Chunks of the servers sent before each."""
-        in_order = np.take_along_axis(among * sent, self._order, axis=1)
-        before: Integers = np.take_along_axis(np.cumsum(in_order, axis=1) - in_order, self._back, axis=1)
-        return before
+        in_order = self._sent(among * sent)
+        return self._unsent(np.cumsum(in_order, axis=1) - in_order)
 
     def latest(self, values: Floats) -> Floats:
         """The largest value of each server and those sent before it."""
-        so_far: Floats = np.maximum.accumulate(np.take_along_axis(values, self._order, axis=1), axis=1)
-        return np.asarray(np.take_along_axis(so_far, self._back, axis=1))
+        return self._unsent(np.maximum.accumulate(self._sent(values), axis=1))
+
+    def _sent(self, values: Array) -> Array:
+        """From the order of the servers to that of sending; ``_unsent``: back."""
+        return values if self._order is None else np.take_along_axis(values, self._order, axis=1)
+
+    def _unsent(self, values: Array) -> Array:
+        return values if self._order is None else np.take_along_axis(values, self._back, axis=1)
