@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from _bench import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -96,7 +97,8 @@ def machines() -> list[dict[str, Any]]:
     for access, servers, value_bytes in product(ACCESS_MODES, (10, 81), (*VALUES_BYTES[:2], 8 * 2**20)):
         plan = make_plan("starlink-a", access=access, servers=servers, ground=Ground(gateway="climbing"))
         for one in compare(plan, value_bytes):
-            row = {"part": "machines", "access": access, "servers": servers, "value_bytes": value_bytes, **one._asdict()}
+            row = {"part": "machines", "access": access, "servers": servers, "value_bytes": value_bytes}
+            row |= one._asdict()
             rows.append({**row, "of_bound": one.machines_s / one.bound_s, "of_model": one.machines_s / one.model_s})
     return rows
 

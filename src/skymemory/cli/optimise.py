@@ -28,9 +28,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "optimise",
         help="choose servers, placement, chunk, window and access for a load",
-        description="Compute every setting of a grid by the physical latency model (light, rates, queues) at times over "
-        "one orbit, choose by the first half of it and judge by the second. Prints the best setting, its distance from "
-        "the lower bound, the second best, and what each parameter does.",
+        description="Compute every setting of a grid by the physical latency model (light, rates, queues) at times "
+        "over one orbit, choose by the first half of it and judge by the second. Prints the best setting, its distance "
+        "from the lower bound, the second best, and what each parameter does.",
     )
     add_links(parser)
     add = parser.add_argument
@@ -148,9 +148,7 @@ def _print(found: Optimum, value_bytes: int, preset: str) -> None:
         more = found.second.seconds / best.seconds - 1
         print(f"second  {_setting(found.second)}: {_ms(found.second.seconds)} ms, {more:+.1%}")
     lost = best.seconds / found.judged_best.seconds - 1
-    print(
-        f"chosen at {_ms(found.chosen_s)} ms in the other half of the orbit; the best of this half would save {lost:.1%}"
-    )
+    print(f"chosen at {_ms(found.chosen_s)} ms in the orbit's first half; the best of the second would save {lost:.1%}")
     if found.seen_share < 1:
         print(f"a satellite is in sight {found.seen_share:.0%} of the time; only that is counted")
     print()

@@ -39,8 +39,9 @@ def ways_now(plan: ConstellationPlan, now_s: float, access: str) -> Ways:
     return ways_of(preset, sight, access, [sky_s], strategy=plan.strategy, servers=plan.servers)  # type: ignore[arg-type]
 
 
-def compare(plan: ConstellationPlan, value_bytes: int, rates: LinkRates = LinkRates()) -> list[Compared]:
+def compare(plan: ConstellationPlan, value_bytes: int, rates: LinkRates | None = None) -> list[Compared]:
     """A write, then a read of it, without loss, by a client that is connected already."""
+    rates = rates or LinkRates()
     sky = virtual(plan, rates)
     host = sky.connect()
     config = host.machine.config

@@ -186,10 +186,15 @@ def test_bad_input_is_named() -> None:
 
 
 @pytest.mark.parametrize("access", ACCESS_MODES)
-@pytest.mark.parametrize(("preset", "value_bytes"), [("testbed-19x5", 400_000), ("kuiper-a", 64_000)])
+@pytest.mark.parametrize(
+    ("preset", "value_bytes"),
+    [("testbed-19x5", 400_000), pytest.param("starlink-a", 2_883_584, marks=pytest.mark.slow)],
+)
 def test_the_machines_are_never_faster_than_the_bound_and_as_fast_without_rates(
     preset: str, value_bytes: int, access: str
 ) -> None:
+    """A write of more than the window of its beam waits for bursts to be acknowledged: slower than the model's."""
     for found in compare(make_plan(preset, access=access, servers=10), value_bytes):
         assert found.machines_s >= found.bound_s * (1 - 1e-9)
-        assert found.machines_s == pytest.approx(found.model_s, rel=1e-6)
+        if found.operation == "get" or value_bytes < 1 << 20:
+            assert found.machines_s == pytest.approx(found.model_s, rel=1e-6)

@@ -4,9 +4,9 @@ Every combination of a grid is computed by the physical model at times spread ov
 half choose; the chosen one, the second best and all curves are reported for the times of the second half, which no
 choice has seen. A value counts as stored where its box is at the time.
 
-``requests_per_s`` load three stations: a satellite, the gateway's link (a quarter of the traffic that takes one, if they
-share it evenly) and the beam. Each is taken for a queue with Poisson arrivals and a fixed service, that of all of a
-value that passes it: M/D/1, whose mean wait ρ / (2 (1 − ρ)) · service is added, station by station. A setting with a
+``requests_per_s`` load three stations: a satellite, the gateway's link (a quarter of the traffic that takes one, as if
+they shared it evenly) and the beam. Each is taken for a queue with Poisson arrivals and a fixed service, that of all of
+a value that passes it: M/D/1, whose mean wait ρ / (2 (1 − ρ)) · service is added, station by station. A setting with a
 station that is used fully or more cannot carry the load and is left out.
 """
 
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A choice at some times; means over the times, in seconds. ``seconds``: of a request of the mix, waits included."""
+    """A choice at some times; means over the times, in seconds. ``seconds``: of a request of the mix, with waits."""
 
     choice: Choice
     seconds: float
