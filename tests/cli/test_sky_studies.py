@@ -10,7 +10,7 @@ import pytest
 
 from skymemory.cli.main import main
 
-OPTIMISE = ["optimise", "--preset", "kuiper-a", "--access", "gateway", "--servers", "4", "--servers", "9"]
+OPTIMISE = ["optimise", "--preset", "kuiper-a", "--access", "gateway", "--servers", "4"]
 BREAKEVEN = ["breakeven", "--preset", "kuiper-a", "--tokens", "512", "--rate", "1G"]
 
 

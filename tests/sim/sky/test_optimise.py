@@ -102,3 +102,10 @@ def test_what_no_setting_carries_and_what_cannot_be_is_said() -> None:
             Load(1, 0.0, 1.5) if wrong else Load(1, 0.0, 0.5, -1.0)
     with pytest.raises(InvalidInput, match="a value of 0 bytes"):
         Load(0)
+
+
+def test_a_value_in_the_memory_of_the_host_itself_takes_no_time() -> None:
+    found = few(
+        preset_named("kuiper-a"), Load(1000), LinkRates(), accesses=("onboard",), servers=(1,), strategies=("hop",)
+    )
+    assert found.chosen.seconds == 0 and found.chosen.of_bound == 1 and found.second is None

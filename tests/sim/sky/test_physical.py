@@ -102,7 +102,7 @@ def test_where_servers_take_time_it_is_wrong_by_a_chunk_for_each_server_at_most(
         assert abs(model_s - twin_s) <= most_s + 1e-9, (servers, setting, rates)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     access=st.sampled_from(ACCESS_MODES),

@@ -104,7 +104,7 @@ class BreakEven:
         whole_s, step_s = (float(np.median(latency_s(self._ways, one, rates))) for one in (whole, step))
         bound_s = float(np.median(lower_bound_s(self._ways, whole, rates)))
         more_bytes, more_s = whole.value_bytes - step.value_bytes, whole_s - step_s
-        rate = more_bytes / more_s if more_bytes and more_s > 0 else step.value_bytes / step_s
+        rate = more_bytes / more_s if more_bytes and more_s > 0 else step.value_bytes / max(step_s, 1e-12)
         return Break(whole_s, bound_s, LinkTrace.constant(rate, max(0.0, step_s - step.value_bytes / rate)))
 
     def cell(self, tokens: int, tokens_per_s: float, rate_bit_s: float, kv_bytes_per_token: int) -> Cell:

@@ -90,7 +90,8 @@ class Outcome:
 
     @property
     def of_bound(self) -> float:
-        return self.seconds / self.bound_s
+        """``seconds`` over ``bound_s``; 1 where nothing takes any time, as a satellite's own memory without limits."""
+        return self.seconds / self.bound_s if self.bound_s else 1.0
 
     def row(self) -> dict[str, object]:
         """Choice and figures, flat."""
