@@ -102,6 +102,17 @@ def test_where_servers_take_time_it_is_wrong_by_a_chunk_for_each_server_at_most(
         assert abs(model_s - twin_s) <= most_s + 1e-9, (servers, setting, rates)
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("access", ["gateway", "onboard", "hybrid"])
+def test_slow_links_between_satellites_queue_at_the_gateway(access: Access, operation: str) -> None:
+    """On board there is no other queue; else the larger of two counts, which the packets may exceed a little."""
+    for servers, isl_bit_s in ((9, 1e8), (10, 3e7), (25, 1e8)):
+        setting, rates = Setting(6144 * 12 * servers), LinkRates(2e8, 2e8, isl_bit_s)
+        model_s, twin_s = both_s(access, servers, setting, rates, operation)
+        rel = 1e-9 if access == "onboard" else 0.02
+        assert model_s == pytest.approx(twin_s, rel=rel), (servers, isl_bit_s)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
