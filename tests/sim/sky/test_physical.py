@@ -35,7 +35,7 @@ BOX = replace(preset_named("starlink-a"), torus=Torus(35, 22), fixed_centre=Sate
 """Starlink A's lengths around a satellite exactly overhead; without the planes that meet at phase 0."""
 
 
-def servers_of(preset: Preset, access: Access, servers: int, mask_deg: float, routing: str = "greedy") -> list[Server]:
+def servers_of(preset: Preset, access: Access, servers: int, mask_deg: float) -> list[Server]:
     """The twin's view of the box at the epoch."""
     torus, shell, centre = preset.torus, preset.shell, preset.centre
     sight = sight_of(preset, mask_deg)
@@ -52,7 +52,7 @@ def servers_of(preset: Preset, access: Access, servers: int, mask_deg: float, ro
         if access == "los" or (access == "hybrid" and satellite in seen and satellite != seen[0]):
             found.append(Server(satellite, sight.one_way_s(satellite, centre, 0.0), [], []))
             continue
-        out, back = torus.path(seen[0], satellite, routing), torus.path(satellite, seen[0], routing)  # type: ignore[arg-type]
+        out, back = torus.path(seen[0], satellite), torus.path(satellite, seen[0])
         beam_s = 0.0 if access == "onboard" else sight.one_way_s(seen[0], centre, 0.0)
         found.append(Server(None if access == "onboard" else seen[0], beam_s, links(out), links(back)))
     return found

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from skymemory.constellation.presets import Preset
 from skymemory.constellation.sight import BoxSight, OrbitSight, Sight
-from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Placement
@@ -160,7 +160,6 @@ def ways_of(
     *,
     strategy: Strategy | None = None,
     servers: int | None = None,
-    routing: RoutingMode = "greedy",
     exact_links: bool = False,
 ) -> Ways:
     """The ways to a value stored at each of these times (seconds after the epoch).
@@ -180,7 +179,7 @@ def ways_of(
     slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
     kept = strategy or ("hop" if access == "onboard" else preset.strategy)
     placement = Placement.of(kept, servers or preset.servers, preset.torus, centre, slot_s, plane_s)
-    paths = _Paths(preset, routing, exact_links and preset.shell.torus == preset.torus)
+    paths = _Paths(preset, exact_links and preset.shell.torus == preset.torus)
     found = []
     for time_s in map(float, times_s):
         moves = (0, 0) if track is None else track.moves(time_s)
@@ -234,15 +233,15 @@ class _Path(NamedTuple):
 class _Paths:
     """Routes over the links of a grid from a gateway and back to it, with their light times."""
 
-    def __init__(self, preset: Preset, routing: RoutingMode, exact: bool) -> None:
-        self._torus, self._shell, self._routing, self._exact = preset.torus, preset.shell, routing, exact
+    def __init__(self, preset: Preset, exact: bool) -> None:
+        self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
         self._slot_s, self._plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
         self._known: dict[tuple[SatelliteId, SatelliteId], _Path] = {}
 
     def _path(self, here: SatelliteId, there: SatelliteId) -> _Path:
         found = self._known.get((here, there))
         if found is None:
-            out, back = self._torus.path(here, there, self._routing), self._torus.path(there, here, self._routing)
+            out, back = self._torus.path(here, there), self._torus.path(there, here)
             neighbours = self._torus.neighbours(here)
             at_it = len(out) == 1
             way = out + back[1:]
