@@ -17,8 +17,9 @@ What is modelled:
 It is exact for beams of their own (``los``, and the direct ones of ``hybrid``), and for shared links where servers take
 no time, no window binds and links between satellites are not slower than the beam. Else a server's chunks count as a
 fluid where they merge with others': wrong by at most one chunk's transmission for each server. The last chunk counts
-as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts; a window
-that binds carries its bytes once in a mean round trip.
+as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts (2 % too
+short at most in 240 random cases); a window that binds carries its bytes once in a mean round trip (wrong by 3 % in the
+median of 240 cases, by 36 % in the worst).
 """
 
 from __future__ import annotations
