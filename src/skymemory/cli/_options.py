@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -33,6 +34,37 @@ fraction = argument(parse_fraction)
 """``1%`` or ``0.01`` → 0.01."""
 duration = argument(parse_duration)
 """``30s`` → seconds."""
+
+
+def _parse_rate(text: str) -> float | None:
+    if text == "none":
+        return None
+    number = text.lower().removesuffix("bit/s").strip()
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9}.get(number[-1:], 1.0)
+    try:
+        rate = float(number if scale == 1 else number[:-1]) * scale
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise InvalidInput(f"{text!r}: expected bits per second, more than 0, such as 20G or 300Mbit/s, or none")
+    return rate
+
+
+rate = argument(_parse_rate)
+"""``20G`` or ``300Mbit/s`` → bits per second; ``none`` → None, no limit."""
+
+
+def add_links(parser: argparse.ArgumentParser) -> None:
+    """A constellation, the host's place and the rates of links."""
+    add = parser.add_argument
+    add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
+    add("--lat", type=float, metavar="DEG", help="latitude of the host (default: the preset's)")
+    add("--lon", type=float, metavar="DEG", help="longitude of the host (default: the preset's)")
+    add("--mask", type=float, default=25.0, metavar="DEG", help="lowest elevation of a beam (default: %(default)g)")
+    add("--up", type=rate, default="300M", metavar="RATE", help="a beam up, in bit/s; none: no limit (default: 300M)")
+    add("--down", type=rate, default="1.2G", metavar="RATE", help="a beam down (default: 1.2G)")
+    add("--isl", type=rate, default="20G", metavar="RATE", help="a link between satellites (default: 20G)")
+    add("--server-time", type=duration, default="20us", metavar="T", help="a satellite's, for a chunk (default: 20us)")
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:

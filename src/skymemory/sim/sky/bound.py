@@ -1,0 +1,47 @@
+"""The least time that any protocol needs for a get or a set: the oracle of every simulation of them.
+
+Two bounds, of which the larger counts, both of payload bytes alone:
+
+- Of each server with n chunks: the round trip, then its chunks one after the other, ``server_s`` each in its memory and
+  ``t`` each over the slowest link of its way: max(n · server_s + t, server_s + n · t).
+- Of a cut and every threshold θ: what lies on servers with a round trip of θ or more passes the cut after that round
+  trip (a get's last byte) or before it (a set's first): θ + server_s + bytes / rate. Cuts are the gateway's beam, and
+  its four links together, which its own chunks do not pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skymemory.sim.sky.physical import LINKS, Floats, LinkRates, Operation, Setting, Ways
+
+
+def lower_bound_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
+    """Seconds that a get or a set takes at least, at each time of ``ways``."""
+    counts = setting.counts(ways.servers)
+    used = len(counts)
+    size_bits = 8.0 * setting.chunk_bytes * counts
+    short_bits = 8.0 * (setting.chunks * setting.chunk_bytes - setting.value_bytes)
+    size_bits[(setting.chunks - 1) % used] -= short_bits
+    round_trip_s, shared, far = 2 * ways.one_way_s[:, :used], ways.shared[:, :used], ways.hops[:, :used] > 0
+    beam_bit_s = rates.down_bit_s if operation == "get" else rates.up_bit_s
+    beam_s_bit = 0.0 if beam_bit_s is None or ways.access == "onboard" else 1 / beam_bit_s
+    isl_s_bit = 0.0 if rates.isl_bit_s is None else 1 / rates.isl_bit_s
+    slowest_s_bit = np.maximum(beam_s_bit, np.where(far, isl_s_bit, 0.0))
+    last_bits = size_bits - 8.0 * setting.chunk_bytes * (counts - 1)
+    tau_s = setting.server_s
+    alone_s = round_trip_s + np.maximum(counts * tau_s + last_bits * slowest_s_bit, tau_s + size_bits * slowest_s_bit)
+    least_s: Floats = alone_s.max(axis=1)
+    for passing, s_bit in ((shared, beam_s_bit), (shared & far, isl_s_bit / LINKS)):
+        if s_bit and passing.any():
+            least_s = np.maximum(least_s, tau_s + _cut_s(round_trip_s, np.where(passing, size_bits, 0.0), s_bit))
+    return least_s
+
+
+def _cut_s(round_trip_s: Floats, size_bits: Floats, s_bit: float) -> Floats:
+    """The largest, over thresholds, of θ plus what comes from at least so far away, over the cut."""
+    order = np.argsort(-round_trip_s, axis=1)
+    bits = np.take_along_axis(size_bits, order, axis=1)
+    theta_s = np.where(bits > 0, np.take_along_axis(round_trip_s, order, axis=1), 0.0)
+    end_s: Floats = (theta_s + np.cumsum(bits, axis=1) * s_bit * (bits > 0)).max(axis=1)
+    return end_s

@@ -1,0 +1,492 @@
+"""Latency of a get or a set by physics: light, rates of links, first-in-first-out queues, servers that take their time.
+
+``ways_of`` derives from the geometry how a host reaches each server at many times at once; ``latency_s`` then takes a
+value there or back, for all these times in one pass of numpy. A point is one latency: one setting at one time.
+
+What is modelled:
+
+- A get asks each server once, in their order; a server answers chunk after chunk, each after ``server_s``; links store
+  and forward whole packets, with the bytes of our headers and of UDP over IPv4.
+- A set sends chunks in bursts, server after server, as the client does (or all of the farthest server's first); each
+  server processes a chunk after the other and acknowledges its last.
+- ``window_bytes``: bytes under way, of a get in all, of a set on each beam; when a chunk is through, the next one goes.
+- Through a gateway all packets share its beam, and each of its four links to neighbours carries those of the servers
+  behind it. In a tree of equally fast links nothing waits longer than it would in one queue at the tree's root, so only
+  the roots are computed.
+
+It is exact for beams of their own (``los``, and the direct ones of ``hybrid``), and for shared links where servers take
+no time, no window binds and links between satellites are not slower than the beam. Else a server's chunks count as a
+fluid where they merge with others': wrong by at most one chunk's transmission for each server. The last chunk counts
+as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts (2 % too
+short at most in 240 random cases); a window that binds carries its bytes once in a mean round trip (wrong by 3 % in the
+median of 240 cases, by 36 % in the worst).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skymemory.constellation.presets import Preset
+from skymemory.constellation.sight import BoxSight, OrbitSight, Sight
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import InvalidInput
+from skymemory.placement.layout import Strategy
+from skymemory.placement.locate import Placement
+from skymemory.protocol.client.gateway import ACCESS_MODES, Access
+from skymemory.protocol.client.transfer import WRITE_BURST_CHUNKS
+from skymemory.units import SPEED_OF_LIGHT_M_S
+
+Operation = Literal["get", "set"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+Order = Literal["in_turn", "farthest"]
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+Array = TypeVar("Array", Floats, Integers)
+
+_UDP_BYTES = 28
+REQUEST_BYTES, DATA_BYTES, SET_BYTES, ACK_BYTES = 97 + _UDP_BYTES, 132 + _UDP_BYTES, 124 + _UDP_BYTES, 105 + _UDP_BYTES
+"""A GET, what a DATA and a SET have beside their chunk, an ACK: as the machines send them, with UDP and IPv4."""
+_OWN, _AT_GATEWAY = -2, -1
+"""The gateway's link of a server with a beam of its own, and of the gateway itself."""
+LINKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """Bits per second of a beam up, a beam down and a link between satellites, each way; None: no limit."""
+
+    up_bit_s: float | None = None
+    down_bit_s: float | None = None
+    isl_bit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("up_bit_s", "down_bit_s", "isl_bit_s"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise InvalidInput(f"{name} {rate:g}: expected bits per second, more than 0, or None for no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is moved and how. ``server_s``: a satellite's time for one chunk. ``window_bytes`` None: all at once."""
+
+    value_bytes: int
+    chunk_bytes: int = 6144
+    server_s: float = 0.0
+    window_bytes: int | None = None
+    order: Order = "in_turn"
+
+    def __post_init__(self) -> None:
+        if self.value_bytes < 1:
+            raise InvalidInput(f"a value of {self.value_bytes} bytes: expected at least 1, an empty one moves nothing")
+        if self.chunk_bytes < 1:
+            raise InvalidInput(f"chunks of {self.chunk_bytes} bytes: expected at least 1")
+        if not 0 <= self.server_s < math.inf:
+            raise InvalidInput(f"server time {self.server_s:g} s: expected 0 or more")
+        if self.window_bytes is not None and self.window_bytes < self.chunk_bytes:
+            raise InvalidInput(
+                f"a window of {self.window_bytes} bytes for chunks of {self.chunk_bytes}: expected at least one chunk"
+            )
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.value_bytes // self.chunk_bytes)
+
+    def counts(self, servers: int) -> Integers:
+        """Chunks of each server that has any: they go round the servers in turn."""
+        each, more = divmod(self.chunks, servers)
+        held: Integers = each + (np.arange(servers) < more).astype(np.int64)
+        return held[held > 0]
+
+    @property
+    def window_chunks(self) -> float:
+        """Chunks under way at most."""
+        return math.inf if self.window_bytes is None else self.window_bytes // self.chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How a host reaches each server: arrays of times × servers, in the order of the servers."""
+
+    access: Access
+    times_s: Floats
+    """Seconds after the epoch at which something is in sight."""
+    one_way_s: Floats
+    """Light time between host and server: half the round trip, whose way back may take other links."""
+    hops: Integers
+    """Links between satellites on the way."""
+    out_link: Integers
+    in_link: Integers
+    """The gateway's link on the way there and on the way back, 0 to 3 as its neighbours; −1: the server is the gateway;
+    −2: it has a beam of its own.
+    """
+    seen_share: float = 1.0
+    """Of the times asked for, those with a satellite in sight."""
+
+    @property
+    def servers(self) -> int:
+        return int(self.one_way_s.shape[1])
+
+    @property
+    def shared(self) -> Booleans:
+        """Servers that are reached through the gateway."""
+        return np.asarray(self.out_link != _OWN)
+
+    def of(self, chosen: slice | Booleans) -> Ways:
+        """The ways of some of the times."""
+        names = ("times_s", "one_way_s", "hops", "out_link", "in_link")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+
+
+def sight_of(preset: Preset, mask_deg: float, rule: Literal["nearest", "climbing"] = "nearest") -> Sight:
+    """What the preset's host sees; in a grid that is not an orbit, by offset from the satellite overhead."""
+    if preset.fixed_centre is not None:
+        return BoxSight(preset.shell, preset.torus, mask_deg)
+    return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule)
+
+
+def ways_of(
+    preset: Preset,
+    sight: Sight,
+    access: Access,
+    times_s: Sequence[float],
+    *,
+    strategy: Strategy | None = None,
+    servers: int | None = None,
+    exact_links: bool = False,
+) -> Ways:
+    """The ways to a value stored at each of these times (seconds after the epoch).
+
+    ``exact_links``: by the satellites' positions at each time; else links between planes have their longest length, as
+    in the plan of a constellation. Times with nothing in sight are left out.
+
+    Raises:
+        InvalidInput: an unknown access, more servers than satellites, or no satellite in sight at any of the times.
+    """
+    if access not in ACCESS_MODES:
+        raise InvalidInput(f"access {access!r}: expected one of {', '.join(ACCESS_MODES)}")
+    if not len(times_s):
+        raise InvalidInput("no times: expected at least one, in seconds after the epoch")
+    track = sight.track if isinstance(sight, OrbitSight) and access != "onboard" else None
+    centre = preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
+    slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
+    kept = strategy or ("hop" if access == "onboard" else preset.strategy)
+    placement = Placement.of(kept, servers or preset.servers, preset.torus, centre, slot_s, plane_s)
+    paths = _Paths(preset, exact_links and preset.shell.torus == preset.torus)
+    found = []
+    for time_s in map(float, times_s):
+        moves = (0, 0) if track is None else track.moves(time_s)
+        here = placement.centre_at(moves)
+        seen = (here,) if access in ("onboard", "los") else sight.in_sight(here, time_s)
+        if seen:
+            found.append((time_s, *_row(sight, access, placement.locate_all(moves, moves), here, seen, time_s, paths)))
+    if not found:
+        host = preset.host
+        raise InvalidInput(
+            f"no satellite of {preset.name} is in sight of {host.latitude_deg:g}, {host.longitude_deg:g} at any of "
+            f"{len(times_s)} times: expected a place nearer to its orbits ({preset.shell.inclination_deg:g}° north or "
+            "south at most, and some degrees), or a lower elevation mask"
+        )
+    times, one_way_s, hops, out_link, in_link = (np.array(column) for column in zip(*found, strict=True))
+    return Ways(access, times, one_way_s, hops, out_link, in_link, len(found) / len(times_s))
+
+
+def _row(
+    sight: Sight,
+    access: Access,
+    servers: tuple[SatelliteId, ...],
+    centre: SatelliteId,
+    seen: tuple[SatelliteId, ...],
+    time_s: float,
+    paths: _Paths,
+) -> tuple[Floats, Integers, Integers, Integers]:
+    """Light times, links on the way and the gateway's links of each server, at one time."""
+    direct = set(servers) if access == "los" else set(seen) - {seen[0]} if access == "hybrid" else set()
+    gateway = seen[0]
+    one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
+    if access != "onboard":
+        one_way_s = one_way_s + sight.one_way_s(gateway, centre, time_s)
+    for at, satellite in enumerate(servers):
+        if satellite in direct:
+            one_way_s[at] = sight.one_way_s(satellite, centre, time_s)
+            hops[at], out_link[at], in_link[at] = 0, _OWN, _OWN
+    return one_way_s, hops, out_link, in_link
+
+
+class _Path(NamedTuple):
+    """There and back again: indices of the satellites, the gateway's two links, seconds with the longest links."""
+
+    nodes: list[int]
+    hops: int
+    out_link: int
+    in_link: int
+    round_trip_s: float
+
+
+class _Paths:
+    """Routes over the links of a grid from a gateway and back to it, with their light times."""
+
+    def __init__(self, preset: Preset, exact: bool) -> None:
+        self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
+        self._slot_s, self._plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
+        self._known: dict[tuple[SatelliteId, SatelliteId], _Path] = {}
+
+    def _path(self, here: SatelliteId, there: SatelliteId) -> _Path:
+        found = self._known.get((here, there))
+        if found is None:
+            out, back = self._torus.path(here, there), self._torus.path(there, here)
+            neighbours = self._torus.neighbours(here)
+            at_it = len(out) == 1
+            way = out + back[1:]
+            in_plane = sum(a.plane == b.plane for a, b in pairwise(way))
+            found = self._known[here, there] = _Path(
+                [self._torus.index(each) for each in way],
+                len(out) - 1,
+                _AT_GATEWAY if at_it else neighbours.index(out[1]),
+                _AT_GATEWAY if at_it else neighbours.index(back[-2]),
+                in_plane * self._slot_s + (len(way) - 1 - in_plane) * self._plane_s,
+            )
+        return found
+
+    def from_gateway(
+        self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], time_s: float
+    ) -> tuple[Floats, Integers, Integers, Integers]:
+        """Light times (half of there and back), hops, and the gateway's links."""
+        found = [self._path(gateway, server) for server in servers]
+        hops, out_link, in_link = (np.array(part) for part in zip(*(path[1:4] for path in found), strict=True))
+        if not self._exact:
+            return np.array([path.round_trip_s / 2 for path in found]), hops, out_link, in_link
+        nodes = np.concatenate([path.nodes for path in found])
+        positions = self._shell.positions_m(time_s).reshape(-1, 3)[nodes]
+        starts = np.concatenate([[0], np.cumsum(2 * hops + 1)[:-1]])
+        steps_m = np.linalg.norm(np.diff(positions, axis=0, prepend=positions[:1]), axis=1)
+        steps_m[starts] = 0.0  # from the end of one path to the start of the next
+        return np.add.reduceat(steps_m, starts) / (2 * SPEED_OF_LIGHT_M_S), hops, out_link, in_link
+
+
+def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
+    """Seconds of a get (the last chunk is here) or a set (the last acknowledgement is), at each time."""
+    if operation not in OPERATIONS:
+        raise InvalidInput(f"operation {operation!r}: expected get or set")
+    counts = setting.counts(ways.servers)
+    used = _Used(ways, len(counts), setting, counts)
+    return _get_s(used, rates) if operation == "get" else _set_s(used, rates)
+
+
+class _Used:
+    """The servers that have chunks of the value."""
+
+    def __init__(self, ways: Ways, used: int, setting: Setting, counts: Integers) -> None:
+        self.setting, self.counts, self.onboard = setting, counts, ways.access == "onboard"
+        self.one_way_s, self.hops = ways.one_way_s[:, :used], ways.hops[:, :used]
+        self.out_link, self.in_link = ways.out_link[:, :used], ways.in_link[:, :used]
+        self.shared = self.out_link != _OWN
+        self.any_own, self.any_shared = not self.shared.all(), bool(self.shared.any())
+
+    def span_s(self, each_s: Floats | float, cycle_s: Floats) -> Floats:
+        """From each server's first chunk to its last, ``each_s`` apart, if each has a window of its own and a chunk is
+        through ``cycle_s`` after it was begun.
+        """
+        window = np.minimum(self.counts, self.setting.window_chunks)
+        rounds, place = np.divmod(self.counts - 1, window)
+        if not rounds.any():
+            return np.asarray(place * each_s)
+        return np.asarray(rounds * np.maximum(cycle_s, window * each_s) + place * each_s)
+
+    def stretched_s(self, cycle_s: Floats, among: Booleans | None = None) -> Floats | float:
+        """From the first chunk to the last of all, if one window is for all of them: it is used up once in a mean
+        cycle.
+        """
+        held = self.counts if among is None else self.counts * among
+        chunks, window = held.sum(axis=-1, keepdims=True), self.setting.window_chunks
+        if (chunks <= window).all():
+            return 0.0
+        mean_s = (held * cycle_s).sum(axis=1, keepdims=True) / np.maximum(chunks, 1)
+        return np.asarray(np.maximum(chunks - window, 0) / window * mean_s)
+
+
+def _seconds(size_bytes: float, rate_bit_s: float | None) -> float:
+    return 0.0 if rate_bit_s is None else size_bytes * 8 / rate_bit_s
+
+
+def _get_s(used: _Used, rates: LinkRates) -> Floats:
+    setting, hops, tau_s = used.setting, used.hops, used.setting.server_s
+    ask_s, ask_isl_s = _seconds(REQUEST_BYTES, rates.up_bit_s), _seconds(REQUEST_BYTES, rates.isl_bit_s)
+    down_s = _seconds(setting.chunk_bytes + DATA_BYTES, rates.down_bit_s)
+    isl_s = _seconds(setting.chunk_bytes + DATA_BYTES, rates.isl_bit_s)
+    if used.onboard:
+        # No beam: the requests queue at the host's links; their first hop is counted with the others.
+        sent_s = (_rank_by_link(used.out_link) - 1) * ask_isl_s
+        ask_s = down_s = 0.0
+    else:
+        sent_s = np.where(used.shared, np.cumsum(used.shared, axis=1), 1) * ask_s
+    way_s = 2 * used.one_way_s + hops * (ask_isl_s + isl_s) + tau_s
+    first_s = sent_s + way_s
+    cycle_s = ask_s + way_s + down_s
+    stretched_s = used.stretched_s(cycle_s)
+    ends = []
+    if used.any_own:
+        own_s = first_s + np.maximum((used.counts - 1) * max(tau_s, down_s), stretched_s) + down_s
+        ends.append(np.where(used.shared, -np.inf, own_s).max(axis=1))
+    if used.any_shared:
+        each_s = np.where(hops > 0, isl_s, tau_s) if isl_s > tau_s else tau_s
+        last_s = first_s + np.maximum((used.counts - 1) * each_s, stretched_s)
+        ends.append(_root_s(used.in_link, first_s, last_s, used.counts, isl_s, down_s))
+    return np.asarray(np.maximum.reduce(ends))
+
+
+def _rank_by_link(link: Integers) -> Integers:
+    """Which packet each server's is on its first link, from 1; 1 where there is no link."""
+    rank = np.ones_like(link)
+    for one in range(LINKS):
+        on_it = link == one
+        rank = np.where(on_it, np.cumsum(on_it, axis=1), rank)
+    return rank
+
+
+def _root_s(link: Integers, first_s: Floats, last_s: Floats, counts: Integers, isl_s: float, beam_s: float) -> Floats:
+    """When the last packet has passed the gateway's links and its beam, for arrivals without any queue."""
+    merged = _Merged(link, first_s, last_s, counts)
+    end_s = merged.end_s(None, beam_s)
+    if isl_s > beam_s:  # else a link's queue is never longer than what the beam's would be without it
+        for one in range(LINKS):
+            # Arrivals have passed the link once already.
+            end_s = np.maximum(end_s, merged.end_s(one, isl_s) - isl_s + beam_s)
+    return end_s
+
+
+class _Merged:
+    """Streams of packets in the order of their first and last moments; those with beams of their own are left out.
+
+    A stream's first packet counts at its moment, the last at its own, the others come evenly between.
+    """
+
+    def __init__(self, link: Integers, first_s: Floats, last_s: Floats, counts: Integers) -> None:
+        length_s = last_s - first_s
+        even = length_s > 0
+        if even.any():
+            slope = np.where(even, (counts - 2.0) / np.where(even, length_s, 1.0), 0.0)
+            moments_s = np.concatenate([first_s, last_s], axis=1)
+            jumps = np.concatenate([np.where(even, 1.0, counts), even], axis=1)
+            link = np.concatenate([link, link], axis=1)
+        else:
+            moments_s, jumps = first_s, np.broadcast_to(counts.astype(np.float64), first_s.shape)
+        # Rows are sorted once for all links; one flat index is faster than an index for each axis.
+        order = np.argsort(moments_s, axis=1)
+        order += np.arange(len(order))[:, None] * order.shape[1]
+        self._moments_s, self._jumps, self._link = (
+            np.ascontiguousarray(part).ravel()[order] for part in (moments_s, jumps, link)
+        )
+        self._fluid = None
+        if even.any():
+            self._fluid = np.concatenate([slope, -slope], axis=1).ravel()[order]
+            self._step_s = np.diff(self._moments_s, axis=1)
+
+    def end_s(self, link: int | None, each_s: float) -> Floats:
+        """When a queue with ``each_s`` per packet has served all that comes by this link (None: by any, or none): the
+        largest, over all moments, of the moment plus the service of all that arrives then or later.
+        """
+        among = self._link != _OWN if link is None else self._link == link
+        if each_s == 0.0:
+            return np.asarray(np.where(among & (self._jumps > 0), self._moments_s, -np.inf).max(axis=1))
+        after = self._jumps * among
+        if self._fluid is not None:
+            flowing = np.cumsum(self._fluid * among, axis=1)
+            after[:, :-1] += np.maximum(flowing[:, :-1], 0.0) * self._step_s
+        after = np.cumsum(after[:, ::-1], axis=1)[:, ::-1]
+        return np.asarray(np.where(after > 0, self._moments_s + each_s * after, -np.inf).max(axis=1))
+
+
+def _set_s(used: _Used, rates: LinkRates) -> Floats:
+    setting, hops, tau_s, counts = used.setting, used.hops, used.setting.server_s, used.counts
+    up_s = 0.0 if used.onboard else _seconds(setting.chunk_bytes + SET_BYTES, rates.up_bit_s)
+    isl_s = _seconds(setting.chunk_bytes + SET_BYTES, rates.isl_bit_s)
+    ack_s = 0.0 if used.onboard else _seconds(ACK_BYTES, rates.down_bit_s)
+    ack_isl_s = _seconds(ACK_BYTES, rates.isl_bit_s)
+    # One that is sent first, and the next once it has been acknowledged.
+    alone_s = up_s + used.one_way_s + hops * isl_s + tau_s
+    cycle_s = alone_s + used.one_way_s + hops * ack_isl_s + ack_s
+    ends = []
+    if used.any_own:
+        own_s = cycle_s + used.span_s(max(tau_s, up_s), cycle_s)
+        ends.append(np.where(used.shared, -np.inf, own_s).max(axis=1))
+    if used.any_shared:
+        first_s, last_s = _delivered_s(used, up_s, isl_s)
+        done_s = np.maximum(last_s + tau_s, first_s + counts * tau_s)
+        if setting.window_bytes is not None:
+            done_s = np.maximum(done_s, alone_s + used.stretched_s(cycle_s, used.shared))
+        back_s = done_s + used.one_way_s + hops * ack_isl_s
+        ends.append(_root_s(used.in_link, back_s, back_s, np.ones_like(counts), ack_isl_s, ack_s))
+    return np.asarray(np.maximum.reduce(ends))
+
+
+def _delivered_s(used: _Used, up_s: float, isl_s: float) -> tuple[Floats, Floats]:
+    """When a server's first and last chunk arrive at it through the gateway."""
+    sending = _Sending(used)
+    first, last = sending.places(used.shared)
+    first_s = np.asarray((first + 1) * up_s, dtype=np.float64)  # at the gateway, but for the beam's length
+    last_s = np.asarray((last + 1) * up_s, dtype=np.float64)
+    if isl_s > up_s:
+        for one in range(LINKS):
+            on_it = used.out_link == one
+            if not on_it.any():
+                continue
+            first, last = sending.places(on_it)
+            # The k-th packet leaves a queue at the largest, over those before it, of arrival plus services since.
+            began_s = sending.latest(np.where(on_it, first_s - first * isl_s, -np.inf))
+            first_s = np.where(on_it, began_s + first * isl_s, first_s)
+            last_s = np.where(on_it, np.maximum(last_s, began_s + last * isl_s), last_s)
+    way_s = used.one_way_s + used.hops * isl_s
+    return first_s + way_s, last_s + way_s
+
+
+class _Sending:
+    """In which order a set's chunks leave the host."""
+
+    def __init__(self, used: _Used) -> None:
+        self._counts = used.counts
+        self._order: Integers | None = None
+        """None: the servers' own."""
+        self._burst = WRITE_BURST_CHUNKS
+        if used.setting.order == "farthest":
+            self._burst = int(used.counts.max())
+            self._order = np.argsort(-used.one_way_s, axis=1, kind="stable")
+            self._back = np.argsort(self._order, axis=1, kind="stable")
+
+    def places(self, among: Booleans) -> tuple[Integers, Integers]:
+        """Of each server's first and last chunk, from 0, counting only the servers ``among``."""
+        counts, burst = self._counts, self._burst
+        first = self._before(among, np.minimum(counts, burst))
+        if counts[0] <= burst:
+            return first, first + counts - 1
+        last = np.zeros_like(first)
+        for held in np.unique(counts):  # two numbers at most
+            rounds = (held - 1) // burst
+            complete = (among * np.minimum(counts, rounds * burst)).sum(axis=1, keepdims=True)
+            here = self._before(among, np.clip(counts - rounds * burst, 0, burst))
+            last = np.where(counts == held, complete + here + held - 1 - rounds * burst, last)
+        return first, last
+
+    def _before(self, among: Booleans, sent: Integers) -> Integers:
+        """Chunks of the servers sent before each."""
+        in_order = self._sent(among * sent)
+        return self._unsent(np.cumsum(in_order, axis=1) - in_order)
+
+    def latest(self, values: Floats) -> Floats:
+        """The largest value of each server and those sent before it."""
+        return self._unsent(np.maximum.accumulate(self._sent(values), axis=1))
+
+    def _sent(self, values: Array) -> Array:
+        """From the order of the servers to that of sending; ``_unsent``: back."""
+        return values if self._order is None else np.take_along_axis(values, self._order, axis=1)
+
+    def _unsent(self, values: Array) -> Array:
+        return values if self._order is None else np.take_along_axis(values, self._back, axis=1)
