@@ -65,7 +65,7 @@ def _workflow(result: Reproduction) -> Figure:
     phases = (
         ("request", "a prompt's\ntokens", PAPER),
         ("look-up", "longest prefix\nwith KV in store", PAPER),
-        ("load KV", "Cake: load its end,\ncompute its beginning", "#d6e6f0"),
+        ("load KV", "Cake: load the end,\ncompute the front", "#d6e6f0"),
         ("prefill", "tokens behind\nthe prefix", PAPER),
         ("decode", "token by\ntoken", PAPER),
     )

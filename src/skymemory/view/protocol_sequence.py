@@ -59,6 +59,14 @@ class Recording:
     before: LayoutMap
     after: LayoutMap
 
+    def handed_over(self) -> list[tuple[SatelliteId, SatelliteId]]:
+        """From which satellite a chunk went to which: both ends of the way of each MIGRATE, which is in one plane."""
+        hops = [(one.sender, one.receiver) for one in self.move if one.operation == "MIGRATE"]
+        froms, tos = {sender for sender, _ in hops}, {receiver for _, receiver in hops}
+        starts = sorted(node for node in froms - tos if isinstance(node, SatelliteId))
+        ends = {node.plane: node for node in tos - froms if isinstance(node, SatelliteId)}
+        return [(start, ends[start.plane]) for start in starts]
+
 
 class _Recorded(SimulatedConstellation):
     """A simulated constellation that notes each datagram when it is sent, forwarded ones at every hop."""
@@ -113,8 +121,8 @@ def _numbers(*parts: tuple[str, Iterable[Sent], float]) -> Numbers:
             part,
             (one.sent_s - since_s) * 1e3,
             (one.arrived_s - since_s) * 1e3,
-            _label(one.sender),
-            _label(one.receiver),
+            label(one.sender),
+            label(one.receiver),
             one.operation,
             one.size_bytes,
         )
@@ -134,7 +142,8 @@ def get_numbers() -> Numbers:
     return _numbers(("get", run.get, run.move_s + _READ_AFTER_S))
 
 
-def _label(node: Node) -> str:
+def label(node: Node) -> str:
+    """``(satellite, plane)``, 1-based, as the paper writes it."""
     return f"({node.slot + 1},{node.plane + 1})" if isinstance(node, SatelliteId) else _GROUND
 
 
@@ -160,7 +169,7 @@ def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, 
     for node in nodes:
         axes.plot([at[node]] * 2, [0, last_ms * 1.04], color=FAINT, linewidth=0.8, zorder=0)
         server = shown.server(node) if isinstance(node, SatelliteId) else None
-        words = _label(node) if server is None else f"{_label(node)}\n{server + 1}"
+        words = label(node) if server is None else f"{label(node)}\n{server + 1}"
         axes.annotate(
             words,
             (at[node], 0),
