@@ -1,6 +1,6 @@
 """The pages docs/figures.md and docs/reproduce/claims.md, and the pictures: ``python -m tools.gallery [NAME…]``.
 
-With names of ``skymemory figures`` only those pictures are drawn anew; both pages are always written.
+With names of ``skymemory figures`` only those pictures are drawn; both pages are always written.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from skymemory.reproduce.claims import all_claims, as_markdown
 from skymemory.reproduce.gallery import chosen, gallery_page
 from skymemory.view.drawing import save
 
 DOCS = Path(__file__).parents[1] / "docs"
-THUMBNAIL_DPI = 90
+THUMBNAIL_DPI = 110
 
 
 def main(names: list[str]) -> None:
@@ -22,7 +24,10 @@ def main(names: list[str]) -> None:
     for exhibit in chosen(names, everything=not names).values():
         figure = exhibit.draw()
         for ending in ("png", "svg"):
-            save(figure, DOCS / "figures" / f"{exhibit.stem}.{ending}", THUMBNAIL_DPI)
+            path = save(figure, DOCS / "figures" / f"{exhibit.stem}.{ending}", THUMBNAIL_DPI)
+            if ending == "png":  # a palette: a third of the bytes
+                with Image.open(path) as picture:
+                    picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from skymemory.reproduce.cake import CODECS, FIGURES, Reproduction
@@ -64,7 +64,7 @@ def _workflow(result: Reproduction) -> Figure:
     flow, under = figure.subplots(2, 1, height_ratios=(1.15, 1.0 + 0.12 * len(result.rows)))
     phases = (
         ("request", "a prompt's\ntokens", PAPER),
-        ("look-up", "longest prefix\nwith KV in store", PAPER),
+        ("lookup", "longest prefix\nwith KV in store", PAPER),
         ("load KV", "Cake: load the end,\ncompute the front", "#d6e6f0"),
         ("prefill", "tokens behind\nthe prefix", PAPER),
         ("decode", "token by\ntoken", PAPER),
@@ -138,9 +138,7 @@ def _meeting(result: Reproduction) -> Figure:
         for r in records:
             there = r["ready_s"] <= by_s * (1 + 1e-9)
             colour = PAPER if not there else RED if r["origin"] == "computed" else BLUE
-            axes.add_patch(
-                Rectangle((r["chunk"], stage), 0.86, 0.62, facecolor=colour, edgecolor=GREY, linewidth=0.5)
-            )
+            axes.add_patch(Rectangle((r["chunk"], stage), 0.86, 0.62, facecolor=colour, edgecolor=GREY, linewidth=0.5))
     for colour, words in ((RED, "computed"), (BLUE, "loaded"), (PAPER, "not there yet")):
         axes.add_patch(Rectangle((0, 0), 0, 0, facecolor=colour, edgecolor=GREY, linewidth=0.5, label=words))
     axes.set_xlim(-0.3, len(records) + 0.2)
@@ -273,7 +271,7 @@ def exhibit_of(result: Reproduction) -> Exhibit:
     return Exhibit(f"cake-{result.figure:02d}", title, draw, lambda: Numbers(result.header, result.rows))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _computed(number: int) -> Exhibit:
     return exhibit_of(FIGURES[number]())
 

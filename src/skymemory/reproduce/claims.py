@@ -22,7 +22,8 @@ from skymemory.constellation.sight import reach_cosine, slant_s
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, EARTH_ROTATION_RAD_S, elevations_deg
 from skymemory.kv.block import KVLayout
 from skymemory.reproduce.cake import Headline, reproduce
-from skymemory.sim.latency import Setting, claims as latency_claims
+from skymemory.sim.latency import Setting
+from skymemory.sim.latency import claims as latency_claims
 from skymemory.units import SPEED_OF_LIGHT_M_S
 from skymemory.view.figures import DISCLOSED, constellations, disclosed_shell
 from skymemory.view.layout_map import paper_map
@@ -58,9 +59,7 @@ def all_claims(physics: Mapping[str, Callable[[], str]] | None = None) -> list[C
     """All claims, document by document. ``physics``: by a claim's key what physics says of it, beside ``PHYSICS``."""
     known = {**PHYSICS, **(physics or {})}
     listed = [*_paper(), *_disclosure(), *_cake(), *_mooncake(), *_routing()]
-    return [
-        Claim(**{**asdict(one), "physics": known[one.key]()}) if one.key in known else one for one in listed
-    ]
+    return [Claim(**{**asdict(one), "physics": known[one.key]()}) if one.key in known else one for one in listed]
 
 
 # Physics: what light, orbits and the horizon alone say.
@@ -201,9 +200,7 @@ def _paper() -> Iterator[Claim]:
         "in-sight", document, "satellites in sight from one point", "10 to 20", "all of the box", "", NOT_MEASURED
     )
     yield Claim("pass", document, "a satellite stays in sight", "5 to 10 minutes", "—", "", NOT_MEASURED)
-    yield Claim(
-        "laser", document, "table 1: LEO, theoretical laser", "2 to 4 ms", "—", "", "— (no laser at hand)"
-    )
+    yield Claim("laser", document, "table 1: LEO, theoretical laser", "2 to 4 ms", "—", "", "— (no laser at hand)")
     of = {one.what: one for one in latency_claims()}
     for key, what in (
         ("link", "links under 2 ms"),
@@ -294,9 +291,9 @@ _MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
 
 
 def _saved(than: str, *, whole: bool, part: str) -> str:
-    """On our engine on a CPU, over links of 1/8 to 4 times the rate of computing."""
+    """On our engine on a CPU, whose links are set to multiples of its own speed."""
     saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == whole]
-    value = {"least": min, "most": max, "mean": mean}[part](saved)
+    value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
     return f"{value:.1f} % (CPU, {len(saved)} other settings)"
 
 
@@ -352,7 +349,9 @@ def _cake() -> Iterator[Claim]:
         )
 
 
-_MOONCAKE_ROW = re.compile(r"^\| (?P<what>[^|]+?) \| (?P<paper>[^|]+?) \| (?P<ours>[^|]+?) \| (?P<unit>[^|]*?) ?\| [^|]*\|$")
+_MOONCAKE_ROW = re.compile(
+    r"^\| (?P<what>[^|]+?) \| (?P<paper>[^|]+?) \| (?P<ours>[^|]+?) \| (?P<unit>[^|]*?) ?\| [^|]*\|$"
+)
 _MOONCAKE_COMMAND = "skymemory reproduce mooncake --trace conversation_trace.jsonl --seed 1"
 
 
@@ -360,7 +359,9 @@ def _mooncake() -> Iterator[Claim]:
     """Of the kept run, which takes twenty minutes; counts of requests are left out, since their share follows."""
     document = "Mooncake"
     if DOCS is None:
-        yield Claim("mooncake", document, "all experiments", "see there", NO_CHECKOUT, NO_SKY, NO_GPU, _MOONCAKE_COMMAND)
+        yield Claim(
+            "mooncake", document, "all experiments", "see there", NO_CHECKOUT, NO_SKY, NO_GPU, _MOONCAKE_COMMAND
+        )
         return
     experiment = ""
     for line in (DOCS / "reproduce" / "mooncake.md").read_text("utf-8").splitlines():
@@ -425,7 +426,11 @@ def as_text(claims: list[Claim]) -> str:
                     continue
                 shown = f"{text}  [{one.command}]" if name == "measured" and one.command else text
                 lines += textwrap.wrap(
-                    shown, 100, initial_indent=f"    {name + ':':<10}", subsequent_indent=" " * 14, break_on_hyphens=False
+                    shown,
+                    100,
+                    initial_indent=f"    {name + ':':<10}",
+                    subsequent_indent=" " * 14,
+                    break_on_hyphens=False,
                 )
     return "\n".join(lines).lstrip("\n")
 
@@ -439,18 +444,22 @@ def as_markdown(claims: list[Claim]) -> str:
         "",
         "Each claim that has a number. *Its model*: our run of the document's own model. *Physics*: light, orbits and",
         "horizon alone. *Measured*: by the command beside it, from the JSON in `docs/benchmarks`. A dash says why not.",
+        "What the disclosure states like the paper stands once.",
     ]
     for document in dict.fromkeys(one.document for one in claims):
+        mine = [one for one in claims if one.document == document]
+        lines += ["", f"## {document}", ""]
+        # A command that all share stands above the table.
+        shared = mine[0].command if len(mine) > 1 and len({one.command for one in mine}) == 1 else ""
+        if shared:
+            lines += [f"All by `{shared}`.", ""]
         lines += [
-            "",
-            f"## {document}",
-            "",
             "| claim | paper | its model | physics | measured | by |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
-        for one in (one for one in claims if one.document == document):
-            command = ", ".join(f"`{part.strip()}`" for part in one.command.split(";")) if one.command else ""
-            cells = (one.what, one.paper, one.model, one.physics, one.measured, command)
+        for one in mine:
+            commands = [] if shared else [f"`{part.strip()}`" for part in one.command.split(";") if part]
+            cells = (one.what, one.paper, one.model, one.physics, one.measured, ", ".join(commands))
             lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -27,7 +27,9 @@ def _table_3() -> Numbers:
     """The paper's table 3 beside the kept run of the demo. Raises ``InvalidInput`` where there is none."""
     path = None if DOCS is None else DOCS / "benchmarks" / "table_3.json"
     if path is None or not path.is_file():
-        raise InvalidInput(f"table 3 is drawn from a run that a checkout keeps; `{TABLE_3_COMMAND}` makes it (3 minutes)")
+        raise InvalidInput(
+            f"table 3 is drawn from a run that a checkout keeps; `{TABLE_3_COMMAND}` makes it (3 minutes)"
+        )
     runs: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["rows"]
     rows: list[tuple[object, ...]] = []
     for run in runs:
@@ -146,15 +148,15 @@ def gallery_page() -> str:
         "",
         "# Every figure and table",
         "",
-        "`skymemory figures --all` draws them at print size, each with the CSV of its numbers. A picture leads to its",
-        "SVG. What the claims amount to: [paper, model, physics, measured](reproduce/claims.md).",
+        "`skymemory figures --all` draws them at print size, or those whose names are given, each with the CSV",
+        "of its numbers. A picture leads to its SVG. What the claims amount to: [paper, model, physics, measured](reproduce/claims.md).",
     ]
     for shelf in documents():
         lines += ["", f"## {shelf.title}", "", shelf.remark, ""]
         for name, one in shelf.exhibits.items():
             alt = one.title.rstrip(".")
             lines += [
-                f"**{alt}** (`skymemory figures {name}`)",
+                f"**{alt}** (`{name}`)",
                 "",
                 f"[![{alt}](figures/{one.stem}.png)](figures/{one.stem}.svg)",
                 "",

@@ -124,10 +124,12 @@ _ROTATIONS = 1
 
 
 class _LookUp:
-    """One look-up from a prompt to chunks: three of its four blocks were stored before, one rotation ago."""
+    """One lookup from a prompt to chunks: three of its four blocks were stored before, one rotation ago."""
 
     def __init__(self) -> None:
-        self.prompt = "".join(f"Clause {number}: what was computed once is kept in the sky. " for number in range(1, 12))
+        self.prompt = "".join(
+            f"Clause {number}: what was computed once is kept in the sky. " for number in range(1, 12)
+        )
         self.tokens = list(self.prompt.encode())
         context = CacheContext("TinyLlama-1.1B", "revision", "bytes", "bfloat16", "layout")
         self.hashes = hash_blocks(context.digest(), self.tokens, BLOCK_TOKENS)
@@ -202,7 +204,7 @@ def draw_look_up() -> Figure:
         at = left + server * (small + 0.8)
         words = f"server {server + 1}\n({satellite.slot + 1},{satellite.plane + 1})\n{one.chunks_on(server)} chunks"
         _box(axes, at, 52.0, small, 13.0, words, ORANGES[3] if server == 0 else ORANGES[5])
-    figure.suptitle("Figure 11. From a prompt to its chunks: one look-up, with the values that it computes", color=INK)
+    figure.suptitle("Figure 11. From a prompt to its chunks: one lookup, with the values that it computes", color=INK)
     return figure
 
 
@@ -285,7 +287,9 @@ def _box_above(axes: Axes, shell: Shell) -> None:
     axes.plot(0, 0, "o", color=GREEN, markersize=6)
     axes.plot(x, y, "o", color=AMBER, markersize=6)
     flat_km = math.hypot(x, y)
-    axes.annotate(f"Δs · $D_M$ = {x:,.0f} km", (x / 2, 0), (0, -11), textcoords="offset points", ha="center", color=BLUE)
+    axes.annotate(
+        f"Δs · $D_M$ = {x:,.0f} km", (x / 2, 0), (0, -11), textcoords="offset points", ha="center", color=BLUE
+    )
     axes.annotate(f"Δo · $D_N$ = {y:,.0f} km", (x, y / 2), (5, 0), textcoords="offset points", va="center", color=RED)
     axes.annotate(f"D = {flat_km:,.0f} km", (x / 2, y / 2), (-6, 6), textcoords="offset points", ha="right")
     axes.set_xlim(-500, 2 * d_m + 500)
@@ -307,8 +311,10 @@ def _triangle(axes: Axes, shell: Shell) -> None:
     axes.plot(0, height_km, "o", color=GREEN, markersize=6)
     axes.plot(flat_km, height_km, "o", color=AMBER, markersize=6)
     axes.plot(0, 0, "s", color=INK, markersize=5)
-    offset = {"textcoords": "offset points"}
-    axes.annotate(f"h = {height_km:,.0f} km", (0, height_km / 2), (-5, 0), ha="right", va="center", color=BLUE, **offset)
+    offset: dict[str, Any] = {"textcoords": "offset points"}
+    axes.annotate(
+        f"h = {height_km:,.0f} km", (0, height_km / 2), (-5, 0), ha="right", va="center", color=BLUE, **offset
+    )
     axes.annotate(f"D = {flat_km:,.0f} km", (flat_km / 2, height_km), (0, 5), ha="center", **offset)
     words = f"x = {slant_km:,.0f} km\n(round Earth: {exact_km:,.0f})"
     axes.annotate(words, (flat_km * 0.55, height_km * 0.55), (6, -6), va="top", color=RED, **offset)

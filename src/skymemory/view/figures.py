@@ -103,10 +103,11 @@ def draw_link_delay_contours() -> Figure:
     altitude_km, count = np.meshgrid(ALTITUDES_KM, SATELLITE_COUNTS)
     delay_ms = np.array([delay for _, _, delay in link_delays_ms()]).reshape(count.shape)
     shades = axes.contourf(altitude_km, count, delay_ms, levels=[1, 1.5, 2, 3, 4, 6, 8, 12, 18], cmap="YlOrBr")
-    lines = axes.contour(altitude_km, count, delay_ms, levels=[1.5, 2, 3, 4, 6, 8, 12], colors=INK, linewidths=0.8)
+    levels = [1.5, 2, 3, 4, 6, 8, 12]
+    lines = axes.contour(altitude_km, count, delay_ms, levels=levels, colors=INK, linewidths=0.8)
     # On one vertical: by itself a label may fall on the paper's line. The one of 12 ms would be dark on dark.
     places = [(260, 93), *((1450, m) for m in (82, 55, 41, 27.3, 20.5))]
-    axes.clabel(lines, lines.levels[:-1], fmt=lambda delay: f"{delay:g} ms", fontsize=7, manual=places)
+    axes.clabel(lines, levels[:-1], fmt=lambda delay: f"{delay:g} ms", fontsize=7, manual=places)
     figure.colorbar(shades, ax=axes, label="delay of a link, ms")
     axes.set_xlabel("altitude h, km")
     axes.set_ylabel("satellites in a plane, M")
@@ -249,7 +250,9 @@ def _configuration() -> Numbers:
 
     def swept(parameter: Parameter, scale: float, unit: str) -> str:
         values = [value * scale for value in SWEEPS[parameter]]
-        steps = f"{values[0]:g}, {values[1]:g} … {values[-1]:g}" if len(values) > 4 else ", ".join(f"{v:g}" for v in values)
+        steps = (
+            f"{values[0]:g}, {values[1]:g} … {values[-1]:g}" if len(values) > 4 else ", ".join(f"{v:g}" for v in values)
+        )
         return f"{steps} {unit}".rstrip()
 
     planes, slots = PAPER_TORUS.planes, PAPER_TORUS.slots_per_plane
@@ -434,9 +437,7 @@ DISCLOSURE: dict[str, Exhibit] = {
     "constellations": Exhibit(
         "disclosure-constellations", "Table 2. Constellations", draw_constellations, constellations, table=True
     ),
-    "d-n": Exhibit(
-        "disclosure-d-n", "D_N(t) over an orbit", draw_lengths_over_an_orbit, _lengths_over_an_orbit
-    ),
+    "d-n": Exhibit("disclosure-d-n", "D_N(t) over an orbit", draw_lengths_over_an_orbit, _lengths_over_an_orbit),
 }
 """The disclosure's own; its figures 1 to 9 are 1 to 11 of the paper."""
 

@@ -20,7 +20,19 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.protocol.wire import COMMAND_BIT, COMMAND_BYTES, TELEMETRY_BYTES, SegmentBatch, SkyHeader
 from skymemory.transport.simulated import Node, SimulatedConstellation
-from skymemory.view.drawing import BLUE, FAINT, GREEN, GREY, INK, ORANGES, WIDE_IN, Exhibit, Numbers, draw_map, new_figure
+from skymemory.view.drawing import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGES,
+    WIDE_IN,
+    Exhibit,
+    Numbers,
+    draw_map,
+    new_figure,
+)
 from skymemory.view.layout_map import LayoutMap
 
 if TYPE_CHECKING:
@@ -238,7 +250,9 @@ def draw_set() -> Figure:
     words = "satellites are (satellite, plane), their server below"
     _sequence(middle, run, run.set, 0.0, run.before, f"(c) set: {words}")
     minutes = run.move_s / 60
-    _sequence(below, run, run.move, run.move_s, run.after, f"(d) {minutes:.1f} minutes later: handover within each plane")
+    _sequence(
+        below, run, run.move, run.move_s, run.after, f"(d) {minutes:.1f} minutes later: handover within each plane"
+    )
     figure.suptitle("Figure 9. Setting a block, and one rotation, as recorded from a run", color=INK)
     return figure
 

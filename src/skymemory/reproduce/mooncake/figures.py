@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from skymemory.view.drawing import (
     GREY,
     INK,
     RED,
-    SCREEN_DPI,
     WIDE_IN,
     Exhibit,
     Numbers,
@@ -32,7 +31,6 @@ from skymemory.view.drawing import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Record = dict[str, Any]
@@ -46,7 +44,9 @@ def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
     """Writes an experiment's data as CSV, and its curves, if it has any, as another."""
     written = [save_csv(folder / f"mooncake-{experiment.name}.csv", experiment.header, experiment.rows)]
     if experiment.series:
-        rows = ((name, *point) for name, columns in drawn_series(experiment).items() for point in zip(*columns, strict=True))
+        rows = (
+            (name, *point) for name, columns in drawn_series(experiment).items() for point in zip(*columns, strict=True)
+        )
         width = len(next(iter(experiment.series.values())))
         header = ("curve", *(f"column_{number}" for number in range(1, width + 1)))
         written.append(save_csv(folder / f"mooncake-{experiment.name}-series.csv", header, rows))
@@ -60,7 +60,11 @@ def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], .
         if experiment.name == "swings":
             if not name.startswith("decode short, vllm") or name.endswith(" all"):
                 continue
-            points = [point for point in zip(*columns, strict=True) if point[0] <= _SERIES_SECONDS]
+            points = [
+                tuple(float(f"{value:.5g}") for value in point)  # finer than any line
+                for point in zip(*columns, strict=True)
+                if point[0] <= _SERIES_SECONDS
+            ]
         else:
             every, last = list(zip(*columns, strict=True)), len(columns[0]) - 1
             points = [
@@ -280,7 +284,9 @@ def _real(experiment: Experiment) -> Figure:
         mine = {r["system"]: r["rate"] for r in records if r["decoding"] == kind and r["what"] == "capacity"}
         at = [x + (offset - (len(kinds) - 1) / 2) * width for x in range(len(names))]
         left.bar(at, [mine[name] for name in names], 0.95 * width, color=colour, label=kind)
-    left.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace("20 c", "20\nc") for name in names], fontsize=7)
+    left.set_xticks(
+        range(len(names)), [name.replace(", ", ",\n").replace("20 c", "20\nc") for name in names], fontsize=7
+    )
     left.set_ylabel("× the trace's rate")
     left.set_title("both SLOs for 90 %, by decoding")
     left.set_ylim(0, left.get_ylim()[1] * 1.35)
