@@ -27,7 +27,8 @@ def main(names: list[str]) -> None:
             path = save(figure, DOCS / "figures" / f"{exhibit.stem}.{ending}", THUMBNAIL_DPI)
             if ending == "png":  # a palette: a third of the bytes
                 with Image.open(path) as picture:
-                    picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+                    rare = Image.Quantize.MAXCOVERAGE  # keeps colours of a single dot
+                    picture.convert("RGB").quantize(256, rare, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,15 @@ def _across() -> str:
     return f"{min(lengths_m):,.0f} to {max(lengths_m):,.0f} m by positions, twice each orbit"
 
 
+def _near_neighbours() -> str:
+    shell, count = _starlink(), 2
+    while (
+        Shell(shell.planes, count, shell.altitude_m, shell.inclination_deg).chord_m(1, 0) >= 2e-3 * SPEED_OF_LIGHT_M_S
+    ):
+        count += 1
+    return f"{count}+ at {shell.altitude_m / 1e3:g} km, by positions"
+
+
 def _flat_sky() -> str:
     """How far off equations 3 and 4 are at the box's corner: what of the claim is geometry."""
     shell = Shell(15, 15, Setting().altitude_m, 53.0)
@@ -124,6 +133,7 @@ PHYSICS: dict[str, Callable[[], str]] = {
     "laser": _beam,
     "d-m": _in_plane,
     "d-n": _across,
+    "link": _near_neighbours,
     "altitude": _flat_sky,
 }
 """What physics says, by the key of a claim."""

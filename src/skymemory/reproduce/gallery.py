@@ -68,7 +68,7 @@ def _draw_table_3() -> Figure:
     return draw_table(
         "Table 3. 30 tokens without and with the cache on the testbed",
         _table_3(),
-        f"Paper: TinyLlama-1.1B on a Jetson. Ours: `{TABLE_3_COMMAND}`, TinyLlama's shape on two cores of a CPU, 524"
+        f"Paper: TinyLlama-1.1B on a Jetson. Ours: {TABLE_3_COMMAND}, TinyLlama's shape on two cores of a CPU, 524"
         " tokens, real link delays.",
         heads=heads,
     )
@@ -149,7 +149,8 @@ def gallery_page() -> str:
         "# Every figure and table",
         "",
         "`skymemory figures --all` draws them at print size, or those whose names are given, each with the CSV",
-        "of its numbers. A picture leads to its SVG. What the claims amount to: [paper, model, physics, measured](reproduce/claims.md).",
+        "of its numbers. A picture leads to its SVG. What the claims amount to:",
+        "[paper, model, physics, measured](reproduce/claims.md).",
     ]
     for shelf in documents():
         lines += ["", f"## {shelf.title}", "", shelf.remark, ""]

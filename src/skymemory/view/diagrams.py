@@ -190,7 +190,7 @@ def draw_look_up() -> Figure:
     stage(42.0, "radix index", "on the ground")
     info = one.entry
     text = (
-        f"longest prefix: {one.found} of {len(one.hashes)} blocks   →   {info.chunks} chunks of {_CHUNK_BYTES:,} bytes"
+        f"longest prefix: {one.found} of {len(one.hashes)} blocks → {info.chunks} chunks of {_CHUNK_BYTES:,} bytes"
         f" on {info.servers} servers, {info.strategy}, set at {info.slot_moves} rotations"
     )
     _box(axes, left, 39.5, wide, 6.5, text, "#d8ecdf")
