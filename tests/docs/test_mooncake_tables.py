@@ -16,7 +16,7 @@ TABLES = (ROOT / "docs/reproduce/mooncake.md").read_text("utf-8")
 PAGE = " ".join((ROOT / "docs/reproduce.md").read_text("utf-8").split())
 """Sentences, wherever their lines break."""
 SYSTEMS = ("3P+1D", "4 coupled")
-FILES = sorted(ROOT.glob("docs/figures/mooncake-*.csv"))
+FILES = sorted(path for path in ROOT.glob("docs/figures/mooncake-*.csv") if not path.stem.endswith("-series"))
 
 
 def shown(text: str) -> str:

@@ -52,9 +52,29 @@ def test_the_loaders_own_time_is_measured_step_by_step() -> None:
 
 
 def test_figures_we_do_not_have_are_refused() -> None:
-    assert sorted(FIGURES) == [2, 3, 5, 6, 7, 8]
-    with pytest.raises(InvalidInput, match="figure 4"):
-        reproduce([4])
+    assert sorted(FIGURES) == [1, 2, 3, 4, 5, 6, 7, 8]
+    with pytest.raises(InvalidInput, match="figure 9"):
+        reproduce([9])
+
+
+def test_both_sides_meet_in_figure_4() -> None:
+    (meeting,) = reproduce([4])
+    origins = [row[1] for row in meeting.rows]
+    computed = origins.count("computed")
+    assert 0 < computed < 32 and origins == ["computed"] * computed + ["loaded"] * (32 - computed)
+    ready_s = [float(str(row[2])) for row in meeting.rows]
+    assert ready_s[:computed] == sorted(ready_s[:computed])
+    assert ready_s[computed:] == sorted(ready_s[computed:], reverse=True)
+    # The slower side ends last, and by less than its last chunk took.
+    assert abs(ready_s[computed - 1] - ready_s[computed]) < 0.25
+
+
+def test_the_loading_phase_of_figure_1_is_never_slower_than_either_side() -> None:
+    (workflow,) = reproduce([1])
+    for row in workflow.rows:
+        record = dict(zip(workflow.header, row, strict=True))
+        assert record["cake_s"] <= min(record["compute_s"], record["load_s"])
+        assert record["load_s"] == pytest.approx(32_768 * 2**19 / record["gb_per_s"] / 1e9)
 
 
 def test_deviations_are_points_of_percentages_and_ratios_of_all_else() -> None:

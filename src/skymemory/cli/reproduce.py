@@ -1,4 +1,4 @@
-"""``skymemory reproduce``: figures of the Cake and Mooncake papers; ``figures``: those of the SkyMemory paper."""
+"""``skymemory reproduce``: the Cake and Mooncake papers computed, all claims; ``figures``: every figure drawn."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "reproduce",
-        help="compute the figures of the Cake or Mooncake paper, beside the papers' own",
+        help="compute the figures of the Cake or Mooncake paper, or every paper's claims, beside the papers' own",
         description='cake: figures of "Compute or load KV cache? Why not both?" with our loader in virtual time, '
-        "on GPUs modelled from the paper: 2 (equivalent bandwidth), 3 (steps), 5 (whole GPUs), "
-        "6 (14k tokens on a share of one), 7 (overhead, measured here), 8 (9k and 14k tokens, averages). "
+        "on GPUs modelled from the paper: 1 (workflow), 2 (equivalent bandwidth), 3 (steps), 4 (how both sides meet), "
+        "5 (whole GPUs), 6 (14k tokens on a share of one), 7 (overhead, measured here), "
+        "8 (9k and 14k tokens, averages). "
+        "claims: each claim of the five documents that has a number, by its own model, by physics, and as measured. "
         "mooncake: the experiments of Mooncake in our cluster simulator: popularity (figure 6), hits (table1), "
         "layer-wise (7), scheduling (8; 5 of FAST'25), bandwidth, ratio, datasets (11), simulated (12), real (13), "
         "rejections (table3), swings (9, 10).",
     )
-    parser.add_argument("paper", choices=["cake", "mooncake"], help="which paper")
+    parser.add_argument("paper", choices=["cake", "mooncake", "claims"], help="which paper, or the claims of all")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--fig", action="append", metavar="N|NAME", help="figure to compute; may be repeated")
     which.add_argument("--all", action="store_true", help="all figures (the default)")
@@ -35,11 +37,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for CSV, and PNG if the extra 'figures' is installed"
     )
+    parser.add_argument("--markdown", action="store_true", help="mooncake, claims: print Markdown instead of tables")
     add = parser.add_argument_group("mooncake").add_argument
     add("--trace", type=Path, metavar="FILE", help="a released trace (default: a seeded generator)")
     add("--seed", type=int, metavar="N", default=0, help="seed of the generator, jitter and ties (default: 0)")
     add("--quick", action="store_true", help="ten minutes of requests, fewer settings")
-    add("--markdown", action="store_true", help="print Markdown sections instead of tables")
     add("--jobs", type=int, metavar="N", help="in parallel (default: one per core)")
     add(
         "--on",
@@ -57,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         from skymemory.reproduce.mooncake.run import run_mooncake
 
         return run_mooncake(args)
+    if args.paper == "claims":
+        return _claims(args)
     from skymemory.reproduce.cake import FIGURES, reproduce
 
     results = reproduce(list(dict.fromkeys(map(_whole, args.fig))) if args.fig else list(FIGURES))
@@ -67,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
             _print(result)
     if args.out is not None:
         _write(results, args.out, sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _claims(args: argparse.Namespace) -> int:
+    from skymemory.reproduce.claims import all_claims, as_json, as_markdown, as_text
+
+    if args.fig or args.out is not None:
+        raise InvalidInput("claims: takes no --fig and no --out; print them with --json or --markdown into a file")
+    show = as_json if args.json else as_markdown if args.markdown else as_text
+    print(show(all_claims()).rstrip("\n"))
     return 0
 
 
@@ -85,6 +99,11 @@ def _as_json(result: Reproduction) -> dict[str, object]:
 
 def _print(result: Reproduction) -> None:
     print(f"\nFigure {result.figure}. {result.title}")
+    if not result.headlines:
+        from skymemory.reproduce.mooncake.run import table
+
+        print("\n".join(f"  {line}" for line in table(result.header, result.rows)))
+        return
     width = max(len(headline.what) for headline in result.headlines)
     print(f"  {'':<{width}}  {'paper':>10}  {'ours':>10}  {'deviation':>13}")
     for headline in result.headlines:
@@ -106,13 +125,15 @@ def _remark(headline: Headline) -> str:
 
 def _write(results: list[Reproduction], folder: Path, stream: TextIO) -> None:
     from skymemory.errors import MissingExtra
-    from skymemory.reproduce.cake import write_cake_csv, write_cake_figure
+    from skymemory.reproduce.cake_figures import exhibit_of
+    from skymemory.view.drawing import PRINT_DPI, save, save_csv
 
     for result in results:
-        print(write_cake_csv(result, folder), file=stream)
+        print(save_csv(folder / f"cake-{result.figure:02d}.csv", result.header, result.rows), file=stream)
     try:
         for result in results:
-            print(write_cake_figure(result, folder), file=stream)
+            drawn = exhibit_of(result)
+            print(save(drawn.draw(), folder / f"{drawn.stem}.png", PRINT_DPI), file=stream)
     except MissingExtra as error:
         print(f"skymemory: no PNG: {error}", file=sys.stderr)
 
@@ -120,29 +141,52 @@ def _write(results: list[Reproduction], folder: Path, stream: TextIO) -> None:
 def _add_figures(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "figures",
-        help="draw the SkyMemory paper's figures as PNG, SVG and CSV",
-        description="Draw figures of the SkyMemory paper: 1 and 2 (link delays), 4 to 8 (layouts), "
-        "13 to 15 (layouts of 9 to 81 servers), 16 (latency of 132 settings). Needs the extra 'figures'.",
+        help="draw every figure and table of the papers as PNG, SVG or PDF, with their numbers as CSV",
+        description="Draw figures and tables. Of the SkyMemory paper: 1 to 16, table-1 to table-3; of its disclosure: "
+        "disclosure-constellations, disclosure-d-n; of the Cake paper: cake-1 to cake-8; of Mooncake: mooncake-NAME, "
+        "from the CSV of a full run. A wrong name lists all. Needs the extra 'figures'.",
     )
-    parser.add_argument("numbers", nargs="*", type=int, metavar="N", help="figures to draw (default: all)")
+    parser.add_argument("names", nargs="*", metavar="N|NAME", help="what to draw (default: the SkyMemory paper's)")
+    parser.add_argument("--all", action="store_true", help="those of all papers (most of a minute)")
+    parser.add_argument(
+        "--format", default="png,svg", metavar="LIST", help="of png, svg, pdf; PNG has 300 dpi (default: %(default)s)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("figures"), metavar="DIR", help="folder to write to (default: %(default)s)"
     )
 
 
 def _figures(args: argparse.Namespace) -> int:
+    from skymemory.reproduce.gallery import chosen, formats_of
+    from skymemory.reproduce.mooncake.run import Progress
     from skymemory.sim.latency import claims
-    from skymemory.view.figures import FIGURES, check_figure, write_figure
 
-    numbers: list[int] = list(dict.fromkeys(args.numbers)) or sorted(FIGURES)
-    # All numbers before the first drawing, which takes seconds.
-    for number in numbers:
-        check_figure(number)
-    for number in numbers:
-        for path in write_figure(number, args.out):
-            print(path)
-    if 16 in numbers:
-        print("\nConclusions of the paper, and what its model gives:")
+    # All names before the first drawing, which takes seconds.
+    if args.names and args.all:
+        raise InvalidInput("figures: either names, or --all")
+    wanted, formats = chosen(args.names, args.all), formats_of(args.format)
+    progress = Progress(sys.stderr, "figures")
+    missing = []
+    try:
+        for done, (name, exhibit) in enumerate(wanted.items()):
+            progress.show(done, len(wanted))
+            try:
+                written = exhibit.write(args.out, formats)
+            except InvalidInput as error:
+                # Of what a checkout keeps: asked for by name it is an error, among all others a remark.
+                if args.names:
+                    raise
+                missing.append(f"skymemory: no {name}: {error}")
+                continue
+            progress.close()
+            for path in written:
+                print(path, flush=True)
+    finally:
+        progress.close()
+    for words in missing:
+        print(words, file=sys.stderr)
+    if "16" in wanted:
+        print("\nConclusions of the paper, and what its model gives (all: skymemory reproduce claims):")
         for what, paper, model in claims():
             print(f"  {what}\n    paper: {paper}\n    model: {model}")
     return 0

@@ -1,4 +1,4 @@
-"""Figures of the Cake paper, computed by our loader in virtual time and drawn, with its headline figures beside ours.
+"""Figures of the Cake paper, computed by our loader in virtual time, with its headline figures beside ours.
 
 Settings are those of its section 5: LongAlpaca-7B, 32k tokens on a whole A100 or H100 (figure 5), 9k and 14k on a part
 of an A100 (figures 6 and 8), 2000, 5000 and 10000 Mbit/s, steps of 512 tokens. Settings that
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import PromptChunk
@@ -33,10 +32,6 @@ from skymemory.sim.loading import (
     simulate_load,
     with_share,
 )
-from skymemory.view.drawing import INK, new_figure, save, save_csv
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MBIT_BYTES = 125_000
 PAPER_MBIT = (2_000, 5_000, 10_000)
@@ -136,7 +131,7 @@ def fluid_run(gpu: PrefillModel, tokens: int, mbit_per_s: int) -> CakeRun:
 Kind = Literal["fitted", "ours", "measured"]
 GPUS = (A100, H100)
 SHARES = (0.1, 0.5, 0.9)
-_32K, _14K, _9K = 32_768, 14_336, 9_216
+_32K, _16K, _14K, _9K = 32_768, 16_384, 14_336, 9_216
 _LENGTHS = (2_048, 4_096, 8_192, 12_288, 16_384, 20_480, 24_576, 28_672, 32_768)
 _13B = A100.for_larger_model("A100", 13.0 / 6.74, (40 * 5120) / (32 * 4096))
 """LongAlpaca-13B, by ratios of weights and of layers × width."""
@@ -174,6 +169,52 @@ class Reproduction:
     header: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
     headlines: tuple[Headline, ...]
+
+
+def figure_1() -> Reproduction:
+    """What the loading phase takes for 32k tokens from each device of the paper's section 3, alone and with Cake."""
+    rows: list[tuple[object, ...]] = []
+    for name, gb_per_s in sorted(_DEVICES.items(), key=lambda device: device[1]):
+        run = cake_run(A100, 1.0, _32K, round(gb_per_s * 8_000))
+        rows.append((name, gb_per_s, run.load_s, run.compute_s, run.cake_s, run.computed_share))
+    return Reproduction(
+        1,
+        "Workflow with a prefix cache, and its loading phase for 32k tokens",
+        ("device", "gb_per_s", "load_s", "compute_s", "cake_s", "computed_share"),
+        tuple(rows),
+        (),
+    )
+
+
+def figure_4() -> Reproduction:
+    """Each chunk of 16k tokens: computed or loaded, and when; recorded from our loader, A100 and 10,000 Mbit/s."""
+    chunks = prompt_chunks(_16K, PAPER_STEP_TOKENS)
+    steps: list[int] = []
+
+    def step_s(first_token: int, tokens: int) -> float:
+        steps.append(first_token // PAPER_STEP_TOKENS)
+        return A100.step_s(first_token, tokens)
+
+    link = LinkTrace.constant(PAPER_MBIT[-1] * MBIT_BYTES)
+    pace = Pace()
+    for _ in range(_KNOWN):
+        steps.clear()
+        run = simulate_load(
+            chunks, step_s, link, budget_tokens=PAPER_STEP_TOKENS, max_in_flight_bytes=1, pace=pace, others_fill=False
+        )
+    # Neither side pauses before they meet: a chunk is there when all that its side had before it are.
+    ready_s: dict[int, float] = {}
+    now_s = 0.0
+    for index in steps:
+        now_s += A100.step_s(chunks[index].first_token, chunks[index].tokens)
+        ready_s.setdefault(index, now_s)
+    now_s = 0.0
+    for index in reversed(range(len(chunks))):
+        if run.origins[index] == "loaded":
+            now_s = link.finish_s(now_s, chunks[index].size_bytes)
+            ready_s[index] = now_s
+    rows = tuple((index, run.origins[index], ready_s[index]) for index in range(len(chunks)))
+    return Reproduction(4, "Computed from the front, loaded from the back", ("chunk", "origin", "ready_s"), rows, ())
 
 
 def figure_2() -> Reproduction:
@@ -401,8 +442,10 @@ def figure_7(repeats: int = 3) -> Reproduction:
 
 
 FIGURES: dict[int, Callable[[], Reproduction]] = {
+    1: figure_1,
     2: figure_2,
     3: figure_3,
+    4: figure_4,
     5: figure_5,
     6: figure_6,
     7: figure_7,
@@ -417,140 +460,3 @@ def reproduce(numbers: Sequence[int]) -> list[Reproduction]:
             known = ", ".join(map(str, FIGURES))
             raise InvalidInput(f"figure {number} of the Cake paper is not reproduced; expected one of {known}")
     return [FIGURES[number]() for number in numbers]
-
-
-# Drawings. They read a figure's rows by the names of its header.
-
-_KINDS = (("compute_s", "compute alone", "#d1495b"), ("load_s", "I/O alone", "#2e6f95"), ("cake_s", "Cake", "#1f8a4c"))
-_GRAINS = {"512": ("#1f8a4c", "o"), "128": ("#2e6f95", "s"), "none": ("#93a1ad", "")}
-Record = dict[str, Any]
-
-
-def _records(result: Reproduction) -> list[Record]:
-    return [dict(zip(result.header, row, strict=True)) for row in result.rows]
-
-
-def _bars(axes: Any, groups: Iterable[tuple[str, Record]]) -> None:
-    """Three bars per group: computing, loading, both."""
-    listed = list(groups)
-    for offset, (key, label, colour) in enumerate(_KINDS):
-        at = [number + (offset - 1) * 0.27 for number in range(len(listed))]
-        axes.bar(at, [record[key] for _, record in listed], 0.25, color=colour, label=label)
-    axes.set_xticks(range(len(listed)), [name for name, _ in listed])
-    # Logarithmic: at a tenth of the GPU and 2000 Mbit/s the bars differ by more than ten times.
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_axisbelow(True)
-    axes.set_ylabel("time to first token, s")
-    axes.grid(axis="x", visible=False)
-
-
-def _equivalent_bandwidth(result: Reproduction) -> Figure:
-    figure = new_figure(7.0, 4.0)
-    axes = figure.add_subplot()
-    records = list(reversed(_records(result)))
-    names = [r["source"] if r["model"] == "any" else f"{r['model']} on {r['source']}" for r in records]
-    colours = ["#2e6f95" if r["model"] == "any" else "#d1495b" for r in records]
-    axes.barh(names, [r["gb_per_s"] for r in records], color=colours)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("GB/s of KV cache, computed (red) or loaded (blue)")
-    axes.grid(axis="y", visible=False)
-    return figure
-
-
-def _steps(result: Reproduction) -> Figure:
-    figure = new_figure(7.0, 4.0)
-    axes = figure.add_subplot()
-    records = _records(result)
-    at = [r["chunk"] for r in records]
-    axes.plot(at, [r["a100_ms"] for r in records], color="#d1495b", label="A100")
-    axes.plot(at, [r["h100_ms"] for r in records], color="#2e6f95", label="H100")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("chunk of 512 tokens")
-    axes.set_ylabel("step, ms")
-    # A second axis: the cache grows linearly, which is why late steps favour loading and early ones computing.
-    memory: Any = axes.twinx()
-    memory.plot(at, [r["kv_gb"] for r in records], color="#93a1ad", linestyle=":", label="KV cache")
-    memory.set_ylabel("KV cache, GB")
-    memory.grid(False)
-    figure.legend(loc="outside lower center", ncols=3)
-    return figure
-
-
-def _whole_gpu(result: Reproduction) -> Figure:
-    figure = new_figure(10.0, 6.6)
-    top, bottom = figure.subplots(2, 2)
-    records = _records(result)
-    for axes, gpu in zip(top, ("A100", "H100"), strict=True):
-        mine = [r for r in records if r["panel"] == "a" and r["gpu"] == gpu]
-        _bars(axes, [(f"{r['mbit_per_s']:,} Mbit/s", r) for r in mine])
-        axes.set_title(f"(a) {gpu}, 32k tokens")
-    for grain, (colour, marker) in _GRAINS.items():
-        line = [r for r in records if r["panel"] == "b" and r["chunk_tokens"] == grain]
-        at, name = [r["tokens"] / 1024 for r in line], "no chunks" if grain == "none" else f"chunks of {grain}"
-        style: Record = {"color": colour, "marker": marker, "markersize": 4, "label": name}
-        bottom[0].plot(at, [r["computed_share"] * 100 for r in line], **style)
-        bottom[1].plot(at, [r["cake_s"] / r["compute_s"] * 100 for r in line], **style)
-    for axes, title in zip(bottom, ("(b) tokens computed, %", "(b) TTFT, % of computing alone"), strict=True):
-        axes.set_title(title)
-        axes.set_xlabel("thousand tokens, at 10,000 Mbit/s")
-        axes.set_ylim(60, 102)
-        axes.legend()
-    figure.legend(*top[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def _part_of_gpu(result: Reproduction) -> Figure:
-    records = _records(result)
-    lengths = sorted({r["tokens"] for r in records})
-    shares = sorted({r["share"] for r in records}, key=float)
-    figure = new_figure(11.0, 3.4 * len(lengths) + 0.5)
-    panels = figure.subplots(len(lengths), len(shares), squeeze=False)
-    for row, tokens in zip(panels, lengths, strict=True):
-        for axes, share in zip(row, shares, strict=True):
-            mine = [r for r in records if r["tokens"] == tokens and r["share"] == share]
-            groups = [(f"{r['mbit_per_s'] // 1000}k\n{r['codec'].replace('CacheGen', 'CG')}", r) for r in mine]
-            _bars(axes, groups)
-            axes.tick_params(axis="x", labelsize=7)
-            axes.set_title(f"{tokens:,} tokens, {float(share):.0%} of an A100".replace("%", " %"))
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def _overhead(result: Reproduction) -> Figure:
-    figure = new_figure(8.0, 3.8)
-    records = _records(result)
-    for axes, gpu in zip(figure.subplots(1, 2), ("A100", "H100"), strict=True):
-        mine = [r for r in records if r["gpu"] == gpu]
-        at = [r["chunk"] for r in mine]
-        axes.plot(at, [r["without_ms"] for r in mine], color="#d1495b", label="without Cake")
-        axes.plot(at, [r["with_ms"] for r in mine], "x", color=INK, markersize=4, label="with Cake")
-        axes.set_title(gpu)
-        axes.set_xlabel("chunk of 512 tokens")
-        axes.set_ylabel("step, ms")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-    return figure
-
-
-_DRAWINGS: dict[int, Callable[[Reproduction], Figure]] = {
-    2: _equivalent_bandwidth,
-    3: _steps,
-    5: _whole_gpu,
-    6: _part_of_gpu,
-    7: _overhead,
-    8: _part_of_gpu,
-}
-
-
-def write_cake_csv(result: Reproduction, folder: Path) -> Path:
-    """Writes a figure's data as CSV."""
-    return save_csv(folder / f"cake-{result.figure:02d}.csv", result.header, result.rows)
-
-
-def write_cake_figure(result: Reproduction, folder: Path) -> Path:
-    """Writes the figure as PNG. Raises ``MissingExtra`` without matplotlib."""
-    figure = _DRAWINGS[result.figure](result)
-    figure.suptitle(f"Cake, figure {result.figure}. {result.title}", color=INK)
-    return save(figure, folder / f"cake-{result.figure:02d}.png")

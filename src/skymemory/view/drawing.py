@@ -1,11 +1,16 @@
-"""Common drawing code: matplotlib without a display, one palette, deterministic files."""
+"""Common drawing code: matplotlib without a display, one style, deterministic files; figures with their numbers.
+
+Text is 7 points and more at print size, and no figure is wider than two columns of a journal, ``WIDE_IN``.
+"""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput, missing_extra
@@ -16,14 +21,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
-PNG_DPI = 110
+PRINT_DPI, SCREEN_DPI = 300, 110
+WIDE_IN = 7.0
+"""Width of two columns and the gap between them."""
 INK, FAINT, GONE, GREEN, PAPER = "#22303c", "#c3ccd4", "#93a1ad", "#1f8a4c", "#ffffff"
 ORANGES = ("#f5a94e", "#f8bb70", "#facb91", "#fcd9ae", "#fde5c8", "#feefdc")
 """Tints of the box by hops from the centre; the last also for all further hops."""
+RED, BLUE, GREY, AMBER = "#d1495b", "#2e6f95", "#93a1ad", "#f5a94e"
 SERIES = {
-    "rotation": ("#d1495b", "s", "rotation"),
-    "hop": ("#2e6f95", "^", "hop (on board)"),
-    "rotation_hop": ("#1f8a4c", "o", "rotation + hop"),
+    "rotation": (RED, "s", "rotation"),
+    "hop": (BLUE, "^", "hop (on board)"),
+    "rotation_hop": (GREEN, "o", "rotation + hop"),
 }
 """Colour, marker and name of a strategy."""
 
@@ -34,18 +42,32 @@ _STYLE: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlecolor": INK,
-    "axes.titlesize": 11,
+    "axes.axisbelow": True,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8.5,
+    "figure.titlesize": 9.5,
     "font.family": "DejaVu Sans",
-    "font.size": 9.5,
+    "font.size": 8,
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.constrained_layout.w_pad": 0.06,
+    "mathtext.fontset": "dejavusans",
     "grid.color": "#e8ecef",
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 7.5,
     "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    # Type 42: letters of a PDF can be searched, and journals take no type 3.
+    "pdf.fonttype": 42,
     # Text stays text: searchable, and small files.
     "svg.fonttype": "none",
     # Ids in an SVG are hashes with a salt, random by default: files would differ at every run.
     "svg.hashsalt": "skymemory",
     "text.color": INK,
     "xtick.color": INK,
+    "xtick.labelsize": 7.5,
     "ytick.color": INK,
+    "ytick.labelsize": 7.5,
 }
 
 
@@ -70,12 +92,12 @@ def drawing_path(path: Path) -> Path:
     return path
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
     """Writes the figure in the format of its suffix, without dates, so that files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-    figure.savefig(path, format=kind, dpi=PNG_DPI, facecolor=PAPER, metadata=metadata)
+    figure.savefig(path, format=kind, dpi=dpi, facecolor=PAPER, metadata=metadata)
     return path
 
 
@@ -89,6 +111,109 @@ def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]
     return path
 
 
+class Numbers(NamedTuple):
+    """What a figure shows, as rows."""
+
+    header: tuple[str, ...]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Exhibit:
+    """A figure or a table of a document: how it is drawn, and its numbers."""
+
+    stem: str
+    """Of its files: ``figure-16``."""
+    title: str
+    draw: Callable[[], Figure]
+    numbers: Callable[[], Numbers]
+    table: bool = False
+    """A table is written as Markdown too."""
+
+    def write(self, folder: Path, formats: Sequence[str] = ("png", "svg"), dpi: int = PRINT_DPI) -> list[Path]:
+        """Writes the drawing in each format, the numbers as CSV, a table as Markdown; returns the files.
+
+        Raises ``MissingExtra`` without matplotlib.
+        """
+        figure = self.draw()
+        written = [save(figure, folder / f"{self.stem}.{ending}", dpi) for ending in formats]
+        header, rows = self.numbers()
+        written.append(save_csv(folder / f"{self.stem}.csv", header, rows))
+        if self.table:
+            written.append(folder / f"{self.stem}.md")
+            written[-1].write_text(as_markdown(header, rows), "utf-8")
+        return written
+
+
+def cell(value: object) -> str:
+    """A value as a table shows it: four digits, thousands apart, "–" for none."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def as_markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; columns of numbers are aligned to the right."""
+    listed = [list(row) for row in rows]
+    lines = [f"| {' | '.join(header)} |", f"| {' | '.join('---:' if right else '---' for right in _right(listed))} |"]
+    lines += [f"| {' | '.join(cell(value).replace('|', chr(92) + '|') for value in row)} |" for row in listed]
+    return "\n".join(lines) + "\n"
+
+
+def _right(rows: Sequence[Sequence[object]]) -> list[bool]:
+    return [all(isinstance(value, int | float | None) for value in column) for column in zip(*rows, strict=True)]
+
+
+ROW_IN = 0.235
+"""Height of a table's row."""
+
+
+def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
+    """A table in the manner of journals: three rules, no lines between columns. ``heads``: instead of the header."""
+    heads = heads or numbers.header
+    lines = 1 + max(head.count("\n") for head in heads)
+    rows = len(numbers.rows)
+    height_in = ROW_IN * (rows + lines + (1.6 if note else 0.2)) + 0.5
+    figure = new_figure(WIDE_IN, height_in)
+    axes = figure.add_subplot()
+    fill_table(axes, heads, numbers.rows)
+    figure.suptitle(title, color=INK)
+    if note:
+        figure.supxlabel(textwrap.fill(note, 118), fontsize=7, color=INK)
+    return figure
+
+
+_NO_LETTERS = str.maketrans("", "", "$_")
+"""Marks of mathematical text, which take no room."""
+
+
+def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """The table on ``axes``: row ``i`` has its middle at ``y = i``."""
+    texts = [[cell(value) for value in row] for row in rows]
+    longest = [
+        max(max(len(line.translate(_NO_LETTERS)) for line in head.split("\n")), *(len(row[at]) for row in texts))
+        for at, head in enumerate(heads)
+    ]
+    right = _right(rows)
+    lines = 1 + max(head.count("\n") for head in heads)
+    left, gap = 0.0, 2.2  # in letters
+    for at, head in enumerate(heads):
+        x = left + (longest[at] if right[at] else 0)
+        side = "right" if right[at] else "left"
+        axes.text(x, -0.62, head, ha=side, va="bottom", fontsize=7.5, fontweight="bold", linespacing=1.15)
+        for row, line in enumerate(texts):
+            axes.text(x, row, line[at], ha=side, va="center", fontsize=7.5)
+        left += longest[at] + gap
+    top = -0.75 - 0.62 * lines
+    for y, width in ((top, 1.1), (-0.55, 0.7), (len(rows) - 0.5, 1.1)):
+        axes.plot([0, left - gap], [y, y], color=INK, linewidth=width, clip_on=False)
+    axes.set_xlim(0, left - gap)
+    axes.set_ylim(len(rows) - 0.4, top - 0.1)
+    axes.axis("off")
+
+
 def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
     """One layout on ``axes``: a square per satellite, orange in the box, the overhead one circled in green.
 
@@ -96,6 +221,10 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
     """
     from matplotlib.patches import Circle, Rectangle
 
+    # Lines, not a square for each satellite: 225 of them took seconds and made large files.
+    wide, high = len(shown.columns), len(shown.rows)
+    axes.hlines([row - 0.5 for row in range(high + 1)], -0.5, wide - 0.5, color=FAINT, linewidth=0.8, zorder=0)
+    axes.vlines([column - 0.5 for column in range(wide + 1)], -0.5, high - 0.5, color=FAINT, linewidth=0.8, zorder=0)
     place = {
         SatelliteId(plane, slot): (column, row)
         for row, plane in enumerate(shown.rows)
@@ -104,10 +233,9 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
     torus, centre = shown.placement.torus, shown.centre
     left_behind = {source: server for server, source, _ in shown.handovers}
     for satellite, (column, row) in place.items():
-        tint = PAPER
         if shown.in_box(satellite):
             tint = ORANGES[min(torus.hops(centre, satellite), len(ORANGES) - 1)]
-        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=tint, edgecolor=FAINT, linewidth=0.8))
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=tint, edgecolor=FAINT, linewidth=0.8))
         server = shown.server(satellite)
         if server is not None:
             axes.text(column, row, str(server + 1), ha="center", va="center", fontsize=number_size, color=INK)
@@ -145,7 +273,7 @@ def _map_axes(axes: Axes, shown: LayoutMap) -> None:
     axes.set_ylim(len(shown.rows) - 0.47, -0.53)
     axes.set_aspect("equal")
     axes.grid(False)
-    axes.tick_params(length=0, labelsize=7.5)
+    axes.tick_params(length=0, labelsize=7)
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xticks(range(len(shown.columns)), [str(slot + 1) for slot in shown.columns])

@@ -1,22 +1,46 @@
-"""The paper's figures, computed by our code: 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency).
+"""The SkyMemory paper's figures and tables, and the disclosure's, computed by our code.
 
-Each is written as PNG and SVG, and figures with numbers as CSV too.
+Here: 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency), tables 1 and 2, and of the disclosure its
+table of constellations and its D_N(t). Figures 3, 11 and 12 are drawn in ``diagrams``, 9 and 10 in
+``protocol_sequence``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.constellation.orbit import neighbour_chord_m
+from skymemory.constellation.orbit import Shell, neighbour_chord_m
+from skymemory.constellation.presets import PRESETS
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Placement
-from skymemory.sim.latency import PAPER_CENTRE, PAPER_STRATEGIES, PAPER_TORUS, Parameter, figure_16
+from skymemory.sim.latency import PAPER_CENTRE, PAPER_STRATEGIES, PAPER_TORUS, SWEEPS, Parameter, figure_16
 from skymemory.units import SPEED_OF_LIGHT_M_S
-from skymemory.view.drawing import FAINT, INK, SERIES, draw_map, new_figure, save, save_csv
+from skymemory.view.diagrams import DIAGRAMS
+from skymemory.view.drawing import (
+    AMBER,
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    RED,
+    ROW_IN,
+    SERIES,
+    WIDE_IN,
+    Exhibit,
+    Numbers,
+    draw_map,
+    draw_table,
+    fill_table,
+    new_figure,
+)
 from skymemory.view.layout_map import PAPER_MAPS, LayoutMap, layout_map, paper_map, title
+from skymemory.view.protocol_sequence import SEQUENCES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,10 +55,10 @@ LAYOUT_FIGURES: dict[int, tuple[Strategy, str]] = {
 SATELLITE_COUNTS = tuple(range(10, 101))
 ALTITUDES_KM = tuple(range(160, 2001, 40))
 _PANELS: dict[Parameter, tuple[str, str, float, Sequence[int]]] = {
-    "altitude_m": ("(a) altitude", "km", 1e-3, range(160, 2000, 440)),
+    "altitude_m": ("(a) altitude", "altitude, km", 1e-3, range(160, 2000, 440)),
     "servers": ("(b) servers", "servers", 1.0, (9, 25, 49, 81)),
-    "kvc_bytes": ("(c) size of the KV cache", "MiB", 2.0**-20, range(1, 22, 4)),
-    "processing_s": ("(d) processing time of a chunk", "ms", 1e3, range(2, 21, 6)),
+    "kvc_bytes": ("(c) size of the KV cache", "KV cache, MiB", 2.0**-20, range(1, 22, 4)),
+    "processing_s": ("(d) processing time of a chunk", "processing of a chunk, ms", 1e3, range(2, 21, 6)),
 }
 
 
@@ -45,22 +69,28 @@ def link_delays_ms() -> Iterator[tuple[int, int, float]]:
             yield count, altitude_km, neighbour_chord_m(count, altitude_km * 1e3) / SPEED_OF_LIGHT_M_S * 1e3
 
 
+def _link_delay_numbers() -> Numbers:
+    return Numbers(("satellites_per_plane", "altitude_km", "one_way_ms"), list(link_delays_ms()))
+
+
 def draw_link_delay_surface() -> Figure:
     """Figure 1: link delay over altitude and satellites in a plane."""
     import numpy as np
 
-    figure = new_figure(6.6, 4.8)
+    figure = new_figure(5.2, 3.6)
     axes: Any = figure.add_subplot(projection="3d")  # mplot3d has no types
     altitude_km, count = np.meshgrid(ALTITUDES_KM, SATELLITE_COUNTS)
     delay_ms = np.array([delay for _, _, delay in link_delays_ms()]).reshape(count.shape)
-    axes.plot_surface(altitude_km, count, delay_ms, cmap="YlOrBr", rcount=31, ccount=24)
-    axes.set_xlabel("altitude h, km")
-    axes.set_ylabel("satellites in a plane, M")
-    axes.set_zlabel("delay of a link, ms")
+    axes.plot_surface(altitude_km, count, delay_ms, cmap="YlOrBr", rcount=31, ccount=24, rasterized=True)
+    axes.set_xlabel("altitude h, km", labelpad=2)
+    axes.set_ylabel("satellites in a plane, M", labelpad=2)
+    axes.set_zlabel("delay of a link, ms", labelpad=0)
+    axes.tick_params(pad=0)
     figure.suptitle("Figure 1. One-way delay between neighbours in a plane", color=INK)
     axes.view_init(elev=24, azim=48)
     axes.set_xticks(range(500, 2001, 500))
-    axes.set_box_aspect((1.4, 1.4, 0.9), zoom=0.98)
+    axes.set_yticks(range(20, 101, 20))
+    axes.set_box_aspect((1.4, 1.4, 0.9), zoom=1.02)
     return figure
 
 
@@ -68,21 +98,25 @@ def draw_link_delay_contours() -> Figure:
     """Figure 2: the same as contours, with the paper's 2 ms line at 50 satellites."""
     import numpy as np
 
-    figure = new_figure(7.0, 4.6)
+    figure = new_figure(5.2, 3.5)
     axes = figure.add_subplot()
     altitude_km, count = np.meshgrid(ALTITUDES_KM, SATELLITE_COUNTS)
     delay_ms = np.array([delay for _, _, delay in link_delays_ms()]).reshape(count.shape)
     shades = axes.contourf(altitude_km, count, delay_ms, levels=[1, 1.5, 2, 3, 4, 6, 8, 12, 18], cmap="YlOrBr")
-    lines = axes.contour(altitude_km, count, delay_ms, levels=[1.5, 2, 3, 4, 6, 8, 12], colors=INK, linewidths=0.8)
-    axes.clabel(lines, fmt=lambda delay: f"{delay:g} ms", fontsize=8)
+    levels = [1.5, 2, 3, 4, 6, 8, 12]
+    lines = axes.contour(altitude_km, count, delay_ms, levels=levels, colors=INK, linewidths=0.8)
+    # On one vertical: by itself a label may fall on the paper's line. The one of 12 ms would be dark on dark.
+    places = [(260, 93), *((1450, m) for m in (82, 55, 41, 27.3, 20.5))]
+    axes.clabel(lines, levels[:-1], fmt=lambda delay: f"{delay:g} ms", fontsize=7, manual=places)
     figure.colorbar(shades, ax=axes, label="delay of a link, ms")
     axes.set_xlabel("altitude h, km")
     axes.set_ylabel("satellites in a plane, M")
     axes.set_title("Figure 2. Under 2 ms takes 73 satellites in a plane at 550 km")
     # The paper says 50 satellites give 2 ms; by its own equation 1 it takes 73 at 550 km.
-    axes.plot([550], [73], "o", color=INK, markersize=5)
+    axes.plot([550], [73], "o", color=INK, markersize=4.5)
+    axes.annotate("73 at 550 km", (550, 73), (4, -11), textcoords="offset points", fontsize=7)
     axes.axhline(50, color=INK, linewidth=0.8, linestyle=":")
-    axes.annotate("the paper's 50", (165, 50), (3, 3), textcoords="offset points", fontsize=8)
+    axes.annotate("the paper's 50", (165, 50), (3, 3), textcoords="offset points", fontsize=7)
     axes.grid(False)
     return figure
 
@@ -94,25 +128,38 @@ def draw_paper_map(number: int) -> Figure:
     return figure
 
 
+def _map_numbers(number: int) -> Numbers:
+    """All 1-based; ``from`` is where a server was before the rotation, if it moved."""
+    shown = paper_map(number)
+    came = {server: source for server, source, _ in shown.handovers}
+    rows = []
+    for server in range(shown.placement.servers):
+        here = shown.placement.locate(server, (0, 0), shown.now_moves)
+        source = came.get(server)
+        before = ("", "") if source is None else (source.slot + 1, source.plane + 1)
+        rows.append((server + 1, here.slot + 1, here.plane + 1, *before))
+    return Numbers(("server", "satellite", "plane", "from_satellite", "from_plane"), rows)
+
+
 def draw_layout(shown: LayoutMap) -> Figure:
     """Any layout, sized by its map."""
-    width_in = max(4.2, min(16.0, 0.52 * len(shown.columns) + 0.9))
-    height_in = max(2.6, min(16.0, 0.52 * len(shown.rows) + 1.1))
+    width_in = max(3.4, min(16.0, 0.42 * len(shown.columns) + 0.8))
+    height_in = max(2.1, min(16.0, 0.42 * len(shown.rows) + 0.95))
     figure = new_figure(width_in, height_in)
     axes = figure.add_subplot()
-    draw_map(axes, shown, number_size=11 if shown.placement.servers < 100 else 8)
-    axes.set_title(title(shown), fontsize=10, wrap=True)
+    draw_map(axes, shown, number_size=9 if shown.placement.servers < 100 else 7)
+    axes.set_title(title(shown), fontsize=8.5, wrap=True)
     return figure
 
 
 def draw_layouts(number: int) -> Figure:
     """Figures 13 to 15: 3×3, 5×5, 7×7 and 9×9 servers on 15 planes of 15 satellites."""
     strategy, name = LAYOUT_FIGURES[number]
-    figure = new_figure(9.0, 9.4)
-    for panel, servers in zip(figure.subplots(2, 2).flat, LAYOUT_SIZES, strict=True):
+    figure = new_figure(WIDE_IN, 7.4)
+    for panel, servers, letter in zip(figure.subplots(2, 2).flat, LAYOUT_SIZES, "abcd", strict=True):
         placement = Placement.of(strategy, servers, PAPER_TORUS, PAPER_CENTRE)
-        draw_map(panel, layout_map(placement), number_size=7.5)
-        panel.set_title(f"{servers} servers")
+        draw_map(panel, layout_map(placement), number_size=7)
+        panel.set_title(f"({letter}) {servers} servers")
     figure.suptitle(f"Figure {number}. {name} layout", color=INK)
     return figure
 
@@ -126,24 +173,21 @@ def layout_rows(number: int) -> Iterator[tuple[str, int, int, int, int]]:
             yield strategy, servers, server + 1, satellite.slot + 1, satellite.plane + 1
 
 
+def _layout_numbers(number: int) -> Numbers:
+    return Numbers(("strategy", "servers", "server", "satellite", "plane"), list(layout_rows(number)))
+
+
 def draw_latency() -> Figure:
     """Figure 16: the worst server's latency against altitude, servers, KV cache size and processing time."""
     points = figure_16()
-    figure = new_figure(9.0, 6.6)
+    figure = new_figure(WIDE_IN, 5.2)
     panels = figure.subplots(2, 2)
     for axes, (parameter, (name, unit, scale, ticks)) in zip(panels.flat, _PANELS.items(), strict=True):
         for strategy in PAPER_STRATEGIES:
             colour, marker, label = SERIES[strategy]
             line = [point for point in points if point.parameter == parameter and point.strategy == strategy]
-            axes.plot(
-                [point.value * scale for point in line],
-                [point.worst_s for point in line],
-                color=colour,
-                marker=marker,
-                markersize=4,
-                linewidth=1.4,
-                label=label,
-            )
+            x, y = [point.value * scale for point in line], [point.worst_s for point in line]
+            axes.plot(x, y, color=colour, marker=marker, label=label)
         axes.set_title(name)
         axes.set_xlabel(unit)
         axes.set_ylabel("worst latency, s")
@@ -152,47 +196,250 @@ def draw_latency() -> Figure:
             axes.set_ylim(bottom=0)
         axes.spines[["left", "bottom"]].set_color(FAINT)
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle("Figure 16. Worst latency: 21 MiB, 81 servers, 20 ms a chunk, 1920 km unless varied", color=INK)
+    figure.suptitle("Figure 16. Worst latency: 21 MiB, 81 servers, 20 ms a chunk, 1,920 km unless varied", color=INK)
     return figure
 
 
-def _write_link_delays(draw: Callable[[], Figure]) -> Callable[[int, Path], list[Path]]:
-    def write(number: int, folder: Path) -> list[Path]:
-        written = _write_drawing(draw(), number, folder)
-        header = ("satellites_per_plane", "altitude_km", "one_way_ms")
-        return [*written, save_csv(folder / f"figure-{number:02d}.csv", header, link_delays_ms())]
-
-    return write
+def _latency_numbers() -> Numbers:
+    return Numbers(("parameter", "value", "strategy", "worst_s"), figure_16())
 
 
-def _write_drawing(figure: Figure, number: int, folder: Path) -> list[Path]:
-    return [save(figure, folder / f"figure-{number:02d}.{ending}") for ending in ("png", "svg")]
-
-
-def _write_paper_map(number: int, folder: Path) -> list[Path]:
-    return _write_drawing(draw_paper_map(number), number, folder)
-
-
-def _write_layouts(number: int, folder: Path) -> list[Path]:
-    written = _write_drawing(draw_layouts(number), number, folder)
-    header = ("strategy", "servers", "server", "satellite", "plane")
-    return [*written, save_csv(folder / f"figure-{number:02d}.csv", header, layout_rows(number))]
-
-
-def _write_latency(number: int, folder: Path) -> list[Path]:
-    written = _write_drawing(draw_latency(), number, folder)
-    header = ("parameter", "value", "strategy", "worst_s")
-    return [*written, save_csv(folder / f"figure-{number:02d}.csv", header, figure_16())]
-
-
-FIGURES: dict[int, Callable[[int, Path], list[Path]]] = {
-    1: _write_link_delays(draw_link_delay_surface),
-    2: _write_link_delays(draw_link_delay_contours),
-    **dict.fromkeys(PAPER_MAPS, _write_paper_map),
-    **dict.fromkeys(LAYOUT_FIGURES, _write_layouts),
-    16: _write_latency,
+MEMORIES: dict[str, tuple[float, float, str]] = {
+    "CPU": (10e-9, 15e-9, "10–15 ns"),
+    "GPU": (50e-9, 100e-9, "50–100 ns"),
+    "RDMA": (2e-6, 5e-6, "2–5 µs"),
+    "SSD": (20e-6, 200e-6, "20–200 µs"),
+    "HDD": (2e-3, 20e-3, "2–20 ms"),
+    "NAS": (30e-3, 40e-3, "30–40 ms"),
+    "LEO (current RF)": (20e-3, 50e-3, "20–50 ms"),
+    "LEO (theoretical laser)": (2e-3, 4e-3, "2–4 ms"),
 }
-"""The available figures, by the paper's numbers."""
+"""Table 1, the papers' own: least and most seconds, and as printed."""
+
+
+def draw_memories() -> Figure:
+    """Table 1, with its ranges drawn beside the words."""
+    figure = new_figure(WIDE_IN, ROW_IN * (len(MEMORIES) + 2.4) + 0.5)
+    words, ranges = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    fill_table(words, ("Memory", "Latency (paper)"), [(name, text) for name, (_, _, text) in MEMORIES.items()])
+    for row, (name, (least_s, most_s, _)) in enumerate(MEMORIES.items()):
+        ranges.barh(row, most_s - least_s, left=least_s, height=0.55, color=AMBER if "LEO" in name else BLUE)
+    ranges.set_xscale("log")
+    ranges.set_xlim(5e-9, 0.2)
+    ranges.set_xticks(
+        [1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1],
+        ["10 ns", "100 ns", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms"],
+    )
+    ranges.minorticks_off()
+    ranges.set_yticks([])
+    ranges.set_ylim(words.get_ylim())
+    ranges.spines["left"].set_visible(False)
+    figure.suptitle("Table 1. Latency of kinds of memory, as the paper states them", color=INK)
+    return figure
+
+
+def _memory_numbers() -> Numbers:
+    return Numbers(
+        ("type", "latency", "least_s", "most_s"),
+        [(name, text, least_s, most_s) for name, (least_s, most_s, text) in MEMORIES.items()],
+    )
+
+
+def _configuration() -> Numbers:
+    """Table 2, and what the authors' published script sweeps, which figure 16 follows."""
+
+    def swept(parameter: Parameter, scale: float, unit: str) -> str:
+        values = [value * scale for value in SWEEPS[parameter]]
+        steps = (
+            f"{values[0]:g}, {values[1]:g} … {values[-1]:g}" if len(values) > 4 else ", ".join(f"{v:g}" for v in values)
+        )
+        return f"{steps} {unit}".rstrip()
+
+    planes, slots = PAPER_TORUS.planes, PAPER_TORUS.slots_per_plane
+    return Numbers(
+        ("parameter", "paper", "run here"),
+        [
+            ("KVC_BYTES", "2..21 MB", swept("kvc_bytes", 2.0**-20, "MiB")),
+            ("SERVERS", "9..81", swept("servers", 1, "")),
+            ("CHUNK_PROCESSING_TIME", "0.002..0.02 s", swept("processing_s", 1, "s")),
+            ("ALTITUDE", "160..2000 km", swept("altitude_m", 1e-3, "km")),
+            ("MAX_SATELLITES", "15", str(slots)),
+            ("MAX_ORBS", "15", str(planes)),
+            ("CENTER_SATELLITE", "8", str(PAPER_CENTRE.slot + 1)),
+            ("CENTER_ORB", "8", str(PAPER_CENTRE.plane + 1)),
+        ],
+    )
+
+
+DISCLOSED = {"Starlink A": "starlink-a", "Starlink B": "starlink-b", "Kuiper A": "kuiper-a", "Kuiper B": "kuiper-b"}
+"""The disclosure's constellations: its names, and our presets'."""
+_ORBIT_STEPS = 360
+
+
+def disclosed_shell(name: str) -> Shell:
+    """The shell as the disclosure's table has it: without phasing, for which its D_N(t) is exact."""
+    shell = PRESETS[DISCLOSED[name]].shell
+    return Shell(shell.planes, shell.slots_per_plane, shell.altitude_m, shell.inclination_deg)
+
+
+def constellations() -> Numbers:
+    """The disclosure's table 2, with what its equations give."""
+    rows: list[tuple[object, ...]] = []
+    for name in DISCLOSED:
+        shell = disclosed_shell(name)
+        lengths_m = [shell.d_n_m(shell.period_s * step / _ORBIT_STEPS) for step in range(_ORBIT_STEPS)]
+        blocked = sum(map(shell.link_blocked, lengths_m)) / _ORBIT_STEPS
+        rows.append(
+            (
+                name,
+                shell.planes,
+                shell.slots_per_plane,
+                round(shell.altitude_m / 1e3),
+                shell.inclination_deg,
+                round(shell.d_m_m() / 1e3, 1),
+                round(shell.d_m_m() / SPEED_OF_LIGHT_M_S * 1e3, 3),
+                round(min(lengths_m) / 1e3, 1),
+                round(shell.d_n_max_m() / 1e3, 1),
+                round(shell.d_n_max_m() / SPEED_OF_LIGHT_M_S * 1e3, 3),
+                round(100 * blocked, 1),
+            )
+        )
+    header = (
+        "constellation",
+        "planes_n",
+        "satellites_m",
+        "altitude_km",
+        "inclination_deg",
+        "d_m_km",
+        "d_m_ms",
+        "d_n_least_km",
+        "d_n_most_km",
+        "d_n_most_ms",
+        "d_n_blocked_percent",
+    )
+    return Numbers(header, rows)
+
+
+def draw_constellations() -> Figure:
+    return draw_table(
+        "Disclosure, table 2. Constellations, with the lengths and light times of their links",
+        constellations(),
+        "To the right of the inclination: ours, by the disclosure's equations. Blocked: share of an orbit in which the"
+        " link to the next plane would pass below 80 km.",
+        heads=(
+            "",
+            "N",
+            "M",
+            "altitude\nkm",
+            "inclination\n°",
+            "$D_M$\nkm",
+            "$D_M$\nms",
+            "$D_N$ least\nkm",
+            "$D_N$ most\nkm",
+            "$D_N$ most\nms",
+            "blocked\n%",
+        ),
+    )
+
+
+def _lengths_over_an_orbit() -> Numbers:
+    rows = []
+    for name in DISCLOSED:
+        shell = disclosed_shell(name)
+        for step in range(_ORBIT_STEPS + 1):
+            now_s = shell.period_s * step / _ORBIT_STEPS
+            length_m = shell.d_n_m(now_s)
+            blocked = int(shell.link_blocked(length_m))
+            rows.append((name, now_s / 60, length_m / 1e3, length_m / SPEED_OF_LIGHT_M_S * 1e3, blocked))
+    return Numbers(("constellation", "minutes", "d_n_km", "one_way_ms", "blocked"), rows)
+
+
+def draw_lengths_over_an_orbit() -> Figure:
+    """The disclosure's D_N(t) of its four constellations; dotted where the Earth or its air is in the way."""
+    figure = new_figure(WIDE_IN, 3.0)
+    near, far = figure.subplots(1, 2)
+    rows = _lengths_over_an_orbit().rows
+    for name, colour in zip(DISCLOSED, (RED, BLUE, GREEN, AMBER), strict=True):
+        axes = far if name == "Starlink B" else near
+        mine = [row for row in rows if row[0] == name]
+        for blocked, style in ((0, "-"), (1, ":")):
+            label = f"{name}, blocked by the Earth" if blocked else name
+            if any(row[4] == blocked for row in mine):
+                lengths = [row[2] if row[4] == blocked else math.nan for row in mine]
+                axes.plot([row[1] for row in mine], lengths, style, color=GREY if blocked else colour, label=label)
+    for axes, letter in ((near, "(a) planes near each other"), (far, "(b) five planes")):
+        axes.set_title(letter)
+        axes.set_xlabel("minutes since the node, over one orbit")
+        axes.set_ylabel("$D_N(t)$, km")
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.28)  # room for the legend
+        axes.legend(loc="upper right", ncols=2 if axes is near else 1)
+        light: Any = axes.secondary_yaxis("right", functions=(_km_to_ms, _ms_to_km))
+        light.set_ylabel("light time, ms")
+        light.spines["right"].set_visible(False)
+    figure.suptitle("Disclosure, $D_N(t)$. Distance to the same slot of the next plane", color=INK)
+    return figure
+
+
+def _km_to_ms(km: Any) -> Any:
+    return km / (SPEED_OF_LIGHT_M_S / 1e6)
+
+
+def _ms_to_km(ms: Any) -> Any:
+    return ms * (SPEED_OF_LIGHT_M_S / 1e6)
+
+
+def _exhibit(number: int, about: str, draw: Callable[[], Figure], numbers: Callable[[], Numbers]) -> Exhibit:
+    return Exhibit(f"figure-{number:02d}", f"Figure {number}. {about}", draw, numbers)
+
+
+FIGURES: dict[int, Exhibit] = dict(
+    sorted(
+        {
+            1: _exhibit(1, "Delay of a link, as a surface", draw_link_delay_surface, _link_delay_numbers),
+            2: _exhibit(2, "Delay of a link, as contours", draw_link_delay_contours, _link_delay_numbers),
+            **{
+                number: _exhibit(
+                    number, shown.caption.capitalize(), partial(draw_paper_map, number), partial(_map_numbers, number)
+                )
+                for number, shown in PAPER_MAPS.items()
+            },
+            **{
+                number: _exhibit(
+                    number, f"{name} layout", partial(draw_layouts, number), partial(_layout_numbers, number)
+                )
+                for number, (_, name) in LAYOUT_FIGURES.items()
+            },
+            16: _exhibit(16, "Worst latency", draw_latency, _latency_numbers),
+            **DIAGRAMS,
+            **SEQUENCES,
+        }.items()
+    )
+)
+"""The paper's figures, by its numbers."""
+
+TABLES: dict[str, Exhibit] = {
+    "table-1": Exhibit("table-1", "Table 1. Latency of kinds of memory", draw_memories, _memory_numbers, table=True),
+    "table-2": Exhibit(
+        "table-2",
+        "Table 2. Configuration of the simulation",
+        lambda: draw_table(
+            "Table 2. Configuration of the simulation: as printed, and as the authors' script sweeps it",
+            _configuration(),
+        ),
+        _configuration,
+        table=True,
+    ),
+}
+"""The paper's tables but for the third, which is measured."""
+
+DISCLOSURE: dict[str, Exhibit] = {
+    "constellations": Exhibit(
+        "disclosure-constellations", "Table 2. Constellations", draw_constellations, constellations, table=True
+    ),
+    "d-n": Exhibit("disclosure-d-n", "D_N(t) over an orbit", draw_lengths_over_an_orbit, _lengths_over_an_orbit),
+}
+"""The disclosure's own; its figures 1 to 9 are 1 to 11 of the paper."""
 
 
 def check_figure(number: int) -> None:
@@ -205,4 +452,4 @@ def check_figure(number: int) -> None:
 def write_figure(number: int, folder: Path) -> list[Path]:
     """Draws one of the paper's figures into ``folder``; returns the files written."""
     check_figure(number)
-    return FIGURES[number](number, folder)
+    return FIGURES[number].write(folder)

@@ -144,8 +144,6 @@ def test_names_figures_and_tables() -> None:
 
 
 def test_json_has_no_infinities() -> None:
-    experiment = Experiment(
-        "a", "b", "c", "d", (), ("x",), ((float("inf"),), (1 / 3,)), (Value("w", "", None, float("inf")),)
-    )
+    experiment = Experiment("hits", "d", (), ("x",), ((float("inf"),), (1 / 3,)), (Value("w", "", None, float("inf")),))
     assert json.loads(json.dumps(experiment.as_json(), allow_nan=False))["rows"] == [{"x": None}, {"x": 0.333333}]
     assert plain("words") == "words"

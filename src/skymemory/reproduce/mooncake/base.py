@@ -32,6 +32,25 @@ FAST_CONTEXTS_WORDS = (
 )
 
 
+CAPTIONS: Mapping[str, tuple[str, str]] = {
+    "popularity": ("arXiv figure 6", "Blocks by number of prompts"),
+    "hits": ("arXiv table 1; FAST'25 section 4", "Hits by capacity and policy"),
+    "layer-wise": ("arXiv figure 7", "Latency of storing KV: after the prefill, and layer by layer within it"),
+    "scheduling": (
+        "FAST'25 figure 5; arXiv figure 8",
+        "Mean time to first token by scheduler, 8 machines that prefill and 8 that decode",
+    ),
+    "bandwidth": ("FAST'25, transfer bandwidth from 24 to 400 Gbit/s", "Time to first token by the network's rate"),
+    "ratio": ("FAST'25, prefill:decode ratio on 16 nodes", "Machines that prefill, of 16"),
+    "datasets": ("arXiv figure 11", "Requests per second within both SLOs, four machines"),
+    "simulated": ("arXiv figure 12", "Requests per second within both SLOs, four machines"),
+    "real": ("arXiv figure 13", "The real workload: 20 machines, apart and coupled"),
+    "rejections": ("arXiv table 3", "Rejected requests, goodput and wasted prefill under overload"),
+    "swings": ("arXiv figures 9 and 10", "Loads of prefill and decode over time, by rule"),
+}
+"""Of each experiment: as what the papers have it, and its title."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A published value beside ours."""
@@ -51,8 +70,7 @@ class Experiment:
     """Result of an experiment."""
 
     name: str
-    published_as: str
-    title: str
+    """One of ``CAPTIONS``."""
     source: str
     """Source of the requests."""
     assumed: tuple[str, ...]
@@ -62,6 +80,14 @@ class Experiment:
     values: tuple[Value, ...]
     series: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     """Curves by name: columns of equal length."""
+
+    @property
+    def published_as(self) -> str:
+        return CAPTIONS[self.name][0]
+
+    @property
+    def title(self) -> str:
+        return CAPTIONS[self.name][1]
 
     def as_json(self) -> dict[str, object]:
         return {

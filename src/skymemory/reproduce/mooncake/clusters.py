@@ -51,12 +51,12 @@ PUBLISHED_LONG = "50 to 525, by length"
 
 def public_datasets(setting: Setting) -> Experiment:
     """ArXiv summarization and L-Eval on four machines."""
-    return _four_machines(setting, ("arxiv", "l-eval"), "datasets", "arXiv figure 11")
+    return _four_machines(setting, ("arxiv", "l-eval"), "datasets")
 
 
 def simulated(setting: Setting) -> Experiment:
     """16k to 128k tokens, half of them cached, on four machines."""
-    return _four_machines(setting, tuple(one.name for one in SIMULATED), "simulated", "arXiv figure 12")
+    return _four_machines(setting, tuple(one.name for one in SIMULATED), "simulated")
 
 
 def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[
 # For every workload and decode model, a search for the highest rate that keeps both SLOs, over four systems and two
 # readings of the TBT. SLOs are multiples of the times of an unloaded machine with the same cost model, as in the paper:
 # an absolute SLO would favour the model whose steps are short.
-def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, published_as: str) -> Experiment:
+def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str) -> Experiment:
     count = QUICK_COUNT if setting.quick else COUNT
     costs = {**BOTH, "fast contexts": FAST_CONTEXTS}
     sources = {workload: OpenSource(workload, 1.0, count, setting.seed) for workload in workloads}
@@ -129,8 +129,6 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str, publ
         )
     return Experiment(
         name=name,
-        published_as=published_as,
-        title="Requests per second within both SLOs, four machines",
         source=f"Poisson, {count} requests of each workload, the same at every rate",
         assumed=(
             f"promised: {TTFT_TIMES:g} × the TTFT and {TBT_TIMES:g} × the TBT of the same requests alone on a machine,"
@@ -181,8 +179,6 @@ def real(setting: Setting) -> Experiment:
     values = [line for decoding in costs for line in _real_values(decoding, rates, runs_by)]
     return Experiment(
         name="real",
-        published_as="arXiv figure 13",
-        title="The real workload: 20 machines, apart and coupled",
         source=setting.source.name,
         assumed=(
             "promised: 30 s to the first token, 0.1 s a token as the request's mean",
@@ -298,8 +294,6 @@ def scheduling(setting: Setting) -> Experiment:
     values.append(Value("mean TTFT, fewest requests", "s", PUBLISHED_TTFT_S["load-balance"], least, _FEWEST_WHY))
     return Experiment(
         name="scheduling",
-        published_as="FAST'25 figure 5; arXiv figure 8",
-        title="Mean time to first token by scheduler, 8 machines that prefill and 8 that decode",
         source=setting.source.name,
         assumed=(
             "half of the machines' speed is reached (mfu 0.5): our choice, the papers do not state it",
@@ -331,8 +325,6 @@ def bandwidth(setting: Setting) -> Experiment:
     above = max(row[2] for row in rows if row[0] >= 100)
     return Experiment(
         name="bandwidth",
-        published_as="FAST'25, transfer bandwidth from 24 to 400 Gbit/s",
-        title="Time to first token by the network's rate",
         source=setting.source.name,
         assumed=("as for scheduling; the rate is each node's, in each direction",),
         header=("gbit_per_s", "cache_aware_mean_ttft_s", "mean_ttft_s", "p90_ttft_s", "tokens_from_other_nodes"),
@@ -376,8 +368,6 @@ def ratio(setting: Setting) -> Experiment:
             values.append(Value(what, "", 8.0, best, words, digits=0))
     return Experiment(
         name="ratio",
-        published_as="FAST'25, prefill:decode ratio on 16 nodes",
-        title="Machines that prefill, of 16",
         source=setting.source.name,
         assumed=(
             "SLOs of 30 s and 0.1 s; nothing is refused; best: most requests within both SLOs",

@@ -36,8 +36,6 @@ def popularity(setting: Setting) -> Experiment:
     levels = (1, 2, 3, 5, 10, 30, 100, 1_000, 10_000)
     return Experiment(
         name="popularity",
-        published_as="arXiv figure 6",
-        title="Blocks by number of prompts",
         source=setting.source.name,
         assumed=("every id counts, also of blocks that are not full, as in the paper",),
         header=("wanted_at_least", "share_of_blocks"),
@@ -132,8 +130,6 @@ def hits(setting: Setting) -> Experiment:
     rows = [*((policy, most, *table[policy]) for policy in policies), *rows]
     return Experiment(
         name="hits",
-        published_as="arXiv table 1; FAST'25 section 4",
-        title="Hits by capacity and policy",
         source=setting.source.name,
         assumed=(
             "one memory for all; a block of 512 tokens is a block, also where it is not full, as in the table",
@@ -186,8 +182,6 @@ def layer_wise(setting: Setting) -> Experiment:
     worst = max(row[4] for row in rows)
     return Experiment(
         name="layer-wise",
-        published_as="arXiv figure 7",
-        title="Latency of storing KV: after the prefill, and layer by layer within it",
         source="none: lengths alone",
         assumed=(
             f"KV goes over the network at {network.bytes_per_s / 1e9:g} GB/s; half of the machine's speed is reached",

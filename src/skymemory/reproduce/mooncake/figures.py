@@ -1,36 +1,153 @@
-"""Drawings and CSV files of Mooncake's experiments."""
+"""Drawings and CSV files of Mooncake's experiments.
+
+The experiments take minutes; ``skymemory figures`` draws them from the CSV of the full run that the repository keeps.
+"""
 
 from __future__ import annotations
 
+import csv
+import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.reproduce.mooncake.base import Experiment
-from skymemory.view.drawing import INK, new_figure, save, save_csv
+from skymemory.errors import InvalidInput
+from skymemory.reproduce.cake_figures import log_seconds
+from skymemory.reproduce.mooncake.base import CAPTIONS, Experiment
+from skymemory.reproduce.mooncake.clusters import PUBLISHED_TTFT_S
+from skymemory.view.drawing import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    RED,
+    WIDE_IN,
+    Exhibit,
+    Numbers,
+    new_figure,
+    save_csv,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RED, BLUE, GREEN, GREY, AMBER = "#d1495b", "#2e6f95", "#1f8a4c", "#93a1ad", "#f5a94e"
 Record = dict[str, Any]
+KEPT_RUN = "those of the full run kept in the repository, seed 1"
+"""Source of what is drawn from the CSV in docs/figures, made by ``skymemory reproduce mooncake --trace … --seed 1``."""
+_SERIES_SECONDS = 1_200
+"""The first twenty minutes: later swings repeat, and would be too narrow to see."""
 
 
-def write_mooncake_csv(experiment: Experiment, folder: Path) -> Path:
-    """Writes an experiment's data as CSV."""
-    return save_csv(folder / f"mooncake-{experiment.name}.csv", experiment.header, experiment.rows)
+def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
+    """Writes an experiment's data as CSV, and its curves, if it has any, as another."""
+    written = [save_csv(folder / f"mooncake-{experiment.name}.csv", experiment.header, experiment.rows)]
+    if experiment.series:
+        rows = (
+            (name, *point) for name, columns in drawn_series(experiment).items() for point in zip(*columns, strict=True)
+        )
+        width = len(next(iter(experiment.series.values())))
+        header = ("curve", *(f"column_{number}" for number in range(1, width + 1)))
+        written.append(save_csv(folder / f"mooncake-{experiment.name}-series.csv", header, rows))
+    return written
 
 
-def write_mooncake_figure(experiment: Experiment, folder: Path) -> Path | None:
-    """Writes the drawing as PNG; None if there is none. Raises ``MissingExtra`` without matplotlib."""
-    draw = _DRAWINGS.get(experiment.name)
-    if draw is None:
-        return None
-    figure = draw(experiment)
-    for axes in figure.get_axes():
-        axes.set_axisbelow(True)
-    figure.suptitle(f"{experiment.title}\n({experiment.published_as}; {experiment.source})", color=INK, fontsize=10)
-    return save(figure, folder / f"mooncake-{experiment.name}.png")
+def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """The curves as far as they are drawn: twenty minutes of swings, and only the corners of the staircase of uses."""
+    kept: dict[str, tuple[tuple[float, ...], ...]] = {}
+    for name, columns in experiment.series.items():
+        if experiment.name == "swings":
+            if not name.startswith("decode short, vllm") or name.endswith(" all"):
+                continue
+            points = [
+                tuple(float(f"{value:.5g}") for value in point)  # finer than any line
+                for point in zip(*columns, strict=True)
+                if point[0] <= _SERIES_SECONDS
+            ]
+        else:
+            every, last = list(zip(*columns, strict=True)), len(columns[0]) - 1
+            points = [
+                point
+                for at, point in enumerate(every)
+                if at in (0, last) or not every[at - 1][1] == point[1] == every[at + 1][1]
+            ]
+        kept[name] = tuple(zip(*points, strict=True))
+    return kept
+
+
+def read_experiment(name: str, folder: Path) -> Experiment:
+    """The experiment whose CSV lies in ``folder``. Raises ``InvalidInput`` if it does not."""
+    path = folder / f"mooncake-{name}.csv"
+    if not path.is_file():
+        raise InvalidInput(
+            f"{path}: not there; Mooncake's figures are drawn from a run's CSV, which only a checkout of the repository"
+            f" has. `skymemory reproduce mooncake --fig {name} --out DIR` computes and draws it (minutes)"
+        )
+    with path.open(encoding="utf-8", newline="") as stream:
+        header, *rows = csv.reader(stream)
+    series: dict[str, list[tuple[float, ...]]] = {}
+    curves = folder / f"mooncake-{name}-series.csv"
+    if curves.is_file():
+        with curves.open(encoding="utf-8", newline="") as stream:
+            for curve, *point in list(csv.reader(stream))[1:]:
+                series.setdefault(curve, []).append(tuple(map(float, point)))
+    return Experiment(
+        name=name,
+        source=KEPT_RUN,
+        assumed=(),
+        header=tuple(header),
+        rows=tuple(tuple(map(_value, row)) for row in rows),
+        values=(),
+        series={curve: tuple(zip(*points, strict=True)) for curve, points in series.items()},
+    )
+
+
+def _value(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text or None
+
+
+def draw(experiment: Experiment) -> Figure:
+    """The experiment's drawing, with where its requests are from."""
+    figure = _DRAWINGS[experiment.name](experiment)
+    heading = f"Mooncake, {experiment.published_as}. {experiment.title}"
+    width = round(14 * figure.get_size_inches()[0])  # letters of this size in a line
+    lines = [*textwrap.wrap(heading, width), *textwrap.wrap(f"Requests: {experiment.source}", width)]
+    figure.suptitle("\n".join(lines), color=INK, fontsize=8.5)
+    return figure
+
+
+def exhibit_of(experiment: Experiment) -> Exhibit:
+    """How an experiment that was run is drawn."""
+    return Exhibit(
+        f"mooncake-{experiment.name}",
+        _title(experiment.name),
+        partial(draw, experiment),
+        lambda: Numbers(experiment.header, experiment.rows),
+    )
+
+
+def _title(name: str) -> str:
+    published_as, title = CAPTIONS[name]
+    return f"{published_as}. {title}"
+
+
+def kept_exhibits(folder: Path) -> dict[str, Exhibit]:
+    """All experiments, drawn from the CSV in ``folder``, which is read when one is."""
+
+    def one(name: str) -> Exhibit:
+        def numbers() -> Numbers:
+            experiment = read_experiment(name, folder)
+            return Numbers(experiment.header, experiment.rows)
+
+        return Exhibit(f"mooncake-{name}", _title(name), lambda: draw(read_experiment(name, folder)), numbers)
+
+    return {name: one(name) for name in CAPTIONS}
 
 
 def _records(experiment: Experiment) -> list[Record]:
@@ -38,9 +155,9 @@ def _records(experiment: Experiment) -> list[Record]:
 
 
 def _popularity(experiment: Experiment) -> Figure:
-    figure = new_figure(6.5, 4.0)
+    figure = new_figure(5.2, 3.3)
     axes = figure.add_subplot()
-    ranks, uses = experiment.series["uses"]
+    ranks, uses = drawn_series(experiment)["uses"]
     axes.loglog(ranks, uses, color=BLUE)
     axes.set_xlabel("blocks, the most popular first")
     axes.set_ylabel("prompts that have it")
@@ -48,7 +165,7 @@ def _popularity(experiment: Experiment) -> Figure:
 
 
 def _hits(experiment: Experiment) -> Figure:
-    figure = new_figure(6.5, 4.0)
+    figure = new_figure(5.2, 3.3)
     axes = figure.add_subplot()
     sizes = [int(name.split()[0].replace(",", "")) for name in experiment.header[2:]]
     for row, colour in zip(experiment.rows, (RED, BLUE, GREEN, GREY), strict=False):
@@ -63,7 +180,7 @@ def _hits(experiment: Experiment) -> Figure:
 
 
 def _layer_wise(experiment: Experiment) -> Figure:
-    figure = new_figure(6.5, 4.0)
+    figure = new_figure(5.2, 3.3)
     axes = figure.add_subplot()
     records = _records(experiment)
     at = range(len(records))
@@ -78,28 +195,26 @@ def _layer_wise(experiment: Experiment) -> Figure:
 
 
 def _scheduling(experiment: Experiment) -> Figure:
-    figure = new_figure(8.0, 3.8)
+    figure = new_figure(WIDE_IN, 3.3)
     left, right = figure.subplots(1, 2)
     records = _records(experiment)[:4]
-    published = [one.published for one in experiment.values[:4]]
+    published = [PUBLISHED_TTFT_S[r["scheduler"]] for r in records]
     at = range(len(records))
     left.bar([x - 0.2 for x in at], published, 0.38, color=GREY, label="published")
     left.bar([x + 0.2 for x in at], [r["mean_ttft_s"] for r in records], 0.38, color=GREEN, label="ours")
     right.bar(list(at), [100 * r["token_hits"] for r in records], 0.6, color=BLUE)
     for axes, label in ((left, "mean TTFT, s"), (right, "tokens that hit, %")):
-        axes.set_xticks(list(at), [str(r["scheduler"]) for r in records], rotation=15, fontsize=8)
+        axes.set_xticks(list(at), [str(r["scheduler"]).replace("-", "-\n") for r in records], fontsize=7)
         axes.set_ylabel(label)
     # Logarithmic: random is several times slower than the others, whose order is what counts.
-    left.set_yscale("log")
+    log_seconds(left)
     left.set_ylim(bottom=0.5)
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("")
     left.legend()
     return figure
 
 
 def _bandwidth(experiment: Experiment) -> Figure:
-    figure = new_figure(6.5, 4.0)
+    figure = new_figure(5.2, 3.3)
     axes = figure.add_subplot()
     records = _records(experiment)
     at = [r["gbit_per_s"] for r in records]
@@ -108,6 +223,7 @@ def _bandwidth(experiment: Experiment) -> Figure:
     axes.plot(at, [r["cache_aware_mean_ttft_s"] for r in records], "s-", color=GREY, label="cache-aware, mean")
     axes.set_xscale("log")
     axes.set_xticks(at, [str(value) for value in at])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("network of each node, Gbit/s")
     axes.set_ylabel("TTFT, s")
@@ -118,17 +234,16 @@ def _bandwidth(experiment: Experiment) -> Figure:
 def _ratio(experiment: Experiment) -> Figure:
     records = _records(experiment)
     kinds = list(dict.fromkeys(r["decoding"] for r in records))
-    figure = new_figure(4.0 * len(kinds), 3.8)
+    figure = new_figure(WIDE_IN, 3.3)
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         rates = list(dict.fromkeys(r["rate"] for r in records))
         for rate, colour in zip(rates, (GREEN, BLUE, RED), strict=False):
             mine = [r for r in records if r["decoding"] == kind and r["rate"] == rate]
-            names = [f"{r['prefill']}P+{r['decode']}D" for r in mine]
-            axes.plot(names, [r["met"] for r in mine], "o-", color=colour, label=f"rate × {rate:g}", markersize=4)
-        axes.set_title(f"decoding {kind}", fontsize=9)
+            axes.plot(range(len(mine)), [r["met"] for r in mine], "o-", color=colour, label=f"rate × {rate:g}")
+            axes.set_xticks(range(len(mine)), [f"{r['prefill']}P\n{r['decode']}D" for r in mine])
+        axes.set_title(f"decoding {kind}")
         axes.set_ylabel("requests within both SLOs")
-        axes.tick_params(axis="x", labelrotation=30, labelsize=8)
-        axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -138,7 +253,7 @@ def _capacities(experiment: Experiment) -> Figure:
     workloads, kinds, rules, names = (
         list(dict.fromkeys(str(r[key]) for r in records)) for key in ("workload", "decoding", "rule", "system")
     )
-    figure = new_figure(4.6 * len(rules), 3.2 * len(kinds))
+    figure = new_figure(WIDE_IN, 2.3 * len(kinds) + 0.7)
     panels = figure.subplots(len(kinds), len(rules), sharey="col", squeeze=False)
     for row, kind in zip(panels, kinds, strict=True):
         for axes, rule in zip(row, rules, strict=True):
@@ -147,10 +262,14 @@ def _capacities(experiment: Experiment) -> Figure:
                 mine = {r["workload"]: r["requests_per_s"] for r in panel if r["system"] == name}
                 at = [x + (offset - len(names) / 2) * 0.19 for x in range(len(workloads))]
                 axes.bar(at, [mine[one] for one in workloads], 0.18, color=colour, label=name)
-            axes.set_xticks(range(len(workloads)), workloads, fontsize=7)
-            axes.set_title(f"decoding {kind}; TBT: {rule}", fontsize=9)
-            axes.set_ylabel("requests/s within both SLOs", fontsize=8)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=8)
+            axes.set_xticks(range(len(workloads)), [one.removeprefix("simulated-") for one in workloads])
+            axes.set_title(f"decoding {kind}; TBT: {rule}")
+            axes.set_ylabel("requests/s within SLOs")
+            # From 16k to 128k tokens the rates fall by thirty times; no bar: none within both.
+            if len(workloads) > 2:
+                log_seconds(axes)
+                axes.set_ylim(0.01, 5)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     return figure
 
 
@@ -158,16 +277,20 @@ def _real(experiment: Experiment) -> Figure:
     records = _records(experiment)
     kinds = list(dict.fromkeys(r["decoding"] for r in records))
     names = list(dict.fromkeys(r["system"] for r in records))
-    figure = new_figure(8.0, 6.0)
+    figure = new_figure(WIDE_IN, 5.6)
     left, *others = figure.subplots(2, (len(kinds) + 2) // 2).flat
     width = 0.8 / len(kinds)
     for offset, (kind, colour) in enumerate(zip(kinds, (GREEN, BLUE, GREY), strict=True)):
         mine = {r["system"]: r["rate"] for r in records if r["decoding"] == kind and r["what"] == "capacity"}
         at = [x + (offset - (len(kinds) - 1) / 2) * width for x in range(len(names))]
-        left.bar(at, [mine[name] for name in names], 0.95 * width, color=colour, label=f"decoding {kind}")
-    left.set_xticks(range(len(names)), names, rotation=15, fontsize=6)
-    left.set_ylabel("rate with both SLOs for 90 %, × the trace", fontsize=8)
-    left.legend(fontsize=7)
+        left.bar(at, [mine[name] for name in names], 0.95 * width, color=colour, label=kind)
+    left.set_xticks(
+        range(len(names)), [name.replace(", ", ",\n").replace("20 c", "20\nc") for name in names], fontsize=7
+    )
+    left.set_ylabel("× the trace's rate")
+    left.set_title("both SLOs for 90 %, by decoding")
+    left.set_ylim(0, left.get_ylim()[1] * 1.35)
+    left.legend(ncols=2, loc="upper left", fontsize=7)
     for axes, kind in zip(others, kinds, strict=True):
         measured = [r for r in records if r["what"] == "measured" and r["decoding"] == kind]
         for name, colour in zip(dict.fromkeys(r["system"] for r in measured), (GREEN, RED, AMBER), strict=True):
@@ -176,16 +299,17 @@ def _real(experiment: Experiment) -> Figure:
             axes.plot(rates, [100 * r["tbt_met"] for r in shown], "o-", color=colour, label=name)
             axes.plot(rates, [100 * r["longest_tbt_met"] for r in shown], "o:", color=colour)
         axes.set_ylim(0, 102)
-        axes.set_ylabel("TBT met, %: mean (line), longest (dotted)", fontsize=8)
-        axes.set_xlabel(f"times the trace's rate (decoding {kind})", fontsize=8)
-        axes.legend(fontsize=7)
+        axes.set_ylabel("TBT met, %")
+        axes.set_xlabel("× the trace's rate")
+        axes.set_title(f"decoding {kind}; dotted: longest TBT")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
 def _rejections(experiment: Experiment) -> Figure:
     records = _records(experiment)
     situations = list(dict.fromkeys(str(r["situation"]) for r in records))
-    figure = new_figure(9.0, 3.2 * len(situations))
+    figure = new_figure(WIDE_IN, 2.5 * len(situations) + 0.3)
     panels = figure.subplots(len(situations), 3, squeeze=False)
     for row, situation in zip(panels, situations, strict=True):
         mine = [r for r in records if r["situation"] == situation]
@@ -201,24 +325,24 @@ def _rejections(experiment: Experiment) -> Figure:
         row[1].bar(names, [r["goodput_per_s"] for r in mine], color=GREEN)
         row[2].bar(names, [r["wasted_prefill_s"] for r in mine], color=AMBER)
         for axes, title in zip(row, ("rejected", "goodput, requests/s", "wasted prefill, s"), strict=True):
-            axes.set_title(f"{situation}: {title}", fontsize=9)
-            axes.tick_params(axis="x", labelrotation=30, labelsize=7)
-    panels[0][0].legend(fontsize=7)
+            axes.set_title(title)
+            axes.tick_params(axis="x", labelrotation=90, labelsize=7)
+        row[0].set_ylabel(situation)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
 def _swings(experiment: Experiment) -> Figure:
-    shown = [name for name in experiment.series if name.startswith("decode short, vllm") and not name.endswith(" all")]
-    figure = new_figure(9.0, 1.9 * len(shown))
-    for axes, name in zip(figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
-        times_s, prefill, decode = experiment.series[name]
-        # The first twenty minutes: later swings repeat, and would be too narrow to see.
-        inside = [at for at, time_s in enumerate(times_s) if time_s <= 1_200]
-        minutes = [times_s[at] / 60 for at in inside]
-        axes.plot(minutes, [prefill[at] for at in inside], color=RED, lw=0.9, label="prefill")
-        axes.plot(minutes, [decode[at] for at in inside], color=BLUE, lw=0.9, label="decode")
-        axes.set_title(name, fontsize=9)
-        axes.set_ylabel("load, of the SLO", fontsize=8)
+    curves = drawn_series(experiment)
+    figure = new_figure(WIDE_IN, 1.35 * len(curves) + 0.8)
+    for axes, (name, (times_s, prefill, decode)) in zip(
+        figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0], curves.items(), strict=True
+    ):
+        minutes = [time_s / 60 for time_s in times_s]
+        axes.plot(minutes, prefill, color=RED, lw=0.9, label="prefill")
+        axes.plot(minutes, decode, color=BLUE, lw=0.9, label="decode")
+        axes.set_title(name)
+        axes.set_ylabel("load, of SLO")
     axes.set_xlabel("minutes")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure

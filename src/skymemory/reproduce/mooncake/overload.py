@@ -78,8 +78,6 @@ def rejections(setting: Setting) -> Experiment:
                 )
     return Experiment(
         name="rejections",
-        published_as="arXiv table 3",
-        title="Rejected requests, goodput and wasted prefill under overload",
         source=setting.source.name,
         assumed=(
             *(f"{one.name}: {one.words}" for one in situations(setting.seed)),
@@ -109,8 +107,6 @@ def load_swings(setting: Setting) -> Experiment:
             values.append(Value(f"{rule}: amplitude of prefill", "of its SLO", None, one.prefill_amplitude, digits=3))
     return Experiment(
         name="swings",
-        published_as="arXiv figures 9 and 10",
-        title="Loads of prefill and decode over time, by rule",
         source=setting.source.name,
         assumed=(
             *(f"{one.name}: {one.words}" for one in situations(setting.seed)),

@@ -15,8 +15,9 @@ from skymemory.errors import MissingExtra
 from skymemory.files import check_readable
 from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, chosen
-from skymemory.reproduce.mooncake.figures import write_mooncake_csv, write_mooncake_figure
+from skymemory.reproduce.mooncake.figures import draw, write_mooncake_csv
 from skymemory.sim.workload import Source
+from skymemory.view.drawing import PRINT_DPI, save
 
 
 def run_mooncake(args: argparse.Namespace) -> int:
@@ -143,11 +144,10 @@ def _cell(value: object) -> str:
 
 def _write(results: Sequence[Experiment], folder: Path, stream: TextIO) -> None:
     for one in results:
-        print(write_mooncake_csv(one, folder), file=stream)
+        for path in write_mooncake_csv(one, folder):
+            print(path, file=stream)
     try:
         for one in results:
-            path = write_mooncake_figure(one, folder)
-            if path is not None:
-                print(path, file=stream)
+            print(save(draw(one), folder / f"mooncake-{one.name}.png", PRINT_DPI), file=stream)
     except MissingExtra as error:
         print(f"skymemory: no PNG: {error}", file=sys.stderr)

@@ -1,0 +1,478 @@
+"""Each claim with a number of the five documents: by our run of its own model, by physics, and measured.
+
+Measured values are read from the JSON that the benchmarks left in the repository; nothing here is typed in but what
+the documents state. ``PHYSICS`` is where a physical model of the sky adds what it says of a claim, by the claim's key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.presets import DEFAULT_HOST, EPOCH_UNIX_S
+from skymemory.constellation.sight import reach_cosine, slant_s
+from skymemory.constellation.visibility import DEFAULT_MASK_DEG, EARTH_ROTATION_RAD_S, elevations_deg
+from skymemory.kv.block import KVLayout
+from skymemory.reproduce.cake import Headline, reproduce
+from skymemory.sim.latency import Setting
+from skymemory.sim.latency import claims as latency_claims
+from skymemory.units import SPEED_OF_LIGHT_M_S
+from skymemory.view.figures import DISCLOSED, constellations, disclosed_shell
+from skymemory.view.layout_map import paper_map
+from skymemory.view.protocol_sequence import label, record
+
+_CHECKOUT = Path(__file__).parents[3]
+DOCS = _CHECKOUT / "docs" if (_CHECKOUT / "pyproject.toml").is_file() else None
+"""The documentation with the runs that are kept, where the package runs from a checkout of the repository."""
+
+NO_SKY = "— (nothing of the sky in it)"
+NO_RATES = "— (needs rates and queues of links)"
+NOT_MEASURED = "— (not measured)"
+NO_GPU = "— (needs the paper's GPUs)"
+NO_CHECKOUT = "— (runs are kept in a checkout of the repository)"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim: as its document states it, and what our three ways say. A way that says nothing says why: "— (…)"."""
+
+    key: str
+    document: str
+    what: str
+    paper: str
+    model: str
+    physics: str
+    measured: str
+    command: str = ""
+    """What measures it."""
+
+
+def all_claims(physics: Mapping[str, Callable[[], str]] | None = None) -> list[Claim]:
+    """All claims, document by document. ``physics``: by a claim's key what physics says of it, beside ``PHYSICS``."""
+    known = {**PHYSICS, **(physics or {})}
+    listed = [*_paper(), *_disclosure(), *_cake(), *_mooncake(), *_routing()]
+    return [Claim(**{**asdict(one), "physics": known[one.key]()}) if one.key in known else one for one in listed]
+
+
+# Physics: what light, orbits and the horizon alone say.
+
+_SAMPLES = 96
+
+
+def _starlink() -> Shell:
+    return disclosed_shell("Starlink A")
+
+
+def _satellites_in_sight() -> str:
+    shell = _starlink()
+    found = []
+    for mask_deg in (10.0, DEFAULT_MASK_DEG):
+        counts = [
+            int((elevations_deg(shell, DEFAULT_HOST, EPOCH_UNIX_S, shell.period_s * at / _SAMPLES) >= mask_deg).sum())
+            for at in range(_SAMPLES)
+        ]
+        found.append(f"{min(counts)} to {max(counts)} above {mask_deg:g}°")
+    return f"Starlink A from {DEFAULT_HOST.latitude_deg:g}° north: {', '.join(found)}"
+
+
+def _longest_pass() -> str:
+    shell = _starlink()
+    # Straight overhead, against an Earth that turns the same way.
+    rate_rad_s = 2 * math.pi / shell.period_s - EARTH_ROTATION_RAD_S * math.cos(math.radians(shell.inclination_deg))
+    found = []
+    for mask_deg in (0.0, 10.0, DEFAULT_MASK_DEG):
+        minutes = 2 * math.acos(reach_cosine(shell, mask_deg)) / rate_rad_s / 60
+        found.append(f"{minutes:.1f} min above {mask_deg:g}°")
+    return f"Starlink A, longest pass: {', '.join(found)}"
+
+
+def _beam() -> str:
+    shell = _starlink()
+    there_ms = [slant_s(shell, cosine) * 1e3 for cosine in (1.0, reach_cosine(shell, DEFAULT_MASK_DEG))]
+    low, high = (2 * one for one in there_ms)
+    return f"light to Starlink A and back: {low:.1f} ms overhead, {high:.1f} at {DEFAULT_MASK_DEG:g}°"
+
+
+def _in_plane() -> str:
+    return f"{_starlink().chord_m(1, 0):,.0f} m by positions, constant"
+
+
+def _across() -> str:
+    shell = _starlink()
+    lengths_m = [shell.chord_m(0, 1, math.tau * at / 360) for at in range(360)]
+    return f"{min(lengths_m):,.0f} to {max(lengths_m):,.0f} m by positions, twice each orbit"
+
+
+def _near_neighbours() -> str:
+    shell, count = _starlink(), 2
+    while (
+        Shell(shell.planes, count, shell.altitude_m, shell.inclination_deg).chord_m(1, 0) >= 2e-3 * SPEED_OF_LIGHT_M_S
+    ):
+        count += 1
+    return f"{count}+ at {shell.altitude_m / 1e3:g} km, by positions"
+
+
+def _flat_sky() -> str:
+    """How far off equations 3 and 4 are at the box's corner: what of the claim is geometry."""
+    shell = Shell(15, 15, Setting().altitude_m, 53.0)
+    flat, real = (shell.slant_one_way_s(4, 4, model=model) * 1e3 for model in ("paper", "exact"))
+    return f"light to the corner of 9 × 9: {flat:.0f} ms by equations 3 and 4, {real:.0f} over a round Earth"
+
+
+PHYSICS: dict[str, Callable[[], str]] = {
+    "in-sight": _satellites_in_sight,
+    "pass": _longest_pass,
+    "laser": _beam,
+    "d-m": _in_plane,
+    "d-n": _across,
+    "link": _near_neighbours,
+    "altitude": _flat_sky,
+}
+"""What physics says, by the key of a claim."""
+
+
+# Measured: from the JSON in docs/benchmarks.
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    assert DOCS is not None
+    rows: list[dict[str, Any]] = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text("utf-8"))["rows"]
+    return rows
+
+
+def _measured(words: Callable[[], str]) -> str:
+    return NO_CHECKOUT if DOCS is None else words()
+
+
+def _first_token() -> str:
+    rows = [row for row in _rows("ttft") if row["delay"] == "real"]
+    shares = ", ".join(f"{100 * row['share']:.1f}" for row in rows)
+    tokens = ", ".join(f"{row['tokens']:,}" for row in rows)
+    return f"first token at {shares} % of computing ({tokens} tokens, CPU)"
+
+
+def _block_bytes() -> str:
+    row = _rows("ttft")[0]
+    of = {row["codec"]: row["block_bytes"] / 1e6 for row in _rows("table_3")}
+    return f"{row['bytes'] / row['tokens'] * 128 / 1e6:.2f} MB in 16 bit, {of['quanto8']:.2f} in 8"
+
+
+def _table_3(codec: str) -> str:
+    (row,) = (row for row in _rows("table_3") if row["codec"] == codec)
+    plain_s, sky_s = row["plain_total_s"], row["sky_total_s"]
+    return f"{plain_s:.1f} s → {sky_s:.1f} s, {100 * (1 - sky_s / plain_s):.0f} % (CPU)"
+
+
+_TABLE_3 = "skymemory demo --json"
+
+
+def _paper() -> Iterator[Claim]:
+    document = "SkyMemory paper"
+    layout = KVLayout(layers=22, kv_heads=4, head_dim=64, block_tokens=128, dtype="float16")
+    yield Claim(
+        "block",
+        document,
+        "KV of 128 tokens of a 1B model",
+        "about 3 MB; 2.9 MB with 8 bits",
+        f"{layout.block_bytes / 1e6:.2f} MB in 16 bit: the printed size is not the one of 8 bits",
+        NO_SKY,
+        _measured(_block_bytes),
+        "python benchmarks/ttft.py; skymemory demo --json",
+    )
+    yield Claim(
+        "blocks",
+        document,
+        "blocks of 128 tokens of a 250-character prompt",
+        "4",
+        "1 at most: a tokenizer makes no more tokens than bytes",
+        NO_SKY,
+        NOT_MEASURED,
+    )
+    yield Claim(
+        "first-token",
+        document,
+        "caching improves latency",
+        "by an order of magnitude",
+        "—",
+        NO_RATES,
+        _measured(_first_token),
+        "python benchmarks/ttft.py",
+    )
+    yield Claim(
+        "in-sight", document, "satellites in sight from one point", "10 to 20", "all of the box", "", NOT_MEASURED
+    )
+    yield Claim("pass", document, "a satellite stays in sight", "5 to 10 minutes", "—", "", NOT_MEASURED)
+    yield Claim("laser", document, "table 1: LEO, theoretical laser", "2 to 4 ms", "—", "", "— (no laser at hand)")
+    of = {one.what: one for one in latency_claims()}
+    for key, what in (
+        ("link", "links under 2 ms"),
+        ("servers", "8× the servers"),
+        ("altitude", "rotation_hop against rotation"),
+        ("similar", "KV cache size and processing time"),
+    ):
+        yield Claim(key, document, what, of[what].paper, of[what].model, NO_RATES, NOT_MEASURED)
+    shown = paper_map(8)
+    moves = ", ".join(
+        f"{server + 1}: {label(source)}→{label(target)}" for server, source, target in sorted(shown.handovers)
+    )
+    packets = ", ".join(f"{label(source)}→{label(target)}" for source, target in sorted(record().handed_over()))
+    yield Claim(
+        "figure-8",
+        document,
+        "chunks that move at a rotation (figure 8)",
+        "6: (5,2)→(2,2), 3: (5,3)→(2,3), 8: (5,4)→(2,4)",
+        moves,
+        NO_SKY,
+        f"{packets} (packets of a run in virtual time)",
+        "skymemory figures 9",
+    )
+    for codec, name, paper in (
+        ("quanto8", "Optimum Quanto", "6.2 s → 4.9 s, 21 %"),
+        ("hqq8", "HQQ", "10.2 s → 7.8 s, about 24 %"),
+    ):
+        yield Claim(
+            f"table-3-{codec}",
+            document,
+            f"30 tokens without and with the cache, {name}",
+            paper,
+            "—",
+            NO_RATES,
+            _measured(lambda codec=codec: _table_3(codec)),  # type: ignore[misc]
+            _TABLE_3,
+        )
+
+
+def _disclosure() -> Iterator[Claim]:
+    document = "SkyMemory disclosure"
+    shell = _starlink()
+    d_m, d_n = shell.d_m_m(), shell.d_n_max_m()
+    light = SPEED_OF_LIGHT_M_S / 1e3
+    yield Claim(
+        "d-m",
+        document,
+        "Starlink A: neighbours in a plane",
+        "1,969,922 m, 6.6 ms",
+        f"{d_m:,.0f} m, {d_m / light:.3f} ms",
+        "",
+        NOT_MEASURED,
+    )
+    yield Claim(
+        "d-n",
+        document,
+        "Starlink A: neighbours of two planes, most",
+        "603,780 m, 2 ms",
+        f"{d_n:,.0f} m, {d_n / light:.3f} ms",
+        "",
+        NOT_MEASURED,
+    )
+    for row in constellations().rows:
+        name, least_km, most_km, blocked = row[0], float(str(row[7])), float(str(row[8])), row[10]
+        yield Claim(
+            f"shell-{DISCLOSED[str(name)]}",
+            document,
+            f"{name}: links between planes",
+            f"N = {row[1]}, M = {row[2]}, {row[3]} km, {row[4]:g}°",
+            f"D_N(t) from {least_km:,.0f} to {most_km:,.0f} km",
+            f"blocked by the Earth {blocked:g} % of an orbit",
+            NOT_MEASURED,
+        )
+
+
+_CAKE_MEASURED = "python benchmarks/cake.py"
+_MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
+    (5, "A100: saved of computing alone, most"): (lambda: _saved("compute_s", whole=True, part="most"), _CAKE_MEASURED),
+    (5, "A100: saved of I/O alone, least"): (lambda: _saved("load_s", whole=True, part="least"), _CAKE_MEASURED),
+    (5, "A100: saved of I/O alone, most"): (lambda: _saved("load_s", whole=True, part="most"), _CAKE_MEASURED),
+    (6, "saved of computing alone, least"): (lambda: _saved("compute_s", whole=False, part="least"), _CAKE_MEASURED),
+    (6, "saved of computing alone, most"): (lambda: _saved("compute_s", whole=False, part="most"), _CAKE_MEASURED),
+    (6, "saved of I/O alone, least"): (lambda: _saved("load_s", whole=False, part="least"), _CAKE_MEASURED),
+    (6, "saved of I/O alone, most"): (lambda: _saved("load_s", whole=False, part="most"), _CAKE_MEASURED),
+    (8, "average saved of computing alone"): (lambda: _saved("compute_s", whole=False, part="mean"), _CAKE_MEASURED),
+    (8, "average saved of I/O alone"): (lambda: _saved("load_s", whole=False, part="mean"), _CAKE_MEASURED),
+}
+
+
+def _saved(than: str, *, whole: bool, part: str) -> str:
+    """On our engine on a CPU, whose links are set to multiples of its own speed."""
+    saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == whole]
+    value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
+    return f"{value:.1f} % (CPU, {len(saved)} other settings)"
+
+
+def _value(headline: Headline, value: float) -> str:
+    return f"{value:.4g} {headline.unit}"
+
+
+def _cake() -> Iterator[Claim]:
+    document = "Cake"
+    for result in reproduce([2, 3, 5, 6, 8]):
+        for one in result.headlines:
+            words, command = _MEASURED_OF.get((result.figure, one.what), (None, ""))
+            fitted = " (fitted to it)" if one.kind == "fitted" else ""
+            yield Claim(
+                f"cake-{result.figure}-{re.sub(r'[^a-z0-9]+', '-', one.what.lower()).strip('-')}",
+                document,
+                f"figure {result.figure}: {one.what}",
+                _value(one, one.paper),
+                f"{_value(one, one.ours)}{fitted}",
+                NO_SKY,
+                NO_GPU if words is None else _measured(words),
+                command,
+            )
+
+    def overhead() -> str:
+        return f"{100 * _rows('loading')[0]['scheduling_share']:.3f} % of a step"
+
+    yield Claim(
+        "cake-7-overhead",
+        document,
+        "figure 7: a step is longer by",
+        "negligible",
+        "—",
+        NO_SKY,
+        _measured(overhead),
+        "python benchmarks/loading.py",
+    )
+
+    def smaller(codec: str) -> str:
+        of = {row["codec"]: row["bits"] for row in _rows("codecs") if row["source"] == "small trained model"}
+        return f"{of['raw'] / of[codec]:.2f} × smaller than 16 bit"
+
+    for codec, paper, ours in (("8 bit", "1.95 ×", "quanto8"), ("CacheGen", "7.97 ×", "cachegen")):
+        yield Claim(
+            f"cake-codec-{ours}",
+            document,
+            f"transfers with {codec} are faster",
+            paper,
+            "— (taken over)",
+            NO_SKY,
+            _measured(lambda ours=ours: smaller(ours)),  # type: ignore[misc]
+            "python benchmarks/codecs.py",
+        )
+
+
+_MOONCAKE_ROW = re.compile(
+    r"^\| (?P<what>[^|]+?) \| (?P<paper>[^|]+?) \| (?P<ours>[^|]+?) \| (?P<unit>[^|]*?) ?\| [^|]*\|$"
+)
+_MOONCAKE_COMMAND = "skymemory reproduce mooncake --trace conversation_trace.jsonl --seed 1"
+
+
+def _mooncake() -> Iterator[Claim]:
+    """Of the kept run, which takes twenty minutes; counts of requests are left out, since their share follows."""
+    document = "Mooncake"
+    if DOCS is None:
+        yield Claim(
+            "mooncake", document, "all experiments", "see there", NO_CHECKOUT, NO_SKY, NO_GPU, _MOONCAKE_COMMAND
+        )
+        return
+    experiment = ""
+    for line in (DOCS / "reproduce" / "mooncake.md").read_text("utf-8").splitlines():
+        if named := re.match(r"`([a-z-]+)`; published as ([^.]+)\.", line):
+            experiment, published_as = named.groups()
+        found = _MOONCAKE_ROW.match(line)
+        if not found or found["paper"] in ("-", "published", "---:") or found["unit"] == "requests" or not experiment:
+            continue
+        unit = f" {found['unit']}" if found["unit"] else ""
+        yield Claim(
+            f"mooncake-{experiment}-{re.sub(r'[^a-z0-9]+', '-', found['what'].lower()).strip('-')}",
+            document,
+            f"{published_as}: {found['what']}",
+            f"{found['paper']}{unit}",
+            f"{found['ours']}{unit}",
+            NO_SKY,
+            NO_GPU,
+            _MOONCAKE_COMMAND,
+        )
+
+
+def _routing() -> Iterator[Claim]:
+    """Its only claims are orders, here with the hits that decide them."""
+    document = "Prefix-aware routing"
+
+    def hits(*players: str) -> str:
+        of = {
+            row["player"]: 100 * row["token_hits"]
+            for row in _rows("arena")
+            if (row["family"], row["blocks"], row["rate"], row["whole"]) == ("conversation (trace)", 5000, 1.0, 0.0)
+        }
+        return "tokens that hit: " + ", ".join(f"{player} {of[player]:.1f} %" for player in players)
+
+    for key, what, paper, players in (
+        ("routing-trie", "hash trie against a hashed prefix", "better hits", ("hash-trie", "chwbl", "session")),
+        ("routing-accurate", "index of engines' events against an estimate", "best hits", ("precise", "approximate")),
+    ):
+        yield Claim(
+            key,
+            document,
+            what,
+            paper,
+            _measured(lambda players=players: hits(*players)),  # type: ignore[misc]
+            NO_SKY,
+            "— (simulated servers; real ones: docs/benchmarks/router.md)",
+            "python benchmarks/arena.py",
+        )
+
+
+# As text, Markdown and JSON.
+
+
+def as_text(claims: list[Claim]) -> str:
+    lines = []
+    for document in dict.fromkeys(one.document for one in claims):
+        lines += ["", document]
+        for one in (one for one in claims if one.document == document):
+            lines += textwrap.wrap(one.what, 100, initial_indent="  ", subsequent_indent="  ")
+            for name in ("paper", "model", "physics", "measured"):
+                text = str(getattr(one, name))
+                if text.startswith("—") and name != "model":
+                    continue
+                shown = f"{text}  [{one.command}]" if name == "measured" and one.command else text
+                lines += textwrap.wrap(
+                    shown,
+                    100,
+                    initial_indent=f"    {name + ':':<10}",
+                    subsequent_indent=" " * 14,
+                    break_on_hyphens=False,
+                )
+    return "\n".join(lines).lstrip("\n")
+
+
+def as_markdown(claims: list[Claim]) -> str:
+    """The page docs/reproduce/claims.md."""
+    lines = [
+        "<!-- Generated: skymemory reproduce claims --markdown -->",
+        "",
+        "# Claims of the papers, and what we find",
+        "",
+        "Each claim that has a number. *Its model*: our run of the document's own model. *Physics*: light, orbits and",
+        "horizon alone. *Measured*: by the command beside it, from the JSON in `docs/benchmarks`. A dash says why not.",
+        "What the disclosure states like the paper stands once.",
+    ]
+    for document in dict.fromkeys(one.document for one in claims):
+        mine = [one for one in claims if one.document == document]
+        lines += ["", f"## {document}", ""]
+        # A command that all share stands above the table.
+        shared = mine[0].command if len(mine) > 1 and len({one.command for one in mine}) == 1 else ""
+        if shared:
+            lines += [f"All by `{shared}`.", ""]
+        lines += [
+            "| claim | paper | its model | physics | measured | by |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for one in mine:
+            commands = [] if shared else [f"`{part.strip()}`" for part in one.command.split(";") if part]
+            cells = (one.what, one.paper, one.model, one.physics, one.measured, ", ".join(commands))
+            lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(claims: list[Claim]) -> str:
+    return json.dumps([asdict(one) for one in claims], indent=1, ensure_ascii=False)
