@@ -71,9 +71,7 @@ class VirtualConstellation:
         sight = self._sights.get(receiver if satellite is sender else sender, self._sight)
         return sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
-    def connect(
-        self, access: str | None = None, ground: int = 1, place: GroundHost | None = None
-    ) -> SimulatedClient:
+    def connect(self, access: str | None = None, ground: int = 1, place: GroundHost | None = None) -> SimulatedClient:
         """A client; ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)

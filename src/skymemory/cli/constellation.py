@@ -150,7 +150,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--links",
         type=Path,
         metavar="FILE",
-        help="what links carry: TOML with rates, other traffic, buffers, outages, weather (default: everything at once)",
+        help="what links carry: TOML of rates, other traffic, buffers, outages and weather (default: everything)",
     )
     add("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
     add(

@@ -11,12 +11,12 @@ All is a pure function of the time since the plan's epoch and a seed: hosts, cli
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from random import Random
 from typing import Any, Literal
 
 from skymemory.config import duration, filled, known_keys, setting, size, suggestion, table, text, whole
@@ -32,7 +32,12 @@ LEAST_BUFFER_BYTES = 65_536
 """The longest datagram must fit."""
 LOST = -1.0
 
-_WHOLE_CLASSES: dict[str, tuple[str, ...]] = {"up": ("up",), "down": ("down",), "isl": ("isl",), "beams": ("up", "down")}
+_WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
+    "up": ("up",),
+    "down": ("down",),
+    "isl": ("isl",),
+    "beams": ("up", "down"),
+}
 _SATELLITE = re.compile(r"(\d{1,4}),(\d{1,4})(?:-(\d{1,4}),(\d{1,4}))?")
 _FADE_STEPS = ((0.0, 1.0), (3.0, 0.5), (6.0, 0.25), (9.0, 0.125))
 """Decibels beyond the fade margin, and the share of the rate that modulation and coding still carry: half as much per
@@ -89,26 +94,44 @@ class Outage:
         """Whether it is one of a link of this class, whose satellites (one of a beam) are given."""
         if self.link in _WHOLE_CLASSES:
             return kind in _WHOLE_CLASSES[self.link]
-        return _named(self.link) <= set(satellites)
+        return _satellites_of(self.link) <= set(satellites)
 
 
 @lru_cache(maxsize=256)
-def _named(link: str) -> frozenset[SatelliteId]:
+def _satellites_of(link: str) -> frozenset[SatelliteId]:
     numbers = [int(number) for number in re.findall(r"\d+", link)]
     return frozenset(SatelliteId(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
 
 
 # --- Rain: ITU-R P.838-3 for what a kilometre of rain takes, an effective path through it ---
 
-_K_H = ((-5.33980, -0.10008, 1.13098), (-0.35351, 1.26970, 0.45400), (-0.23789, 0.86036, 0.15354))
-_K_H += ((-0.94158, 0.64552, 0.16817),)
-_K_V = ((-3.80595, 0.56934, 0.81061), (-3.44965, -0.22911, 0.51059), (-0.39902, 0.73042, 0.11899))
-_K_V += ((0.50167, 1.07319, 0.27195),)
-_A_H = ((-0.14318, 1.82442, -0.55187), (0.29591, 0.77564, 0.19822), (0.32177, 0.63773, 0.13164))
-_A_H += ((-5.37610, -0.96230, 1.47828), (16.1721, -3.29980, 3.43990))
-_A_V = ((-0.07771, 2.33840, -0.76284), (0.56727, 0.95545, 0.54039), (-0.20238, 1.14520, 0.26809))
-_A_V += ((-48.2991, 0.791669, 0.116226), (48.5833, 0.791459, 0.116479))
 _Terms = tuple[tuple[float, float, float], ...]
+_K_H: _Terms = (
+    (-5.33980, -0.10008, 1.13098),
+    (-0.35351, 1.26970, 0.45400),
+    (-0.23789, 0.86036, 0.15354),
+    (-0.94158, 0.64552, 0.16817),
+)
+_K_V: _Terms = (
+    (-3.80595, 0.56934, 0.81061),
+    (-3.44965, -0.22911, 0.51059),
+    (-0.39902, 0.73042, 0.11899),
+    (0.50167, 1.07319, 0.27195),
+)
+_A_H: _Terms = (
+    (-0.14318, 1.82442, -0.55187),
+    (0.29591, 0.77564, 0.19822),
+    (0.32177, 0.63773, 0.13164),
+    (-5.37610, -0.96230, 1.47828),
+    (16.1721, -3.29980, 3.43990),
+)
+_A_V: _Terms = (
+    (-0.07771, 2.33840, -0.76284),
+    (0.56727, 0.95545, 0.54039),
+    (-0.20238, 1.14520, 0.26809),
+    (-48.2991, 0.791669, 0.116226),
+    (48.5833, 0.791459, 0.116479),
+)
 
 
 def _fitted(terms: _Terms, slope: float, offset: float, frequency_ghz: float) -> float:
@@ -117,7 +140,7 @@ def _fitted(terms: _Terms, slope: float, offset: float, frequency_ghz: float) ->
 
 
 @lru_cache(maxsize=64)
-def rain_coefficients(frequency_ghz: float, elevation_deg: float) -> tuple[float, float]:
+def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
     """``k`` and ``alpha`` of ITU-R P.838-3 (equations 2 to 5) for circular polarization: attenuation in dB/km is
     ``k · R ** alpha`` at ``R`` mm/h. From 1 to 1000 GHz.
     """
@@ -162,7 +185,7 @@ class Rain:
         slant_km = self.height_km / math.sin(elevation_rad)
         reach_km = 35.0 * math.exp(-0.015 * min(rate_mm_h, 100.0))
         path_km = slant_km / (1.0 + slant_km * math.cos(elevation_rad) / reach_km)
-        k, alpha = rain_coefficients(self.up_ghz if kind == "up" else self.down_ghz, 0.0)
+        k, alpha = rain_coefficients(self.up_ghz if kind == "up" else self.down_ghz)
         return float(k * rate_mm_h**alpha * path_km)
 
     def factor(self, kind: LinkClass, rate_mm_h: float, elevation_deg: float) -> float:
@@ -173,8 +196,9 @@ class Rain:
 
 @lru_cache(maxsize=1024)
 def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
-    random = Random(f"{seed}/{place}/{spell}")
-    return random.expovariate(1 / rain.mm_h) if random.random() < rain.share else 0.0
+    digest = hashlib.sha256(f"{seed}/{place}/{spell}".encode()).digest()
+    is_wet, amount = ((int.from_bytes(digest[at : at + 8], "big") + 0.5) / 2**64 for at in (0, 8))
+    return -rain.mm_h * math.log(amount) if is_wet < rain.share else 0.0
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
@@ -195,10 +219,16 @@ def _outages(value: object) -> tuple[Outage, ...]:
 
 def _elevations(value: object) -> tuple[tuple[float, float], ...]:
     """Pairs of the lowest elevation and the share of the rate from there on, ascending."""
-    pairs = [tuple(one) if isinstance(one, list | tuple) else () for one in value] if isinstance(value, list | tuple) else []
+    pairs = (
+        [tuple(one) if isinstance(one, list | tuple) else () for one in value]
+        if isinstance(value, list | tuple)
+        else []
+    )
     numbers = all(len(pair) == 2 and all(type(part) in (int, float) for part in pair) for pair in pairs)
     if not pairs or not numbers or not all(0 <= pair[0] <= 90 and 0 <= pair[1] <= 1 for pair in pairs):
-        raise InvalidInput(f"{value!r}: expected pairs of elevation in degrees and share of the rate, [[25, 0.4], [50, 1]]")
+        raise InvalidInput(
+            f"{value!r}: expected pairs of elevation in degrees and share of the rate, [[25, 0.4], [50, 1]]"
+        )
     if pairs != sorted(pairs) or len({pair[0] for pair in pairs}) < len(pairs):
         raise InvalidInput(f"{value!r}: expected ascending elevations, each once")
     return tuple((float(low), float(share)) for low, share in pairs)
@@ -208,12 +238,19 @@ def _rain(value: object) -> Rain | None:
     return None if value is None else filled(Rain, table(value), "")
 
 
-def _load(value: object) -> dict[str, float]:
+def _load(value: object) -> tuple[tuple[str, float], ...]:
     found = table(value)
     for name in found:
         if name not in LINK_CLASSES:
             raise InvalidInput(f"{name}: no class of links; {suggestion(name, LINK_CLASSES)}")
-    return {name: _share(share) for name, share in found.items()}
+    return tuple((name, _named(name, share)) for name, share in sorted(found.items()))
+
+
+def _named(name: str, share: object) -> float:
+    try:
+        return _share(share)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,17 +264,21 @@ class Links:
     up_bit_s: float | None = setting("up", _rate, None, "rate of a beam upwards")
     down_bit_s: float | None = setting("down", _rate, None, "rate of a beam downwards")
     isl_bit_s: float | None = setting("isl", _rate, None, "rate of a link between satellites, each way")
-    load: dict[str, float] = setting("load", _load, {}, "share of other traffic by class")
+    load: tuple[tuple[str, float], ...] = setting("load", _load, (), "share of other traffic by class")
     buffer_bytes: int = setting("buffer", size, 8 << 20, "bytes that may wait in each direction of each link")
     handover_gap_s: float = setting("handover_gap", duration, 0.0, "silence after a change of the gateway")
     outages: tuple[Outage, ...] = setting("outage", _outages, (), "planned outages")
-    elevations: tuple[tuple[float, float], ...] = setting("elevations", _elevations, (), "share of the rate by elevation")
-    rain: Rain | None = setting("rain", _rain, None, "weather over the hosts")
+    elevations: tuple[tuple[float, float], ...] = setting(
+        "elevations", _elevations, (), "share of the rate by elevation"
+    )
+    rain: Rain | None = setting("rain", _rain, None, "weather over the hosts")  # noqa: RUF009 - frozen
     seed: int = setting("seed", whole, 0, "of the weather")
 
     def __post_init__(self) -> None:
         if self.buffer_bytes < LEAST_BUFFER_BYTES:
-            raise InvalidInput(f"buffer of {self.buffer_bytes} bytes: expected at least {LEAST_BUFFER_BYTES}, a datagram")
+            raise InvalidInput(
+                f"buffer of {self.buffer_bytes} bytes: expected at least {LEAST_BUFFER_BYTES}, a datagram"
+            )
         if not 0 <= self.handover_gap_s <= 10:
             raise InvalidInput(f"handover_gap {self.handover_gap_s:g} s: expected 0 to 10 s")
 
@@ -257,19 +298,18 @@ class Links:
                 value = [_table_of(one) for one in value]
             elif isinstance(value, Rain):
                 value = _table_of(value)
+            elif field.name == "load":
+                value = dict(value)
             elif isinstance(value, tuple):
                 value = [list(pair) for pair in value]
             found[key] = value
         return found
 
-    def __hash__(self) -> int:
-        return hash((self.up_bit_s, self.down_bit_s, self.isl_bit_s, self.seed))
-
     def bytes_per_s(self, kind: LinkClass) -> float:
         """What is left beside other traffic, in clear weather; infinite without a rate."""
         rates = {"up": self.up_bit_s, "down": self.down_bit_s, "isl": self.isl_bit_s}
         bit_s = rates[kind]
-        return math.inf if bit_s is None else bit_s * (1.0 - self.load.get(kind, 0.0)) / 8
+        return math.inf if bit_s is None else bit_s * (1.0 - dict(self.load).get(kind, 0.0)) / 8
 
     def factor(
         self,
@@ -279,7 +319,7 @@ class Links:
         elevation: Callable[[], float] = lambda: 90.0,
         place: str = "",
     ) -> float:
-        """Share of the rate that a link has ``at_s`` seconds after the epoch: 1 clear, 0 out. ``elevation``, in degrees,
+        """Share of the rate that a link has ``at_s`` seconds after the epoch: 1 clear, 0 out. ``elevation`` (degrees)
         and ``place`` are of the host of a beam.
         """
         for outage in self.outages:
@@ -378,8 +418,8 @@ class LinkQueues:
         place: Callable[[Any], str] = lambda host: "",
         onboard: SatelliteId | None = None,
     ) -> None:
-        """``elevation`` and ``place`` (of a host, for its weather) are needed where beams have weather. ``onboard``: the
-        satellite that the hosts are on, with no beam between.
+        """``elevation`` and ``place`` (of a host, for its weather) are needed where beams have weather. ``onboard``:
+        the satellite that the hosts are on, with no beam between.
         """
         self.links = links
         self._onboard = onboard

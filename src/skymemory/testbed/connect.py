@@ -138,9 +138,7 @@ def store_of(
     return ConstellationStore(client, sky_of(plan, ground), settings_of(plan, access, ground), index=index)
 
 
-def settings_of(
-    plan: ConstellationPlan, access: str | None = None, ground: GroundHost | None = None
-) -> SkySettings:
+def settings_of(plan: ConstellationPlan, access: str | None = None, ground: GroundHost | None = None) -> SkySettings:
     """Placement and sizes of the values that clients write."""
     memory_bytes, lazy = plan.memory_per_satellite_bytes, plan.memory_policy.lazy
     fan_out = fan_out_of(plan, access or plan.access, ground) if plan.by_size else None
@@ -251,8 +249,8 @@ def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
     return client_of(plan, "los", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
 
 
-_TOLD = 3
-"""Satellites of each host process that are told a client's place: one of them may be disabled."""
+_ANNOUNCED_TO = 3
+"""Satellites of each host process that learn a client's place: one of them may be disabled."""
 
 
 def client_of(
@@ -274,12 +272,12 @@ def client_of(
     )
     refresh = keys.refresh if keys is not None else lambda: math.inf
     sky, clock, addresses = sky_of(plan, ground), clock_of(plan), plan.addresses()
-    told = [
+    announced = [
         endpoint
         for host in (plan.hosts if ground is not None and plan.delay_scale > 0 else ())
-        for endpoint in [address for _, address in plan.addresses_of(host)][:_TOLD]
+        for endpoint in [address for _, address in plan.addresses_of(host)][:_ANNOUNCED_TO]
     ]
-    return UdpClient(config, sky, clock, addresses, bind_ip_of(plan), refresh, ground, told)
+    return UdpClient(config, sky, clock, addresses, bind_ip_of(plan), refresh, ground, announced)
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:

@@ -28,7 +28,8 @@ from skymemory.units import parse_duration, parse_size
 
 EXPECTED = (
     "memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
-    "constellation[://RUN_DIR][?index=no&access=gateway&lat=52.5&lon=13.4], tiers:///FILE.toml or tiers:?tier=ADDRESS&tier=ADDRESS"
+    "constellation[://RUN_DIR][?index=no&access=gateway&lat=52.5&lon=13.4], tiers:///FILE.toml or "
+    "tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 
 _PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")

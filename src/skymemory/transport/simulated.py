@@ -68,7 +68,19 @@ class _Train:
     left yet.
     """
 
-    __slots__ = ("datagrams", "delay_s", "due_s", "ends", "group", "machine", "onward", "queue", "receiver", "sender", "urgent")
+    __slots__ = (
+        "datagrams",
+        "delay_s",
+        "due_s",
+        "ends",
+        "group",
+        "machine",
+        "onward",
+        "queue",
+        "receiver",
+        "sender",
+        "urgent",
+    )
 
     def __init__(
         self, datagrams: list[bytes], sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
@@ -450,7 +462,7 @@ class SimulatedConstellation:
         datagrams, due_s, group = train.datagrams, train.due_s, train.group
         group.append(datagrams[at])
         after = at + 1
-        if self._offload and after < len(datagrams) and 0.0 <= due_s[after] - due_s[at - len(group) + 1] <= GRAIN_S:
+        if self._offload and after < len(datagrams) and 0.0 <= due_s[after] - due_s[after - len(group)] <= GRAIN_S:  # noqa: SIM102
             if _joins(group, datagrams[after]):
                 return  # handed over with the next
         train.group = []

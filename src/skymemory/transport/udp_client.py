@@ -36,7 +36,7 @@ _PLAIN_SPIN_US = 300
 """The same for the answer of a satellite on this computer or beside it, which must be woken first."""
 _MAX_RECEIVES = 64
 """Receive calls before the machine processes what came, unless it has something to send: then one."""
-_TELL_PLACE_EVERY_S = 1.0
+_ANNOUNCE_EVERY_S = 1.0
 """A host that was started again has forgotten it."""
 DRAIN_BYTES_PER_S = 400e6
 """What this side can certainly receive per second: beside what its receive buffer holds, this much may be in flight on
@@ -116,11 +116,11 @@ class UdpClient:
     ) -> None:
         """``refresh`` may replace the keys of the config's authority. It is called before operations run, and returns
         before what time (``time.monotonic``) it need not be called again. ``place``: where this host is, if it is not
-        where the plan's is: told to ``hosts``, which delay beams, each second in which operations begin.
+        where the plan's is: announced to ``hosts``, which delay beams, each second in which operations begin.
         """
         self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
         self._hosts = tuple(hosts)
-        self._tell_place_s = -math.inf
+        self._announce_s = -math.inf
         self._refresh = refresh
         self._refresh_s = -math.inf
         self._sock = BatchSocket(bind_ip, 0)
@@ -273,8 +273,8 @@ class UdpClient:
         """Its operations go out; it leads unless another does."""
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
-        if self._place and time.monotonic() >= self._tell_place_s:
-            self._tell_place_s = time.monotonic() + _TELL_PLACE_EVERY_S
+        if self._place and time.monotonic() >= self._announce_s:
+            self._announce_s = time.monotonic() + _ANNOUNCE_EVERY_S
             self._sock.send_each([(self._place, *endpoint) for endpoint in self._hosts])
         for number in call.waiting & self._unclaimed.keys():
             call.take(self._unclaimed.pop(number))

@@ -458,7 +458,7 @@ class UdpHost:
     # --- time ---
 
     def _hear_places(self, runs: list[native.Run], endpoint: Endpoint) -> list[native.Run]:
-        """Note the place that a client tells, which may have come behind other packets of it; returns those."""
+        """Note the place that a client announces, which may have come behind other packets of it; returns those."""
         packets = []
         for view, size in runs:
             at = (len(view) - 1) // size * size if size > 0 else 0
@@ -475,7 +475,7 @@ class UdpHost:
         known = self._places.get(endpoint)
         if self.spec.sight_at is None or (known is not None and known[0] == place):
             return
-        with suppress(InvalidInput):  # anybody can send such a packet
+        with suppress(InvalidInput):  # of no place on Earth
             sight = next((its for name, its in self._places.values() if name == place), None)
             if len(self._places) >= _MOST_PLACES:
                 del self._places[next(iter(self._places))]

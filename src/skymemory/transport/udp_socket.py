@@ -40,7 +40,7 @@ _BOOKKEEPING = 2
 """Linux grants, and reports, twice the request: it charges its own bookkeeping to the same buffer."""
 
 PLACE = struct.Struct(">8sdd")
-"""A client with a place of its own tells hosts: the mark, degrees north and east. It is no packet of the protocol: only
+"""What a client with a place of its own announces: the mark, degrees north and east. It is no packet of the protocol: only
 who simulates the length of beams needs it.
 """
 PLACE_MARK = b"SKYPLACE"

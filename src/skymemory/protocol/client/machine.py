@@ -108,7 +108,7 @@ class ClientConfig:
     authority: Authority | None = field(default=None, repr=False)
     """Signs our commands; None where the satellites require no MACs."""
     links: Links | None = None
-    """What links carry: windows fill the slowest link of a way, and no more. None: nothing but receivers bounds them."""
+    """What links carry: windows fill the slowest link of a way, and no more. None: only receivers bound them."""
 
     def way(self, kind: LinkClass) -> tuple[float, int]:
         """The rate of the slowest link that answers come ``down`` by (requests go ``up`` by) through one beam, in

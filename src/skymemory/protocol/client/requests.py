@@ -481,7 +481,7 @@ class InFlight:
         heard_s = self._peers.silent_since_s(satellite, request.sent_s)
         link = request.link
         if link.passed_bytes < request.turn_bytes and link.rate_bytes_s < math.inf:
-            # Links are first in, first out: as long as what was asked for before still comes, however slowly, it waits.
+            # Links are first in, first out: as long as answers to earlier requests still come, its turn has not come.
             heard_s = max(heard_s, link.moved_s)
         self._set_deadline(request, heard_s + _timeout_s(request.peer, link))
         return heard_s > request.sent_s and request.deadline_s > now_s
