@@ -64,41 +64,45 @@ class _Arrival(NamedTuple):
 
 
 class _Train:
-    """Packets of one batch on one link with a rate. ``due_s``: when each comes; ``LOST``, or infinite while it has not
-    left yet.
+    """Packets of one batch on one link with a rate, end to end in ``data``: ``size`` bytes each, the last maybe fewer.
+    ``due_s``: when each comes; ``LOST``, or infinite while it has not left yet.
     """
 
     __slots__ = (
-        "datagrams",
+        "count",
+        "data",
         "delay_s",
         "due_s",
         "ends",
-        "group",
+        "first",
         "machine",
         "onward",
         "queue",
         "receiver",
         "sender",
+        "size",
         "urgent",
     )
 
     def __init__(
-        self, datagrams: list[bytes], sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
+        self, data: bytes, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
     ) -> None:
-        self.datagrams = datagrams
+        self.data = data
+        self.size = size
+        self.count = -(-len(data) // size)
         self.sender = sender
         self.receiver = receiver
         self.queue = queue
         self.delay_s = delay_s
         self.urgent = urgent
-        self.due_s = [math.inf] * len(datagrams)
-        self.ends = True
+        self.due_s = [math.inf] * self.count
+        self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, data)
         """Whether they are handed over there, not forwarded as a run."""
         self.onward: _Train | None = None
         self.machine: object = None
         """Which has forwarded them: it may be dead, and another in its place, when the last of them come."""
-        self.group: list[bytes] = []
-        """Packets that have come and are not handed over yet."""
+        self.first = -1
+        """The first packet that has come and is not handed over yet."""
 
 
 class SimulatedConstellation:
@@ -401,19 +405,17 @@ class SimulatedConstellation:
             return
         queue, delay_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver)
         own_faults, urgent = self._link_faults.get(link), is_urgent(batch, sender, receiver)
-        datagrams = batch.datagrams()
         if own_faults is not None or self._faults is not None:
-            for data in datagrams:  # each by itself: any of them may be lost, or late
+            for data in batch.datagrams():  # each by itself: any of them may be lost, or late
                 self._count(data)
                 leaves_s = queue.leaves_s(len(data), self.now_s, urgent)
                 for copy, extra_s in _flights(data, own_faults, self._faults) if leaves_s >= 0.0 else ():
                     self._arrive([copy], leaves_s - self.now_s + delay_s + extra_s, sender, receiver)
             return
-        train = _Train(datagrams, sender, receiver, queue, delay_s, urgent)
-        if len(datagrams) > 1 and isinstance(receiver, SatelliteId):
-            train.ends = is_for(receiver, datagrams[0])
-        for at in range(len(datagrams)):
-            self._leave(train, at)
+        for data, size in _runs_of(batch):
+            train = _Train(data, size, sender, receiver, queue, delay_s, urgent)
+            for at in range(train.count):
+                self._leave(train, at)
 
     def _count(self, data: bytes) -> None:
         self.datagrams_sent += 1
@@ -421,10 +423,10 @@ class SimulatedConstellation:
 
     def _leave(self, train: _Train, at: int) -> None:
         """A packet comes to the link of ``train`` now."""
-        data = train.datagrams[at]
+        size = train.size if at + 1 < train.count else len(train.data) - at * train.size
         self.datagrams_sent += 1
-        self.bytes_sent += len(data)
-        leaves_s = train.queue.leaves_s(len(data), self.now_s, train.urgent)
+        self.bytes_sent += size
+        leaves_s = train.queue.leaves_s(size, self.now_s, train.urgent)
         if leaves_s < 0.0:
             train.due_s[at] = LOST
         else:
@@ -459,39 +461,38 @@ class SimulatedConstellation:
                 return
             if train.machine is self.satellites[receiver]:  # type: ignore[index]
                 return  # which could not forward the run, and has said so
-        datagrams, due_s, group = train.datagrams, train.due_s, train.group
-        group.append(datagrams[at])
-        after = at + 1
-        if self._offload and after < len(datagrams) and 0.0 <= due_s[after] - due_s[after - len(group)] <= GRAIN_S:  # noqa: SIM102
-            if _joins(group, datagrams[after]):
-                return  # handed over with the next
-        train.group = []
-        data = group[0] if len(group) == 1 else b"".join(group)
+        if train.first < 0:
+            train.first = at
+        after, first, size = at + 1, train.first, train.size
+        soon = self._offload and after < train.count and 0.0 <= train.due_s[after] - train.due_s[first] <= GRAIN_S
+        if soon and after - first < _MAX_RUN_SEGMENTS and (after - first + 1) * size <= MAX_PACKET_BYTES:
+            return  # handed over with the next
+        train.first = -1
+        data = train.data if train.count == after - first else train.data[first * size : after * size]
         if isinstance(receiver, SatelliteId):
             self._touched[receiver] = None
-            self.satellites[receiver].receive_batch(data, len(group[0]), train.sender, self.now_s)
+            self.satellites[receiver].receive_batch(data, size, train.sender, self.now_s)
         elif receiver in self._clients:
             self._touched[receiver] = None
-            self._clients[receiver].receive_batch(data, len(group[0]), self.now_s)
+            self._clients[receiver].receive_batch(data, size, self.now_s)
 
     def _forward(self, train: _Train, at: int) -> None:
         """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
         here = train.receiver
         assert isinstance(here, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[here]
-        machine.receive_batch(b"".join(train.datagrams), len(train.datagrams[0]), train.sender, self.now_s)
+        machine.receive_batch(train.data, train.size, train.sender, self.now_s)
         self._touched[here] = None
         for batch, to in machine.datagrams_to_send(self.now_s):
             link = frozenset((here, cast(Node, to)))
-            plain = train.onward is None and batch.count == len(train.datagrams) and link not in self._link_faults
-            if not plain or link in self._cut:
+            plain = train.onward is None and batch.payloads is None and batch.count == train.count
+            if not plain or link in self._link_faults or link in self._cut:
                 self._send(batch, here, cast(Node, to))
                 continue
             receiver = cast(Node, to)
             queue, delay_s = self.queues.of(here, receiver), self._delay_s(here, receiver)
-            onward = train.onward = _Train(batch.datagrams(), here, receiver, queue, delay_s, urgent=False)
-            if isinstance(receiver, SatelliteId):
-                onward.ends = is_for(receiver, onward.datagrams[0])
+            data, size = bytes(batch.headers), batch.header_bytes
+            train.onward = _Train(data, size, here, receiver, queue, delay_s, urgent=False)
         if train.onward is not None:
             self._leave(train.onward, at)
 
@@ -519,6 +520,21 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
     if faults is not None:
         flights = [(last, before_s + s) for copy, before_s in flights for last, s in faults.apply(copy)]
     return flights
+
+
+def _runs_of(batch: SegmentBatch) -> list[tuple[bytes, int]]:
+    """Its packets end to end, in runs of one size (the last maybe shorter)."""
+    headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
+    if payloads is None:
+        return [(bytes(headers), step)]
+    first = len(payloads[0])
+    if any(len(payload) != first for payload in payloads[:-1]) or len(payloads[-1]) > first:
+        return [(data, len(data)) for data in batch.datagrams()]
+    view = memoryview(headers)
+    parts: list[Buffer] = []
+    for at, payload in enumerate(payloads):
+        parts += (view[at * step : (at + 1) * step], payload)
+    return [(b"".join(parts), step + first)]
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:

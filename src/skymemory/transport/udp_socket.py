@@ -40,8 +40,8 @@ _BOOKKEEPING = 2
 """Linux grants, and reports, twice the request: it charges its own bookkeeping to the same buffer."""
 
 PLACE = struct.Struct(">8sdd")
-"""What a client with a place of its own announces: the mark, degrees north and east. It is no packet of the protocol: only
-who simulates the length of beams needs it.
+"""What a client with a place of its own announces: the mark, degrees north and east. It is no packet of the protocol:
+only who simulates the length of beams needs it.
 """
 PLACE_MARK = b"SKYPLACE"
 
