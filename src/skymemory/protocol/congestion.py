@@ -119,9 +119,13 @@ request for the next burst is under way, and no longer queue is needed.
 """
 
 
+_LEAST_QUEUE_BYTES = 24 * 1024
+"""However slow the link is: the next packets are there when one has gone."""
+
+
 def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
     """The most bytes in flight over links of this rate: they fill it, and no buffer overflows."""
-    return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S), buffer_bytes))
+    return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S) + _LEAST_QUEUE_BYTES, buffer_bytes))
 
 
 class Credit:
