@@ -1,4 +1,4 @@
-"""What links carry: queues against arithmetic by hand, rain against ITU's own table, outages, and files that are wrong."""
+"""What links carry: queues against arithmetic by hand, rain against ITU's own table, outages, bad files."""
 
 from __future__ import annotations
 

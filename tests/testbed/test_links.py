@@ -1,4 +1,4 @@
-"""Links in a plan and its commands; hosts on two continents that share what they store, in virtual time and over UDP."""
+"""Links in a plan and its commands; hosts on two continents that share one cache, simulated and over UDP."""
 
 from __future__ import annotations
 
@@ -111,21 +111,22 @@ def test_a_second_host_sees_its_own_sky() -> None:
 
 
 def test_two_continents_share_one_cache_in_virtual_time() -> None:
-    sky = VirtualConstellation(_starlink(links=Links.read({"up": "500Mbit", "down": "500Mbit"}, "x")))
-    home, away = sky.store(), sky.store(ground=2, place=SYDNEY)
-    value, took_s = bytes(range(256)) * 400, {}
-    for store, name in ((home, "of home"), (away, "of away")):
+    plan = _starlink(servers=1, links=Links.read({"up": "500Mbit", "down": "500Mbit"}, "x"))
+    sky = VirtualConstellation(plan)
+    stores = {"home": (sky.store(), None), "away": (sky.store(ground=2, place=SYDNEY), SYDNEY)}
+    value, took_s = bytes(range(256)) * 100, {}
+    for name, (store, _) in stores.items():
         assert store.put_many([(key(name), value)]) == [True]
-    for store, where in ((home, "home"), (away, "away")):
+    for name, (store, place) in stores.items():
         began_s = sky.simulated.now_s
-        found = store.get_many([key("of home"), key("of away")])
-        took_s[where] = sky.simulated.now_s - began_s
+        found = store.get_many([key("home"), key("away")])
+        took_s[name] = sky.simulated.now_s - began_s
         assert [bytes(one) for one in found if one is not None] == [value, value]
-    # By the geometry: to the nearest server and back, and to the farthest. Two values, one after the other.
-    rtt_s = {"home": expected_round_trip_s(sky.plan, "gateway")}
-    rtt_s["away"] = expected_round_trip_s(sky.plan, "gateway", ground=SYDNEY)
-    assert rtt_s["away"] > 3 * rtt_s["home"] and took_s["away"] > 2 * took_s["home"]
-    assert took_s["away"] > 0.5 * rtt_s["away"]
+        # To the one server and back by the geometry from there, for the probe (there is no index) and for the chunks,
+        # and 51,200 bytes down a beam of 500 Mbit/s.
+        way_s = expected_round_trip_s(plan, "gateway", ground=place)
+        assert 2 * way_s < took_s[name] < 2 * way_s + 0.003
+    assert abs(took_s["away"] - took_s["home"]) > 0.02
 
 
 @pytest.mark.parametrize(("preset", "access"), [("testbed-19x5", "los"), ("starlink-a", "onboard")])
@@ -264,11 +265,13 @@ def test_simulated_and_real_clients_send_the_same(tmp_path: Path) -> None:
     try:
         traces = []
         for store in (VirtualConstellation(started.plan).store(), store_of(started.plan)):
-            sent = _traced(store._client.machine)
+            sent = _traced(store._driver.machine)
             assert store.put_many([(key("traced"), value)]) == [True]
             found = store.get_many([key("traced")])[0]
             assert found is not None and bytes(found) == value
             store.close()
+            # Without PINGs: these are sent where an answer is late, on a busy computer.
+            sent = [one for one in sent if one[1] != "PING"]
             traces.append({peer: [kind for to, kind in sent if to == peer] for peer, _ in sent})
         assert traces[0] == traces[1] and sum(map(len, traces[0].values())) > 50
     finally:

@@ -145,7 +145,7 @@ def test_a_link_that_is_out_is_gone_around() -> None:
     # The gateway's link east is out for good: its neighbours learn it, and packets take another way.
     sky = _sky("gateway", {"isl": "50Mbit", "outage": [{"link": "2,9-2,10", "from": 0, "to": "1h"}]})
     client = sky.connect()
-    stored, read = _put_get(client, _value(400_000))
+    stored, _ = _put_get(client, _value(400_000))
     again = bytearray(400_000)
     assert stored.info is not None
     later = client.read(stored.info, memoryview(again))
