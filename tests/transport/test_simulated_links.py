@@ -88,7 +88,7 @@ def test_large_values_fill_the_slowest_link_and_repeat_nothing(access: str, monk
 @pytest.mark.parametrize("access", ["gateway", "onboard"])
 def test_a_run_takes_as_long_as_its_packets_one_by_one(access: str) -> None:
     """The satellites' machines see a run once, the links every packet: the same as if each came by itself."""
-    table = {"up": "300Mbit", "down": "200Mbit", "isl": "400Mbit"}
+    table = {"up": "50Mbit", "down": "40Mbit", "isl": "100Mbit"}
     seconds: list[list[float]] = []
     for faults in (None, FaultInjector()):  # an injector without faults makes every packet travel by itself
         client = _sky(access, table, faults).connect()
