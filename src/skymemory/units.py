@@ -39,6 +39,7 @@ _DURATION_UNITS = {
     "h": 3600.0,
     "d": 86400.0,
 }
+_RATE_UNITS = {"": 1, "bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _MOST = 2.0**63
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
 
@@ -57,6 +58,11 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, examp
 def parse_size(text: str) -> int:
     """Bytes of ``"64MiB"``, ``"6KB"``, ``"1.5g"`` or ``"4096"``."""
     return int(_parse(text, _SIZE_UNITS, "size", "64MiB"))
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of ``"200Mbit"``, ``"1.2 Gbit/s"`` or ``"64000"``."""
+    return _parse(text.strip().removesuffix("/s"), _RATE_UNITS, "rate", "200Mbit")
 
 
 def parse_duration(text: str) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from skymemory.constellation.links import LinkQueues, elevation_deg
+from skymemory.constellation.sight import Sight
 from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.visibility import GroundHost
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock
 from skymemory.store.sky.shared_index import SharedIndex
@@ -13,6 +16,7 @@ from skymemory.testbed.connect import check_access, clock_of, expected_round_tri
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
+from skymemory.transport.udp_client import DRAIN_BYTES_PER_S
 
 
 class VirtualConstellation:
@@ -42,7 +46,19 @@ class VirtualConstellation:
             replacement=plan.memory_policy.replacement,
             eviction=plan.memory_policy.satellites(plan.replicas),
             clocks=clocks,
+            queues=None
+            if plan.links is None
+            else LinkQueues(plan.links, plan.epoch_s, self._elevation_deg, onboard=self._onboard),
         )
+        self._sights: dict[Node, Sight] = {}
+        """Of hosts with a place of their own."""
+
+    def _elevation_deg(self, satellite: SatelliteId, host: Node, now_s: float) -> float:
+        centre = self.simulated.sky.centre_at(self.clock.moves(now_s))
+        sight = self._sights.get(host, self._sight)
+        assert sight is not None
+        one_way_s = sight.one_way_s(satellite, centre, self.clock.sky_s(now_s))
+        return elevation_deg(shell_of(self.plan).altitude_m, one_way_s)
 
     def _delay_s(self, sender: Node, receiver: Node) -> float:
         if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
@@ -52,14 +68,29 @@ class VirtualConstellation:
             return 0.0
         now_s, sky = self.simulated.now_s, self.simulated.sky
         centre = sky.centre_at(self.clock.moves(now_s))
-        return self._sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
+        sight = self._sights.get(receiver if satellite is sender else sender, self._sight)
+        return sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
-    def connect(self, access: str | None = None, ground: int = 1) -> SimulatedClient:
-        """A client; ``access`` overrides the plan's."""
+    def connect(self, access: str | None = None, ground: int = 1, place: GroundHost | None = None) -> SimulatedClient:
+        """A client; ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
-        rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s)
-        return self.simulated.connect(ClientConfig(ground, mode, expected_rtt_s=rtt_s))
+        rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
+        window = {} if self.plan.links is None else {"window_bytes": (4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S)}
+        config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links, **window)
+        if place is None:
+            return self.simulated.connect(config)
+        sky = sky_of(self.plan, place)
+        assert sky.sight is not None
+        self._sights["ground", ground] = sky.sight
+        return self.simulated.connect(config, sky)
 
-    def store(self, access: str | None = None, index: SharedIndex | None = None, ground: int = 1) -> ConstellationStore:
+    def store(
+        self,
+        access: str | None = None,
+        index: SharedIndex | None = None,
+        ground: int = 1,
+        place: GroundHost | None = None,
+    ) -> ConstellationStore:
         """A store over it."""
-        return ConstellationStore(self.connect(access, ground), self.simulated.sky, settings_of(self.plan), index=index)
+        client = self.connect(access, ground, place)
+        return ConstellationStore(client, self.simulated.sky, settings_of(self.plan, ground=place), index=index)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skymemory.constellation.links import LINK_CLASSES
 from skymemory.errors import InvalidInput, NoConstellation
 from skymemory.protocol.messages import OURS, Capabilities
 from skymemory.store.sky.shared_index import inspect_journal
@@ -144,6 +146,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "late_us": report.worst("late_us"),
         "of_older_releases": report.of_older_releases,
         "faults_injected": report.per_host("faults_injected"),
+        "links": _links(report),
         "index": None
         if report.index is None
         else {
@@ -156,8 +159,23 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
         "totals": {
             field: report.total(field)
             for field in fields
-            if field not in _NO_SUMS and not field.startswith(("pushed_", "delay_", "faults_", "clock_"))
+            if field not in _NO_SUMS and not field.startswith(("pushed_", "delay_", "faults_", "clock_", "link_"))
         },
+    }
+
+
+def _links(report: StatusReport) -> dict[str, dict[str, float | int | None]] | None:
+    """By class: the rate left beside other traffic, packets lost and bytes that wait; None where all is carried."""
+    links = report.plan.links
+    if links is None:
+        return None
+    return {
+        kind: {
+            "bit_s": None if links.bytes_per_s(kind) == math.inf else links.bytes_per_s(kind) * 8,
+            "lost": report.per_host(f"link_{kind}_lost"),
+            "queued_bytes": report.per_host(f"link_{kind}_queued_bytes"),
+        }
+        for kind in LINK_CLASSES
     }
 
 
@@ -191,6 +209,9 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         )
         if plan.delay_scale > 0:
             print(f"link delays are off by up to {report.worst('delay_error_p99_us')} µs (p99 of the worst host)")
+        for kind, its in (_links(report) or {}).items():
+            rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
+            print(f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting")
         if plan.faults.any:
             print(f"faults injected: {report.per_host('faults_injected')}")
     if report.index is not None:

@@ -17,12 +17,13 @@ from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
-from skymemory.files import MAX_TABLE_BYTES, read_bounded
+from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml
 from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.constellation.ground_track import Waypoint
+    from skymemory.constellation.links import Links
     from skymemory.constellation.torus import SatelliteId
     from skymemory.testbed.plan import ConstellationPlan, Ground, HostShare, Ports
     from skymemory.testbed.run_directory import RunDirectory
@@ -145,6 +146,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, default=1, metavar="K", help="copies of every chunk (default: 1)")
     add("--strategy", metavar="NAME", help="placement: rotation, hop, rotation_hop, cost or baseline")
     _add_ground_options(parser)
+    parser.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="what links carry: TOML of rates, other traffic, buffers, outages and weather (default: everything)",
+    )
     add("--chunk", type=size, default=6144, metavar="SIZE", help="chunk size (default: 6144)")
     add(
         "--time-scale",
@@ -557,9 +564,16 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
         time_scale=args.time_scale,
         memory_policy=MemoryPolicy(args.eviction, args.replacement, 30.0 if args.sweep is None else args.sweep),
         ground=_ground_of(args),
+        links=_links_of(args.links),
         faults=Faults(args.loss, args.duplicate, args.reorder, args.corrupt, args.fault_seed),
         **_auth_of(args),
     )
+
+
+def _links_of(path: Path | None) -> Links | None:
+    from skymemory.constellation.links import Links
+
+    return None if path is None else Links.read(read_toml(path), str(path))
 
 
 def _ground_of(args: argparse.Namespace) -> Ground:

@@ -60,7 +60,16 @@ class RoundTrip:
 class Window:
     """Bytes that may be in flight: starts at the limit, halves on loss (once per round trip), grows with answers."""
 
-    def __init__(self, limit_bytes: int, floor_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, floor_bytes: int, rate_bytes_s: float = math.inf, most_bytes: int | None = None
+    ) -> None:
+        """``rate_bytes_s``: of the link that it fills; ``most_bytes``: what that holds, whatever receivers offer."""
+        self.rate_bytes_s = rate_bytes_s
+        self._most_bytes = most_bytes
+        self.passed_bytes = 0
+        """Answered or given up so far: the link's own clock."""
+        self.moved_s = -math.inf
+        """When bytes were last answered."""
         self.limit_bytes = limit_bytes
         self._floor_bytes = min(floor_bytes, limit_bytes)
         self.size_bytes = limit_bytes
@@ -69,6 +78,8 @@ class Window:
 
     def offer(self, limit_bytes: int) -> None:
         """The receiver advertises how much it can take."""
+        if self._most_bytes is not None:
+            limit_bytes = min(limit_bytes, self._most_bytes)
         if limit_bytes != self.limit_bytes:
             wide_open = self.size_bytes == self.limit_bytes
             self.limit_bytes = max(limit_bytes, self._floor_bytes)
@@ -86,18 +97,35 @@ class Window:
         self.in_flight_bytes += size_bytes
 
     def answered(self, size_bytes: int) -> None:
+        self.passed_bytes += size_bytes
         self.in_flight_bytes = max(0, self.in_flight_bytes - size_bytes)
         if self.size_bytes < self.limit_bytes:
             self.size_bytes = min(self.limit_bytes, self.size_bytes + max(1, size_bytes // 2))
 
     def given_up(self, size_bytes: int) -> None:
         """Bytes that will not be answered are no longer in flight."""
+        self.passed_bytes += size_bytes
         self.in_flight_bytes = max(0, self.in_flight_bytes - size_bytes)
 
     def lost(self, now_s: float, round_trip_s: float) -> None:
         if now_s >= self._cut_until_s:
             self.size_bytes = max(self._floor_bytes, self.size_bytes // 2)
             self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
+
+
+QUEUE_S = 0.02
+"""Beside two round trips: how long bytes of ours may wait at the slowest link of their way. It must be filled while a
+request for the next burst is under way, and no longer queue is needed.
+"""
+
+
+_LEAST_QUEUE_BYTES = 24 * 1024
+"""However slow the link is: the next packets are there when one has gone."""
+
+
+def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
+    """The most bytes in flight over links of this rate: they fill it, and no buffer overflows."""
+    return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S) + _LEAST_QUEUE_BYTES, buffer_bytes))
 
 
 class Credit:

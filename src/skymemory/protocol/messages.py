@@ -72,6 +72,12 @@ HOUSEKEEPING_FIELDS = (
     "packets_unsupported",
     "packets_shed",
     "late_us",
+    "link_up_lost",
+    "link_down_lost",
+    "link_isl_lost",
+    "link_up_queued_bytes",
+    "link_down_queued_bytes",
+    "link_isl_queued_bytes",
 )
 """Fields of a PONG, in this order; new ones are appended, and a reader ignores what it does not know."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.visibility import plane_move_period_s, slot_move_period_s
+from skymemory.constellation.visibility import GroundHost, plane_move_period_s, slot_move_period_s
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.keys import KeyRing
 from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut
@@ -33,15 +33,19 @@ from skymemory.transport.udp_host import HostSpec
 from skymemory.transport.udp_socket import source_address
 
 
-def expected_round_trip_s(plan: ConstellationPlan, access: str, now_s: float | None = None) -> float:
-    """Round trip to the farthest satellite of the box: the timeout must hold for all."""
-    round_trip_s, moves = _round_trips(plan, access, now_s)
+def expected_round_trip_s(
+    plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
+) -> float:
+    """Round trip to the farthest satellite of the box: the timeout must hold for all. ``ground``: from another place
+    than the plan's.
+    """
+    round_trip_s, moves = _round_trips(plan, access, now_s, ground)
     placement = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
     return max(map(round_trip_s, placement.box_satellites(moves)))
 
 
 def _round_trips(
-    plan: ConstellationPlan, access: str, now_s: float | None = None
+    plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> tuple[Callable[[SatelliteId], float], Moves]:
     """Round trips by the current geometry and the plan's delay scale, and the moves of now."""
     # By the way a packet takes: beam to each satellite (los), or beam to the gateway and links from there. An onboard
@@ -51,7 +55,7 @@ def _round_trips(
     if plan.time_scale:
         now_s = time.time() if now_s is None else now_s
         sky_s, moves = clock.sky_s(now_s), clock.moves(now_s)
-    sight, centre = plan.ground.sight(preset_named(plan.preset)), sky.centre_at(moves)
+    sight, centre = plan.sight(ground), sky.centre_at(moves)
     seen = sight.in_sight(centre, sky_s) or (centre,)
     gateway = centre if access == "onboard" else seen[0]
     beam_s = 0.0 if access == "onboard" else sight.one_way_s(gateway, centre, sky_s)
@@ -84,21 +88,27 @@ def check_access(plan: ConstellationPlan, access: str) -> Access:
 
 
 def open_constellation(
-    run_dir: Path | None = None, *, use_index: bool = True, access: str | None = None, give_up_s: float = 0.8
+    run_dir: Path | None = None,
+    *,
+    use_index: bool = True,
+    access: str | None = None,
+    give_up_s: float = 0.8,
+    ground: GroundHost | None = None,
 ) -> ConstellationStore:
     """The store over the constellation of ``run_dir`` (default: this user's).
 
     ``use_index=False`` queries the satellites instead of the local index, as after its loss. ``access`` overrides the
-    plan's. Close it after use.
+    plan's, ``ground`` its host's place: sight, gateway and beams are from there, the box stays. Close it after use.
 
     Raises:
         NoConstellation: none runs there.
+        InvalidInput: an access that does not fit the plan's, or a place where the preset is no orbit.
     """
     directory = RunDirectory(run_dir)
     plan = directory.running_plan()
     chosen = check_access(plan, access or plan.access)
     index = SharedIndex(directory.index_path) if use_index else None
-    store = store_of(plan, access=chosen, index=index, give_up_s=give_up_s)
+    store = store_of(plan, access=chosen, index=index, give_up_s=give_up_s, ground=ground)
     store.synchronise()
     return store
 
@@ -114,29 +124,37 @@ def sealed(store: Store, keys: KeyFollower) -> SealedStore:
 
 
 def store_of(
-    plan: ConstellationPlan, *, access: str | None = None, index: SharedIndex | None = None, give_up_s: float = 0.8
+    plan: ConstellationPlan,
+    *,
+    access: str | None = None,
+    index: SharedIndex | None = None,
+    give_up_s: float = 0.8,
+    ground: GroundHost | None = None,
 ) -> ConstellationStore:
-    """The store over a constellation that runs by ``plan``; ``access`` overrides the plan's."""
+    """The store over a constellation that runs by ``plan``; ``access`` and ``ground`` override the plan's."""
     access = access or plan.access
-    client = client_of(plan, check_access(plan, access), expected_round_trip_s(plan, access), give_up_s)
-    return ConstellationStore(client, sky_of(plan), settings_of(plan, access), index=index)
+    expected_s = expected_round_trip_s(plan, access, ground=ground)
+    client = client_of(plan, check_access(plan, access), expected_s, give_up_s, ground)
+    return ConstellationStore(client, sky_of(plan, ground), settings_of(plan, access, ground), index=index)
 
 
-def settings_of(plan: ConstellationPlan, access: str | None = None) -> SkySettings:
+def settings_of(plan: ConstellationPlan, access: str | None = None, ground: GroundHost | None = None) -> SkySettings:
     """Placement and sizes of the values that clients write."""
     memory_bytes, lazy = plan.memory_per_satellite_bytes, plan.memory_policy.lazy
-    fan_out = fan_out_of(plan, access or plan.access) if plan.by_size else None
+    fan_out = fan_out_of(plan, access or plan.access, ground) if plan.by_size else None
     return SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, memory_bytes, lazy, plan.replicas, fan_out)
 
 
-def fan_out_of(plan: ConstellationPlan, access: str) -> FanOut:
+def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None = None) -> FanOut:
     """How many satellites a value is worth, by the current geometry."""
     sky, code = sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
-    round_trip_s, moves = _round_trips(plan, access)
+    round_trip_s, moves = _round_trips(plan, access, ground=ground)
     # With a beam for each satellite more of them transmit at the same time; through a gateway all share its beam. The
     # plan's delay scale holds for the whole link: without delays it transmits as fast as this computer.
     beams = access in ("los", "hybrid")
     chunk_s = plan.chunk_bytes / BEAM_BYTES_PER_S * plan.delay_scale if beams else 0.0
+    if plan.links is not None and plan.links.down_bit_s is not None and beams:
+        chunk_s = plan.chunk_bytes / plan.links.bytes_per_s("down")
     return FanOut.of(
         lambda servers: sky.placement(code, servers),
         plan.servers,
@@ -159,11 +177,11 @@ def shell_of(plan: ConstellationPlan) -> Shell:
     return preset_named(plan.preset).shell
 
 
-def sky_of(plan: ConstellationPlan) -> SkyMap:
-    """Locations of servers and what the host sees; link lengths for ``cost`` placement."""
+def sky_of(plan: ConstellationPlan, ground: GroundHost | None = None) -> SkyMap:
+    """Locations of servers and what the host, or another, sees; link lengths for ``cost`` placement."""
     shell = shell_of(plan)
-    sight = plan.ground.sight(preset_named(plan.preset))
-    return SkyMap(plan.torus, plan.centre, shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane"), sight)
+    links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
+    return SkyMap(plan.torus, plan.centre, *links_s, plan.sight(ground))
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
@@ -201,6 +219,8 @@ def host_spec(
         clock=clock_of(plan),
         memory_bytes=plan.memory_per_satellite_bytes,
         delay_scale=plan.delay_scale,
+        links=plan.links,
+        sight_at=plan.sight if preset_named(plan.preset).fixed_centre is None else None,
         replacement=plan.memory_policy.replacement,
         eviction=plan.memory_policy.satellites(plan.replicas),
         onboard=plan.centre if plan.access == "onboard" else None,
@@ -229,8 +249,18 @@ def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
     return client_of(plan, "los", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
 
 
-def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, give_up_s: float) -> UdpClient:
-    """A client with a random ground id, bound to ``bind_ip_of``."""
+_ANNOUNCED_TO = 3
+"""Satellites of each host process that learn a client's place: one of them may be disabled."""
+
+
+def client_of(
+    plan: ConstellationPlan,
+    access: Access,
+    expected_rtt_s: float,
+    give_up_s: float,
+    ground: GroundHost | None = None,
+) -> UdpClient:
+    """A client with a random ground id, bound to ``bind_ip_of``; ``ground``: at another place than the plan's."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host
@@ -238,9 +268,16 @@ def client_of(plan: ConstellationPlan, access: Access, expected_rtt_s: float, gi
         expected_rtt_s=expected_rtt_s,
         give_up_s=max(give_up_s, _LEAST_ROUND_TRIPS * expected_rtt_s),
         authority=keys.authority if keys is not None else None,
+        links=plan.links,
     )
     refresh = keys.refresh if keys is not None else lambda: math.inf
-    return UdpClient(config, sky_of(plan), clock_of(plan), plan.addresses(), bind_ip_of(plan), refresh)
+    sky, clock, addresses = sky_of(plan, ground), clock_of(plan), plan.addresses()
+    announced = [
+        endpoint
+        for host in (plan.hosts if ground is not None and plan.delay_scale > 0 else ())
+        for endpoint in [address for _, address in plan.addresses_of(host)][:_ANNOUNCED_TO]
+    ]
+    return UdpClient(config, sky, clock, addresses, bind_ip_of(plan), refresh, ground, announced)
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:

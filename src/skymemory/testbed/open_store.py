@@ -12,6 +12,7 @@ from urllib.parse import parse_qsl
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.circuit_breaker import BreakerConfig
+from skymemory.constellation.visibility import GroundHost
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.files import check_readable, read_toml
@@ -27,7 +28,8 @@ from skymemory.units import parse_duration, parse_size
 
 EXPECTED = (
     "memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
-    "constellation[://RUN_DIR][?index=no&access=gateway], tiers:///FILE.toml or tiers:?tier=ADDRESS&tier=ADDRESS"
+    "constellation[://RUN_DIR][?index=no&access=gateway&lat=52.5&lon=13.4], tiers:///FILE.toml or "
+    "tiers:?tier=ADDRESS&tier=ADDRESS"
 )
 
 _PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")
@@ -43,8 +45,8 @@ def open_store(where: str = "constellation") -> Store:
     ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
     ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``rediss://host?ca=FILE`` (TLS; PEM of its
     authority, default: the system's), ``constellation`` (this user's, as started by ``skymemory constellation up``),
-    ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``. All but the last take
-    ``name=NAME``, for reports and metrics.
+    ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``, for a host elsewhere than the
+    plan's ``&lat=52.5&lon=13.4`` (degrees). All but the last take ``name=NAME``, for reports and metrics.
 
     Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
     within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
@@ -133,15 +135,28 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
             check_readable(Path(ca))
         return RedisStore(f"{kind}://{place}", name=_name("redis", options, where), timeout_s=timeout_s, ca=ca)
     if kind == "constellation":
-        _no_others(options, ("index", "access"), where)
+        _no_others(options, ("index", "access", "lat", "lon"), where)
         index = options.get("index", "yes")
         if index not in _YES + _NO:
             raise InvalidInput(f"store {where!r}: index={index}: expected yes or no")
         use_index = index in _YES
-        return open_constellation(Path(place) if place else None, use_index=use_index, access=options.get("access"))
+        run_dir, ground = Path(place) if place else None, _ground(options, where)
+        return open_constellation(run_dir, use_index=use_index, access=options.get("access"), ground=ground)
     if kind == "tcp":
         raise InvalidInput(f"store {where!r}: write redis://{place} for a store daemon that listens there")
     raise InvalidInput(f"store {where!r}: expected {EXPECTED}")
+
+
+def _ground(options: dict[str, str], where: str) -> GroundHost | None:
+    """Where the host is, if it is not where the plan's is."""
+    if "lat" not in options and "lon" not in options:
+        return None
+    try:
+        return GroundHost(float(options["lat"]), float(options["lon"]))
+    except (KeyError, ValueError) as error:
+        raise InvalidInput(f"store {where!r}: expected lat=DEGREES_NORTH&lon=DEGREES_EAST together") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"store {where!r}: {error}") from error
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from skymemory.constellation.ground_track import Place, Track, Trajectory, Waypoint, track_over
+from skymemory.constellation.links import Links
 from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, Preset, preset_named
 from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -100,6 +101,26 @@ class Ground:
             return BoxSight(preset.shell, preset.torus, self.mask_deg)
         rule = next(rule for rule in GATEWAY_RULES if rule == self.gateway)
         return OrbitSight(preset.shell, self.place, preset.epoch_unix_s, self.mask_deg, rule)
+
+
+@dataclass(frozen=True)
+class PlaceSight:
+    """What a second host sees. ``box``: the sight of the plan's host, around which the box is; ``own``: of this one."""
+
+    box: OrbitSight
+    own: OrbitSight
+
+    def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
+        return self.own.in_sight(self._own_centre(centre, sky_s), sky_s)
+
+    def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
+        return self.own.one_way_s(satellite, self._own_centre(centre, sky_s), sky_s)
+
+    def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
+        """Where a box around this host would be, pushed as far as the plan's."""
+        plane, slot = self.box.track.cell_at(sky_s)
+        own_plane, own_slot = self.own.track.cell_at(sky_s)
+        return self.own.shell.torus.wrap(centre.plane - plane + own_plane, centre.slot - slot + own_slot)
 
 
 DEFAULT_HOSTS = 5
@@ -237,6 +258,9 @@ class ConstellationPlan:
     Empty: by size where ``servers`` is the preset's number. (Earlier releases know no other plans: theirs are fixed.)
     """
 
+    links: Links | None = None
+    """What links carry; None: everything, as earlier releases' plans."""
+
     def __post_init__(self) -> None:
         preset = preset_named(self.preset)
         torus = preset.torus
@@ -293,6 +317,26 @@ class ConstellationPlan:
             for port in ports:
                 other = owners.setdefault((host.ip, port), host.name)
                 _require(other == host.name, f"{host.name} and {other} share ports on {host.ip}, the first is {port}")
+
+    def sight(self, host: GroundHost | None = None) -> Sight:
+        """What the plan's host sees, or another: the box stays over the plan's.
+
+        Raises:
+            InvalidInput: another, of a preset that is no orbit or with the host on board.
+        """
+        preset = preset_named(self.preset)
+        box = self.ground.sight(preset)
+        if host is None:
+            return box
+        if not isinstance(box, OrbitSight) or self.access == "onboard":
+            raise InvalidInput(
+                f"a host at {host.latitude_deg:g},{host.longitude_deg:g}: this constellation ({self.preset}, access "
+                f"{self.access}) has no places on the ground; expected a preset with real orbits such as starlink-a"
+            )
+        place = Ground(host.latitude_deg, host.longitude_deg, self.ground.mask_deg, self.ground.gateway)
+        own = place.sight(preset)
+        assert isinstance(own, OrbitSight)
+        return PlaceSight(box, own)
 
     @property
     def torus(self) -> Torus:
@@ -380,6 +424,7 @@ def make_plan(
     ground: Ground | None = None,
     auth: str = "off",
     keys_file: str = "",
+    links: Links | None = None,
 ) -> ConstellationPlan:
     """A plan with the preset's defaults; ``hosts`` defaults to five on this computer, the strategy with access
     ``onboard`` to ``hop``. With ``servers`` every value has so many; by default they are chosen by its size.
@@ -408,6 +453,7 @@ def make_plan(
         auth=auth,
         keys_file=keys_file,
         fan_out="fixed" if servers == chosen.servers else "",
+        links=links,
     )
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skymemory.config import suggestion
+from skymemory.config import suggestion, table
 from skymemory.constellation.ground_track import Waypoint
+from skymemory.constellation.links import Links
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, LaterFile
 from skymemory.files import read_bounded, write_private
@@ -34,6 +35,10 @@ def to_json(plan: ConstellationPlan) -> str:
             del host["skipped_ports"]
     if not plan.fan_out:
         del fields["fan_out"]
+    if plan.links is None:
+        del fields["links"]
+    else:
+        fields["links"] = plan.links.as_table()
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 
@@ -125,6 +130,8 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
     if "memory_policy" in fields:
         policy = _mapping(fields["memory_policy"], MemoryPolicy, f"{where}: memory_policy")
         fields["memory_policy"] = _build(MemoryPolicy, policy, where)
+    if fields.get("links") is not None:
+        fields["links"] = Links.read(table(fields["links"]), f"{where}: links")
     if "ground" in fields:
         fields["ground"] = _ground(fields["ground"], f"{where}: ground")
     return _build(ConstellationPlan, fields, where)

@@ -1,7 +1,8 @@
 """Link delays in user space: packets wait here while their signal would travel at the speed of light.
 
 One heap and one absolute timer serve all links of a process. No packet is released early; how late each was is
-recorded, for a delay without its error is no measurement.
+recorded, for a delay without its error is no measurement. ``groups`` cuts batches into what a link with a rate delivers
+together.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
+from skymemory.constellation.links import LinkQueue, Links
+from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import percentile
+from skymemory.protocol.wire import Op, SegmentBatch, header_start
 
 Item = TypeVar("Item")
 
+GRAIN_S = 0.0005
+"""Packets of a run that come to their end within this time are handed over together, at the time of the last."""
+_HANDOVER_BYTES = 32 * 64 * 8192
+"""What a satellite that hands over may have on its way."""
 _ERRORS_KEPT = 8_192
 """Percentiles are over the latest releases, maximum and number over all."""
 
@@ -155,3 +163,42 @@ class TimerFd:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
+    """Whether it goes before all that waits on its link: LINKS between satellites, as packets of routing protocols do.
+    Else a full queue would make a neighbour look dead.
+    """
+    if not (isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId)):
+        return False
+    op_at = header_start(memoryview(batch.headers)) + 1
+    return len(batch.headers) > op_at and batch.headers[op_at] == Op.LINKS
+
+
+def handover_timeout_s(timeout_s: float, links: Links) -> float:
+    """For a handover to be acknowledged, with what may wait before it on one link."""
+    return timeout_s + min(links.buffer_bytes, _HANDOVER_BYTES) / links.bytes_per_s("isl")
+
+
+def groups(
+    queue: LinkQueue, datagrams: list[bytes], now_s: float, urgent: bool = False
+) -> Iterator[tuple[float, SegmentBatch]]:
+    """What a link makes of datagrams that come to it now: each group with the seconds until its last bit is sent. What
+    the link loses is left out.
+    """
+    group: list[bytes] = []
+    first_s = last_s = 0.0
+    for data in datagrams:
+        leaves_s = queue.leaves_s(len(data), now_s, urgent)
+        if leaves_s < 0.0:
+            continue
+        joins = group and len(group[-1]) == len(group[0]) >= len(data) and leaves_s - first_s <= GRAIN_S
+        if group and not joins:
+            yield last_s - now_s, SegmentBatch(b"".join(group), len(group[0]))
+            group = []
+        if not group:
+            first_s = leaves_s
+        group.append(data)
+        last_s = leaves_s
+    if group:
+        yield last_s - now_s, SegmentBatch(b"".join(group), len(group[0]))

@@ -3,6 +3,11 @@
 Every link has its one-way delay; faults are drawn per datagram from a seeded injector. Satellites and clients are the
 same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: then satellites share
 the processors of their hosts (``simulated_host``).
+
+Where links have rates (``constellation.links``), every packet is sent when its link is free, and forwarded when its
+last bit has come. A run of packets is shown to the machine of a satellite that forwards it once, when the first of them
+comes; each follows on the next link at its own time. At their end packets of a run that come within ``GRAIN_S`` are
+handed over together, at the time of the last, as receive offload does.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from operator import attrgetter
 from threading import RLock
 from typing import NamedTuple, cast
 
+from skymemory.constellation.links import LOST, LinkQueue, LinkQueues
 from skymemory.constellation.torus import RoutingMode, SatelliteId
+from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.native import Rows
 from skymemory.protocol.auth import Authority
@@ -28,9 +35,11 @@ from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachi
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import MAX_PACKET_BYTES, Buffer, LinkEnd, SegmentBatch
+from skymemory.transport.delay_line import GRAIN_S, handover_timeout_s, is_urgent
 from skymemory.transport.faults import FaultEvent, FaultInjector
-from skymemory.transport.simulated_host import HostLimits, SimulatedHost
+from skymemory.transport.simulated_host import HostLimits, SimulatedHost, is_for
 from skymemory.transport.udp_host import PATIENCE_S
+from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES
 
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
@@ -54,6 +63,48 @@ class _Arrival(NamedTuple):
     segment_bytes: int
 
 
+class _Train:
+    """Packets of one batch on one link with a rate, end to end in ``data``: ``size`` bytes each, the last maybe fewer.
+    ``due_s``: when each comes; ``LOST``, or infinite while it has not left yet.
+    """
+
+    __slots__ = (
+        "count",
+        "data",
+        "delay_s",
+        "due_s",
+        "ends",
+        "first",
+        "machine",
+        "onward",
+        "queue",
+        "receiver",
+        "sender",
+        "size",
+        "urgent",
+    )
+
+    def __init__(
+        self, data: bytes, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
+    ) -> None:
+        self.data = data
+        self.size = size
+        self.count = -(-len(data) // size)
+        self.sender = sender
+        self.receiver = receiver
+        self.queue = queue
+        self.delay_s = delay_s
+        self.urgent = urgent
+        self.due_s = [math.inf] * self.count
+        self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, data)
+        """Whether they are handed over there, not forwarded as a run."""
+        self.onward: _Train | None = None
+        self.machine: object = None
+        """Which has forwarded them: it may be dead, and another in its place, when the last of them come."""
+        self.first = -1
+        """The first packet that has come and is not handed over yet."""
+
+
 class SimulatedConstellation:
     """All satellites of a torus, and any number of ground hosts, over virtual time that starts at 0."""
 
@@ -71,11 +122,17 @@ class SimulatedConstellation:
         clocks: Mapping[SatelliteId, MoveClock] | None = None,
         authority: Authority | None = None,
         limits: HostLimits | None = None,
+        queues: LinkQueues | None = None,
     ) -> None:
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks``:
         the wrong clocks of some satellites. ``authority`` is the satellites'; a client's is in its config. ``limits``
-        None: work takes no time, and buffers are unlimited.
+        None: work takes no time, and buffers are unlimited. ``queues``: what links carry; None: all, at once.
+
+        Raises:
+            InvalidInput: both ``limits`` and ``queues``.
         """
+        if limits is not None and queues is not None:
+            raise InvalidInput("limits of hosts and rates of links: expected one of them in one simulation")
         self.sky = sky
         self.clock = clock or MoveClock()
         self.lock = RLock()
@@ -92,7 +149,8 @@ class SimulatedConstellation:
         self._eviction = eviction or EvictionConfig()
         self._authority = authority
         self._limits = limits
-        self._arrivals: list[_Arrival] = []
+        self.queues = queues
+        self._arrivals: list[_Arrival | tuple[float, int, _Train, int]] = []
         self._order = count()
         self._lateness: dict[SatelliteId, Lateness] = {}
         for names in limits.hosts if limits is not None else ():
@@ -103,6 +161,8 @@ class SimulatedConstellation:
         self._link_faults: dict[frozenset[Node], FaultInjector] = {}
         self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
+        self._asked: dict[Node, int] = {}
+        """Revision of each client when it was last asked for packets; only where links have rates."""
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
         """In order, so that a seed gives the same run in every process."""
         self._timers: dict[Node, float] = {}
@@ -126,6 +186,9 @@ class SimulatedConstellation:
             eviction=self._eviction,
             authority=self._authority,
         )
+        if self.queues is not None:
+            timeout_s = handover_timeout_s(config.handover_timeout_s, self.queues.links)
+            config = replace(config, credit_bytes=DEFAULT_BUFFER_BYTES, handover_timeout_s=timeout_s)
         if self._limits is not None:
             longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
             config = replace(
@@ -194,9 +257,9 @@ class SimulatedConstellation:
         if event.link is not None:
             (self.mend if event.over else self.cut)(*event.link)
 
-    def connect(self, config: ClientConfig) -> SimulatedClient:
-        """Add a ground host."""
-        machine = ClientMachine(config, self.sky, self.clock)
+    def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
+        """Add a ground host. ``sky``: as it is seen from another place."""
+        machine = ClientMachine(config, sky or self.sky, self.clock)
         token = ("ground", config.ground)
         self._clients[token] = machine
         return SimulatedClient(self, machine)
@@ -207,13 +270,16 @@ class SimulatedConstellation:
         self._clients.pop(token, None)
         self._touched.pop(token, None)
         self._timers.pop(token, None)
+        self._asked.pop(token, None)
+        if self.queues is not None:
+            self.queues.forget(token)
 
     def step(self, limit_s: float) -> bool:
         """Run the next event, not later than ``limit_s``; False (and time at the limit) if there is none."""
         # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
         self.flush()
         timer_s = self._next_alarm_s()
-        arrival_s = self._arrivals[0].time_s if self._arrivals else math.inf
+        arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
         if self.hosts and self._run_hosts(timer_s, limit_s):
             return True
         if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
@@ -225,7 +291,11 @@ class SimulatedConstellation:
             return False
         self.now_s = max(self.now_s, min(timer_s, arrival_s))
         if arrival_s <= timer_s:
-            self._deliver(heapq.heappop(self._arrivals))
+            arrival = heapq.heappop(self._arrivals)
+            if isinstance(arrival, _Arrival):
+                self._deliver(arrival)
+            else:
+                self._come(arrival, min(timer_s, limit_s, self._events[0].time_s if self._events else math.inf))
         else:
             while self._next_alarm_s() <= self.now_s:
                 node = heapq.heappop(self._alarms)[2]
@@ -240,7 +310,7 @@ class SimulatedConstellation:
         until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
         while True:
             host = min(self.hosts, key=_wake_s)
-            if not host.wake_s < min(until_s, self._arrivals[0].time_s if self._arrivals else math.inf):
+            if not host.wake_s < min(until_s, self._arrivals[0][0] if self._arrivals else math.inf):
                 return worked
             if host.wake_s > limit_s:
                 return worked
@@ -267,7 +337,8 @@ class SimulatedConstellation:
     def flush(self) -> None:
         """Send the packets of machines that have had events, and note their timers."""
         for token, client in self._clients.items():
-            if client.wants_to_send:
+            # A client whose windows are full need not be asked again before something has come to it.
+            if client.wants_to_send and self._asked.get(token) != client.revision:
                 self._touched[token] = None
         for node in self._touched:
             if node in self._host_of:
@@ -277,6 +348,8 @@ class SimulatedConstellation:
             for batch, to in machine.datagrams_to_send(self.now_s):
                 if node not in self._dead:
                     self._send(batch, node, cast(Node, to))
+            if self.queues is not None and isinstance(machine, ClientMachine):
+                self._asked[node] = machine.revision
             timer_s = None if node in self._dead else machine.next_timer_s()
             if timer_s is None:
                 self._timers.pop(node, None)
@@ -292,6 +365,9 @@ class SimulatedConstellation:
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
         """Datagrams of one batch without faults arrive together, as receive offload delivers them."""
+        if self.queues is not None:
+            self._send_by_rate(batch, sender, receiver)
+            return
         link_s = 0.0 if sender in self._host_of else self._delay_s(sender, receiver)
         link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         own_faults = self._link_faults.get(link)
@@ -319,6 +395,107 @@ class SimulatedConstellation:
         arrival = _Arrival(self.now_s + delay_s, next(self._order), receiver, sender, data, len(run[0]))
         heapq.heappush(self._arrivals, arrival)
 
+    # --- Links with rates ---
+
+    def _send_by_rate(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
+        """Put a batch on its link now."""
+        assert self.queues is not None
+        link = frozenset((sender, receiver))
+        if link in self._cut:
+            return
+        queue, delay_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver)
+        own_faults, urgent = self._link_faults.get(link), is_urgent(batch, sender, receiver)
+        if own_faults is not None or self._faults is not None:
+            for data in batch.datagrams():  # each by itself: any of them may be lost, or late
+                self._count(data)
+                leaves_s = queue.leaves_s(len(data), self.now_s, urgent)
+                for copy, extra_s in _flights(data, own_faults, self._faults) if leaves_s >= 0.0 else ():
+                    self._arrive([copy], leaves_s - self.now_s + delay_s + extra_s, sender, receiver)
+            return
+        for data, size in _runs_of(batch):
+            train = _Train(data, size, sender, receiver, queue, delay_s, urgent)
+            for at in range(train.count):
+                self._leave(train, at)
+
+    def _count(self, data: bytes) -> None:
+        self.datagrams_sent += 1
+        self.bytes_sent += len(data)
+
+    def _leave(self, train: _Train, at: int) -> None:
+        """A packet comes to the link of ``train`` now."""
+        size = train.size if at + 1 < train.count else len(train.data) - at * train.size
+        self.datagrams_sent += 1
+        self.bytes_sent += size
+        leaves_s = train.queue.leaves_s(size, self.now_s, train.urgent)
+        if leaves_s < 0.0:
+            train.due_s[at] = LOST
+        else:
+            due_s = train.due_s[at] = leaves_s + train.delay_s
+            heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
+
+    def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
+        """Packets come to the ends of their links: as many as only pass, and those before them."""
+        # Most packets of a run pass a satellite that has forwarded the run: these cost no look at timers and machines.
+        arrivals = self._arrivals
+        while True:
+            _, _, train, at = arrival
+            onward = train.onward
+            if onward is None or train.machine is not self.satellites[train.receiver]:  # type: ignore[index]
+                self._arrived(train, at)
+                return
+            if train.receiver not in self._dead:
+                self._leave(onward, at)
+            following = arrivals[0] if arrivals else None
+            if following is None or following[0] > until_s or isinstance(following, _Arrival):
+                return
+            arrival = heapq.heappop(arrivals)  # type: ignore[assignment]
+            self.now_s = max(self.now_s, arrival[0])
+
+    def _arrived(self, train: _Train, at: int) -> None:
+        receiver = train.receiver
+        if receiver in self._dead:
+            return
+        if not train.ends:
+            if train.machine is None:
+                self._forward(train, at)
+                return
+            if train.machine is self.satellites[receiver]:  # type: ignore[index]
+                return  # which could not forward the run, and has said so
+        if train.first < 0:
+            train.first = at
+        after, first, size = at + 1, train.first, train.size
+        soon = self._offload and after < train.count and 0.0 <= train.due_s[after] - train.due_s[first] <= GRAIN_S
+        if soon and after - first < _MAX_RUN_SEGMENTS and (after - first + 1) * size <= MAX_PACKET_BYTES:
+            return  # handed over with the next
+        train.first = -1
+        data = train.data if train.count == after - first else train.data[first * size : after * size]
+        if isinstance(receiver, SatelliteId):
+            self._touched[receiver] = None
+            self.satellites[receiver].receive_batch(data, size, train.sender, self.now_s)
+        elif receiver in self._clients:
+            self._touched[receiver] = None
+            self._clients[receiver].receive_batch(data, size, self.now_s)
+
+    def _forward(self, train: _Train, at: int) -> None:
+        """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
+        here = train.receiver
+        assert isinstance(here, SatelliteId) and self.queues is not None
+        machine = train.machine = self.satellites[here]
+        machine.receive_batch(train.data, train.size, train.sender, self.now_s)
+        self._touched[here] = None
+        for batch, to in machine.datagrams_to_send(self.now_s):
+            link = frozenset((here, cast(Node, to)))
+            plain = train.onward is None and batch.payloads is None and batch.count == train.count
+            if not plain or link in self._link_faults or link in self._cut:
+                self._send(batch, here, cast(Node, to))
+                continue
+            receiver = cast(Node, to)
+            queue, delay_s = self.queues.of(here, receiver), self._delay_s(here, receiver)
+            data, size = bytes(batch.headers), batch.header_bytes
+            train.onward = _Train(data, size, here, receiver, queue, delay_s, urgent=False)
+        if train.onward is not None:
+            self._leave(train.onward, at)
+
     def _deliver(self, arrival: _Arrival) -> None:
         _, _, receiver, sender, data, segment_bytes = arrival
         if isinstance(receiver, SatelliteId):
@@ -343,6 +520,21 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
     if faults is not None:
         flights = [(last, before_s + s) for copy, before_s in flights for last, s in faults.apply(copy)]
     return flights
+
+
+def _runs_of(batch: SegmentBatch) -> list[tuple[bytes, int]]:
+    """Its packets end to end, in runs of one size (the last maybe shorter)."""
+    headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
+    if payloads is None:
+        return [(bytes(headers), step)]
+    first = len(payloads[0])
+    if any(len(payload) != first for payload in payloads[:-1]) or len(payloads[-1]) > first:
+        return [(data, len(data)) for data in batch.datagrams()]
+    view = memoryview(headers)
+    parts: list[Buffer] = []
+    for at, payload in enumerate(payloads):
+        parts += (view[at * step : (at + 1) * step], payload)
+    return [(b"".join(parts), step + first)]
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:

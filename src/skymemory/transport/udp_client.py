@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.visibility import GroundHost
 from skymemory.errors import SkyMemoryError
 from skymemory.forks import OwnLock
 from skymemory.native import Landing, Rows, Run, Tally
@@ -26,7 +27,7 @@ from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finis
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import Buffer, SegmentBatch
-from skymemory.transport.udp_socket import BatchSocket, UnixClock
+from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket, UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
@@ -35,6 +36,8 @@ _PLAIN_SPIN_US = 300
 """The same for the answer of a satellite on this computer or beside it, which must be woken first."""
 _MAX_RECEIVES = 64
 """Receive calls before the machine processes what came, unless it has something to send: then one."""
+_ANNOUNCE_EVERY_S = 1.0
+"""A host that was started again has forgotten it."""
 DRAIN_BYTES_PER_S = 400e6
 """What this side can certainly receive per second: beside what its receive buffer holds, this much may be in flight on
 long beams. A computer that cannot keep up loses datagrams and halves its window.
@@ -108,10 +111,16 @@ class UdpClient:
         satellites: Mapping[SatelliteId, Endpoint],
         bind_ip: str = "127.0.0.1",
         refresh: Callable[[], float] = lambda: math.inf,
+        place: GroundHost | None = None,
+        hosts: Iterable[Endpoint] = (),
     ) -> None:
         """``refresh`` may replace the keys of the config's authority. It is called before operations run, and returns
-        before what time (``time.monotonic``) it need not be called again.
+        before what time (``time.monotonic``) it need not be called again. ``place``: where this host is, if it is not
+        where the plan's is: announced to ``hosts``, which delay beams, each second in which operations begin.
         """
+        self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
+        self._hosts = tuple(hosts)
+        self._announce_s = -math.inf
         self._refresh = refresh
         self._refresh_s = -math.inf
         self._sock = BatchSocket(bind_ip, 0)
@@ -264,6 +273,9 @@ class UdpClient:
         """Its operations go out; it leads unless another does."""
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
+        if self._place and time.monotonic() >= self._announce_s:
+            self._announce_s = time.monotonic() + _ANNOUNCE_EVERY_S
+            self._sock.send_each([(self._place, *endpoint) for endpoint in self._hosts])
         for number in call.waiting & self._unclaimed.keys():
             call.take(self._unclaimed.pop(number))
         if call.waiting:

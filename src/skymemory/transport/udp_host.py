@@ -2,7 +2,8 @@
 
 The state machines decide everything (``protocol.satellite.machine``); this file moves datagrams between them and the
 sockets, delays them by their link, and injects the configured faults. Beams are delayed here in both directions, so
-that a client needs no geometry.
+that a client needs no geometry. So are rates (``constellation.links``): what a client sends waits here for its turn on
+its beam upwards.
 
 How late the loop is is measured by its timers and by how long a socket was never found empty, and shared with the
 machines (``Lateness``). Work that they postpone runs when the loop is idle, and for a fifth of the time at least.
@@ -15,15 +16,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import cast
 
 from skymemory import native
+from skymemory.constellation.links import LinkQueues, Links, elevation_deg
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.sight import BoxSight, Sight
 from skymemory.constellation.torus import Axis, RoutingMode, SatelliteId
+from skymemory.constellation.visibility import GroundHost
+from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
@@ -34,9 +40,9 @@ from skymemory.protocol.satellite.memory import Ledger
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import LinkEnd, SegmentBatch, single
-from skymemory.transport.delay_line import DelayLine
+from skymemory.transport.delay_line import DelayLine, groups, handover_timeout_s, is_urgent
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_socket import BatchSocket, Run, UnixClock
+from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket, Run, UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
@@ -47,6 +53,7 @@ PATIENCE_S = 0.05
 """Beside the round trip: how long a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
 """Batches taken from one socket before the others get their turn; one if the loop is late."""
+_MOST_PLACES = 4096
 BEAT_S = 0.1
 """How often the loop's lateness is measured."""
 BACKGROUND_SHARE = 0.2
@@ -77,6 +84,10 @@ class HostSpec:
     onboard: SatelliteId | None = None
     authority: Authority | None = None
     """Authenticates commands; None: any client's are obeyed."""
+    links: Links | None = None
+    """What links carry; None: everything."""
+    sight_at: Callable[[GroundHost], Sight] | None = None
+    """What a client with a place of its own sees; None: all are where the plan's host is."""
 
 
 class UdpSatellite:
@@ -154,11 +165,17 @@ class UdpHost:
         self._beat_s = self.now_s() + BEAT_S
         self._slept_s = self.now_s() - time.monotonic()
         self._beat = loop.call_later(BEAT_S, self._measure_lateness)
-        self._delays: DelayLine[Callable[[], None]] | None = DelayLine() if spec.delay_scale > 0 else None
+        held = spec.delay_scale > 0 or spec.links is not None
+        self._delays: DelayLine[Callable[[], None]] | None = DelayLine() if held else None
+        self._queues: LinkQueues | None = None
+        if spec.links is not None:
+            self._queues = LinkQueues(spec.links, spec.clock.epoch_s, self._elevation_deg, self._place, spec.onboard)
         self._direct = self._delays is None and spec.faults is None
         """No datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
-        self._beams_s: dict[SatelliteId, tuple[tuple[Moves, int], float]] = {}
+        self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
+        self._places: dict[object, tuple[str, Sight]] = {}
+        """Of clients with a place of their own, by endpoint."""
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
         self._last_figures: dict[str, int] = {}
@@ -194,6 +211,8 @@ class UdpHost:
             neighbour_timeout_s=PATIENCE_S + 2 * max(self._link_s.values()),
             authority=self.spec.authority,
         )
+        if self.spec.links is not None:
+            config = replace(config, handover_timeout_s=handover_timeout_s(config.handover_timeout_s, self.spec.links))
         pushed_at_ms, pushed = self._pushed
         clock = replace(self.spec.clock, pushed=pushed)
         machine = SatelliteMachine(config, self.spec.sky, clock, self.now_s(), self.lateness, self._figures)
@@ -338,12 +357,29 @@ class UdpHost:
 
     def _arrive(self, satellite: UdpSatellite, runs: list[native.Run], endpoint: Endpoint) -> None:
         source: SatelliteId | Endpoint = self._names.get(endpoint, endpoint)
+        if self.spec.sight_at is not None and source is endpoint:
+            runs = self._hear_places(runs, endpoint)
         faults = self.spec.faults
         if faults is not None:
+            beam = None
+            if self._queues is not None and not isinstance(source, SatelliteId):
+                beam = self._queues.of(source, satellite.machine.config.address)
             for view, size in runs:
                 for at in range(0, len(view), size):
-                    for data, extra_s in faults.apply(bytes(view[at : at + size])):
-                        self._arrive_later(satellite, data, len(data), source, extra_s)
+                    sent, wait_s = bytes(view[at : at + size]), 0.0
+                    if beam is not None:
+                        now_s = self.now_s()
+                        wait_s = beam.leaves_s(len(sent), now_s) - now_s
+                        if wait_s < 0.0:
+                            continue
+                    for data, extra_s in faults.apply(sent):
+                        self._arrive_later(satellite, data, len(data), source, wait_s + extra_s)
+        elif self._queues is not None and not isinstance(source, SatelliteId):
+            queue, now_s = self._queues.of(source, satellite.machine.config.address), self.now_s()
+            for view, size in runs:
+                datagrams = [bytes(view[at : at + size]) for at in range(0, len(view), size)]
+                for wait_s, batch in groups(queue, datagrams, now_s):
+                    self._arrive_later(satellite, bytes(batch.headers), batch.header_bytes, source, wait_s)
         elif self._delays is not None and not isinstance(source, SatelliteId):
             for view, size in runs:
                 self._arrive_later(satellite, bytes(view), size, source, 0.0)
@@ -363,7 +399,7 @@ class UdpHost:
 
         beam = not isinstance(source, SatelliteId)
         if self._delays is not None and beam:
-            self._delays.push(self._beam_one_way_s(satellite) + extra_s, arrive)
+            self._delays.push(self._beam_one_way_s(satellite, source) + extra_s, arrive)
         elif extra_s > 0:
             self._loop.call_later(extra_s, arrive)
         else:
@@ -380,7 +416,7 @@ class UdpHost:
             if isinstance(to, SatelliteId):
                 here = machine.config.address
                 hold_s = self._link_s["slot" if to.plane == here.plane else "plane"]
-                self._depart(satellite, batch, self.spec.everyone[to], hold_s)
+                self._depart(satellite, batch, self.spec.everyone[to], hold_s, to)
             else:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
@@ -389,7 +425,7 @@ class UdpHost:
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
         """Send to a ground host: both directions of a beam have their faults injected here."""
-        hold_s = self._beam_one_way_s(satellite) if self._delays is not None else 0.0
+        hold_s = self._beam_one_way_s(satellite, endpoint) if self._delays is not None else 0.0
         if self.spec.faults is None:
             self._depart(satellite, batch, endpoint, hold_s)
             return
@@ -400,26 +436,75 @@ class UdpHost:
                 else:
                     self._depart(satellite, single(data), endpoint, hold_s)
 
-    def _depart(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint, hold_s: float) -> None:
+    def _depart(
+        self,
+        satellite: UdpSatellite,
+        batch: SegmentBatch,
+        endpoint: Endpoint,
+        hold_s: float,
+        to: SatelliteId | None = None,
+    ) -> None:
+        """``to``: the satellite at this endpoint; None: it is a ground host's."""
         if self._delays is None:
             satellite.transmit(batch, endpoint)
-        else:
+        elif self._queues is None:
             self._delays.push(hold_s, lambda: satellite.transmit(batch, endpoint))
+        else:
+            here, now_s = satellite.machine.config.address, self.now_s()
+            queue, urgent = self._queues.of(here, to or endpoint), is_urgent(batch, here, to)
+            for wait_s, group in groups(queue, batch.datagrams(), now_s, urgent):
+                self._delays.push(wait_s + hold_s, partial(satellite.transmit, group, endpoint))
 
     # --- time ---
 
-    def _beam_one_way_s(self, satellite: UdpSatellite) -> float:
-        """Light's travel time between the ground host and this satellite, by its place to within a second's flight."""
+    def _hear_places(self, runs: list[native.Run], endpoint: Endpoint) -> list[native.Run]:
+        """Note the place that a client announces, which may have come behind other packets of it; returns those."""
+        packets = []
+        for view, size in runs:
+            at = (len(view) - 1) // size * size if size > 0 else 0
+            if len(view) - at == PLACE.size and view[at : at + len(PLACE_MARK)] == PLACE_MARK:
+                _, latitude_deg, longitude_deg = PLACE.unpack(view[at:])
+                self._place_of(endpoint, latitude_deg, longitude_deg)
+                view = view[:at]
+            if len(view):
+                packets.append((view, size))
+        return packets
+
+    def _place_of(self, endpoint: Endpoint, latitude_deg: float, longitude_deg: float) -> None:
+        place = f"{latitude_deg:.4f},{longitude_deg:.4f}"
+        known = self._places.get(endpoint)
+        if self.spec.sight_at is None or (known is not None and known[0] == place):
+            return
+        with suppress(InvalidInput):  # of no place on Earth
+            sight = next((its for name, its in self._places.values() if name == place), None)
+            if len(self._places) >= _MOST_PLACES:
+                del self._places[next(iter(self._places))]
+            self._places[endpoint] = place, sight or self.spec.sight_at(GroundHost(latitude_deg, longitude_deg))
+
+    def _place(self, host: object) -> str:
+        return self._places[host][0] if host in self._places else ""
+
+    def _sight_of(self, host: object) -> Sight:
+        return self._places[host][1] if host in self._places else self._sight
+
+    def _beam_one_way_s(self, satellite: UdpSatellite, host: object) -> float:
+        """Light's travel time between a ground host and this satellite, by its place to within a second's flight."""
         here, moves = satellite.machine.config.address, satellite.machine.moves
         if here == self.spec.onboard:
             return 0.0
         sky_s = self.spec.clock.sky_s(self.now_s())
         at = moves, math.floor(sky_s)
-        found = self._beams_s.get(here)
+        seen_by = here, self._place(host)
+        found = self._beams_s.get(seen_by)
         if found is None or found[0] != at:
-            one_way_s = self._sight.one_way_s(here, self.spec.sky.centre_at(moves), sky_s)
-            found = self._beams_s[here] = at, one_way_s * self.spec.delay_scale
+            one_way_s = self._sight_of(host).one_way_s(here, self.spec.sky.centre_at(moves), sky_s)
+            found = self._beams_s[seen_by] = at, one_way_s * self.spec.delay_scale
         return found[1]
+
+    def _elevation_deg(self, here: SatelliteId, host: object, now_s: float) -> float:
+        sky_s, moves = self.spec.clock.sky_s(now_s), self.spec.clock.moves(now_s)
+        one_way_s = self._sight_of(host).one_way_s(here, self.spec.sky.centre_at(moves), sky_s)
+        return elevation_deg(self.spec.shell.altitude_m, one_way_s)
 
     def _release_due(self) -> None:
         if self._delays is not None:
@@ -504,6 +589,8 @@ class UdpHost:
                 "late_us": round(self.lateness.at(self.now_s()) * 1e6),
                 "faults_injected": self.spec.faults.injected if self.spec.faults is not None else 0,
             }
+            if self._queues is not None:
+                self._last_figures |= self._queues.figures(self.now_s())
             self._figures_until_s = now_s + _FIGURES_KEPT_S
         return self._last_figures
 

@@ -39,6 +39,12 @@ _MEMINFO = struct.Struct("=9I")
 _BOOKKEEPING = 2
 """Linux grants, and reports, twice the request: it charges its own bookkeeping to the same buffer."""
 
+PLACE = struct.Struct(">8sdd")
+"""What a client with a place of its own announces: the mark, degrees north and east. It is no packet of the protocol:
+only who simulates the length of beams needs it.
+"""
+PLACE_MARK = b"SKYPLACE"
+
 _thread = threading.local()
 
 

@@ -23,6 +23,9 @@ from skymemory.protocol.messages import ASK_AGAIN_S, Capabilities
 from skymemory.protocol.wire import Op
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
+_LANE_FLOOR_BYTES = 16 * 1024
+"""Of a link with a rate: two chunks."""
+UNLIMITED = math.inf, 0
 _CLOCK_GRAIN_S = 2e-6
 """Timestamps on the wire are whole microseconds."""
 
@@ -80,8 +83,21 @@ class Peer:
 class Peers:
     """All satellites: the state of each, the windows towards the beams, and one window for all that comes to us."""
 
-    def __init__(self, inbound_bytes: int, credit_bytes: int, expected_rtt_s: float) -> None:
+    def __init__(
+        self,
+        inbound_bytes: int,
+        credit_bytes: int,
+        expected_rtt_s: float,
+        up: tuple[float, int] = UNLIMITED,
+        down: tuple[float, int] = UNLIMITED,
+    ) -> None:
+        """``up`` and ``down``: the rate of the slowest link of a way by one beam, in bytes/s, and what may be in flight
+        there; with an infinite rate nothing bounds it but the receivers.
+        """
         self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
+        self._up, self._down = up, down
+        self.up_bytes_s = up[0]
+        self._lanes: dict[SatelliteId, Window] = {}
         self._credit_bytes = credit_bytes
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
@@ -92,8 +108,23 @@ class Peers:
         """Bytes in flight up this beam."""
         window = self._outbound.get(beam)
         if window is None:
-            window = self._outbound[beam] = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
+            rate_bytes_s, most_bytes = self._up
+            if rate_bytes_s < math.inf:
+                window = Window(min(self._credit_bytes, most_bytes), _LANE_FLOOR_BYTES, rate_bytes_s, most_bytes)
+            else:
+                window = Window(self._credit_bytes, _WINDOW_FLOOR_BYTES)
+            self._outbound[beam] = window
         return window
+
+    def lane(self, beam: SatelliteId) -> Window | None:
+        """Bytes in flight down this beam, a part of ``inbound``; None where links have no rates."""
+        rate_bytes_s, most_bytes = self._down
+        if rate_bytes_s == math.inf:
+            return None
+        lane = self._lanes.get(beam)
+        if lane is None:
+            lane = self._lanes[beam] = Window(most_bytes, _LANE_FLOOR_BYTES, rate_bytes_s, most_bytes)
+        return lane
 
     def rerouted(self) -> None:
         """The gateway has changed: round trips measured through the old one may not hold."""

@@ -25,6 +25,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from skymemory import native
+from skymemory.constellation.links import LinkClass, Links
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import MalformedPacket
 from skymemory.metrics import Counters
@@ -33,7 +34,7 @@ from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
 from skymemory.protocol.client.gateway import Access, Gateway
-from skymemory.protocol.client.liveness import FailureDetector, Peers, Probes
+from skymemory.protocol.client.liveness import UNLIMITED, FailureDetector, Peers, Probes
 from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, Request
 from skymemory.protocol.client.transfer import (
     CHUNK_OVERHEAD_BYTES,
@@ -53,6 +54,7 @@ from skymemory.protocol.client.transfer import (
     verified,
 )
 from skymemory.protocol.clock import FollowedClock, MoveClock, SkyMap
+from skymemory.protocol.congestion import link_window_bytes
 from skymemory.protocol.messages import Capabilities, Dead, Selection, pack_steps, unpack_dead
 from skymemory.protocol.wire import (
     CREDIT_UNIT_BYTES,
@@ -105,6 +107,24 @@ class ClientConfig:
     """Of replicated values: after this many round trips without an answer the next copy is asked, too; 0: at once."""
     authority: Authority | None = field(default=None, repr=False)
     """Signs our commands; None where the satellites require no MACs."""
+    links: Links | None = None
+    """What links carry: windows fill the slowest link of a way, and no more. None: only receivers bound them."""
+
+    def way(self, kind: LinkClass) -> tuple[float, int]:
+        """The rate of the slowest link that answers come ``down`` by (requests go ``up`` by) through one beam, in
+        bytes/s, and the most bytes to have in flight there.
+        """
+        if self.links is None:
+            return UNLIMITED
+        beam, isl = self.links.bytes_per_s(kind), self.links.bytes_per_s("isl")
+        # A satellite has four links to others, and a host on board no beam.
+        if self.access == "onboard":
+            beam = 4 * isl
+        elif self.access == "gateway":
+            beam = min(beam, 4 * isl)
+        if beam == math.inf:
+            return UNLIMITED
+        return beam, link_window_bytes(beam, self.expected_rtt_s, self.links.buffer_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +194,13 @@ class ClientMachine:
         self._sky = sky
         self._clock = FollowedClock(clock, self.counters)
         self._gateway = None if config.access == "los" else Gateway(config.access, sky, self.counters)
-        self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s)
+        ways = config.way("up"), config.way("down")
+        self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
+        self._down_bytes = ways[1][1]
+        """What may be in flight down one beam; 0 without rates."""
+        self._gap_s = config.links.handover_gap_s if config.links is not None else 0.0
+        self._quiet_until_s = -math.inf
+        """The gateway has changed: nothing is sent before."""
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
@@ -195,6 +221,8 @@ class ClientMachine:
         self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
+        self.revision = 0
+        """Grows with each call that may give it something to send, beside packets and timers."""
 
     # --- operations ---
 
@@ -214,6 +242,8 @@ class ClientMachine:
         """
         # At most a quarter of the window for each satellite, so that several answer at the same time.
         burst_bytes = self._peers.inbound.size_bytes // 4
+        if self._down_bytes:
+            burst_bytes = min(burst_bytes, self._down_bytes // 4)
         burst_chunks = max(1, min(self.config.read_burst_chunks, burst_bytes // max(1, info.chunk_bytes)))
         copies = self._copies(info.strategy, info.servers, info.set_moves, replicas)
         moves = self._clock.to_read_at(info.set_moves, now_s)
@@ -383,6 +413,7 @@ class ClientMachine:
     def cancel(self, number: int) -> None:
         """Drop an operation: answers to it are ignored, and its event, if it has ended, is discarded."""
         operation = self._operations.pop(number, None)
+        self.revision += 1
         if operation is not None:
             self._keepalive.ended(number, 0.0)
             self._in_flight.drop(operation)
@@ -406,6 +437,7 @@ class ClientMachine:
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)
         self._next_number += 1
+        self.revision += 1
         self._operations[operation.number] = operation
         return operation
 
@@ -451,6 +483,8 @@ class ClientMachine:
     def _update_gateway(self, now_s: float) -> None:
         if self._gateway is not None and self._gateway.update(self._clock, now_s):
             self._peers.rerouted()
+            if self._gap_s:
+                self._quiet_until_s = now_s + self._gap_s
 
     def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
         def copy(replica: int) -> Where:
@@ -492,6 +526,9 @@ class ClientMachine:
         """
         in_flight = self._in_flight
         self._update_gateway(now_s)
+        if now_s < self._quiet_until_s:
+            return
+        self._quiet_until_s = -math.inf
         if in_flight.packets:  # questions and retransmissions first
             yield in_flight.take_packets()
         self._request_reads(now_s)
@@ -554,7 +591,8 @@ class ClientMachine:
                     continue
                 self._finish(operation, "unreachable", now_s)
                 return
-            if not window.admits(size_bytes):
+            lane = self._in_flight.lane(satellite)
+            if not window.admits(size_bytes) or (lane is not None and not lane.admits(size_bytes)):
                 break
             transfer.pending.popleft()
             body = key + steps if steps else b""
@@ -567,11 +605,15 @@ class ClientMachine:
     def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
         """SET the pending bursts of a write, with a stop after each. A burst is cut where the window admits less."""
         stalled: deque[Burst] = deque()
+        shut: set[SatelliteId] = set()
         moves = self.moves(now_s)
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
         while transfer.pending:
             burst = transfer.pending.popleft()
             satellite, indices = burst.satellite, burst.indices
+            if satellite in shut:
+                stalled.append(burst)
+                continue
             if satellite in self._peers.suspects:
                 if not transfer.waive(indices):
                     self._finish(operation, "unreachable", now_s)
@@ -583,9 +625,16 @@ class ClientMachine:
             window = self._in_flight.window(Op.SET, satellite)
             fits = min(len(indices), window.open_bytes // size_each)
             # Rather wait than send many small bursts; but with nothing in flight no answer would open the window.
-            if fits < min(len(indices), _MIN_BURST_CHUNKS):
+            least = min(len(indices), _MIN_BURST_CHUNKS)
+            if window.rate_bytes_s < math.inf:  # a slow link holds few: keep it busy
+                least = min(least, max(1, window.limit_bytes // (4 * size_each)))
+            if fits < least:
                 if window.in_flight_bytes:
                     stalled.append(burst)
+                    shut.add(satellite)
+                    one_beam = self._gateway is not None and not self._gateway.direct
+                    if one_beam or len(shut) >= transfer.report.satellites:  # no other is left to send to
+                        break
                     continue
                 fits = max(1, fits)
             if fits < len(indices):
@@ -754,6 +803,7 @@ class ClientMachine:
         """A verified answer: the satellite lives. Returns the round trip, 0 where it cannot be known."""
         elapsed_s = since_s(echo_us, now_s)
         request.peer.heard(elapsed_s, now_s)
+        request.link.moved_s = now_s
         return elapsed_s or 0.0
 
     def _stored(
@@ -825,6 +875,8 @@ class ClientMachine:
 
     def next_timer_s(self) -> float | None:
         due_s = min(self._in_flight.next_timer_s(), self._detector.next_s, self._keepalive.next_s)
+        if self._quiet_until_s > -math.inf and self.wants_to_send:
+            due_s = min(due_s, self._quiet_until_s)
         return due_s if due_s < math.inf else None
 
     @property
@@ -835,6 +887,8 @@ class ClientMachine:
     def handle_timer(self, now_s: float) -> None:
         """Overdue requests are hedged, retransmitted or given up; then writers are announced and suspects probed."""
         self._update_gateway(now_s)
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = -math.inf
         for request in self._in_flight.overdue(now_s):
             if self._in_flight.by_id.get(request.request_id) is not request:
                 continue  # its operation has ended meanwhile

@@ -105,6 +105,10 @@ class Request:
     window: Window
     """The one it fills, whatever beam a later repetition takes."""
     peer: Peer
+    lane: Window | None = None
+    """The beam that its answer comes down by, where that has a rate."""
+    turn_bytes: int = 0
+    """What must have passed on its slowest link before its own answer can: the link's ``passed_bytes`` then."""
     once: bool = False
     """It is waited for and not repeated."""
     attempts: int = 1
@@ -116,6 +120,11 @@ class Request:
     """Times that its satellite answered what was sent with a repetition of it, or later, and not the request."""
     gap_seen: bool = False
     """Later parts of its answer are here, earlier ones are not."""
+
+    @property
+    def link(self) -> Window:
+        """The narrowest that it fills."""
+        return self.lane or self.window
 
 
 class InFlight:
@@ -157,6 +166,17 @@ class InFlight:
             return self._peers.inbound
         return self._peers.outbound(satellite if self._gateway is None else self._gateway.beam(satellite))
 
+    def lane(self, satellite: SatelliteId) -> Window | None:
+        """What fills the beam that its answers come down by; None where that has no rate."""
+        return self._peers.lane(satellite if self._gateway is None else self._gateway.beam(satellite))
+
+    def _up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
+        """How long a question waits behind what this host writes up the same beam."""
+        if op is Op.SET or self._peers.up_bytes_s == math.inf:
+            return 0.0
+        beam = satellite if self._gateway is None else self._gateway.beam(satellite)
+        return self._peers.outbound(beam).in_flight_bytes / self._peers.up_bytes_s
+
     def begin(
         self,
         operation: Operation,
@@ -173,10 +193,11 @@ class InFlight:
         one that ``pack_get`` has packed.
         """
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
+        lane = None if op is Op.SET else self.lane(satellite)
         if peer.heard_s + STALE_S < now_s:
             peer.round_trip.forget()
         # At most ``give_up_s``: a peer that has answered late may be dead by now.
-        timeout_s = min(_timeout_s(peer, window), self._give_up_s)
+        timeout_s = min(_timeout_s(peer, lane or window) + self._up_queue_s(op, satellite), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
         request = Request(
@@ -192,6 +213,7 @@ class InFlight:
             moves,
             window,
             peer,
+            lane,
         )
         self._alarm_s = min(self._alarm_s, request.deadline_s) if self.by_id else request.deadline_s
         self.by_id[request.request_id] = request
@@ -200,12 +222,16 @@ class InFlight:
         operation.requests.add(request.request_id)
         operation.report.requests += 1
         window.sent(size_bytes)
+        if lane is not None:
+            lane.sent(size_bytes)
         return request
 
     def transmit(self, requests: Sequence[Request], now_s: float) -> None:
         """Pack requests of one operation and kind, for the chunks that they still want."""
         for request in requests:
             request.sent_s = now_s
+            link = request.link
+            request.turn_bytes = link.passed_bytes + link.in_flight_bytes - request.in_flight_bytes
         transfer = requests[0].operation.transfer
         gateway = self._gateway
         if isinstance(transfer, WriteTransfer):
@@ -303,12 +329,16 @@ class InFlight:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
+        if request.lane is not None:
+            request.lane.answered(size_bytes)
 
     def refused(self, request: Request, size_bytes: int) -> None:
         """This much of its answer will not come."""
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.given_up(size_bytes)
+        if request.lane is not None:
+            request.lane.given_up(size_bytes)
 
     def retire(self, request: Request) -> None:
         """No more is expected of it."""
@@ -328,7 +358,7 @@ class InFlight:
 
     def extend(self, request: Request, now_s: float) -> None:
         """Its answer is arriving: the rest has a whole timeout from now."""
-        request.deadline_s = now_s + _timeout_s(request.peer, request.window)
+        request.deadline_s = now_s + _timeout_s(request.peer, request.link)
 
     def hurry(self, request: Request, now_s: float) -> None:
         """The end of its answer is here and an earlier part is not: that seems lost, so ask again soon."""
@@ -361,7 +391,7 @@ class InFlight:
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
         request.hedged = True
-        self._set_deadline(request, now_s + _timeout_s(request.peer, request.window))
+        self._set_deadline(request, now_s + _timeout_s(request.peer, request.link))
         return transfer.ask_next(request.indices, request.satellite)
 
     def repeat_or_give_up(self, request: Request, moves: Moves, now_s: float) -> str:
@@ -401,7 +431,7 @@ class InFlight:
 
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
         round_trip = request.peer.round_trip
-        request.window.lost(now_s, round_trip.smoothed_s)
+        request.link.lost(now_s, round_trip.smoothed_s)
         # Back-off is for dead satellites: one that answers gets lost packets again at once.
         alive = request.heard_beside or request.peer.heard_s > request.sent_s
         backoff = 1 if alive else min(2 ** (request.attempts - 1), _MAX_BACKOFF)
@@ -449,13 +479,19 @@ class InFlight:
         if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):
             return False
         heard_s = self._peers.silent_since_s(satellite, request.sent_s)
-        self._set_deadline(request, heard_s + _timeout_s(request.peer, request.window))
+        link = request.link
+        if link.passed_bytes < request.turn_bytes and link.rate_bytes_s < math.inf:
+            # Links are first in, first out: as long as answers to earlier requests still come, its turn has not come.
+            heard_s = max(heard_s, link.moved_s)
+        self._set_deadline(request, heard_s + _timeout_s(request.peer, link))
         return heard_s > request.sent_s and request.deadline_s > now_s
 
 
-def _timeout_s(peer: Peer, window: Window) -> float:
-    """How long an answer may take: the round trip, and the bytes in flight before it at a modest rate."""
-    return peer.round_trip.timeout_s() + window.in_flight_bytes / _MODEST_BYTES_PER_S
+def _timeout_s(peer: Peer, link: Window) -> float:
+    """How long an answer may take: the round trip, and the bytes in flight before it at the rate of the slowest link,
+    or at a modest one.
+    """
+    return peer.round_trip.timeout_s() + link.in_flight_bytes / min(link.rate_bytes_s, _MODEST_BYTES_PER_S)
 
 
 def _wire_address(satellite: SatelliteId) -> int:
