@@ -236,9 +236,11 @@ class ConstellationPlan:
     """``size``: each value on as many satellites as its size pays for, ``servers`` at most; ``fixed``: on ``servers``.
     Empty: by size where ``servers`` is the preset's number. (Earlier releases know no other plans: theirs are fixed.)
     """
+    preset_version: int = 1
+    """Of the preset. (Plans of earlier releases have version 1.)"""
 
     def __post_init__(self) -> None:
-        preset = preset_named(self.preset)
+        preset = self.constellation
         torus = preset.torus
         _require(
             (torus.planes, torus.slots_per_plane) == (self.planes, self.slots_per_plane),
@@ -295,15 +297,20 @@ class ConstellationPlan:
                 _require(other == host.name, f"{host.name} and {other} share ports on {host.ip}, the first is {port}")
 
     @property
+    def constellation(self) -> Preset:
+        """The preset, in the version of the plan."""
+        return preset_named(self.preset, self.preset_version)
+
+    @property
     def torus(self) -> Torus:
-        return Torus(self.planes, self.slots_per_plane)
+        return self.constellation.torus
 
     @property
     def by_size(self) -> bool:
         """Whether clients choose each value's number of satellites by its size."""
         if self.fan_out:
             return self.fan_out == "size"
-        return self.servers == preset_named(self.preset).servers
+        return self.servers == self.constellation.servers
 
     @property
     def memory_bytes(self) -> int:
@@ -408,6 +415,7 @@ def make_plan(
         auth=auth,
         keys_file=keys_file,
         fan_out="fixed" if servers == chosen.servers else "",
+        preset_version=chosen.version,
     )
 
 

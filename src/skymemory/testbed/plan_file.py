@@ -34,6 +34,8 @@ def to_json(plan: ConstellationPlan) -> str:
             del host["skipped_ports"]
     if not plan.fan_out:
         del fields["fan_out"]
+    if plan.preset_version == 1:
+        del fields["preset_version"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 
