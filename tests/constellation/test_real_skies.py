@@ -192,7 +192,9 @@ def test_many_times_at_once_are_the_same_as_one_by_one() -> None:
 def test_planes_that_are_no_walker_constellation_are_where_they_were_put() -> None:
     """As from element sets: nodes and offsets of no pattern, the first plane anywhere."""
     draw = np.random.default_rng(3)
-    nodes = tuple(float(x) % (2 * math.pi) for x in 5.0 + 2 * math.pi * np.arange(20) / 20 + draw.uniform(-0.05, 0.05, 20))
+    nodes = tuple(
+        float(x) % (2 * math.pi) for x in 5.0 + 2 * math.pi * np.arange(20) / 20 + draw.uniform(-0.05, 0.05, 20)
+    )
     offsets = tuple(float(x) for x in 7.3 + draw.uniform(-0.4, 0.4, 20))
     shell = Shell(20, 22, 550e3, 53.0, model="j2", plane_offsets=offsets, plane_nodes_rad=nodes)
     positions = shell.positions_m(500.0)

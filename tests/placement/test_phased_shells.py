@@ -19,9 +19,7 @@ from skymemory.placement.locate import Placement
 def random_shell(dice: random.Random) -> Shell:
     planes, slots = dice.randrange(2, 30), dice.randrange(2, 30)
     altitude_m, inclination_deg = dice.uniform(4e5, 1.5e6), dice.uniform(15, 165)
-    return Shell(
-        planes, slots, altitude_m, inclination_deg, dice.randrange(planes), model=dice.choice(SKY_MODELS)
-    )
+    return Shell(planes, slots, altitude_m, inclination_deg, dice.randrange(planes), model=dice.choice(SKY_MODELS))
 
 
 def slots_flown(shell: Shell, now_s: float) -> np.ndarray:

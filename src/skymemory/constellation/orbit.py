@@ -117,7 +117,7 @@ class Shell:
     """A shell of ``planes`` × ``slots_per_plane`` satellites: a Walker constellation, or nearly one.
 
     Args:
-        altitude_m: above ``earth_radius_m``; of the orbit's radius (``paper``), or of its mean semi-major axis (``j2``).
+        altitude_m: above ``earth_radius_m``: of the orbit's radius (``paper``), or its mean semi-major axis (``j2``).
         phase: Walker's F, 0 to planes − 1.
         pattern: ``delta`` or ``star``.
         model: of the sky; see the module.

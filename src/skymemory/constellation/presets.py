@@ -67,10 +67,10 @@ def _real(
 _STARLINK_A = Shell(72, 22, 550_000.0, 53.0)
 _PAPER = Shell(15, 15, 550_000.0, 53.0)
 
-# Walker phases, none of which lets two satellites of a shell come nearer than 49 km (``nearest_approach_m``). Starlink A:
-# 39, estimated from filings and ephemerides by Stock, Fraire and Hermanns (2022), also in draft-piraux-space-
-# constellation-code. None is filed for the others: of all phases theirs keeps satellites furthest apart (Starlink B
-# 69 km, Kuiper A 78, Kuiper B 109). Their altitudes are filed above the equatorial radius.
+# Walker phases, none of which lets two satellites of a shell come nearer than 49 km (``nearest_approach_m``).
+# Starlink A: 39, estimated from filings and ephemerides by Stock, Fraire and Hermanns (2022); also in the examples of
+# draft-piraux-space-constellation-code. For the others we know of none: of all phases these keep satellites furthest
+# apart (Starlink B 69 km, Kuiper A 78, Kuiper B 109). Altitudes are filed above the equatorial radius.
 _REAL = (
     _real("starlink-a", 72, 22, 550_000.0, 53.0, phase=39),
     _real("starlink-b", 5, 75, 1_275_000.0, 81.0, phase=4),

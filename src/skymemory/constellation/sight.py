@@ -21,8 +21,9 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest on the climbing branch, on which the box is,
-if there is one; satellites of the other branch are as near to the ground, but half the grid away along the links.
+"""``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest on the climbing
+branch, on which the box is, if there is one; satellites of the other branch are as near to the ground, but half the
+grid away along the links.
 """
 
 
@@ -56,7 +57,7 @@ def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = 
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
-    """Light time to a satellite at this angle (by its cosine) from the host, at the centre of the Earth; on a sphere."""
+    """Light time to a satellite at this angle (by its cosine) from the host at the centre of the Earth, on a sphere."""
     r, ground_m = shell.radius_m, shell.earth_radius_m
     return math.sqrt(ground_m**2 + r * r - 2 * ground_m * r * cosine) / SPEED_OF_LIGHT_M_S
 

@@ -8,9 +8,9 @@ and the drift of the nodes against it, have turned one plane.
 
 The papers step slots only; then the plane of the box sinks below the horizon within two hours.
 
-With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are above the plane at right angles
-to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) wants it. With ``paper``
-it is a sphere that turns by the Earth rotation angle.
+With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are above the plane at right
+angles to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) wants it. With
+``paper`` it is a sphere that turns by the Earth rotation angle.
 """
 
 from __future__ import annotations
