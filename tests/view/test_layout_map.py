@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.constellation.presets import preset_named
+from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Placement
 from skymemory.view.layout_map import layout_map, paper_map, render
