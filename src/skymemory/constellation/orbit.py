@@ -102,7 +102,7 @@ def _kozai_excess(kozai: float, cos2: float) -> float:
     d1 = 0.75 * _WGS72_J2 * (3 * cos2 - 1)
     share = d1 / axis**2
     axis *= 1 - share**2 - share * (1 / 3 + 134 * share**2 / 81)
-    return d1 / axis**2
+    return float(d1 / axis**2)
 
 
 def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> float:

@@ -78,13 +78,15 @@ class _Host(NamedTuple):
     """Unit vector away from its horizon; ``below`` on a sphere."""
     radius_m: float
     """Its distance from the centre of the Earth."""
+    height_m: float
+    """Of its horizon's plane above the centre of the Earth, along ``up``."""
 
     def sine_and_slant(self, r: float, below: float, up: float) -> tuple[float, float]:
         """Sine of the elevation, and distance, of a satellite ``r`` from the centre of the Earth, by the scalar
         products of its direction with ``below`` and ``up``.
         """
         slant_m = math.sqrt(max(0.0, r * r + self.radius_m**2 - 2 * r * self.radius_m * below))
-        return (r * up - self.radius_m * _dot(self.below, self.up)) / slant_m, slant_m
+        return (r * up - self.height_m) / slant_m, slant_m
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ class OrbitSight:
             nearest_cosine = math.hypot(along, across)
             if nearest_cosine < reach:
                 continue
+            x, y, z = host.up
+            along_up, across_up = cos_node * x + sin_node * y, (cos_node * y - sin_node * x) * cos_i + z * sin_i
             half_rad = math.acos(max(-1.0, min(1.0, reach / nearest_cosine)))
             u_nearest = math.atan2(across, along)
             # Slots as real numbers: the satellite of slot j is at u_now + j · u_step (and the plane's offset).
@@ -148,9 +152,7 @@ class OrbitSight:
                 u_rad = u_nearest + (slot - middle) * u_step
                 height = nearest_cosine * math.cos(u_rad - u_nearest)
                 if exact:
-                    x, y, z = host.up
-                    towards = (cos_node * y - sin_node * x) * cos_i + z * sin_i
-                    upward = math.cos(u_rad) * (cos_node * x + sin_node * y) + math.sin(u_rad) * towards
+                    upward = math.cos(u_rad) * along_up + math.sin(u_rad) * across_up
                     height, _ = host.sine_and_slant(r, height, upward)
                     if height < least_sine:
                         continue
@@ -165,10 +167,11 @@ class OrbitSight:
         east, north = math.cos(longitude), math.sin(longitude)
         up = math.cos(latitude) * east, math.cos(latitude) * north, math.sin(latitude)
         if model == "paper":
-            return _Host(up, up, self.shell.earth_radius_m)
+            return _Host(up, up, self.shell.earth_radius_m, self.shell.earth_radius_m)
         out_m, north_m = ground_m(model, host.latitude_deg)
         radius_m = math.hypot(out_m, north_m)
-        return _Host((out_m / radius_m * east, out_m / radius_m * north, north_m / radius_m), up, radius_m)
+        below = out_m / radius_m * east, out_m / radius_m * north, north_m / radius_m
+        return _Host(below, up, radius_m, out_m * math.cos(latitude) + north_m * math.sin(latitude))
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         shell = self.shell
