@@ -172,7 +172,7 @@ class Shell:
         if not 0 < self.inclination_deg < 180:
             raise InvalidInput(
                 f"inclination_deg is {self.inclination_deg:g}: expected more than 0 and less than 180; planes over the "
-                "equator have no nodes to tell them apart"
+                "equator have no nodes that set them apart"
             )
         if self.pattern not in PATTERNS or self.model not in SKY_MODELS:
             raise InvalidInput(
