@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.constellation.orbit import Shell
-from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.orbit import PATTERNS, SKY_MODELS, Shell
+from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.errors import InvalidInput
-from skymemory.units import EARTH_RADIUS_M
 
-STARLINK_A = PRESETS["starlink-a"].shell
+STARLINK_A = preset_named("starlink-a", 1).shell
 SHELLS = st.builds(
     Shell,
     st.integers(3, 40),
     st.integers(3, 40),
     st.floats(160e3, 2000e3),
     st.floats(10, 170),
-    st.integers(0, 7),
+    st.integers(0, 2),
+    st.sampled_from(PATTERNS),
+    st.sampled_from(SKY_MODELS),
 )
 TURN = st.floats(0, 2 * math.pi)
 
@@ -36,7 +38,7 @@ def test_starlink_a_is_as_the_disclosure_says() -> None:
 
 
 def test_starlink_b_loses_its_cross_links_behind_the_earth_for_27_percent_of_the_orbit() -> None:
-    shell = PRESETS["starlink-b"].shell
+    shell = preset_named("starlink-b", 1).shell
     lengths = [shell.chord_m(0, 1, u) for u in np.linspace(0, 2 * math.pi, 20_001)]
     assert min(lengths) == pytest.approx(1_406e3, rel=1e-3)
     assert max(lengths) == pytest.approx(8_988e3, rel=1e-3)
@@ -45,19 +47,20 @@ def test_starlink_b_loses_its_cross_links_behind_the_earth_for_27_percent_of_the
 
 
 @pytest.mark.parametrize(
-    ("name", "planes", "slots", "altitude_m", "inclination_deg"),
+    ("name", "planes", "slots", "altitude_m", "inclination_deg", "phase"),
     [
-        ("starlink-a", 72, 22, 550e3, 53.0),
-        ("starlink-b", 5, 75, 1275e3, 81.0),
-        ("kuiper-a", 34, 34, 630e3, 51.9),
-        ("kuiper-b", 28, 28, 590e3, 33.0),
+        ("starlink-a", 72, 22, 550e3, 53.0, 39),
+        ("starlink-b", 5, 75, 1275e3, 81.0, 4),
+        ("kuiper-a", 34, 34, 630e3, 51.9, 7),
+        ("kuiper-b", 28, 28, 590e3, 33.0, 17),
     ],
 )
 def test_presets_are_those_of_the_disclosures_table_2(
-    name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float
+    name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float, phase: int
 ) -> None:
     preset = PRESETS[name]
-    assert preset.shell == Shell(planes, slots, altitude_m, inclination_deg)
+    assert preset.shell == Shell(planes, slots, altitude_m, inclination_deg, phase, model="j2")
+    assert preset_named(name, 1).shell == Shell(planes, slots, altitude_m, inclination_deg)
     assert preset.torus == preset.shell.torus
 
 
@@ -78,19 +81,19 @@ def test_chords_are_the_distances_between_the_positions(shell: Shell, now_s: flo
     other_plane = data.draw(st.integers(plane, shell.planes - 1))
     slot, other_slot = (data.draw(st.integers(0, shell.slots_per_plane - 1)) for _ in "ab")
     measured = float(np.linalg.norm(positions[other_plane, other_slot] - positions[plane, slot]))
-    chord = shell.chord_m(other_slot - slot, other_plane - plane, shell.argument_rad(plane, slot, now_s))
+    chord = shell.chord_m(other_slot - slot, other_plane - plane, shell.argument_rad(plane, slot, now_s), plane)
     assert chord == pytest.approx(measured, rel=1e-9, abs=1e-3)
-    if plane + 1 < shell.planes:
-        across = float(np.linalg.norm(positions[plane + 1, slot] - positions[plane, slot]))
+    if plane + 1 < shell.planes or shell.pattern == "delta":
+        across = float(np.linalg.norm(positions[(plane + 1) % shell.planes, slot] - positions[plane, slot]))
+        assert across <= shell.longest_plane_link_m(plane) + 1e-3
         assert shell.d_n_m(now_s, slot, plane) == pytest.approx(across, rel=1e-9, abs=1e-3)
 
 
 @given(shell=SHELLS, u_rad=TURN, d_slot=st.integers(-9, 9), d_plane=st.integers(-9, 9))
 def test_slant_is_the_distance_from_the_ground_below(shell: Shell, u_rad: float, d_slot: int, d_plane: int) -> None:
     overhead = np.array(shell.position_m(u_rad, 0.0))
-    ground = overhead * EARTH_RADIUS_M / shell.radius_m
-    node_rad = 2 * math.pi * d_plane / shell.planes
-    other = np.array(shell.position_m(u_rad + shell.argument_rad(d_plane, d_slot), node_rad))
+    ground = overhead * shell.earth_radius_m / shell.radius_m
+    other = np.array(shell.position_m(u_rad + shell.argument_rad(d_plane, d_slot), shell.node_rad(d_plane)))
     measured = float(np.linalg.norm(other - ground))
     assert shell.slant_m(d_slot, d_plane, u_rad) == pytest.approx(measured, rel=1e-9)
 
@@ -116,7 +119,32 @@ def test_the_nodes_drift_west_about_four_and_a_half_degrees_a_day() -> None:
     assert STARLINK_A.period_s == pytest.approx(5730, abs=5)
 
 
-@pytest.mark.parametrize(("altitude_m", "inclination_deg"), [(0, 53), (9e9, 53), (550e3, 0), (550e3, 180)])
-def test_orbits_through_the_ground_or_without_a_tilt_are_refused(altitude_m: float, inclination_deg: float) -> None:
-    with pytest.raises(InvalidInput):
+@pytest.mark.parametrize(
+    ("altitude_m", "inclination_deg", "words"),
+    [(0, 53, "altitude"), (9e9, 53, "altitude"), (550e3, 0, "no nodes"), (550e3, 180, "less than 180")],
+)
+def test_orbits_through_the_ground_or_without_a_tilt_are_refused(
+    altitude_m: float, inclination_deg: float, words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=words):
         Shell(10, 10, altitude_m, inclination_deg)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"phase": 10}, "Walker phase 10: expected a whole number from 0 to 9"),
+        ({"phase": -1}, "Walker phase -1"),
+        ({"pattern": "rosette"}, "expected one of delta, star"),
+        ({"model": "sgp8"}, "one of paper, j2"),
+        ({"plane_offsets": (0.1,) * 9}, "plane_offsets has 9 numbers: expected a finite one for each of 10"),
+        ({"plane_offsets": (math.nan,) * 10}, "plane_offsets"),
+        ({"plane_offsets": (0.1,) * 10, "phase": 3}, "give one of them"),
+        ({"plane_nodes_rad": tuple(range(10))}, "eastward"),
+        ({"planes": 0}, "planes is 0: expected 1 to 4096"),
+        ({"slots_per_plane": 5000}, "slots_per_plane"),
+    ],
+)
+def test_shells_that_cannot_be_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        Shell(**{"planes": 10, "slots_per_plane": 12, "altitude_m": 550e3, "inclination_deg": 53.0, **given})

@@ -21,7 +21,7 @@ def test_the_six_constellations_of_the_papers() -> None:
 def test_the_testbed_borrows_the_geometry_of_starlink_a_and_says_so() -> None:
     testbed = preset_named("testbed-19x5")
     assert testbed.torus == Torus(planes=5, slots_per_plane=19)
-    assert testbed.shell == preset_named("starlink-a").shell
+    assert testbed.shell == preset_named("starlink-a", 1).shell
     assert testbed.centre == SatelliteId(2, 9)
     assert "Starlink A" in testbed.description and "reachable" in testbed.description
 
@@ -37,3 +37,14 @@ def test_names_are_read_kindly_and_a_typo_is_answered_with_the_nearest_name() ->
     with pytest.raises(InvalidInput) as error:
         preset_named("?")
     assert "there are testbed-19x5" in str(error.value)
+
+
+def test_the_papers_constellations_keep_their_one_version_and_others_name_theirs() -> None:
+    assert {name: preset.version for name, preset in PRESETS.items() if preset.fixed_centre is not None} == {
+        "testbed-19x5": 1,
+        "paper-15x15": 1,
+    }
+    assert preset_named("kuiper-a").version == 2 and preset_named("kuiper-a", 1).shell.model == "paper"
+    for name, version in (("kuiper-a", 3), ("paper-15x15", 2), ("starlink-b", 0)):
+        with pytest.raises(UnknownPreset, match=f"version {version} of constellation preset {name}: expected 1 to"):
+            preset_named(name, version)

@@ -49,6 +49,22 @@ def test_routing_from_everywhere_to_everywhere_on_the_testbed(mode: RoutingMode)
         assert all(len(torus.path(here, there, mode)) - 1 == hops[there] for there in torus.satellites())
 
 
+@given(planes=st.integers(1, 9), slots=st.integers(1, 9), data=st.data(), mode=st.sampled_from(ROUTING_MODES))
+def test_no_route_crosses_a_seam_and_none_is_longer_than_need_be(
+    planes: int, slots: int, data: st.DataObject, mode: RoutingMode
+) -> None:
+    torus = Torus(planes, slots, seam=True)
+    here = data.draw(st.builds(torus.wrap, st.integers(), st.integers()))
+    for satellite in torus.satellites():
+        assert all(abs(near.plane - satellite.plane) <= 1 for near in torus.neighbours(satellite))
+    for there, hops in searched_hops(torus, here).items():
+        way = torus.path(here, there, mode)
+        assert way[0] == here and way[-1] == there
+        assert len(way) - 1 == torus.hops(here, there) == hops
+        assert all(abs(b.plane - a.plane) <= 1 for a, b in itertools.pairwise(way))
+        assert torus.delta(here, there)[1] == there.plane - here.plane
+
+
 @given(torus=SMALL, data=st.data(), mode=st.sampled_from(ROUTING_MODES))
 def test_routing_and_distances_do_not_depend_on_where_the_torus_is_cut(
     torus: Torus, data: st.DataObject, mode: RoutingMode

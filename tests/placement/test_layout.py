@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.constellation.torus import Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES, Box, Layout, Strategy, box_shape, layout, parse_strategy
@@ -68,7 +68,7 @@ def test_the_box_of_the_testbed_is_as_wide_as_its_few_planes_demand() -> None:
 
 
 def test_cost_on_starlink_a_drops_the_worst_delay_from_34_to_23_ms() -> None:
-    shell = PRESETS["starlink-a"].shell
+    shell = preset_named("starlink-a", 1).shell
     links = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
     square, cheap = (layout(name, 81, shell.torus, *links) for name in ("rotation_hop", "cost"))
     assert square.worst_path_s == pytest.approx(34.3e-3, abs=5e-5)
@@ -90,6 +90,12 @@ def test_cost_with_links_of_one_length_walks_like_hop(servers: int) -> None:
 def test_more_servers_than_satellites_are_refused(strategy: Strategy, servers: int) -> None:
     with pytest.raises(InvalidInput, match="expected 1 to 95"):
         layout(strategy, servers, Torus(5, 19))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_walker_star_takes_no_servers(strategy: Strategy) -> None:
+    with pytest.raises(InvalidInput, match="Walker star"):
+        layout(strategy, 9, Torus(18, 36, seam=True))
 
 
 def test_strategies_are_read_kindly_and_typos_answered() -> None:

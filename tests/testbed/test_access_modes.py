@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from tests.testbed.virtual import VirtualConstellation
 from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.constellation.visibility import GroundHost, slants_m, visible
+from skymemory.constellation.visibility import GroundHost, overhead_argument_rad, slants_m, visible
 from skymemory.errors import InvalidInput
 from skymemory.protocol.client.gateway import ACCESS_MODES
 from skymemory.protocol.clock import STRATEGY_CODES
@@ -60,12 +59,12 @@ def one_way_s(plan: ConstellationPlan, access: str, satellite: SatelliteId) -> f
         host = GroundHost(plan.ground.latitude_deg, plan.ground.longitude_deg)
         seen = visible(preset.shell, host, preset.epoch_unix_s, 0.0)
         slants = slants_m(preset.shell, host, preset.epoch_unix_s, 0.0)
-        u_rad = math.asin(math.sin(math.radians(25.0)) / math.sin(math.radians(preset.shell.inclination_deg)))
+        u_rad = overhead_argument_rad(preset.shell, host)
 
         def beam_s(there: SatelliteId) -> float:
             if there in seen:
                 return float(slants[there]) / SPEED_OF_LIGHT_M_S
-            return preset.shell.slant_one_way_s(*torus.delta(plan.centre, there), u_rad)
+            return preset.shell.slant_one_way_s(*torus.delta(plan.centre, there), u_rad, plane=plan.centre.plane)
 
     if access == "los" or (access == "hybrid" and satellite in seen):
         return beam_s(satellite)
@@ -173,7 +172,9 @@ def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None
 @pytest.mark.parametrize("access", ["gateway", "hybrid"])
 def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used_again(access: str) -> None:
     """None of the value is on it. What was under way through it is asked for again through the next."""
-    plan = plan_of("starlink-a", access, servers=3, strategy="rotation", ground=Ground(gateway="climbing"))
+    # Where the gateway is none of the three servers.
+    ground = Ground(latitude_deg=45.0, gateway="climbing")
+    plan = plan_of("starlink-a", access, servers=3, strategy="rotation", ground=ground)
     sky = VirtualConstellation(plan)
     host = sky.connect()
     number, info = host.machine.put(key(1), value(1, 400_000), 6144, 1, 3, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.errors import InvalidInput
 from skymemory.placement.locate import Placement
 from skymemory.view.layout_map import layout_map, paper_map, render
@@ -32,7 +32,7 @@ def test_figure_8_as_text() -> None:
 
 
 def test_a_map_larger_than_a_page_is_cut_to_the_box_and_says_where_it_wraps() -> None:
-    shown = layout_map(Placement.for_preset(PRESETS["starlink-a"], "cost", 81))
+    shown = layout_map(Placement.for_preset(preset_named("starlink-a", 1), "cost", 81))
     assert len(shown.rows) == 23 + 4 and len(shown.columns) == 7 + 4
     assert shown.rows[-1] < shown.rows[0]
     text = render(shown)

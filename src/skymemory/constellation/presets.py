@@ -26,7 +26,7 @@ class Preset:
     ``shell`` gives lengths, delays and the pace of moves; ``torus`` is the grid of satellites that exist.
     They agree for real constellations. For the testbed the grid is smaller than the shell whose geometry it
     borrows. ``fixed_centre`` is the satellite overhead at moves (0, 0); None takes the anchor of ``host`` at
-    the epoch.
+    the epoch. Where satellites of a ``version`` are, at any time, never changes: plans name theirs.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Preset:
     strategy: Literal["rotation", "hop", "rotation_hop", "cost", "baseline"] = "rotation_hop"
     host: GroundHost = DEFAULT_HOST
     epoch_unix_s: float = EPOCH_UNIX_S
+    version: int = 1
 
     @cached_property
     def centre(self) -> SatelliteId:
@@ -51,16 +52,31 @@ class Preset:
         return anchor(self.shell, self.host, self.epoch_unix_s, now_s).moves
 
 
-def _real(name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float) -> Preset:
-    shell = Shell(planes, slots, altitude_m, inclination_deg)
+def _real(
+    name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float, phase: int
+) -> tuple[Preset, Preset]:
+    """The constellation in this version, and in that of the papers: phase 0 and a spherical Earth."""
     where = f"{altitude_m / 1000:.0f} km, {inclination_deg:g}°"
     title = name.replace("-", " ").title()
-    return Preset(name, f"{title}: {planes} planes of {slots} satellites at {where}", shell, shell.torus)
+    words = f"{title}: {planes} planes of {slots} satellites at {where}"
+    shell = Shell(planes, slots, altitude_m, inclination_deg, phase, model="j2")
+    before = Shell(planes, slots, altitude_m, inclination_deg)
+    return Preset(name, words, shell, shell.torus, version=2), Preset(name, words, before, before.torus)
 
 
 _STARLINK_A = Shell(72, 22, 550_000.0, 53.0)
 _PAPER = Shell(15, 15, 550_000.0, 53.0)
 
+# Walker phases, none of which lets two satellites of a shell come nearer than 49 km (``nearest_approach_m``).
+# Starlink A: 39, estimated from filings and ephemerides by Stock, Fraire and Hermanns (2022); also in the examples of
+# draft-piraux-space-constellation-code. For the others we know of none: of all phases these keep satellites furthest
+# apart (Starlink B 69 km, Kuiper A 78, Kuiper B 109). Altitudes are filed above the equatorial radius.
+_REAL = (
+    _real("starlink-a", 72, 22, 550_000.0, 53.0, phase=39),
+    _real("starlink-b", 5, 75, 1_275_000.0, 81.0, phase=4),
+    _real("kuiper-a", 34, 34, 630_000.0, 51.9, phase=7),
+    _real("kuiper-b", 28, 28, 590_000.0, 33.0, phase=17),
+)
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
@@ -79,17 +95,28 @@ PRESETS: dict[str, Preset] = {
             _PAPER.torus,
             SatelliteId(7, 7),
         ),
-        _real("starlink-a", 72, 22, 550_000.0, 53.0),
-        _real("starlink-b", 5, 75, 1_275_000.0, 81.0),
-        _real("kuiper-a", 34, 34, 630_000.0, 51.9),
-        _real("kuiper-b", 28, 28, 590_000.0, 33.0),
+        *(newest for newest, _ in _REAL),
     )
 }
+"""The newest version of each."""
+_VERSIONS = {(preset.name, preset.version): preset for preset in (*PRESETS.values(), *(before for _, before in _REAL))}
 
 
-def preset_named(name: str) -> Preset:
-    """The preset of this name; an unknown name is answered with the nearest one we know."""
+def preset_named(name: str, version: int | None = None) -> Preset:
+    """The preset of this name, in its newest version or the given one; an unknown name is answered with the nearest
+    one we know.
+
+    Raises:
+        UnknownPreset: no such name, or no such version of it.
+    """
     found = PRESETS.get(name.lower().replace("_", "-"))
-    if found is not None:
+    if found is None:
+        raise UnknownPreset(f"unknown constellation preset {name!r}; {suggestion(name.lower(), PRESETS)}")
+    if version is None or version == found.version:
         return found
-    raise UnknownPreset(f"unknown constellation preset {name!r}; {suggestion(name.lower(), PRESETS)}")
+    if (found.name, version) not in _VERSIONS:
+        raise UnknownPreset(
+            f"version {version} of constellation preset {found.name}: expected 1 to {found.version}; a later release "
+            "may know it"
+        )
+    return _VERSIONS[found.name, version]

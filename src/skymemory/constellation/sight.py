@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from skymemory.constellation.ground_track import Place, Track, host_at, track_over
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import SatelliteId, Torus
-from skymemory.constellation.visibility import DEFAULT_MASK_DEG, earth_angle_rad, overhead_argument_rad
+from skymemory.constellation.visibility import DEFAULT_MASK_DEG, ground_angle_rad, ground_m, overhead_argument_rad
 from skymemory.errors import InvalidInput
-from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S
+from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""``nearest``: the highest satellite in sight. ``climbing``: the highest on the climbing branch, on which the box is,
-if there is one; satellites of the other branch are as near to the ground, but half the grid away along the links.
+"""``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest on the climbing
+branch, on which the box is, if there is one; satellites of the other branch are as near to the ground, but half the
+grid away along the links.
 """
 
 
@@ -46,16 +47,46 @@ def check_mask(mask_deg: float) -> None:
         raise InvalidInput(f"elevation mask {mask_deg:g}: expected 0 to less than 90 degrees")
 
 
-def reach_cosine(shell: Shell, mask_deg: float) -> float:
-    """Cosine of the angle at the centre of the Earth between a host and a satellite exactly at the mask."""
+def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = None) -> float:
+    """Cosine of the angle at the centre of the Earth between a host and a satellite exactly at the mask. On a sphere:
+    of the shell's Earth, or of ``ground_radius_m``.
+    """
     mask_rad = math.radians(mask_deg)
-    return math.cos(math.acos(EARTH_RADIUS_M / shell.radius_m * math.cos(mask_rad)) - mask_rad)
+    share = (ground_radius_m or shell.earth_radius_m) / shell.radius_m
+    return math.cos(math.acos(share * math.cos(mask_rad)) - mask_rad)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
-    """Light time to a satellite at this angle (by its cosine) from the host, at the centre of the Earth."""
-    r = shell.radius_m
-    return math.sqrt(EARTH_RADIUS_M**2 + r * r - 2 * EARTH_RADIUS_M * r * cosine) / SPEED_OF_LIGHT_M_S
+    """Light time to a satellite at this angle (by its cosine) from the host at the centre of the Earth, on a sphere."""
+    r, ground_m = shell.radius_m, shell.earth_radius_m
+    return math.sqrt(ground_m**2 + r * r - 2 * ground_m * r * cosine) / SPEED_OF_LIGHT_M_S
+
+
+Vector = tuple[float, float, float]
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+
+
+class _Host(NamedTuple):
+    """A host in the frame of the satellites."""
+
+    below: Vector
+    """Unit vector from the centre of the Earth to it."""
+    up: Vector
+    """Unit vector away from its horizon; ``below`` on a sphere."""
+    radius_m: float
+    """Its distance from the centre of the Earth."""
+    height_m: float
+    """Of its horizon's plane above the centre of the Earth, along ``up``."""
+
+    def sine_and_slant(self, r: float, below: float, up: float) -> tuple[float, float]:
+        """Sine of the elevation, and distance, of a satellite ``r`` from the centre of the Earth, by the scalar
+        products of its direction with ``below`` and ``up``.
+        """
+        slant_m = math.sqrt(max(0.0, r * r + self.radius_m**2 - 2 * r * self.radius_m * below))
+        return (r * up - self.height_m) / slant_m, slant_m
 
 
 @dataclass(frozen=True)
@@ -67,11 +98,13 @@ class OrbitSight:
     epoch_unix_s: float
     mask_deg: float = DEFAULT_MASK_DEG
     rule: GatewayRule = "nearest"
-    track: Track = field(init=False, repr=False)
+    track: Track | None = field(init=False, repr=False)
+    """Of the box; None over a Walker star, which carries none."""
 
     def __post_init__(self) -> None:
         check_mask(self.mask_deg)
-        object.__setattr__(self, "track", track_over(self.shell, self.place, self.epoch_unix_s))
+        star = self.shell.pattern == "star"
+        object.__setattr__(self, "track", None if star else track_over(self.shell, self.place, self.epoch_unix_s))
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         shift_planes, shift_slots = self._pushed(centre, sky_s)
@@ -80,56 +113,82 @@ class OrbitSight:
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
         """How far operators have pushed the box: its centre relative to the anchor."""
+        if self.track is None:
+            return 0, 0
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
         """Satellites above the mask on the grid without pushes, the gateway first."""
-        shell, slots = self.shell, self.shell.slots_per_plane
-        reach = reach_cosine(shell, self.mask_deg)
-        u_step, node_step = 2 * math.pi / slots, 2 * math.pi / shell.planes
-        drift_rad = shell.node_rate_rad_s * sky_s
+        shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
+        host = self._host(sky_s)
+        # On the ellipsoid the vertical leans against the line to the centre of the Earth, by a fifth of a degree at
+        # most: arcs are for a mask as much lower, and each satellite on them is looked at.
+        exact = host.up is not host.below
+        lean_deg = math.degrees(math.acos(min(1.0, _dot(host.below, host.up)))) + 1e-6 if exact else 0.0
+        reach = reach_cosine(shell, self.mask_deg - lean_deg, host.radius_m)
+        least_sine = math.sin(math.radians(self.mask_deg))
+        u_step = 2 * math.pi / slots
         u_now = 2 * math.pi * math.fmod(sky_s, shell.period_s) / shell.period_s
         i_rad = math.radians(shell.inclination_deg)
-        east, north, up = self._host_unit(sky_s)
+        cos_i, sin_i = math.cos(i_rad), math.sin(i_rad)
+        east, north, up = host.below
         found: list[tuple[bool, float, SatelliteId]] = []
         for plane in range(shell.planes):
-            node = node_step * plane + drift_rad
+            node = shell.node_rad(plane, sky_s)
             cos_node, sin_node = math.cos(node), math.sin(node)
             along = cos_node * east + sin_node * north
-            across = (cos_node * north - sin_node * east) * math.cos(i_rad) + up * math.sin(i_rad)
+            across = (cos_node * north - sin_node * east) * cos_i + up * sin_i
             nearest_cosine = math.hypot(along, across)
             if nearest_cosine < reach:
                 continue
-            half_rad = math.acos(min(1.0, reach / nearest_cosine))
+            x, y, z = host.up
+            along_up, across_up = cos_node * x + sin_node * y, (cos_node * y - sin_node * x) * cos_i + z * sin_i
+            half_rad = math.acos(max(-1.0, min(1.0, reach / nearest_cosine)))
             u_nearest = math.atan2(across, along)
-            # Slots as real numbers: the satellite of slot j is at u_now + j · u_step (and the plane's phase).
+            # Slots as real numbers: the satellite of slot j is at u_now + j · u_step (and the plane's offset).
             middle = (u_nearest - u_now - shell.argument_rad(plane, 0)) / u_step
             for slot in range(math.ceil(middle - half_rad / u_step), math.floor(middle + half_rad / u_step) + 1):
                 u_rad = u_nearest + (slot - middle) * u_step
-                cosine = nearest_cosine * math.cos(u_rad - u_nearest)
+                height = nearest_cosine * math.cos(u_rad - u_nearest)
+                if exact:
+                    upward = math.cos(u_rad) * along_up + math.sin(u_rad) * across_up
+                    height, _ = host.sine_and_slant(r, height, upward)
+                    if height < least_sine:
+                        continue
                 other_branch = self.rule == "climbing" and math.cos(u_rad) <= 0
-                found.append((other_branch, -cosine, SatelliteId(plane, slot % slots)))
+                found.append((other_branch, -height, SatelliteId(plane, slot % slots)))
         return [satellite for _, _, satellite in sorted(found)]
 
-    def _host_unit(self, sky_s: float) -> tuple[float, float, float]:
-        host = host_at(self.place, sky_s)
+    def _host(self, sky_s: float) -> _Host:
+        host, model = host_at(self.place, sky_s), self.shell.model
+        longitude = math.radians(host.longitude_deg) + ground_angle_rad(model, self.epoch_unix_s, sky_s)
         latitude = math.radians(host.latitude_deg)
-        longitude = math.radians(host.longitude_deg) + earth_angle_rad(self.epoch_unix_s, sky_s)
-        return math.cos(latitude) * math.cos(longitude), math.cos(latitude) * math.sin(longitude), math.sin(latitude)
+        east, north = math.cos(longitude), math.sin(longitude)
+        up = math.cos(latitude) * east, math.cos(latitude) * north, math.sin(latitude)
+        if model == "paper":
+            return _Host(up, up, self.shell.earth_radius_m, self.shell.earth_radius_m)
+        out_m, north_m = ground_m(model, host.latitude_deg)
+        radius_m = math.hypot(out_m, north_m)
+        below = out_m / radius_m * east, out_m / radius_m * north, north_m / radius_m
+        return _Host(below, up, radius_m, out_m * math.cos(latitude) + north_m * math.sin(latitude))
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         shell = self.shell
         shift_planes, shift_slots = self._pushed(centre, sky_s)
         plane, slot = shell.torus.wrap(satellite.plane - shift_planes, satellite.slot - shift_slots)
-        node = 2 * math.pi * plane / shell.planes + shell.node_rate_rad_s * sky_s
-        position = shell.position_m(shell.argument_rad(plane, slot, sky_s), node)
-        unit = self._host_unit(sky_s)
-        cosine = sum(a * b for a, b in zip(position, unit, strict=True)) / shell.radius_m
-        if cosine >= reach_cosine(shell, self.mask_deg):
-            return slant_s(shell, cosine)
+        position = shell.position_m(shell.argument_rad(plane, slot, sky_s), shell.node_rad(plane, sky_s))
+        host = self._host(sky_s)
+        cosine = sum(a * b for a, b in zip(position, host.below, strict=True)) / shell.radius_m
+        if host.up is host.below:
+            if cosine >= reach_cosine(shell, self.mask_deg):
+                return slant_s(shell, cosine)
+        else:
+            sine, slant_m = host.sine_and_slant(shell.radius_m, cosine, _dot(position, host.up) / shell.radius_m)
+            if sine >= math.sin(math.radians(self.mask_deg)):
+                return slant_m / SPEED_OF_LIGHT_M_S
         u_rad = overhead_argument_rad(shell, host_at(self.place, sky_s))
-        return shell.slant_one_way_s(*shell.torus.delta(centre, satellite), u_rad)
+        return shell.slant_one_way_s(*shell.torus.delta(centre, satellite), u_rad, plane=centre.plane - shift_planes)
 
 
 @dataclass(frozen=True)

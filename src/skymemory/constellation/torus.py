@@ -2,7 +2,8 @@
 
 SkyMemory paper §3.2 and §4. A constellation is ``planes`` orbital planes of ``slots_per_plane`` satellites.
 Each satellite is linked to its two neighbours in the plane and to the same slot in the two neighbouring
-planes; both rings close.
+planes; both rings close. With a *seam* (a Walker star, whose first and last plane fly in opposite directions) those
+two planes have no links with each other, and no route crosses.
 
 Directions are those of the figures: the slot grows along the motion, which is east; the plane grows south.
 """
@@ -33,10 +34,13 @@ class SatelliteId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Torus:
-    """``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes."""
+    """``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes, which is open
+    between the last and the first if there is a ``seam``.
+    """
 
     planes: int
     slots_per_plane: int
+    seam: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("planes", self.planes), ("slots_per_plane", self.slots_per_plane)):
@@ -84,14 +88,22 @@ class Torus:
         return SatelliteId(here.plane, (here.slot - 1) % self.slots_per_plane)
 
     def neighbours(self, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
-        """North, east, south, west: the order in which the placements walk."""
-        return self.north(here), self.east(here), self.south(here), self.west(here)
+        """North, east, south, west: the order in which the placements walk. Across a seam there is none: in its place
+        is ``here`` itself, as on a ring of one.
+        """
+        north, south = self.north(here), self.south(here)
+        if self.seam:
+            north = here if here.plane == 0 else north
+            south = here if here.plane == self.planes - 1 else south
+        return north, self.east(here), south, self.west(here)
 
     def delta(self, here: SatelliteId, there: SatelliteId) -> tuple[int, int]:
         """Signed hops ``(d_slot, d_plane)`` of a shortest path; exactly opposite on a ring counts as west or north."""
         d_slot = (there.slot - here.slot) % self.slots_per_plane
         if 2 * d_slot >= self.slots_per_plane:
             d_slot -= self.slots_per_plane
+        if self.seam:
+            return d_slot, there.plane - here.plane
         d_plane = (there.plane - here.plane) % self.planes
         if 2 * d_plane >= self.planes:
             d_plane -= self.planes

@@ -7,6 +7,10 @@ It steps one slot west whenever the satellites have flown one slot, and one plan
 and the drift of the nodes against it, have turned one plane.
 
 The papers step slots only; then the plane of the box sinks below the horizon within two hours.
+
+With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are above the plane at right
+angles to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) wants it. With
+``paper`` it is a sphere that turns by the Earth rotation angle.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skymemory.constellation.orbit import Shell
+from skymemory.constellation.orbit import WGS84_RADIUS_M, Shell, SkyModel
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EARTH_ROTATION_RAD_S = 7.292115146706979e-5
+_WGS84_E2 = 0.0066943799901413165
+"""Eccentricity squared of the ellipsoid."""
 DEFAULT_MASK_DEG = 25.0
 """Lowest elevation at which a ground antenna talks to a satellite (Starlink's filing)."""
 
@@ -63,23 +69,77 @@ def earth_angle_rad(epoch_unix_s: float, now_s: float) -> float:
     return math.fmod(at_epoch, 2 * math.pi) + EARTH_ROTATION_RAD_S * now_s
 
 
+def sidereal_angle_rad(epoch_unix_s: float, now_s: float) -> float:
+    """Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch: the longitude of TEME's x axis (UT1
+    taken as UTC). Linear in ``now_s``; that leaves 1e-9 rad after a year.
+    """
+    days = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
+    at_epoch_s = 67310.54841 + 86400.0 * math.fmod(days, 1.0)
+    at_epoch_s += _SIDEREAL_PER_CENTURY_S * days / 36525 + 0.093104 * (days / 36525) ** 2 - 6.2e-6 * (days / 36525) ** 3
+    return 2 * math.pi * math.fmod(at_epoch_s / 86400.0, 1.0) + _sidereal_rate_rad_s(days) * now_s
+
+
+_SIDEREAL_PER_CENTURY_S = 8640184.812866
+"""By which sidereal time gains on mean solar time."""
+
+
+def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
+    gain = _SIDEREAL_PER_CENTURY_S + 2 * 0.093104 * days_since_j2000 / 36525
+    return 2 * math.pi / 86400.0 * (1 + gain / 36525 / 86400.0)
+
+
+_SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
+"""In J2000. It changes by 6e-12 of itself in a century."""
+
+
+def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: float) -> float:
+    """By how much the Earth has turned in the frame of the satellites, ``now_s`` after the epoch."""
+    return (earth_angle_rad if model == "paper" else sidereal_angle_rad)(epoch_unix_s, now_s)
+
+
+def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
+    """Of a place at this latitude: its distance from the Earth's axis and, northward, from the plane of the equator."""
+    sine, cosine = math.sin(math.radians(latitude_deg)), math.cos(math.radians(latitude_deg))
+    if model == "paper":
+        return EARTH_RADIUS_M * cosine, EARTH_RADIUS_M * sine
+    normal_m = WGS84_RADIUS_M / math.sqrt(1 - _WGS84_E2 * sine**2)
+    return normal_m * cosine, normal_m * (1 - _WGS84_E2) * sine
+
+
 def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
-    """Argument of latitude where the climbing branch passes the host's latitude (or comes nearest)."""
-    sine = math.sin(math.radians(host.latitude_deg)) / math.sin(math.radians(shell.inclination_deg))
+    """Argument of latitude where the climbing branch passes over the host, straight up (or comes nearest)."""
+    i_rad = math.radians(shell.inclination_deg)
+    if shell.model == "paper":
+        sine = math.sin(math.radians(host.latitude_deg)) / math.sin(i_rad)
+    else:
+        # Where the normal meets the shell: up by t, with |ground + t·normal| the radius.
+        out_m, north_m = ground_m(shell.model, host.latitude_deg)
+        latitude_rad = math.radians(host.latitude_deg)
+        along_m = out_m * math.cos(latitude_rad) + north_m * math.sin(latitude_rad)
+        up_m = math.sqrt(along_m**2 + shell.radius_m**2 - out_m**2 - north_m**2) - along_m
+        sine = (north_m + up_m * math.sin(latitude_rad)) / shell.radius_m / math.sin(i_rad)
     return math.asin(max(-1.0, min(1.0, sine)))
 
 
 def overhead_cell(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> tuple[float, float]:
-    """``(plane, slot)`` of the overhead point on the climbing branch: real numbers that never wrap."""
-    if shell.phase:
-        raise InvalidInput(f"Walker phase {shell.phase}: a box needs aligned planes, phase 0")
+    """``(plane, slot)`` of the overhead point on the climbing branch: real numbers that never wrap.
+
+    Raises:
+        InvalidInput: a Walker star, whose climbing branch is not over the host for half of each day.
+    """
+    if shell.pattern == "star":
+        raise InvalidInput(
+            "a Walker star carries no box: its planes pass over a host climbing for half a day, then descending, with "
+            "no links between the two; expected a shell of pattern 'delta'"
+        )
     u_rad = overhead_argument_rad(shell, host)
     i_rad = math.radians(shell.inclination_deg)
     from_node_rad = math.atan2(math.cos(i_rad) * math.sin(u_rad), math.cos(u_rad))
-    sidereal_rad = math.radians(host.longitude_deg) + earth_angle_rad(epoch_unix_s, now_s)
-    node_rad = sidereal_rad - from_node_rad - shell.node_rate_rad_s * now_s
+    sidereal_rad = math.radians(host.longitude_deg) + ground_angle_rad(shell.model, epoch_unix_s, now_s)
+    epoch_node_rad, epoch_slot = shell.epoch_cell
+    node_rad = sidereal_rad - from_node_rad - shell.node_rate_rad_s * now_s - epoch_node_rad
     plane = node_rad * shell.planes / (2 * math.pi)
-    slot = (u_rad / (2 * math.pi) - now_s / shell.period_s) * shell.slots_per_plane
+    slot = (u_rad / (2 * math.pi) - now_s / shell.period_s) * shell.slots_per_plane - epoch_slot
     return plane, slot
 
 
@@ -104,35 +164,53 @@ def slot_move_period_s(shell: Shell) -> float:
 
 def plane_move_period_s(shell: Shell) -> float:
     """Time between two plane moves: Earth's rotation against the drifting nodes."""
-    return 2 * math.pi / shell.planes / (EARTH_ROTATION_RAD_S - shell.node_rate_rad_s)
+    rate_rad_s = EARTH_ROTATION_RAD_S if shell.model == "paper" else _SIDEREAL_RATE_RAD_S
+    return 2 * math.pi / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
-def host_position_m(host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
+def host_position_m(
+    host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
+) -> NDArray[np.float64]:
     """Inertial position of the host, shape ``(3,)``."""
     import numpy as np  # local, as below: verbs that only need delays and maps start without numpy
 
+    out_m, north_m = ground_m(model, host.latitude_deg)
+    longitude = math.radians(host.longitude_deg) + ground_angle_rad(model, epoch_unix_s, now_s)
+    return np.array([out_m * math.cos(longitude), out_m * math.sin(longitude), north_m])
+
+
+def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper") -> NDArray[np.float64]:
+    """Inertial unit vector at right angles to the host's horizon, shape ``(3,)``."""
+    import numpy as np
+
     latitude = math.radians(host.latitude_deg)
-    longitude = math.radians(host.longitude_deg) + earth_angle_rad(epoch_unix_s, now_s)
-    unit = [math.cos(latitude) * math.cos(longitude), math.cos(latitude) * math.sin(longitude), math.sin(latitude)]
-    return EARTH_RADIUS_M * np.array(unit)
+    longitude = math.radians(host.longitude_deg) + ground_angle_rad(model, epoch_unix_s, now_s)
+    out = math.cos(latitude)
+    return np.array([out * math.cos(longitude), out * math.sin(longitude), math.sin(latitude)])
 
 
 def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Straight distances from the host to every satellite, through the Earth too; ``(planes, slots)``."""
     import numpy as np
 
-    offsets = shell.positions_m(now_s) - host_position_m(host, epoch_unix_s, now_s)
+    offsets = shell.positions_m(now_s) - host_position_m(host, epoch_unix_s, now_s, shell.model)
     return np.asarray(np.linalg.norm(offsets, axis=-1), dtype=np.float64)
 
 
 def elevations_deg(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
     """Elevation of every satellite above the host's horizon, negative below it; ``(planes, slots)``."""
+    return elevations_of(shell.positions_m(now_s), host, epoch_unix_s, now_s, shell.model)
+
+
+def elevations_of(
+    positions_m: NDArray[np.float64], host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "j2"
+) -> NDArray[np.float64]:
+    """Elevations of satellites at these inertial positions (``j2``: TEME), shape ``(…, 3)``, as from SGP4."""
     import numpy as np
 
-    ground = host_position_m(host, epoch_unix_s, now_s)
-    offsets = shell.positions_m(now_s) - ground
-    upward = offsets @ (ground / EARTH_RADIUS_M)
-    return np.asarray(np.degrees(np.arcsin(upward / np.linalg.norm(offsets, axis=-1))), dtype=np.float64)
+    offsets = positions_m - host_position_m(host, epoch_unix_s, now_s, model)
+    sines = offsets @ up_vector(host, epoch_unix_s, now_s, model) / np.linalg.norm(offsets, axis=-1)
+    return np.asarray(np.degrees(np.arcsin(np.clip(sines, -1.0, 1.0))), dtype=np.float64)
 
 
 def visible(
@@ -147,6 +225,6 @@ def visible(
 def gateway(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> SatelliteId | None:
-    """The nearest visible satellite (at one altitude also the highest); None when none is in sight."""
+    """The highest satellite in sight (on a sphere also the nearest); None when none is."""
     in_sight = visible(shell, host, epoch_unix_s, now_s, mask_deg)
     return in_sight[0] if in_sight else None

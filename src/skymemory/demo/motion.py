@@ -584,7 +584,7 @@ def _demonstrate(
     args: argparse.Namespace, started: Started, directory: RunDirectory, gate: SignalGate, screen: Screen
 ) -> MotionReport:
     plan = started.plan
-    placement = Placement.for_preset(preset_named(plan.preset))
+    placement = Placement.for_preset(plan.constellation)
     slot_s = clock_of(plan).slot_period_s / plan.time_scale
     screen.say(
         f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} processes, "

@@ -113,8 +113,17 @@ def check_servers(servers: int, torus: Torus) -> None:
 def layout(
     strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
 ) -> Layout:
-    """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) use the link delays."""
+    """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) use the link delays.
+
+    Raises:
+        InvalidInput: more servers than satellites, no delay, or a torus with a seam (a Walker star).
+    """
     check_servers(servers, torus)
+    if torus.seam:
+        raise InvalidInput(
+            "servers on a Walker star: a box that reaches its seam would be torn, for no links cross it; expected a "
+            "Walker delta, whose planes have nodes all round the equator"
+        )
     if slot_link_s <= 0 or plane_link_s <= 0:
         raise InvalidInput(f"link delays of {slot_link_s} s and {plane_link_s} s: expected more than 0")
     return _layout(parse_strategy(strategy), servers, torus, slot_link_s, plane_link_s)

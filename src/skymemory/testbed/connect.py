@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from skymemory.constellation.orbit import Shell
-from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost, plane_move_period_s, slot_move_period_s
 from skymemory.errors import ConstellationError, InvalidInput
@@ -59,13 +58,12 @@ def _round_trips(
     seen = sight.in_sight(centre, sky_s) or (centre,)
     gateway = centre if access == "onboard" else seen[0]
     beam_s = 0.0 if access == "onboard" else sight.one_way_s(gateway, centre, sky_s)
-    slot_s, plane_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
 
     def round_trip_s(satellite: SatelliteId) -> float:
         if access == "los" or (access == "hybrid" and satellite in seen):
             return 2 * sight.one_way_s(satellite, centre, sky_s) * plan.delay_scale
-        slots, planes = plan.torus.delta(gateway, satellite)
-        return 2 * (beam_s + abs(slots) * slot_s + abs(planes) * plane_s) * plan.delay_scale
+        links_s = shell.path_one_way_s(gateway.plane, *plan.torus.delta(gateway, satellite))
+        return 2 * (beam_s + links_s) * plan.delay_scale
 
     return round_trip_s, moves
 
@@ -174,7 +172,7 @@ _LEAST_ROUND_TRIPS = 3
 
 def shell_of(plan: ConstellationPlan) -> Shell:
     """The orbits of the plan's preset."""
-    return preset_named(plan.preset).shell
+    return plan.constellation.shell
 
 
 def sky_of(plan: ConstellationPlan, ground: GroundHost | None = None) -> SkyMap:
@@ -193,7 +191,7 @@ def clock_of(plan: ConstellationPlan) -> MoveClock:
     if plan.access == "onboard":
         return MoveClock(plan.epoch_s, pushed=pushed)
     periods_s = slot_move_period_s(shell), plane_move_period_s(shell)
-    return MoveClock(plan.epoch_s, *periods_s, plan.time_scale, pushed, plan.ground.track(preset_named(plan.preset)))
+    return MoveClock(plan.epoch_s, *periods_s, plan.time_scale, pushed, plan.ground.track(plan.constellation))
 
 
 def tolerated_skew_s(plan: ConstellationPlan) -> float:
@@ -220,7 +218,7 @@ def host_spec(
         memory_bytes=plan.memory_per_satellite_bytes,
         delay_scale=plan.delay_scale,
         links=plan.links,
-        sight_at=plan.sight if preset_named(plan.preset).fixed_centre is None else None,
+        sight_at=plan.sight if plan.constellation.fixed_centre is None else None,
         replacement=plan.memory_policy.replacement,
         eviction=plan.memory_policy.satellites(plan.replicas),
         onboard=plan.centre if plan.access == "onboard" else None,
@@ -240,7 +238,8 @@ def host_spec(
 def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
     """Longest direct round trip to any of ``satellites``, with the plan's delay scale."""
     shell, torus = shell_of(plan), plan.torus
-    slants_s = [shell.slant_one_way_s(*torus.delta(plan.centre, satellite)) for satellite in satellites]
+    centre = plan.centre
+    slants_s = [shell.slant_one_way_s(*torus.delta(centre, one), plane=centre.plane) for one in satellites]
     return 2 * max(slants_s) * plan.delay_scale
 
 

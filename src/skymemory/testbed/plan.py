@@ -118,6 +118,7 @@ class PlaceSight:
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
         """Where a box around this host would be, pushed as far as the plan's."""
+        assert self.box.track is not None and self.own.track is not None, "a star carries no box"
         plane, slot = self.box.track.cell_at(sky_s)
         own_plane, own_slot = self.own.track.cell_at(sky_s)
         return self.own.shell.torus.wrap(centre.plane - plane + own_plane, centre.slot - slot + own_slot)
@@ -257,12 +258,14 @@ class ConstellationPlan:
     """``size``: each value on as many satellites as its size pays for, ``servers`` at most; ``fixed``: on ``servers``.
     Empty: by size where ``servers`` is the preset's number. (Earlier releases know no other plans: theirs are fixed.)
     """
+    preset_version: int = 1
+    """Of the preset. (Plans of earlier releases have version 1.)"""
 
     links: Links | None = None
     """What links carry; None: everything, as earlier releases' plans."""
 
     def __post_init__(self) -> None:
-        preset = preset_named(self.preset)
+        preset = self.constellation
         torus = preset.torus
         _require(
             (torus.planes, torus.slots_per_plane) == (self.planes, self.slots_per_plane),
@@ -324,7 +327,7 @@ class ConstellationPlan:
         Raises:
             InvalidInput: another, of a preset that is no orbit or with the host on board.
         """
-        preset = preset_named(self.preset)
+        preset = self.constellation
         box = self.ground.sight(preset)
         if host is None:
             return box
@@ -339,15 +342,20 @@ class ConstellationPlan:
         return PlaceSight(box, own)
 
     @property
+    def constellation(self) -> Preset:
+        """The preset, in the version of the plan."""
+        return preset_named(self.preset, self.preset_version)
+
+    @property
     def torus(self) -> Torus:
-        return Torus(self.planes, self.slots_per_plane)
+        return self.constellation.torus
 
     @property
     def by_size(self) -> bool:
         """Whether clients choose each value's number of satellites by its size."""
         if self.fan_out:
             return self.fan_out == "size"
-        return self.servers == preset_named(self.preset).servers
+        return self.servers == self.constellation.servers
 
     @property
     def memory_bytes(self) -> int:
@@ -454,6 +462,7 @@ def make_plan(
         keys_file=keys_file,
         fan_out="fixed" if servers == chosen.servers else "",
         links=links,
+        preset_version=chosen.version,
     )
 
 

@@ -39,6 +39,8 @@ def to_json(plan: ConstellationPlan) -> str:
         del fields["links"]
     else:
         fields["links"] = plan.links.as_table()
+    if plan.preset_version == 1:
+        del fields["preset_version"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 

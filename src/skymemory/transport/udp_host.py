@@ -178,6 +178,8 @@ class UdpHost:
         """Of clients with a place of their own, by endpoint."""
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
+        planes = range(spec.sky.torus.planes)
+        self._plane_links_s = [spec.shell.plane_link_one_way_s(plane) * spec.delay_scale for plane in planes]
         self._last_figures: dict[str, int] = {}
         self._figures_until_s = 0.0
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
@@ -208,7 +210,7 @@ class UdpHost:
             credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement,
             eviction=self.spec.eviction,
-            neighbour_timeout_s=PATIENCE_S + 2 * max(self._link_s.values()),
+            neighbour_timeout_s=PATIENCE_S + 2 * max(self._link_s["slot"], *self._plane_links_s),
             authority=self.spec.authority,
         )
         if self.spec.links is not None:
@@ -415,13 +417,18 @@ class UdpHost:
         for batch, to in machine.datagrams_to_send(self.now_s()):
             if isinstance(to, SatelliteId):
                 here = machine.config.address
-                hold_s = self._link_s["slot" if to.plane == here.plane else "plane"]
+                hold_s = self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
                 self._depart(satellite, batch, self.spec.everyone[to], hold_s, to)
             else:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
         if machine.wants_work:
             self._want_slice(satellite)
+
+    def _plane_link_s(self, here: int, there: int) -> float:
+        """Delay between two neighbouring planes."""
+        first = here if (there - here) % self.spec.sky.torus.planes == 1 else there
+        return self._plane_links_s[first]
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
         """Send to a ground host: both directions of a beam have their faults injected here."""

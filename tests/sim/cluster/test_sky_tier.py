@@ -124,7 +124,7 @@ def test_handovers_are_counted_and_limit_what_a_box_can_hold() -> None:
         moves = tier.geometry.moves(now_s)
     tier.fly(now_s)
     figures = tier.figures()
-    assert moves == (1, 0)  # one column of three servers, each with a ninth of both blocks
+    assert moves in ((1, 0), (0, 1))  # a column or row of three servers, each with a ninth of both blocks
     assert figures["sky_handover_bytes"] == pytest.approx(3 * 2 * BLOCK / 9)
     assert figures["sky_longest_handover_s"] == pytest.approx(2.0)
     assert figures["sky_box_moves"] == 1

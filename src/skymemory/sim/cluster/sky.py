@@ -227,7 +227,7 @@ class SkyGeometry:
         self._strategy = STRATEGY_CODES[self.plan.strategy]  # type: ignore[index]
         shell = shell_of(self.plan)
         self.slot_period_s = shell.period_s / shell.slots_per_plane
-        self._slot_link_s, self._plane_link_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
+        self._shell = shell
         self._step_s = setup.geometry_s
         self._step: tuple[Moves, int] | None = None
         self._look_s = 0.0
@@ -295,7 +295,8 @@ class SkyGeometry:
             elif self._beam_s == math.inf:
                 found = math.inf
             else:
-                slots, planes = self.plan.torus.delta(self._seen[0], satellite)
-                found = self._beam_s + abs(slots) * self._slot_link_s + abs(planes) * self._plane_link_s
+                gateway = self._seen[0]
+                hops = self.plan.torus.delta(gateway, satellite)
+                found = self._beam_s + self._shell.path_one_way_s(gateway.plane, *hops)
             self._one_way[satellite] = found
         return found
