@@ -148,7 +148,7 @@ def test_the_answer_does_not_depend_on_the_piece_a_satellite_is_in(monkeypatch: 
 def test_passes_that_are_shorter_than_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = PRESETS["kuiper-a"]
     sky = ShellSky(preset.shell, preset.epoch_unix_s)
-    asked = (sky, GroundHost(45.0, 10.0), preset.epoch_unix_s, 1200.0, 80.0)
+    asked = (sky, GroundHost(45.0, 10.0), preset.epoch_unix_s, 2400.0, 80.0)
     coarse = find_passes(*asked)
     monkeypatch.setattr("skymemory.constellation.passes.STEP_S", 12.0)
     fine = find_passes(*asked)

@@ -8,14 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.measured_points import text
 
 from skymemory.constellation.presets import preset_named
 from skymemory.errors import InvalidInput
 from skymemory.sim.sky.bound import lower_bound_s
-from skymemory.sim.sky.breakeven import KV_BYTES_PER_TOKEN, BreakEven, fitted_gpus, kv_bytes_of, read_measured
+from skymemory.sim.sky.breakeven import (
+    KV_BYTES_PER_TOKEN,
+    MEASURED_FILE,
+    BreakEven,
+    fitted_gpus,
+    kv_bytes_of,
+    read_measured,
+)
 from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s, sight_of, ways_of
 
-BENCHMARKS = Path(__file__).parents[3] / "docs/benchmarks"
 LLAMA = KV_BYTES_PER_TOKEN["llama-3.1-8b"]
 
 
@@ -58,26 +65,9 @@ def test_a_slow_link_computes_and_a_slow_engine_loads_and_the_rate_between_them_
 
 
 def test_the_measured_engines_are_those_of_the_benchmarks() -> None:
-    rows = {
-        name: json.loads((BENCHMARKS / f"{name}.json").read_text())["rows"]
-        for name in ("ttft", "vllm_connector", "disagg")
-    }
-    own, vllm, own_small, vllm_small = read_measured()
-    assert dict(own.prefill) == {
-        row["tokens"]: pytest.approx(row["without_s"], abs=1e-4) for row in rows["ttft"] if row["delay"] == "off"
-    }
-    assert own.kv_bytes_per_token == pytest.approx(rows["ttft"][0]["bytes"] / rows["ttft"][0]["tokens"], rel=1e-3)
-    memory = next(row for row in rows["vllm_connector"] if row["mode"] == "ttft" and row["store"] == "memory")
-    assert vllm.prefill == ((memory["tokens"], pytest.approx(memory["plain_s"], abs=1e-4)),)
-    for engine, point in (("own", own_small), ("vllm", vllm_small)):
-        fit = next(row for row in rows["disagg"] if row["engine"] == engine and row["part"] == "fit")
-        shape = fit["cost"]["shape"]
-        assert (
-            point.kv_bytes_per_token
-            == 2 * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * shape["value_bytes"]
-        )
-        whole = {tokens: seconds for tokens, cached, seconds, *_ in fit["prefills"] if not cached}
-        assert dict(point.prefill) == {tokens: pytest.approx(seconds, abs=1e-4) for tokens, seconds in whole.items()}
+    """The file is what `python -m tools.measured_points` makes of them."""
+    assert MEASURED_FILE.read_text("utf-8") == text()
+    own, *_ = read_measured()
     assert own.nearest(600) == (512, pytest.approx(512 / 3.1276))
     assert [gpu.device for gpu in fitted_gpus()] == ["A100", "H100"]
 

@@ -31,7 +31,7 @@ from skymemory.sim.sky.physical import (
 )
 from skymemory.testbed.plan import make_plan
 
-BOX = replace(preset_named("starlink-a"), torus=Torus(35, 22), fixed_centre=SatelliteId(17, 11))
+BOX = replace(preset_named("starlink-a", 1), torus=Torus(35, 22), fixed_centre=SatelliteId(17, 11))
 """Starlink A's lengths around a satellite exactly overhead; without the planes that meet at phase 0."""
 
 
@@ -156,7 +156,8 @@ def test_the_bound_of_one_server_by_hand() -> None:
 
 
 def test_real_links_are_between_the_shortest_and_the_longest() -> None:
-    preset = preset_named("starlink-a")
+    """Of the version whose links between planes have one longest length."""
+    preset = preset_named("starlink-a", 1)
     sight, times_s = sight_of(preset, 25.0, "climbing"), np.arange(0.0, 5700.0, 300.0).tolist()
     longest = ways_of(preset, sight, "gateway", times_s, servers=25)
     real = ways_of(preset, sight, "gateway", times_s, servers=25, exact_links=True)
