@@ -16,14 +16,18 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from skymemory.constellation.orbit import Shell
-from skymemory.constellation.presets import DEFAULT_HOST, EPOCH_UNIX_S
+from skymemory.constellation.presets import DEFAULT_HOST, EPOCH_UNIX_S, preset_named
 from skymemory.constellation.sight import reach_cosine, slant_s
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, EARTH_ROTATION_RAD_S, elevations_deg
 from skymemory.kv.block import KVLayout
+from skymemory.placement.layout import Strategy
 from skymemory.reproduce.cake import Headline, reproduce
-from skymemory.sim.latency import Setting
+from skymemory.sim.latency import Setting as PaperSetting
 from skymemory.sim.latency import claims as latency_claims
+from skymemory.sim.sky.physical import LinkRates, Setting, latency_s, sight_of, ways_of
 from skymemory.units import SPEED_OF_LIGHT_M_S
 from skymemory.view.figures import DISCLOSED, constellations, disclosed_shell
 from skymemory.view.layout_map import paper_map
@@ -122,9 +126,39 @@ def _near_neighbours() -> str:
 
 def _flat_sky() -> str:
     """How far off equations 3 and 4 are at the box's corner: what of the claim is geometry."""
-    shell = Shell(15, 15, Setting().altitude_m, 53.0)
+    shell = Shell(15, 15, PaperSetting().altitude_m, 53.0)
     flat, real = (shell.slant_one_way_s(4, 4, model=model) * 1e3 for model in ("paper", "exact"))
     return f"light to the corner of 9 × 9: {flat:.0f} ms by equations 3 and 4, {real:.0f} over a round Earth"
+
+
+_RATES = LinkRates(1.2e9, 1.2e9, 10e9)
+_RATES_SAID = "Starlink A, hybrid, 1.2 Gbit/s a beam, 10 between satellites"
+
+
+def _median_s(strategy: Strategy, servers: int, kvc_bytes: int, chunk_s: float) -> float:
+    """Time to read, over an orbit."""
+    preset = preset_named("starlink-a")
+    times_s = [preset.shell.period_s * at / 24 for at in range(24)]
+    sight = sight_of(preset, DEFAULT_MASK_DEG, "climbing")
+    ways = ways_of(preset, sight, "hybrid", times_s, strategy=strategy, servers=servers, exact_links=True)
+    return float(np.median(latency_s(ways, Setting(kvc_bytes, 12_288, server_s=chunk_s), _RATES)))
+
+
+def _more_servers() -> str:
+    found = []
+    for chunk_s, words in ((0.02, "20 ms"), (0.002, "2 ms"), (25e-6, "25 µs (measured here)")):
+        few, many = (_median_s("rotation_hop", servers, 21 << 20, chunk_s) for servers in (9, 81))
+        found.append(f"{'less' if many < few else 'more'} by {abs(1 - many / few):.0%} with chunks of {words}")
+    return f"9 to 81 servers: {', '.join(found)} ({_RATES_SAID})"
+
+
+def _strategies_apart() -> str:
+    spreads = []
+    for kvc_bytes in (1 << 20, 21 << 20):
+        for chunk_s in (0.002, 0.02):
+            each = [_median_s(strategy, 81, kvc_bytes, chunk_s) for strategy in ("rotation", "rotation_hop", "cost")]
+            spreads.append(max(each) / min(each) - 1)
+    return f"apart by {min(spreads):.0%} to {max(spreads):.0%}, rotation, rotation_hop and cost ({_RATES_SAID})"
 
 
 PHYSICS: dict[str, Callable[[], str]] = {
@@ -135,6 +169,8 @@ PHYSICS: dict[str, Callable[[], str]] = {
     "d-n": _across,
     "link": _near_neighbours,
     "altitude": _flat_sky,
+    "servers": _more_servers,
+    "similar": _strategies_apart,
 }
 """What physics says, by the key of a claim."""
 
