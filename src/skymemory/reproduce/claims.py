@@ -409,12 +409,16 @@ def _mooncake() -> Iterator[Claim]:
             "mooncake", document, "all experiments", "see there", NO_CHECKOUT, NO_SKY, NO_GPU, _MOONCAKE_COMMAND
         )
         return
-    experiment = ""
+    experiment, compares = "", False
     for line in (DOCS / "reproduce" / "mooncake.md").read_text("utf-8").splitlines():
         if named := re.match(r"`([a-z-]+)`; published as ([^.]+)\.", line):
             experiment, published_as = named.groups()
         found = _MOONCAKE_ROW.match(line)
-        if not found or found["paper"] in ("-", "published", "---:") or found["unit"] == "requests" or not experiment:
+        if not line.startswith("|"):
+            compares = False
+        elif line.startswith("| what | published | ours |"):
+            compares = True
+        if not compares or not found or found["paper"] in ("-", "published", "---:") or found["unit"] == "requests":
             continue
         unit = f" {found['unit']}" if found["unit"] else ""
         yield Claim(
@@ -499,13 +503,26 @@ def as_markdown(claims: list[Claim]) -> str:
         shared = mine[0].command if len(mine) > 1 and len({one.command for one in mine}) == 1 else ""
         if shared:
             lines += [f"All by `{shared}`.", ""]
-        lines += [
-            "| claim | paper | its model | physics | measured | by |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for one in mine:
-            commands = [] if shared else [f"`{part.strip()}`" for part in one.command.split(";") if part]
-            cells = (one.what, one.paper, one.model, one.physics, one.measured, ", ".join(commands))
+        columns = {
+            "claim": [one.what for one in mine],
+            "paper": [one.paper for one in mine],
+            "its model": [one.model for one in mine],
+            "physics": [one.physics for one in mine],
+            "measured": [one.measured for one in mine],
+            "by": [
+                "" if shared else ", ".join(f"`{part.strip()}`" for part in one.command.split(";") if part)
+                for one in mine
+            ],
+        }
+        # A reason for nothing that all rows share stands above the table, too.
+        for name in ("physics", "measured"):
+            if len(said := set(columns[name])) == 1 and (reason := next(iter(said))).startswith("— ("):
+                lines += [f"{name.capitalize()}: {reason[3:-1]}.", ""]
+                del columns[name]
+        if not any(columns["by"]):
+            del columns["by"]
+        lines += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+        for cells in zip(*columns.values(), strict=True):
             lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in cells)} |")
     return "\n".join(lines) + "\n"
 
