@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import zlib
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from skymemory.constellation.presets import PRESETS
+from skymemory.constellation.visibility import GroundHost, overhead_cell
 from skymemory.protocol import messages, wire
 from skymemory.protocol import messages as selection
 from skymemory.protocol.clock import STRATEGY_CODES
@@ -198,3 +201,32 @@ def test_the_worked_example_is_the_golden_set():
     (example,) = re.findall(r"```text\n(.*?)```", SECTIONS["A worked example"], re.DOTALL)
     bytes_of = "".join(line.split()[0] for line in example.splitlines())
     assert bytes_of == VECTORS["set"].replace(" ", "")
+
+
+def test_what_it_says_of_the_second_versions_is_what_hosts_compute() -> None:
+    """Its numbers and formulas alone give the cell over a host."""
+    text = PAGE
+    rows = re.findall(
+        r"^\| ([a-z-]+) \| (\d+) \| ([\d.]+) m \| ([\d.]+) s \| ([\d.]+) s \| (\d+) \| (\d+) \|$", text, re.M
+    )
+    assert {row[0] for row in rows} == {name for name, one in PRESETS.items() if one.version == 2}
+    theta = float(re.findall(r"^θ is ([\d.]+) ", text, re.M)[0])
+    e2 = float(re.findall(r"e² = ([\d.]+),", text)[0])
+    for name, phase, r, slot_s, plane_s, a_ps, b_ps in rows:
+        preset = PRESETS[name]
+        shell = preset.shell
+        assert (shell.phase, round(shell.isl_one_way_s("slot") * 1e12)) == (int(phase), int(a_ps))
+        assert round(shell.isl_one_way_s("plane") * 1e12) == int(b_ps)
+        i = math.radians(shell.inclination_deg)
+        for latitude, longitude, t in ((40.0, -75.0, 3600.0), (-33.0, 151.0, 2.6e6), (80.0, 10.0, 0.0)):
+            phi = math.radians(latitude)
+            nu = 6_378_137 / math.sqrt(1 - e2 * math.sin(phi) ** 2)
+            x, z = nu * math.cos(phi), nu * (1 - e2) * math.sin(phi)
+            k = x * math.cos(phi) + z * math.sin(phi)
+            h = math.sqrt(k * k + float(r) ** 2 - x * x - z * z) - k
+            u = math.asin(max(-1.0, min(1.0, (z + h * math.sin(phi)) / (float(r) * math.sin(i)))))
+            n = math.radians(longitude) + theta - math.atan2(math.cos(i) * math.sin(u), math.cos(u))
+            slot = u * shell.slots_per_plane / (2 * math.pi) - t / float(slot_s)
+            plane = n * shell.planes / (2 * math.pi) + t / float(plane_s)
+            found = overhead_cell(shell, GroundHost(latitude, longitude), preset.epoch_unix_s, t)
+            assert found == pytest.approx((plane, slot), abs=1e-5)
