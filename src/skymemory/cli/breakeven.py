@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, add_links, rate
 from skymemory.errors import InvalidInput
@@ -18,12 +19,16 @@ from skymemory.units import format_duration
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.sim.sky.breakeven import BreakEven, Cell, Measured
+    from skymemory.sim.sky.onboard import Places
 
 _LENGTHS = (512, 2048, 8192, 32_768)
 _SPEEDS = tuple(float(f"{10 ** (exponent / 3):.2g}") for exponent in range(3, 16))
 _RATES = tuple(float(f"{10 ** (exponent / 2):.2g}") for exponent in range(14, 23))
 _LETTERS = {"compute": "C", "load": "L", "both": "B"}
 _TIMES = 12
+_GROUND_SPEEDS = (300.0, 3000.0, 30_000.0)
+"""Prefill of a processor, a small and a large accelerator, with a model of eight billion parameters."""
+Row = dict[str, Any]
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -57,15 +62,24 @@ def add_parser(subparsers: Subparsers) -> None:
     add(
         "--measured", type=Path, action="append", metavar="FILE", help="further measured engines, JSON; may be repeated"
     )
+    add(
+        "--board",
+        type=float,
+        metavar="TOKENS/S",
+        help="a model on board prefills so fast: where is a prompt's first token sooner, there or on the ground?",
+    )
     add("--csv", type=Path, metavar="FILE", help="write the cells as CSV")
     add("--figure", type=Path, metavar="FILE", help="draw the map to a .png, .svg or .pdf file")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    import numpy as np
+
     from skymemory.constellation.presets import preset_named
     from skymemory.constellation.sight import check_mask
     from skymemory.sim.sky.breakeven import BreakEven, fitted_gpus, kv_bytes_of, read_measured
+    from skymemory.sim.sky.onboard import Places
     from skymemory.sim.sky.optimise import at_place
     from skymemory.sim.sky.physical import LinkRates, Setting, sight_of, ways_of
     from skymemory.view.drawing import drawing_path, save_csv
@@ -95,6 +109,23 @@ def run(args: argparse.Namespace) -> int:
         *fitted_gpus(),
     ]
     rows = _engine_rows(even, engines, args.down or max(rates))
+    boards = []
+    if args.board is not None:
+        sight = sight_of(preset, args.mask, "climbing")
+        times_s = ways.times_s.tolist()
+        own, board = (
+            ways_of(preset, sight, access, times_s, servers=args.servers, exact_links=True)
+            for access in ("gateway", "onboard")
+        )
+        places = Places(
+            even,
+            BreakEven(board, Setting(1, server_s=args.server_time), even.rates),
+            even.rates,
+            float(np.median(own.one_way_s.min(axis=1))),
+            float(ways.hops.mean()),
+            float(board.hops.mean()),
+        )
+        boards = _board_rows(places, lengths, args.board, kv_bytes)
     if args.csv is not None:
         header = [*asdict(cells[0]), "saved_of_compute"]
         save_csv(args.csv, header, [[*asdict(cell).values(), cell.saved] for cell in cells])
@@ -102,11 +133,15 @@ def run(args: argparse.Namespace) -> int:
         _draw(cells, engines, kv_bytes, args.figure)
     if args.json:
         content = {"kv_bytes_per_token": kv_bytes, "cells": [asdict(cell) for cell in cells], "engines": rows}
+        if boards:
+            content["on_board"] = boards
         print(json.dumps(content, indent=1))
     else:
         _print(
             cells, rows, f"{preset.name}, {args.access}, {args.servers} servers, {args.model}: {kv_bytes} bytes a token"
         )
+        if boards:
+            _print_boards(boards, args.board)
     return 0
 
 
@@ -121,6 +156,38 @@ def _engine_rows(even: BreakEven, engines: list[Measured], rate_bit_s: float) ->
             row |= asdict(even.cell(tokens, speed, rate_bit_s, each))
             rows.append({**row, "even_bit_s": even_bit_s if math.isfinite(even_bit_s) else None})
     return rows
+
+
+def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: float, kv_bytes: int) -> list[Row]:
+    from skymemory.sim.sky.onboard import BOARD_W, GROUND_W, Machine
+
+    rows: list[Row] = []
+    for tokens in lengths:
+        board = places.on_board(tokens, Machine(board_tokens_per_s, BOARD_W), kv_bytes)
+        for speed in _GROUND_SPEEDS:
+            ground = places.on_ground(tokens, Machine(speed, GROUND_W), kv_bytes)
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "ground_tokens_per_s": speed,
+                    "ground": asdict(ground),
+                    "board": asdict(board),
+                    "sooner": "board" if board.ttft_s < ground.ttft_s else "ground",
+                }
+            )
+    return rows
+
+
+def _print_boards(rows: list[Row], board_tokens_per_s: float) -> None:
+    print(f"\nfirst token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy")
+    heads = ("tokens", "ground at", "ground", "time", "energy", "board", "time", "energy")
+    print("".join(f"{head:>11}" for head in heads) + "  sooner")
+    for row in rows:
+        cells = "".join(
+            f"{row[where]['way']:>11}{format_duration(row[where]['ttft_s']):>11}{row[where]['joules']:>9.0f} J"
+            for where in ("ground", "board")
+        )
+        print(f"{row['tokens']:>11}{_si(row['ground_tokens_per_s']):>11}{cells}  {row['sooner']}")
 
 
 def _si(value: float) -> str:

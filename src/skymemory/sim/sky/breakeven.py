@@ -93,13 +93,14 @@ class BreakEven:
     """Cells over one way to the sky. ``setting``: chunks and server time; its value's size is replaced."""
 
     def __init__(self, ways: Ways, setting: Setting, rates: LinkRates) -> None:
-        self._ways, self._setting, self._rates = ways, setting, rates
+        self.rates = rates
+        self._ways, self._setting = ways, setting
         self._link = lru_cache(maxsize=4096)(self._link_of)
 
     def _link_of(self, value_bytes: int, step_bytes: int, rate_bit_s: float) -> Break:
         # On board there is no beam: what is varied are the links of the host.
         varied = "isl_bit_s" if self._ways.access == "onboard" else "down_bit_s"
-        rates = replace(self._rates, **{varied: rate_bit_s})
+        rates = replace(self.rates, **{varied: rate_bit_s})
         whole, step = (replace(self._setting, value_bytes=size) for size in (value_bytes, min(step_bytes, value_bytes)))
         whole_s, step_s = (float(np.median(latency_s(self._ways, one, rates))) for one in (whole, step))
         bound_s = float(np.median(lower_bound_s(self._ways, whole, rates)))
