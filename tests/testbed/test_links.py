@@ -22,6 +22,7 @@ from skymemory.constellation.visibility import GroundHost
 from skymemory.errors import InvalidInput
 from skymemory.protocol.wire import Op, SegmentBatch, header_start
 from skymemory.testbed.connect import expected_round_trip_s, fan_out_of, sky_of, store_of
+from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.open_store import open_store
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.plan_file import from_json, to_json
@@ -164,7 +165,10 @@ def starlink(tmp_path: Path) -> Iterator[tuple[RunDirectory, ConstellationPlan]]
     directory = RunDirectory(tmp_path / "run")
     plan = _starlink(links=Links.read({"up": "100Mbit", "down": "100Mbit", "isl": "1Gbit"}, "x"))
     started = start_on_free_ports(
-        directory, lambda ports: replace(plan, hosts=local_hosts("starlink-a", 2, ports)), plan.torus.size
+        directory,
+        lambda ports: replace(plan, hosts=local_hosts("starlink-a", 2, ports)),
+        plan.torus.size,
+        confirm=confirm_all_answer,
     )
     try:
         yield directory, started.plan
