@@ -213,6 +213,11 @@ class SkyMap:
             self._located[wanted] = found
         return found
 
+    def links_s(self, here: SatelliteId, there: SatelliteId) -> float:
+        """One way over the links between two satellites."""
+        slots, planes = self.torus.delta(here, there)
+        return abs(slots) * self._links_s[0] + abs(planes) * self._links_s[1]
+
     def centre_at(self, moves: Moves) -> SatelliteId:
         """The satellite at the box's centre after these moves."""
         return self.torus.wrap(self.centre.plane + moves[1], self.centre.slot - moves[0])

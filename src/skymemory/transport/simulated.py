@@ -34,18 +34,19 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
-from skymemory.protocol.wire import MAX_PACKET_BYTES, Buffer, LinkEnd, SegmentBatch
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, MAX_PACKET_BYTES, MOST_CREDIT, Buffer, LinkEnd, SegmentBatch
 from skymemory.transport.delay_line import GRAIN_S, handover_timeout_s, is_urgent
 from skymemory.transport.faults import FaultEvent, FaultInjector
 from skymemory.transport.simulated_host import HostLimits, SimulatedHost, is_for
 from skymemory.transport.udp_host import PATIENCE_S
-from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES
 
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way seconds from one end of a link to the other."""
 _MAX_RUN_SEGMENTS = 64
+AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
+"""The most that a header can offer: then only links bound what is in flight."""
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -123,10 +124,12 @@ class SimulatedConstellation:
         authority: Authority | None = None,
         limits: HostLimits | None = None,
         queues: LinkQueues | None = None,
+        buffer_bytes: int = AMPLE_BYTES,
     ) -> None:
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks``:
         the wrong clocks of some satellites. ``authority`` is the satellites'; a client's is in its config. ``limits``
-        None: work takes no time, and buffers are unlimited. ``queues``: what links carry; None: all, at once.
+        None: work takes no time, and no buffer overflows. ``queues``: what links carry; None: all, at once.
+        ``buffer_bytes``: what each receiver offers to those that send to it, where there are no ``limits``.
 
         Raises:
             InvalidInput: both ``limits`` and ``queues``.
@@ -149,6 +152,7 @@ class SimulatedConstellation:
         self._eviction = eviction or EvictionConfig()
         self._authority = authority
         self._limits = limits
+        self._buffer_bytes = buffer_bytes
         self.queues = queues
         self._arrivals: list[_Arrival | tuple[float, int, _Train, int]] = []
         self._order = count()
@@ -185,10 +189,11 @@ class SimulatedConstellation:
             replacement=self._replacement,
             eviction=self._eviction,
             authority=self._authority,
+            credit_bytes=self._buffer_bytes,
         )
         if self.queues is not None:
             timeout_s = handover_timeout_s(config.handover_timeout_s, self.queues.links)
-            config = replace(config, credit_bytes=DEFAULT_BUFFER_BYTES, handover_timeout_s=timeout_s)
+            config = replace(config, handover_timeout_s=timeout_s)
         if self._limits is not None:
             longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
             config = replace(
@@ -259,6 +264,8 @@ class SimulatedConstellation:
 
     def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
         """Add a ground host. ``sky``: as it is seen from another place."""
+        if self._limits is None:
+            config = config.taking(self._buffer_bytes, self._buffer_bytes)
         machine = ClientMachine(config, sky or self.sky, self.clock)
         token = ("ground", config.ground)
         self._clients[token] = machine
