@@ -90,15 +90,22 @@ def main() -> None:
     parser.add_argument("--access", default="gateway")
     parser.add_argument("--operations", type=int, default=10_000)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_BYTES))
-    parser.add_argument("--kept", type=int, default=50, help="blocks that gets choose from")
+    parser.add_argument("--kept", type=int, default=20, help="blocks that gets choose from")
     parser.add_argument("--pause", type=float, default=0.2, help="seconds of virtual time between two operations")
-    parser.add_argument("--memory", type=int, default=24, help="MiB of a satellite")
+    parser.add_argument("--memory", type=int, default=32, help="MiB of a satellite")
     parser.add_argument("--rates", action="store_true", help="links of a Ka band channel and lasers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     links = Links.read(KA_BAND, "rates") if args.rates else None
-    plan = make_plan(args.preset, access=args.access, ground=Ground(gateway="climbing"), links=links, time_scale=1.0, memory_per_satellite_bytes=args.memory << 20)
+    plan = make_plan(
+        args.preset,
+        access=args.access,
+        ground=Ground(gateway="climbing"),
+        links=links,
+        time_scale=1.0,
+        memory_per_satellite_bytes=args.memory << 20,
+    )
     rows = [fly(plan, size, args.operations, args.kept, args.pause, args.seed) for size in args.sizes]
     print(json.dumps(rows, indent=1))
     write_json(args.json, "whole_shell", args.seed, rows)

@@ -441,16 +441,17 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
 
     def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Packets come to the ends of their links: as many as only pass, and those before them."""
-        # Most packets of a run pass a satellite that has forwarded the run: these cost no look at timers and machines.
+        """Packets come to the ends of their links: as many as only pass or wait for the next, and those before them."""
+        # Most packets of a run pass a satellite that has forwarded the run, or are handed over with the next: these
+        # cost no look at timers and machines.
         arrivals = self._arrivals
         while True:
             _, _, train, at = arrival
             onward = train.onward
             if onward is None or train.machine is not self.satellites[train.receiver]:  # type: ignore[index]
-                self._arrived(train, at)
-                return
-            if train.receiver not in self._dead:
+                if self._arrived(train, at):
+                    return
+            elif train.receiver not in self._dead:
                 self._leave(onward, at)
             following = arrivals[0] if arrivals else None
             if following is None or following[0] > until_s or isinstance(following, _Arrival):
@@ -458,22 +459,23 @@ class SimulatedConstellation:
             arrival = heapq.heappop(arrivals)  # type: ignore[assignment]
             self.now_s = max(self.now_s, arrival[0])
 
-    def _arrived(self, train: _Train, at: int) -> None:
+    def _arrived(self, train: _Train, at: int) -> bool:
+        """A packet is at the end of a link; returns whether a machine has got something."""
         receiver = train.receiver
         if receiver in self._dead:
-            return
+            return False
         if not train.ends:
             if train.machine is None:
                 self._forward(train, at)
-                return
+                return True
             if train.machine is self.satellites[receiver]:  # type: ignore[index]
-                return  # which could not forward the run, and has said so
+                return False  # which could not forward the run, and has said so
         if train.first < 0:
             train.first = at
         after, first, size = at + 1, train.first, train.size
         soon = self._offload and after < train.count and 0.0 <= train.due_s[after] - train.due_s[first] <= GRAIN_S
         if soon and after - first < _MAX_RUN_SEGMENTS and (after - first + 1) * size <= MAX_PACKET_BYTES:
-            return  # handed over with the next
+            return False  # handed over with the next
         train.first = -1
         data = train.data if train.count == after - first else train.data[first * size : after * size]
         if isinstance(receiver, SatelliteId):
@@ -482,6 +484,7 @@ class SimulatedConstellation:
         elif receiver in self._clients:
             self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, size, self.now_s)
+        return True
 
     def _forward(self, train: _Train, at: int) -> None:
         """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
