@@ -226,6 +226,13 @@ def test_the_machines_are_never_faster_than_the_bound(
         assert found.machines_s >= found.bound_s * (1 - 1e-9)
 
 
+def test_a_set_over_a_shared_beam_is_as_fast_as_its_farthest_first() -> None:
+    rates = LinkRates(50e6, 200e6, 1e9)
+    found = compare(make_plan("testbed-19x5", access="gateway", servers=9), 600_000, rates)[0]
+    assert found.operation == "set" and found.machines_s == pytest.approx(found.model_s, rel=0.01)
+    assert found.machines_s < 1.03 * found.bound_s
+
+
 @pytest.mark.slow
 def test_the_machines_keep_within_a_tenth_of_the_bound_over_the_grid() -> None:
     """Slow links on the host's own board are the exception: their routes load the four unequally."""
