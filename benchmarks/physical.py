@@ -2,7 +2,7 @@
 
 Starlink A over one orbit of a host at 40 N 75 W, a named grid of settings in all four access modes. Prints JSON.
 `points`: latencies (a setting at a time) a second of one process. `ratios`: model over bound. `machines`: reads and
-writes of the satellite and client machines in virtual time, over links with light and no rates.
+writes of the satellite and client machines in virtual time, with the same rates and without any.
 """
 
 from __future__ import annotations
@@ -93,13 +93,25 @@ def ratios(ways: dict[tuple[str, int], Ways]) -> list[dict[str, Any]]:
 
 
 def machines() -> list[dict[str, Any]]:
+    """A row for each cell of the grid, and one for all."""
     rows = []
-    for access, servers, value_bytes in product(ACCESS_MODES, (10, 81), (*VALUES_BYTES[:2], 8 * 2**20)):
-        plan = make_plan("starlink-a", access=access, servers=servers, ground=Ground(gateway="climbing"))
-        for one in compare(plan, value_bytes):
-            row = {"part": "machines", "access": access, "servers": servers, "value_bytes": value_bytes}
+    cells = product(ACCESS_MODES, {"none": LinkRates()} | RATES, SERVERS, VALUES_BYTES)
+    for access, name, servers, value_bytes in cells:
+        plan = make_plan(
+            "starlink-a",
+            access=access,
+            servers=servers,
+            ground=Ground(gateway="climbing"),
+            memory_per_satellite_bytes=256 << 20,
+        )
+        for one in compare(plan, value_bytes, RATES.get(name)):
+            row = {"part": "machines", "access": access, "links": name, "servers": servers, "value_bytes": value_bytes}
             row |= one._asdict()
             rows.append({**row, "of_bound": one.machines_s / one.bound_s, "of_model": one.machines_s / one.model_s})
+    for access, name in product((*ACCESS_MODES, "all"), ("of_bound", "of_model")):
+        found = [row[name] for row in rows if access in (row["access"], "all") and name in row and "operation" in row]
+        low, middle, high = (float(each) for each in np.quantile(found, (0.0, 0.5, 1.0)))
+        rows.append({"part": "machines", "access": access, "ratio": name, "least": low, "median": middle, "most": high})
     return rows
 
 

@@ -90,6 +90,18 @@ def test_a_moving_hosts_track_is_continuous_and_goes_through_the_cells_below_it(
         assert abs(slot - exact[1]) < tolerance
 
 
+@pytest.mark.parametrize("slot", [0.5, 5.5, -3.5, 71.5])
+@pytest.mark.parametrize("scale", [0.5, 1.0, 960.0])
+def test_a_cell_that_ends_at_time_0_is_left_just_after_it(slot: float, scale: float) -> None:
+    """There a rounding of the clock is 5e-324 s: no step of which any cell changes."""
+    clock = MoveClock(track=Track((Knot(0.0, 3.2, slot),), (0.0008, -1 / 260)), time_scale=scale)
+    first_s = clock.next_move_s(0.0)
+    assert first_s is not None and 0.0 < first_s < 1e-8
+    assert clock.moves(first_s) == (1, 0)
+    following_s = clock.next_move_s(first_s)
+    assert following_s is not None and following_s * scale == pytest.approx(260.0)
+
+
 @given(way=ways(), starts=st.lists(st.floats(0, 3e4), min_size=1, max_size=5), scale=st.sampled_from([1.0, 60.0, 1e4]))
 def test_the_next_move_of_a_moving_host_is_exact(way: Trajectory, starts: list[float], scale: float) -> None:
     clock = MoveClock(1.7e9, time_scale=scale, track=track_over(STARLINK_A, way, EPOCH_UNIX_S))

@@ -28,6 +28,10 @@ def key_of(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
+BUFFER_BYTES, WINDOW_BYTES = 1 << 20, 3 << 20
+"""Of a satellite, and of the host: large values need several windows."""
+
+
 class World:
     """5 planes of 19 satellites around (2, 9), 4 ms a link, and one ground host."""
 
@@ -58,8 +62,10 @@ class World:
             offload,
             replacement,
             eviction,
+            buffer_bytes=BUFFER_BYTES,
         )
-        self.access, self.link_s, self.client_options = access, link_s, client
+        self.access, self.link_s = access, link_s
+        self.client_options = {"window_bytes": WINDOW_BYTES} | client
         self.host = self.connect(7)
 
     def connect(self, ground: int):

@@ -16,7 +16,6 @@ from skymemory.testbed.connect import check_access, clock_of, expected_round_tri
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
-from skymemory.transport.udp_client import DRAIN_BYTES_PER_S
 
 
 class VirtualConstellation:
@@ -75,8 +74,7 @@ class VirtualConstellation:
         """A client; ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
-        window = {} if self.plan.links is None else {"window_bytes": (4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S)}
-        config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links, **window)
+        config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links)
         if place is None:
             return self.simulated.connect(config)
         sky = sky_of(self.plan, place)

@@ -25,7 +25,7 @@ from skymemory.protocol.wire import Op, SegmentBatch, header_start
 
 Item = TypeVar("Item")
 
-GRAIN_S = 0.0005
+GRAIN_S = 0.010
 """Packets of a run that come to their end within this time are handed over together, at the time of the last."""
 _HANDOVER_BYTES = 32 * 64 * 8192
 """What a satellite that hands over may have on its way."""

@@ -34,18 +34,19 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig
-from skymemory.protocol.wire import MAX_PACKET_BYTES, Buffer, LinkEnd, SegmentBatch
+from skymemory.protocol.wire import CREDIT_UNIT_BYTES, MAX_PACKET_BYTES, MOST_CREDIT, Buffer, LinkEnd, SegmentBatch
 from skymemory.transport.delay_line import GRAIN_S, handover_timeout_s, is_urgent
 from skymemory.transport.faults import FaultEvent, FaultInjector
 from skymemory.transport.simulated_host import HostLimits, SimulatedHost, is_for
 from skymemory.transport.udp_host import PATIENCE_S
-from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES
 
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way seconds from one end of a link to the other."""
 _MAX_RUN_SEGMENTS = 64
+AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
+"""The most that a header can offer: then only links bound what is in flight."""
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -123,10 +124,12 @@ class SimulatedConstellation:
         authority: Authority | None = None,
         limits: HostLimits | None = None,
         queues: LinkQueues | None = None,
+        buffer_bytes: int = AMPLE_BYTES,
     ) -> None:
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks``:
         the wrong clocks of some satellites. ``authority`` is the satellites'; a client's is in its config. ``limits``
-        None: work takes no time, and buffers are unlimited. ``queues``: what links carry; None: all, at once.
+        None: work takes no time, and no buffer overflows. ``queues``: what links carry; None: all, at once.
+        ``buffer_bytes``: what each receiver offers to those that send to it, where there are no ``limits``.
 
         Raises:
             InvalidInput: both ``limits`` and ``queues``.
@@ -149,6 +152,7 @@ class SimulatedConstellation:
         self._eviction = eviction or EvictionConfig()
         self._authority = authority
         self._limits = limits
+        self._buffer_bytes = buffer_bytes
         self.queues = queues
         self._arrivals: list[_Arrival | tuple[float, int, _Train, int]] = []
         self._order = count()
@@ -185,10 +189,11 @@ class SimulatedConstellation:
             replacement=self._replacement,
             eviction=self._eviction,
             authority=self._authority,
+            credit_bytes=self._buffer_bytes,
         )
         if self.queues is not None:
             timeout_s = handover_timeout_s(config.handover_timeout_s, self.queues.links)
-            config = replace(config, credit_bytes=DEFAULT_BUFFER_BYTES, handover_timeout_s=timeout_s)
+            config = replace(config, handover_timeout_s=timeout_s)
         if self._limits is not None:
             longest_s = max(self._delay_s(here, neighbour) for neighbour in self.sky.torus.neighbours(here))
             config = replace(
@@ -259,6 +264,8 @@ class SimulatedConstellation:
 
     def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
         """Add a ground host. ``sky``: as it is seen from another place."""
+        if self._limits is None:
+            config = config.taking(self._buffer_bytes, self._buffer_bytes)
         machine = ClientMachine(config, sky or self.sky, self.clock)
         token = ("ground", config.ground)
         self._clients[token] = machine
@@ -434,16 +441,17 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
 
     def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Packets come to the ends of their links: as many as only pass, and those before them."""
-        # Most packets of a run pass a satellite that has forwarded the run: these cost no look at timers and machines.
+        """Packets come to the ends of their links: as many as only pass or wait for the next, and those before them."""
+        # Most packets of a run pass a satellite that has forwarded the run, or are handed over with the next: these
+        # cost no look at timers and machines.
         arrivals = self._arrivals
         while True:
             _, _, train, at = arrival
             onward = train.onward
             if onward is None or train.machine is not self.satellites[train.receiver]:  # type: ignore[index]
-                self._arrived(train, at)
-                return
-            if train.receiver not in self._dead:
+                if self._arrived(train, at):
+                    return
+            elif train.receiver not in self._dead:
                 self._leave(onward, at)
             following = arrivals[0] if arrivals else None
             if following is None or following[0] > until_s or isinstance(following, _Arrival):
@@ -451,22 +459,23 @@ class SimulatedConstellation:
             arrival = heapq.heappop(arrivals)  # type: ignore[assignment]
             self.now_s = max(self.now_s, arrival[0])
 
-    def _arrived(self, train: _Train, at: int) -> None:
+    def _arrived(self, train: _Train, at: int) -> bool:
+        """A packet is at the end of a link; returns whether a machine has got something."""
         receiver = train.receiver
         if receiver in self._dead:
-            return
+            return False
         if not train.ends:
             if train.machine is None:
                 self._forward(train, at)
-                return
+                return True
             if train.machine is self.satellites[receiver]:  # type: ignore[index]
-                return  # which could not forward the run, and has said so
+                return False  # which could not forward the run, and has said so
         if train.first < 0:
             train.first = at
         after, first, size = at + 1, train.first, train.size
         soon = self._offload and after < train.count and 0.0 <= train.due_s[after] - train.due_s[first] <= GRAIN_S
         if soon and after - first < _MAX_RUN_SEGMENTS and (after - first + 1) * size <= MAX_PACKET_BYTES:
-            return  # handed over with the next
+            return False  # handed over with the next
         train.first = -1
         data = train.data if train.count == after - first else train.data[first * size : after * size]
         if isinstance(receiver, SatelliteId):
@@ -475,6 +484,7 @@ class SimulatedConstellation:
         elif receiver in self._clients:
             self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, size, self.now_s)
+        return True
 
     def _forward(self, train: _Train, at: int) -> None:
         """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -71,6 +71,8 @@ from skymemory.protocol.wire import (
 
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
+_WINDOW_BYTES, _CREDIT_BYTES = 3 << 20, 1 << 20
+"""Of a transport that does not say what it takes: a receive buffer of 4 MiB, and a quarter of one."""
 _ARRIVES_WITHIN_S = 1.0
 """The box may move before a packet of ours arrives."""
 _MIN_BURST_CHUNKS = 10
@@ -92,13 +94,14 @@ _ANSWERS: dict[Op, Op] = {
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
     """``window_bytes``: bytes in flight to us (bounded by our receive buffer's real size); ``credit_bytes``: what a
-    satellite is assumed to hold before it has said so; ``expected_rtt_s``: round trip by geometry.
+    satellite is assumed to hold before it has said so; each 0: what the transport takes. ``expected_rtt_s``: round trip
+    by geometry.
     """
 
     ground: int
     access: Access = "los"
-    window_bytes: int = 3 << 20
-    credit_bytes: int = 1 << 20
+    window_bytes: int = 0
+    credit_bytes: int = 0
     expected_rtt_s: float = 0.0
     give_up_s: float = 0.8
     """A satellite that is silent for this long is taken for dead."""
@@ -109,6 +112,12 @@ class ClientConfig:
     """Signs our commands; None where the satellites require no MACs."""
     links: Links | None = None
     """What links carry: windows fill the slowest link of a way, and no more. None: only receivers bound them."""
+
+    def taking(self, window_bytes: int, credit_bytes: int) -> ClientConfig:
+        """With what a transport takes, where this leaves it open."""
+        return replace(
+            self, window_bytes=self.window_bytes or window_bytes, credit_bytes=self.credit_bytes or credit_bytes
+        )
 
     def way(self, kind: LinkClass) -> tuple[float, int]:
         """The rate of the slowest link that answers come ``down`` by (requests go ``up`` by) through one beam, in
@@ -189,7 +198,7 @@ class ClientMachine:
     """One ground host's conversations with the constellation."""
 
     def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock) -> None:
-        self.config = config
+        self.config = config = config.taking(_WINDOW_BYTES, _CREDIT_BYTES)
         self.counters = Counters()
         self._sky = sky
         self._clock = FollowedClock(clock, self.counters)
@@ -390,6 +399,10 @@ class ClientMachine:
         transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
         if replicas > 1:
             transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
+        if self._gateway is not None and self._peers.up_bytes_s < math.inf:
+            self._update_gateway(now_s)
+            # The shared beam is a queue: what has farthest to fly leaves first, and the rest follows meanwhile.
+            transfer.pending = deque(sorted(transfer.pending, key=self._flies_s, reverse=True))
         return self._begin(transfer, now_s), transfer.info
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
@@ -485,6 +498,11 @@ class ClientMachine:
             self._peers.rerouted()
             if self._gap_s:
                 self._quiet_until_s = now_s + self._gap_s
+
+    def _flies_s(self, burst: Burst) -> float:
+        """How long it is on links behind the beam that it takes."""
+        assert self._gateway is not None
+        return self._sky.links_s(self._gateway.beam(burst.satellite), burst.satellite)
 
     def _copies(self, strategy: int, servers: int, set_moves: Moves, replicas: int) -> list[Where]:
         def copy(replica: int) -> Where:
