@@ -139,5 +139,7 @@ def _ms(seconds: float | None) -> str:
 def _table(rows: list[list[str]], left: int) -> None:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     for row in rows:
-        cells = (cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        cells = (
+            cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         print("  ".join(cells).rstrip())

@@ -170,8 +170,8 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
                 "label": {"text": host.name, "font": "14px sans-serif", "pixelOffset": {"cartesian2": [0, -18]}},
             }
         )
-        for satellite, its in _by_pair((None, shown.beams[number])):
-            packets.append(_line(f"host {host.name}", satellite[0], [interval(*one) for one in its], _BEAM))
+        for (satellite, *_), its in _by_pair((None, shown.beams[number])):
+            packets.append(_line(f"host {host.name}", satellite, [interval(*one) for one in its], _BEAM))
     for ends, its in _by_pair((torus, shown.box)):
         packets.append(_line(_id(ends[0]), ends[1], [interval(*one) for one in its], _LINK))
     return packets

@@ -194,7 +194,9 @@ def ways_of(
         here = placement.centre_at(moves)
         seen = (here,) if access in ("onboard", "los") else sight.in_sight(here, time_s)
         if seen:
-            found.append((time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths)))
+            found.append(
+                (time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths))
+            )
     if not found:
         host = preset.host
         raise InvalidInput(

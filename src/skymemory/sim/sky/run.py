@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,7 +116,9 @@ class VirtualConstellation:
         """A client; ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
-        window = {} if self.plan.links is None else {"window_bytes": (4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S)}
+        window: dict[str, Any] = (
+            {} if self.plan.links is None else {"window_bytes": (4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S)}
+        )
         config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links, **window)
         if place is None:
             return self.simulated.connect(config)
@@ -420,6 +423,7 @@ class _ByMachines(_Run):
         counts = self._simulated.queues.counts if self._simulated.queues is not None else {}
         satellites = self._simulated.satellites.values()
         lost = {kind: counts[kind].dropped + counts[kind].outage for kind in counts}
+        unused = ("up", "down") if self.scenario.plan.access == "onboard" else ()  # there is no beam
         handovers = [client.machine.counters.get("gateway_handovers") for client in self._clients]
         return {
             **super().figures(),
@@ -427,7 +431,7 @@ class _ByMachines(_Run):
             "gateway_handovers": sum(handovers),
             "chunks_handed_over": sum(one.counters.get("chunks_migrated_out") for one in satellites),
             "chunks_evicted": sum(one.counters.get("chunks_evicted") for one in satellites),
-            **{f"{kind}_bytes": counts[kind].bytes for kind in LINK_CLASSES},
+            **{f"{kind}_bytes": 0 if kind in unused else counts[kind].bytes for kind in LINK_CLASSES},
             **{f"{kind}_packets_lost": lost[kind] for kind in LINK_CLASSES},
         }
 
@@ -507,7 +511,7 @@ def _ways(scenario: Scenario, cell_run: _Run, host: int, transfers: Sequence[_Tr
     for time_s in times:
         at += time_s in seen
         rows.append(max(at, 0))
-    return ways.of(np.array(rows))  # type: ignore[arg-type]
+    return ways.of(np.array(rows))
 
 
 def _rates(scenario: Scenario) -> LinkRates:
@@ -531,14 +535,16 @@ class Results:
         found = []
         for cell in self.cells:
             row: dict[str, Any] = {"cell": cell.number}
-            row.update((path, value if isinstance(value, str | int | float) else json.dumps(value))
-                       for path, value in cell.swept)
+            row.update(
+                (path, value if isinstance(value, str | int | float) else json.dumps(value))
+                for path, value in cell.swept
+            )
             for name, value in cell.figures.items():
                 if name == "hosts":
                     continue
-                row[name] = "; ".join(f"{why} {count}" for why, count in value.items()) if isinstance(
-                    value, dict
-                ) else value
+                row[name] = (
+                    "; ".join(f"{why} {count}" for why, count in value.items()) if isinstance(value, dict) else value
+                )
             found.append(row)
         return found
 
@@ -561,10 +567,8 @@ class Results:
         for name, content in (("results.csv", self.as_csv()), ("results.json", self.as_json())):
             write_output(folder / name, content.encode())
             written.append(folder / name)
-        try:
+        with suppress(MissingExtra):
             written.append(self.write_parquet(folder / "results.parquet"))
-        except MissingExtra:
-            pass
         return written
 
     def write_parquet(self, path: Path) -> Path:
@@ -634,5 +638,3 @@ def _kept(folder: Path, cell: Cell) -> CellResult | None:
         return None
     except (ValueError, KeyError, TypeError):
         return None
-
-

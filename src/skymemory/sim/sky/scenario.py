@@ -258,10 +258,10 @@ class Scenario:
         if len(set(names)) != len(names):
             raise InvalidInput(f"ground: two hosts share a name: {', '.join(names)}")
         if self.memory.server_s and self.engine == "machines":
-            raise InvalidInput("memory: server_time is of the model: leave it out, or use engine = \"model\"")
+            raise InvalidInput('memory: server_time is of the model: leave it out, or use engine = "model"')
         if self.shell.tle and self.engine == "machines":
             raise InvalidInput(
-                "shell: tle: satellites of element sets do not fly as machines; use engine = \"model\", which takes "
+                'shell: tle: satellites of element sets do not fly as machines; use engine = "model", which takes '
                 "gaps of the shell as filled"
             )
         # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep.
@@ -327,14 +327,18 @@ class Scenario:
         preset, memory, placement = self.preset, self.memory, self.placement
         for number, host in enumerate(self.ground):
             if self.access(number) not in ACCESS_MODES:
-                raise InvalidInput(f"ground: {host.name}: access {self.access(number)!r}; "
-                                   f"{suggestion(self.access(number), ACCESS_MODES)}")
+                raise InvalidInput(
+                    f"ground: {host.name}: access {self.access(number)!r}; "
+                    f"{suggestion(self.access(number), ACCESS_MODES)}"
+                )
         access = self.access(0)
         place = preset.host
         ground = Ground(place.latitude_deg, place.longitude_deg, self.mask_deg, self.gateway)
         # Outages count from the start, a plan's from the epoch.
         shift_s = self.start_s
-        outages = tuple(replace(one, from_s=one.from_s + shift_s, to_s=one.to_s + shift_s) for one in self.links.outages)
+        outages = tuple(
+            replace(one, from_s=one.from_s + shift_s, to_s=one.to_s + shift_s) for one in self.links.outages
+        )
         plan = ScenarioPlan(
             preset=preset.name,
             planes=preset.torus.planes,
@@ -441,9 +445,7 @@ class Scenario:
         count = math.prod(len(values) for values in swept.values())
         if count > MOST_CELLS:
             raise InvalidInput(f"sweep: {count} cells: expected at most {MOST_CELLS}; shorter lists")
-        digests = {
-            name: _digest(Path(self.folder, name)) for name in (self.shell.tle, self.workload.trace) if name
-        }
+        digests = {name: _digest(Path(self.folder, name)) for name in (self.shell.tle, self.workload.trace) if name}
         bare = {key: value for key, value in self.source.items() if key not in ("sweep", "title")}
         for path, values in swept.items():
             for value in values:  # each value by itself: all combinations would take minutes where there are many
@@ -544,7 +546,7 @@ def _plain(value: Any) -> Any:
 def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
     """Lists of values by dotted path; TOML makes tables of unquoted paths."""
     if not isinstance(value, Mapping):
-        raise InvalidInput('sweep: expected a table of lists, such as placement.servers = [4, 10]')
+        raise InvalidInput("sweep: expected a table of lists, such as placement.servers = [4, 10]")
     found: dict[str, Sequence[Any]] = {}
     for key, one in value.items():
         path = f"{before}{key}"
@@ -611,4 +613,3 @@ def _of_elements(path: Path, number: int) -> Preset:
     )
     words = f"{found}, {found.satellites} satellites, {found.gaps} gaps taken as filled"
     return Preset(path.stem, words, orbits, orbits.torus, epoch_unix_s=found.epoch_unix_s)
-
