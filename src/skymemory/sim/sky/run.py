@@ -15,7 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ from skymemory.protocol.client.machine import ClientConfig, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import HANDED_OVER_S, STRATEGY_CODES, MoveClock
 from skymemory.sim.sky.bound import lower_bound_s
-from skymemory.sim.sky.physical import LinkRates, Operation as Direction, Setting, Ways, latency_s, ways_of
+from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s, ways_of
+from skymemory.sim.sky.physical import Operation as Direction
 from skymemory.sim.sky.scenario import Cell, Operation, Scenario
 from skymemory.sim.sweeps import Progress, Way, sweep
 from skymemory.store.sky.shared_index import SharedIndex
@@ -116,10 +117,9 @@ class VirtualConstellation:
         """A client; ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
-        window: dict[str, Any] = (
-            {} if self.plan.links is None else {"window_bytes": (4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S)}
-        )
-        config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links, **window)
+        config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links)
+        if self.plan.links is not None:
+            config = replace(config, window_bytes=(4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S))
         if place is None:
             return self.simulated.connect(config)
         sky = sky_of(self.plan, place)

@@ -73,6 +73,9 @@ def _one_of(*known: str) -> Any:
     return read
 
 
+_engine, _rule, _pattern = _one_of(*ENGINES), _one_of(*GATEWAY_RULES), _one_of(*PATTERNS)
+
+
 def _sizes(value: object) -> tuple[int, ...]:
     """One size, or several."""
     found = tuple(map(size, value)) if isinstance(value, list | tuple) else (size(value),)
@@ -119,7 +122,7 @@ class ShellTable:
     altitude_km: float = setting("altitude_km", positive, 550.0, "above the equator")
     inclination_deg: float = setting("inclination_deg", positive, 53.0, "of the planes")
     phase: int = setting("phase", integer, 0, "Walker's F")
-    pattern: str = setting("pattern", _one_of(*PATTERNS), "delta", "delta or star")
+    pattern: str = setting("pattern", _pattern, "delta", "delta or star")
 
     def __post_init__(self) -> None:
         given = [name for name, value in (("preset", self.preset), ("tle", self.tle), ("planes", self.planes)) if value]
@@ -202,11 +205,11 @@ class Scenario:
     """
 
     title: str = setting("title", text, "", "one line for the list")
-    engine: Engine = setting("engine", _one_of(*ENGINES), "machines", "machines or model")
+    engine: Engine = setting("engine", _engine, "machines", "machines or model")
     duration_s: float = setting("duration", duration, 60.0, "how long operations begin")
     start: float | str = setting("start", _start, 0.0, "time after the epoch, or a moment in UTC")
     mask_deg: float = setting("mask", _number, DEFAULT_MASK_DEG, "lowest elevation of a beam, degrees")
-    gateway: str = setting("gateway", _one_of(*GATEWAY_RULES), "climbing", "nearest or climbing")
+    gateway: str = setting("gateway", _rule, "climbing", "nearest or climbing")
     shell: ShellTable = field(default_factory=lambda: ShellTable(preset="starlink-a"))
     ground: tuple[GroundTable, ...] = (GroundTable(name="host"),)
     links: Links = field(default_factory=Links)
@@ -560,7 +563,7 @@ def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
 
 
 def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
-    """A copy of a table, or of a list of tables, with this value; missing tables are made, and checked by the reader."""
+    """A copy of a table, or of a list of tables, with this value. Missing tables are made: the reader checks them."""
     key, *rest = path
     if isinstance(own, list):
         if not key.isdecimal() or int(key) >= len(own):
