@@ -34,6 +34,7 @@ from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.client.gateway import ACCESS_MODES
 from skymemory.sim.trace import read_trace
 from skymemory.sim.workload import Popularity
+from skymemory.testbed.connect import check_access
 from skymemory.testbed.plan import (
     DEFAULT_MEMORY_BYTES,
     ConstellationPlan,
@@ -205,7 +206,7 @@ class Scenario:
     """
 
     title: str = setting("title", text, "", "one line for the list")
-    engine: Engine = setting("engine", _engine, "machines", "machines or model")
+    engine: Engine = setting("engine", _engine, "machines", "machines or model")  # noqa: RUF009 - a word
     duration_s: float = setting("duration", duration, 60.0, "how long operations begin")
     start: float | str = setting("start", _start, 0.0, "time after the epoch, or a moment in UTC")
     mask_deg: float = setting("mask", _number, DEFAULT_MASK_DEG, "lowest elevation of a beam, degrees")
@@ -362,7 +363,11 @@ class Scenario:
             own=preset,
         )
         for number in range(1, len(self.ground)):
-            plan.sight(self.place(number))  # refuses a place where the host is on board, or the box is fixed
+            plan.sight(self.place(number))  # refuses a place where the first host is on board, or the box is fixed
+            try:
+                check_access(plan, self.access(number))
+            except InvalidInput as error:
+                raise InvalidInput(f"ground: {self.ground[number].name}: {error}") from error
         return plan
 
     def check_sight(self) -> None:
