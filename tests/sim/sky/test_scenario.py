@@ -203,7 +203,10 @@ def test_real_shells_by_the_model_or_not_at_all() -> None:
     table = {"engine": "model", "shell": {"tle": TLE.name}, "ground": [{"lat": 52.5, "lon": 13.4}]}
     with pytest.raises(InvalidInput, match="a Walker star carries no box"):
         run(Scenario.of(table, folder=TLE.parent), way="sequence")
-    starlink = {**table, "shell": {"tle": "starlink-2025-09-22.tle", "number": 1}, "duration": 600}
+    starlink = {**table, "shell": {"tle": "starlink-2025-09-22.tle"}, "duration": 600}
+    with pytest.raises(InvalidInput, match="sees no satellite of starlink-2025-09-22"):  # the largest is at 43°
+        run(Scenario.of(starlink, folder=TLE.parent), way="sequence")
+    starlink["ground"] = [{"lat": 40.0, "lon": -75.0}]
     (cell,) = run(Scenario.of(starlink, folder=TLE.parent), way="sequence").cells
     assert cell.figures["gets"] > 0 and cell.figures["get_p50_s"] >= cell.figures["get_bound_p50_s"]
     starlink["shell"] = {"tle": "starlink-2025-09-22.tle", "number": 99}

@@ -384,8 +384,8 @@ class Scenario:
                 raise InvalidInput(
                     f"ground: {host.name} at {place.latitude_deg:g}, {place.longitude_deg:g} sees no satellite of "
                     f"{self.preset.name} above {self.mask_deg:g}° in {self.duration_s:g} s: expected a place nearer to "
-                    f"its orbits ({self.preset.shell.inclination_deg:g}° north or south at most, and some degrees), a "
-                    "lower mask or a longer duration"
+                    f"its orbits ({self.preset.shell.inclination_deg:.4g}° north or south at most, and some degrees), "
+                    "a lower mask or a longer duration"
                 )
 
     # --- Workload ---
