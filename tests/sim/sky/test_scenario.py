@@ -256,9 +256,12 @@ def test_an_outage_is_a_miss_with_its_reason_and_packets_lost() -> None:
 def test_small_memory_evicts_and_values_are_stored_again() -> None:
     table = tomllib.loads(SMALL)
     table |= {"memory": {"per_satellite": 65_536}, "workload": {"rate": 2.0, "keys": 12, "size": 60_000, "zipf": 0.2}}
-    found = figures(Scenario.of(table))
-    assert found["chunks_evicted"] > 0 and found["misses_by_reason"]["missing"] > 0
-    assert found["sets"] > 12 and found["wrong_values"] == 0
+    one = Scenario.of(table)
+    found, work = figures(one), [operation for request in one.operations() for operation in request]
+    reasons = found["misses_by_reason"]
+    assert found["chunks_evicted"] > 0 and reasons["missing"] > 0 and found["wrong_values"] == 0
+    assert set(reasons) == {"first use", "missing", "under way"} and reasons["first use"] <= 12
+    assert found["sets"] == sum(operation.put for operation in work) + reasons["first use"] + reasons["missing"]
 
 
 def test_the_model_counts_the_same_operations() -> None:

@@ -51,9 +51,9 @@ _RESULTS_VERSION = f"{skymemory.__version__}/1"
 _ENDS_WITHIN_S = 120.0
 """After the last operation has begun."""
 _UNSEEN = "nothing in sight"
-_FIRST, _WRITING, _BEHIND = "first use", "being stored", "behind a miss"
-_DOUBTFUL = ("timeout", "unreachable", "interrupted")
-"""Failures that prove nothing about the value: it stays known."""
+_FIRST, _WRITING, _BEHIND, _LOST = "first use", "being stored", "behind a miss", "not stored"
+_GONE = ("missing", "corrupt")
+"""Failures that prove a value lost. After others it stays known."""
 _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 
@@ -346,7 +346,8 @@ class _ByMachines(_Run):
             return
         for at, one in enumerate(request.operations):
             if one.key not in self._index:
-                request.failures[at] = _WRITING if self._writing[one.key] else _FIRST
+                used = one.key in self._writing  # a counter keeps keys that are back at 0
+                request.failures[at] = _WRITING if self._writing[one.key] else _LOST if used else _FIRST
                 break
             self._get(request, at)
         if not request.waiting:
@@ -389,7 +390,7 @@ class _ByMachines(_Run):
             self._passed("get", begun)
         else:
             request.failures[begun.at] = failure
-            if failure not in _DOUBTFUL and self._index.get(one.key) is info:
+            if failure in _GONE and self._index.get(one.key) is info:
                 del self._index[one.key]
         request.waiting -= 1
         if not request.waiting:
