@@ -282,6 +282,18 @@ def test_a_trace_reads_what_it_stored_before() -> None:
     assert found["sets"] == len(set(blocks)) and found["wrong_values"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_scenarios_read_what_they_stored_and_never_below_the_bound(name: str) -> None:
+    found = run_cell(scenario_named(name).cells()[-1]).figures
+    assert found["hits"] > 0 and found.get("wrong_values", 0) == 0
+    for way in ("get", "set"):
+        for part in ("p50", "p99", "mean"):
+            assert found[f"{way}_bound_{part}_s"] * (1 - 1e-9) <= found[f"{way}_{part}_s"]
+    if name == "rain-and-outages":
+        assert found["up_packets_lost"] > 0 and found["get_p99_s"] > 0.1 + found["get_bound_p50_s"]
+
+
 SWEEP = '[sweep]\nplacement.servers = [2, 4]\nground.0.access = ["gateway", "los"]\n'
 
 
