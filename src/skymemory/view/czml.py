@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.files import write_output
 from skymemory.protocol.clock import STRATEGY_CODES
@@ -170,16 +170,19 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
                 "label": {"text": host.name, "font": "14px sans-serif", "pixelOffset": {"cartesian2": [0, -18]}},
             }
         )
-        for (satellite, *_), its in _by_pair((None, shown.beams[number])):
+        for (satellite, *_), its in _by_pair(shown.beams[number]):
             packets.append(_line(f"host {host.name}", satellite, [interval(*one) for one in its], _BEAM))
-    for ends, its in _by_pair((torus, shown.box)):
+    for ends, its in _by_pair(shown.box, torus):
         packets.append(_line(_id(ends[0]), ends[1], [interval(*one) for one in its], _LINK))
     return packets
 
 
-def _by_pair(of: tuple[Any, Iterable[Spell]]) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
-    """Satellites with a beam, or neighbours in the box, and when; spells that follow each other as one."""
-    torus, spells = of
+def _by_pair(
+    spells: Iterable[Spell], torus: Torus | None = None
+) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
+    """When each satellite has a beam or, with a torus, when two neighbours are both in the box; spells that follow each
+    other as one.
+    """
     found: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
     for one in spells:
         inside = set(one.satellites)
