@@ -344,12 +344,14 @@ def _table_of(one: Outage | Rain) -> dict[str, Any]:
 
 
 class LinkCounts:
-    """Of all links of one class: packets carried, dropped by a full buffer, lost in outages; the longest wait."""
+    """Of all links of one class: packets carried and their bytes (each link on a way counts them), packets dropped by a
+    full buffer and lost in outages; the longest wait.
+    """
 
-    __slots__ = ("carried", "dropped", "longest_s", "outage")
+    __slots__ = ("bytes", "carried", "dropped", "longest_s", "outage")
 
     def __init__(self) -> None:
-        self.carried = self.dropped = self.outage = 0
+        self.bytes = self.carried = self.dropped = self.outage = 0
         self.longest_s = 0.0
 
 
@@ -384,12 +386,14 @@ class LinkQueue:
                 return LOST
             bytes_per_s *= share
         counts.carried += 1
+        counts.bytes += datagram_bytes
         if bytes_per_s == math.inf:
             return start_s
         wait_s = start_s - now_s
         if wait_s:
             if wait_s * bytes_per_s + datagram_bytes > self._buffer_bytes:
                 counts.carried -= 1
+                counts.bytes -= datagram_bytes
                 counts.dropped += 1
                 return LOST
             if wait_s > counts.longest_s:

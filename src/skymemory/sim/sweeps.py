@@ -23,6 +23,8 @@ Way = Literal["sequence", "processes", "ray"]
 WAYS: tuple[Way, ...] = get_args(Way)
 Progress = Callable[[int, int], None]
 """Called with the number of cells done and of all cells."""
+Keep = Callable[[int, Any], None]
+"""Called with the number of a cell and its answer as soon as it is there, in this process."""
 
 
 def sweep(
@@ -31,8 +33,9 @@ def sweep(
     way: Way = "processes",
     jobs: int | None = None,
     progress: Progress = lambda done, of: None,
+    keep: Keep = lambda number, answer: None,
 ) -> list[Answer]:
-    """``run`` of each cell. ``jobs``: in parallel; None: one per core.
+    """``run`` of each cell. ``jobs``: in parallel; None: one per core. ``keep``: for sweeps that are resumed.
 
     Raises:
         InvalidInput: unknown way, or no jobs.
@@ -45,21 +48,22 @@ def sweep(
     if jobs is not None and jobs < 1:
         raise InvalidInput(f"jobs {jobs}: expected at least 1")
     if way == "ray":
-        return _on_ray(run, cells, jobs, progress)
+        return _on_ray(run, cells, jobs, progress, keep)
     jobs = min(jobs or os.cpu_count() or 1, max(1, len(cells)))
     if way == "sequence" or jobs == 1:
         answers = []
         for number, cell in enumerate(cells):
             answers.append(run(cell))
+            keep(number, answers[-1])
             progress(number + 1, len(cells))
         return answers
     # Spawned, not forked: a fork would copy threads' locks (BLAS, sockets) in whatever state they are.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(run, cell) for cell in cells]
+        futures = {pool.submit(run, cell): number for number, cell in enumerate(cells)}
         try:
-            for number, future in enumerate(as_completed(futures)):
-                future.result()
-                progress(number + 1, len(cells))
+            for done, future in enumerate(as_completed(futures), 1):
+                keep(futures[future], future.result())
+                progress(done, len(cells))
         except BrokenProcessPool as error:  # most often the kernel's out-of-memory killer
             raise SkyMemoryError(f"one of {jobs} worker processes was killed: run fewer in parallel") from error
         except BaseException:
@@ -72,7 +76,9 @@ def has_ray() -> bool:
     return importlib.util.find_spec("ray") is not None
 
 
-def _on_ray(run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | None, progress: Progress) -> list[Answer]:
+def _on_ray(
+    run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | None, progress: Progress, keep: Keep
+) -> list[Answer]:
     """On the cluster of RAY_ADDRESS, else on one of this computer for this call alone.
 
     A cell on a node that is lost is computed again on another. ``jobs``: None: what the cluster has room for.
@@ -105,7 +111,9 @@ def _on_ray(run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | No
             for number in islice(numbers, most - len(waiting)):
                 waiting[task.remote(cells[number])] = number
             for ready in ray.wait(list(waiting))[0]:
-                answers[waiting.pop(ready)] = ray.get(ready)
+                number = waiting.pop(ready)
+                answers[number] = ray.get(ready)
+                keep(number, answers[number])
                 progress(len(answers), len(cells))
         return [answers[number] for number in range(len(cells))]
     except ray.exceptions.RayTaskError as error:

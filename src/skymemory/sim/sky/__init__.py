@@ -1,1 +1,9 @@
-"""Links with rates over real geometry: latency, its lower bound, the best setting, when loading beats computing."""
+"""Links with rates over real geometry: latency, its lower bound, the best setting, when loading beats computing.
+
+Scenarios are the way in: ``run(Scenario.read(path))`` gives the figures of every cell.
+"""
+
+from skymemory.sim.sky.run import CellResult, Results, run
+from skymemory.sim.sky.scenario import Cell, Scenario, scenario_named, shipped
+
+__all__ = ["Cell", "CellResult", "Results", "Scenario", "run", "scenario_named", "shipped"]

@@ -38,9 +38,10 @@ from skymemory.constellation.sight import BoxSight, OrbitSight, Sight
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
-from skymemory.placement.locate import Placement
+from skymemory.placement.locate import Moves, Placement
 from skymemory.protocol.client.gateway import ACCESS_MODES, Access
 from skymemory.protocol.client.transfer import WRITE_BURST_CHUNKS
+from skymemory.testbed.plan import PlaceSight
 from skymemory.units import SPEED_OF_LIGHT_M_S
 
 Operation = Literal["get", "set"]
@@ -162,8 +163,12 @@ def ways_of(
     strategy: Strategy | None = None,
     servers: int | None = None,
     exact_links: bool = False,
+    placed: Sequence[tuple[Moves, Moves]] | None = None,
 ) -> Ways:
     """The ways to a value stored at each of these times (seconds after the epoch).
+
+    ``placed``: for each time, the moves at which the value was set and those that its holders count; else it is set at
+    that time, and the box moves by the clock. A ``PlaceSight`` sees the box of another host.
 
     ``exact_links``: by the satellites' positions at each time; else links between planes have their longest length, as
     in the plan of a constellation. Times with nothing in sight are left out.
@@ -175,19 +180,23 @@ def ways_of(
         raise InvalidInput(f"access {access!r}: expected one of {', '.join(ACCESS_MODES)}")
     if not len(times_s):
         raise InvalidInput("no times: expected at least one, in seconds after the epoch")
-    track = sight.track if isinstance(sight, OrbitSight) and access != "onboard" else None
+    over = sight.box if isinstance(sight, PlaceSight) else sight
+    track = over.track if isinstance(over, OrbitSight) and access != "onboard" else None
     centre = preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
     slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
     kept = strategy or ("hop" if access == "onboard" else preset.strategy)
     placement = Placement.of(kept, servers or preset.servers, preset.torus, centre, slot_s, plane_s)
     paths = _Paths(preset, exact_links and preset.shell.torus == preset.torus)
     found = []
-    for time_s in map(float, times_s):
+    for at, time_s in enumerate(map(float, times_s)):
         moves = (0, 0) if track is None else track.moves(time_s)
+        set_moves, moves = (moves, moves) if placed is None else placed[at]
         here = placement.centre_at(moves)
         seen = (here,) if access in ("onboard", "los") else sight.in_sight(here, time_s)
         if seen:
-            found.append((time_s, *_row(sight, access, placement.locate_all(moves, moves), here, seen, time_s, paths)))
+            found.append(
+                (time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths))
+            )
     if not found:
         host = preset.host
         raise InvalidInput(

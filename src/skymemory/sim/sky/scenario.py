@@ -1,0 +1,623 @@
+"""A scenario: shell, ground hosts, links, placement, memory and workload in one TOML file, and what it means.
+
+``[sweep]`` lists values for any keys by dotted path; the product of the lists are the scenario's *cells*. Each cell is
+the file with one value for each of these keys, and is run by itself (``run``). All times count from ``start``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from skymemory.config import duration, filled, integer, positive, setting, size, suggestion, table, text, whole
+from skymemory.constellation.clustering import cluster
+from skymemory.constellation.links import Links
+from skymemory.constellation.orbit import PATTERNS, Shell
+from skymemory.constellation.presets import Preset, preset_named
+from skymemory.constellation.sight import GATEWAY_RULES, check_mask
+from skymemory.constellation.tle import read_elements
+from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
+from skymemory.errors import InvalidInput, os_reason
+from skymemory.eviction import DEFAULT_REPLACEMENT
+from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml
+from skymemory.kv.value import DEFAULT_CHUNK_BYTES
+from skymemory.protocol.client.gateway import ACCESS_MODES
+from skymemory.sim.trace import read_trace
+from skymemory.sim.workload import Popularity
+from skymemory.testbed.connect import check_access
+from skymemory.testbed.plan import (
+    DEFAULT_MEMORY_BYTES,
+    ConstellationPlan,
+    Ground,
+    HostShare,
+    MemoryPolicy,
+)
+
+Engine = Literal["machines", "model"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+"""``machines``: the satellites' and clients' own state machines over virtual time. ``model``: the physical model."""
+MOST_CELLS = 100_000
+MOST_OPERATIONS = 1_000_000
+MOST_BYTES = 1 << 30
+"""Of one value."""
+_SHIPPED = "scenarios"
+_LOOK_S = 10.0
+"""Places that see nothing are looked for at this interval."""
+_MOST_LOOKS = 200
+
+
+# --- Tables ---
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidInput(f"{value!r}: expected a number")
+    return float(value)
+
+
+def _one_of(*known: str) -> Any:
+    def read(value: object) -> str:
+        if value not in known:
+            raise InvalidInput(f"{value!r}; {suggestion(str(value), known)}")
+        return str(value)
+
+    return read
+
+
+_engine, _rule, _pattern = _one_of(*ENGINES), _one_of(*GATEWAY_RULES), _one_of(*PATTERNS)
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    """One size, or several."""
+    found = tuple(map(size, value)) if isinstance(value, list | tuple) else (size(value),)
+    if not found or not all(1 <= one <= MOST_BYTES for one in found):
+        raise InvalidInput(f'{value!r}: expected sizes from 1 byte to 1 GiB, such as "2.9MB" or ["64KiB", "2.9MB"]')
+    return found
+
+
+def _rate(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e6:
+        raise InvalidInput(f"{value!r}: expected operations per second, more than 0 and at most 1000000")
+    return float(value)
+
+
+def _share(value: object) -> float:
+    found = _number(value)
+    if not 0 <= found <= 1:
+        raise InvalidInput(f"{value!r}: expected a share from 0 to 1")
+    return found
+
+
+def _start(value: object) -> float | str:
+    """Seconds after the epoch, or a moment in UTC."""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, str) and value[:1].isdigit() and "-" in value:
+        try:
+            datetime.fromisoformat(value)
+        except ValueError as error:
+            raise InvalidInput(f"{value!r}: expected a moment in UTC such as 2025-01-01T06:00:00Z") from error
+        return value
+    return duration(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ShellTable:
+    """A preset by name, the shell of a file of element sets, or planes and slots. Kilometres, degrees."""
+
+    preset: str = setting("preset", text, "", "a constellation by name")
+    tle: str = setting("tle", text, "", "file of element sets, beside the scenario")
+    number: int = setting("number", whole, 1, "which of its shells, as `skymemory shells` lists them")
+    planes: int = setting("planes", whole, 0, "orbital planes")
+    slots: int = setting("slots", whole, 0, "satellites of each")
+    altitude_km: float = setting("altitude_km", positive, 550.0, "above the equator")
+    inclination_deg: float = setting("inclination_deg", positive, 53.0, "of the planes")
+    phase: int = setting("phase", integer, 0, "Walker's F")
+    pattern: str = setting("pattern", _pattern, "delta", "delta or star")
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in (("preset", self.preset), ("tle", self.tle), ("planes", self.planes)) if value]
+        if len(given) != 1:
+            raise InvalidInput(
+                f"{' and '.join(given) or 'nothing'} given: expected a preset, a tle file, or planes and slots"
+            )
+        if bool(self.slots) != bool(self.planes):
+            raise InvalidInput("planes and slots: expected both")
+        defaults = ("altitude_km", 550.0), ("inclination_deg", 53.0), ("phase", 0), ("pattern", "delta")
+        unused = [name for name, value in defaults if not self.planes and getattr(self, name) != value]
+        unused += ["number"] if self.number != 1 and not self.tle else []
+        if unused:
+            raise InvalidInput(f"{', '.join(unused)}: no effect with {given[0]}; leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class GroundTable:
+    """One host. ``access``: None: as the first host's."""
+
+    name: str = setting("name", text, "", "in the results")
+    latitude_deg: float | None = setting("lat", _number, None, "degrees north")
+    longitude_deg: float | None = setting("lon", _number, None, "degrees east")
+    access: str = setting("access", text, "", "how it reaches the box (default: gateway)")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementTable:
+    strategy: str = setting("strategy", text, "", "which satellite is which server (default: the preset's)")
+    servers: int = setting("servers", whole, 10, "satellites of every value")
+    chunk_bytes: int = setting("chunk", size, DEFAULT_CHUNK_BYTES, "bytes of a value in one packet")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    per_satellite_bytes: int = setting("per_satellite", size, DEFAULT_MEMORY_BYTES, "memory of one satellite")
+    replacement: str = setting("replacement", text, DEFAULT_REPLACEMENT, "which chunks go first")
+    eviction: str = setting("eviction", text, "lazy", "how the rest of a value goes")
+    server_s: float = setting("server_time", duration, 0.0, "a satellite's time for a chunk; only of the model")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadTable:
+    """Puts and gets of a mix, or a request trace. The first use of a key is a miss and stores its value, as every miss
+    does that is certain.
+    """
+
+    rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
+    put_share: float = setting("put", _share, 0.1, "share of puts, the rest are gets")
+    sizes: tuple[int, ...] = setting("size", _sizes, (2_883_584,), "bytes of a value; of a list each key has one")
+    keys: int = setting("keys", whole, 100, "how many there are")
+    zipf: float = setting("zipf", _number, 0.9, "skew of their popularity; 0: all alike")
+    seed: int = setting("seed", whole, 0, "of all draws")
+    trace: str = setting("trace", text, "", "request trace in Mooncake's format, instead of a mix")
+    requests: int = setting("requests", whole, 0, "of the trace; 0: all of the duration")
+
+    def __post_init__(self) -> None:
+        if self.keys < 1 or not 0 <= self.zipf <= 10:
+            raise InvalidInput(f"{self.keys} keys, zipf {self.zipf:g}: expected at least 1, and 0 to 10")
+        if self.trace and len(self.sizes) > 1:
+            raise InvalidInput("trace with several sizes: expected one, that of the values of its blocks")
+
+
+class Operation(NamedTuple):
+    """Of one key at ``at_s`` after the start. A request's gets are of a prefix: behind a miss all are misses."""
+
+    at_s: float
+    host: int
+    put: bool
+    key: int
+    value_bytes: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A whole scenario, or one cell of it: everything that a run depends on.
+
+    ``duration_s``: how long operations begin. ``mask_deg``: lowest elevation of a beam. ``folder``: where the files
+    that it names are. ``source``: as it was read.
+    """
+
+    title: str = setting("title", text, "", "one line for the list")
+    engine: Engine = setting("engine", _engine, "machines", "machines or model")  # noqa: RUF009 - a word
+    duration_s: float = setting("duration", duration, 60.0, "how long operations begin")
+    start: float | str = setting("start", _start, 0.0, "time after the epoch, or a moment in UTC")
+    mask_deg: float = setting("mask", _number, DEFAULT_MASK_DEG, "lowest elevation of a beam, degrees")
+    gateway: str = setting("gateway", _rule, "climbing", "nearest or climbing")
+    shell: ShellTable = field(default_factory=lambda: ShellTable(preset="starlink-a"))
+    ground: tuple[GroundTable, ...] = (GroundTable(name="host"),)
+    links: Links = field(default_factory=Links)
+    placement: PlacementTable = field(default_factory=PlacementTable)
+    memory: MemoryTable = field(default_factory=MemoryTable)
+    workload: WorkloadTable = field(default_factory=WorkloadTable)
+    folder: str = "."
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Scenario:
+        """From a TOML file.
+
+        Raises:
+            InvalidInput: it cannot be read, an unknown key (with the nearest known one), an impossible value.
+        """
+        return cls.of(read_toml(path), str(path), path.parent)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
+        """From a table as TOML gives it; ``where`` begins errors, ``folder`` has the files that it names.
+
+        Raises:
+            InvalidInput: as ``read``.
+        """
+        sections: dict[str, Any] = {
+            "shell": ShellTable,
+            "placement": PlacementTable,
+            "memory": MemoryTable,
+            "workload": WorkloadTable,
+        }
+        names = [*sections, "links", "ground", "sweep"]
+        more: dict[str, Any] = {"folder": str(folder), "source": _plain(found)}
+        for name, kind in sections.items():
+            if name in found:
+                more[name] = filled(kind, _table(found[name], f"{where}: {name}"), f"{where}: {name}")
+        if "links" in found:
+            more["links"] = Links.read(_table(found["links"], f"{where}: links"), f"{where}: links")
+        if "ground" in found:
+            more["ground"] = _ground(found["ground"], where)
+        own = {key: value for key, value in found.items() if key not in names}
+        return filled(cls, own, where, names, **more)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.duration_s <= 30 * 86400:
+            raise InvalidInput(f"duration {self.duration_s:g} s: expected more than 0, and at most 30d")
+        check_mask(self.mask_deg)
+        names = [host.name for host in self.ground]
+        if len(set(names)) != len(names):
+            raise InvalidInput(f"ground: two hosts share a name: {', '.join(names)}")
+        if self.memory.server_s and self.engine == "machines":
+            raise InvalidInput('memory: server_time is of the model: leave it out, or use engine = "model"')
+        if self.shell.tle and self.engine == "machines":
+            raise InvalidInput(
+                'shell: tle: satellites of element sets do not fly as machines; use engine = "model", which takes '
+                "gaps of the shell as filled"
+            )
+        # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep.
+        if not self.shell.tle:
+            _ = self.plan
+
+    # --- What the tables mean ---
+
+    @cached_property
+    def preset(self) -> Preset:
+        """The constellation, with its first host's place as the one around which the box is.
+
+        Raises:
+            InvalidInput: an impossible shell, or a file of element sets that cannot be used.
+        """
+        first, shell = self.ground[0], self.shell
+        if shell.preset:
+            preset = preset_named(shell.preset)
+            if preset.fixed_centre is not None:
+                if len(self.ground) > 1 or (first.latitude_deg, first.longitude_deg) != (None, None):
+                    raise InvalidInput(
+                        f"ground: {preset.name} is no orbit, and its box is fixed: expected one host without lat and "
+                        "lon, or a preset such as starlink-a"
+                    )
+                return preset
+        elif shell.tle:
+            preset = _of_elements(Path(self.folder, shell.tle), shell.number)
+        else:
+            how: Any = {"phase": shell.phase, "pattern": shell.pattern, "model": "j2"}
+            orbits = Shell(shell.planes, shell.slots, shell.altitude_km * 1e3, shell.inclination_deg, **how)
+            preset = Preset(f"{shell.planes}x{shell.slots}", "of a scenario", orbits, orbits.torus)
+        return replace(preset, host=self.place(0, preset.host))
+
+    def place(self, host: int, default: GroundHost | None = None) -> GroundHost:
+        """Where a host is. Raises ``InvalidInput`` for a place that is none."""
+        one, other = self.ground[host], default or self.preset.host
+        if (one.latitude_deg is None) != (one.longitude_deg is None):
+            raise InvalidInput(f"ground: {one.name}: expected lat and lon, or neither")
+        if one.latitude_deg is None or one.longitude_deg is None:
+            if host:
+                raise InvalidInput(f"ground: {one.name}: expected lat and lon: only the first host has a default")
+            return other
+        return GroundHost(one.latitude_deg, one.longitude_deg)
+
+    def access(self, host: int) -> str:
+        return self.ground[host].access or self.ground[0].access or "gateway"
+
+    @property
+    def start_s(self) -> float:
+        """Seconds after the constellation's epoch."""
+        if not isinstance(self.start, str):
+            return self.start
+        moment = datetime.fromisoformat(self.start)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - self.preset.epoch_unix_s
+
+    @cached_property
+    def plan(self) -> ConstellationPlan:
+        """As the plan of a constellation: its clock reads 0 at the start, and runs at the pace of the sky.
+
+        Raises:
+            InvalidInput: what no constellation can be.
+        """
+        preset, memory, placement = self.preset, self.memory, self.placement
+        for number, host in enumerate(self.ground):
+            if self.access(number) not in ACCESS_MODES:
+                raise InvalidInput(
+                    f"ground: {host.name}: access {self.access(number)!r}; "
+                    f"{suggestion(self.access(number), ACCESS_MODES)}"
+                )
+        access = self.access(0)
+        place = preset.host
+        ground = Ground(place.latitude_deg, place.longitude_deg, self.mask_deg, self.gateway)
+        # Outages count from the start, a plan's from the epoch.
+        shift_s = self.start_s
+        outages = tuple(
+            replace(one, from_s=one.from_s + shift_s, to_s=one.to_s + shift_s) for one in self.links.outages
+        )
+        plan = ScenarioPlan(
+            preset=preset.name,
+            planes=preset.torus.planes,
+            slots_per_plane=preset.torus.slots_per_plane,
+            hosts=(HostShare("all", "127.0.0.1", 1, tuple(range(preset.torus.planes))),),
+            servers=placement.servers,
+            strategy=placement.strategy or ("hop" if access == "onboard" else preset.strategy),
+            centre=ground.centre(preset),
+            access=access,
+            chunk_bytes=placement.chunk_bytes,
+            memory_per_satellite_bytes=memory.per_satellite_bytes,
+            epoch_s=-shift_s,
+            time_scale=1.0,
+            memory_policy=MemoryPolicy(memory.eviction, memory.replacement),
+            ground=ground,
+            fan_out="fixed",
+            links=replace(self.links, outages=outages),
+            own=preset,
+        )
+        for number in range(1, len(self.ground)):
+            plan.sight(self.place(number))  # refuses a place where the first host is on board, or the box is fixed
+            try:
+                check_access(plan, self.access(number))
+            except InvalidInput as error:
+                raise InvalidInput(f"ground: {self.ground[number].name}: {error}") from error
+        return plan
+
+    def check_sight(self) -> None:
+        """Raises ``InvalidInput`` where a host that depends on beams never sees a satellite."""
+        looks = min(_MOST_LOOKS, math.ceil(self.duration_s / _LOOK_S) + 1)
+        for number, host in enumerate(self.ground):
+            if self.access(number) not in ("gateway", "hybrid"):
+                continue
+            sight = self.plan.sight(self.place(number) if number else None)
+            centre = self.plan.centre  # what is in sight does not depend on it, but for pushes
+            times = [self.start_s + self.duration_s * at / max(1, looks - 1) for at in range(looks)]
+            if not any(sight.in_sight(centre, time_s) for time_s in times):
+                place = self.place(number)
+                raise InvalidInput(
+                    f"ground: {host.name} at {place.latitude_deg:g}, {place.longitude_deg:g} sees no satellite of "
+                    f"{self.preset.name} above {self.mask_deg:g}° in {self.duration_s:g} s: expected a place nearer to "
+                    f"its orbits ({self.preset.shell.inclination_deg:.4g}° north or south at most, and some degrees), "
+                    "a lower mask or a longer duration"
+                )
+
+    # --- Workload ---
+
+    def operations(self) -> list[list[Operation]]:
+        """All operations in the order of their times; those of one request of a trace together.
+
+        Raises:
+            InvalidInput: too many, or a trace that cannot be read.
+        """
+        found = list(self._of_trace() if self.workload.trace else self._mix())
+        count = sum(map(len, found))
+        if count > MOST_OPERATIONS:
+            raise InvalidInput(
+                f"workload: {count} operations: expected at most {MOST_OPERATIONS}; a lower rate or shorter duration"
+            )
+        return found
+
+    def _mix(self) -> Iterator[list[Operation]]:
+        work = self.workload
+        if work.rate_s * self.duration_s * len(self.ground) > 2 * MOST_OPERATIONS:
+            expected = round(work.rate_s * self.duration_s * len(self.ground))
+            raise InvalidInput(
+                f"workload: about {expected} operations: expected at most {MOST_OPERATIONS}; a lower rate or shorter "
+                "duration"
+            )
+        popularity = Popularity(work.keys, work.zipf)
+        weights = popularity.weights()
+        drawn: list[Operation] = []
+        for host in range(len(self.ground)):
+            dice, at_s = random.Random(f"{work.seed}/{host}"), 0.0
+            while (at_s := at_s + dice.expovariate(work.rate_s)) < self.duration_s:
+                put, key = dice.random() < work.put_share, popularity.draw(dice, weights, at_s)
+                drawn.append(Operation(at_s, host, put, key, self.size_of(key)))
+        return iter([[one] for one in sorted(drawn, key=lambda one: (one.at_s, one.host))])
+
+    def size_of(self, key: int) -> int:
+        """Bytes of a key's value."""
+        sizes = self.workload.sizes
+        return sizes[0] if len(sizes) == 1 else random.Random(f"{self.workload.seed}/size/{key}").choice(sizes)
+
+    def _of_trace(self) -> Iterator[list[Operation]]:
+        path = Path(self.folder, self.workload.trace)
+        try:
+            requests = read_trace(path, self.workload.requests or None)
+        except OSError as error:
+            raise InvalidInput(f"workload: trace: cannot read {path}: {os_reason(error)}") from error
+        first_s = requests[0].at_s
+        for request in requests:
+            if request.at_s - first_s >= self.duration_s:
+                return
+            host, at_s = request.session % len(self.ground), request.at_s - first_s
+            if blocks := request.blocks():
+                yield [Operation(at_s, host, False, block, self.workload.sizes[0]) for block in blocks]
+
+    # --- Sweep ---
+
+    def cells(self) -> list[Cell]:
+        """The product of the sweep's lists, the last key varying fastest; one cell without a sweep.
+
+        Raises:
+            InvalidInput: too many, a key that does not exist, or a value that is impossible.
+        """
+        swept = _lists(self.source.get("sweep", {}))
+        count = math.prod(len(values) for values in swept.values())
+        if count > MOST_CELLS:
+            raise InvalidInput(f"sweep: {count} cells: expected at most {MOST_CELLS}; shorter lists")
+        digests = {name: _digest(Path(self.folder, name)) for name in (self.shell.tle, self.workload.trace) if name}
+        bare = {key: value for key, value in self.source.items() if key not in ("sweep", "title")}
+        for path, values in swept.items():
+            for value in values:  # each value by itself: all combinations would take minutes where there are many
+                where = f"sweep: {path} = {json.dumps(value)}"
+                Scenario.of(_with(bare, path.split("."), value, path), where, Path(self.folder))
+        found = []
+        for number, values in enumerate(product(*swept.values())):
+            own = bare
+            for path, value in zip(swept, values, strict=True):
+                own = _with(own, path.split("."), value, path)
+            chosen = tuple(zip(swept, values, strict=True))
+            written = (json.dumps(one, sort_keys=True) for one in (own, digests))
+            found.append(Cell(number, chosen, next(written), self.folder, next(written)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination of a sweep: picklable, and complete but for the files that it names, of which it has digests."""
+
+    number: int
+    swept: tuple[tuple[str, Any], ...]
+    table: str
+    folder: str
+    digests: str = "{}"
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario.of(json.loads(self.table), folder=Path(self.folder))
+
+    def key(self, version: str) -> str:
+        """A name for its results: another one wherever they might differ."""
+        return hashlib.sha256(f"{version}\n{self.table}\n{self.digests}".encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class ScenarioPlan(ConstellationPlan):
+    """A plan over a constellation that need not be one of the presets by name."""
+
+    own: Preset | None = None
+
+    @property
+    def constellation(self) -> Preset:
+        assert self.own is not None
+        return self.own
+
+
+def shipped() -> dict[str, Path]:
+    """The scenarios of this package, by name."""
+    folder = Path(str(files("skymemory.sim.sky"))) / _SHIPPED
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def scenario_named(name: str) -> Scenario:
+    """A scenario of this package, or of a file.
+
+    Raises:
+        InvalidInput: neither is there, or as ``Scenario.read``.
+    """
+    known = shipped()
+    if name in known:
+        return Scenario.read(known[name])
+    if not Path(name).exists() and "/" not in name and not name.endswith(".toml"):
+        raise InvalidInput(f"no scenario {name!r}; {suggestion(name, known)} (or the path of a TOML file)")
+    return Scenario.read(Path(name))
+
+
+# --- Parts ---
+
+
+def _table(value: object, where: str) -> dict[str, Any]:
+    try:
+        return table(value)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from error
+
+
+def _ground(value: object, where: str) -> tuple[GroundTable, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidInput(f'{where}: ground: expected [[ground]] tables with name = "berlin", lat = 52.5, lon = 13.4')
+    hosts = []
+    for number, one in enumerate(value, 1):
+        place = f"{where}: ground {number}"
+        host = filled(GroundTable, _table(one, place), place)
+        hosts.append(host if host.name else replace(host, name=f"host-{number}"))
+    return tuple(hosts)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it: TOML's moments become text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
+    """Lists of values by dotted path; TOML makes tables of unquoted paths."""
+    if not isinstance(value, Mapping):
+        raise InvalidInput("sweep: expected a table of lists, such as placement.servers = [4, 10]")
+    found: dict[str, Sequence[Any]] = {}
+    for key, one in value.items():
+        path = f"{before}{key}"
+        if isinstance(one, Mapping):
+            found.update(_lists(one, f"{path}."))
+        elif isinstance(one, list) and one:
+            found[path] = one
+        else:
+            raise InvalidInput(f"sweep: {path}: {one!r}: expected a list of values, at least one")
+    return found
+
+
+def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
+    """A copy of a table, or of a list of tables, with this value. Missing tables are made: the reader checks them."""
+    key, *rest = path
+    if isinstance(own, list):
+        if not key.isdecimal() or int(key) >= len(own):
+            raise InvalidInput(
+                f"sweep: {whole_path}: no entry {key!r} in a list of {len(own)}: expected 0 to {len(own) - 1}"
+            )
+        at = int(key)
+        return [*own[:at], _with(own[at], rest, value, whole_path) if rest else value, *own[at + 1 :]]
+    if not isinstance(own, Mapping):
+        raise InvalidInput(f"sweep: {whole_path}: {key!r} is below a value: expected the path of a key")
+    inner = _with(own.get(key, {}), rest, value, whole_path) if rest else value
+    return {**own, key: inner}
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(read_bounded(path, MAX_TABLE_BYTES)).hexdigest()
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {os_reason(error)}") from error
+
+
+@lru_cache(maxsize=8)
+def _of_elements(path: Path, number: int) -> Preset:
+    """The shell that real satellites fly in, with its gaps taken as filled."""
+    try:
+        content = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise InvalidInput(f"shell: tle: cannot read {path}: {os_reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"shell: tle: {path} is not a text file of element sets") from error
+    try:
+        shells = cluster(read_elements(content).elements).shells
+    except InvalidInput as error:
+        raise InvalidInput(f"shell: tle: {path}: {error}") from error
+    if not 1 <= number <= len(shells):
+        raise InvalidInput(
+            f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
+        )
+    found = shells[number - 1]
+    orbits = Shell(
+        found.planes,
+        found.slots_per_plane,
+        found.equatorial_altitude_m,
+        found.inclination_deg,
+        pattern="star" if found.star else "delta",
+        model="j2",
+        plane_offsets=found.offsets_slots,
+        plane_nodes_rad=found.nodes_rad,
+    )
+    words = f"{found}, {found.satellites} satellites, {found.gaps} gaps taken as filled"
+    return Preset(path.stem, words, orbits, orbits.torus, epoch_unix_s=found.epoch_unix_s)

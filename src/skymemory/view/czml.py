@@ -1,0 +1,224 @@
+"""A scenario as CZML, which Cesium plays: satellites, hosts, the box with its links, and the beams.
+
+Positions are in CZML's inertial frame (for Earth-fixed maps Cesium turns it by sidereal time), sampled every minute;
+between samples Cesium interpolates. Of a large shell or a long scenario only satellites that are ever in the box, or
+carry a beam, are in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
+from skymemory.files import write_output
+from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.sim.sky.scenario import Scenario
+from skymemory.testbed.connect import clock_of, sky_of
+
+SAMPLE_S = 60.0
+INTERPOLATION_DEGREE = 5
+"""With samples a minute apart it is wrong by metres at most."""
+MOST_SHOWN_S = 7200.0
+"""Of a longer scenario its first two hours are shown."""
+_MOST_SAMPLES = 40_000
+_STEPS = 2000
+_BOX, _REST = [245, 169, 78, 255], [147, 161, 173, 160]
+_BEAM, _LINK, _HOST = [209, 73, 91, 255], [46, 111, 149, 200], [31, 138, 76, 255]
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """From ``from_s`` to ``to_s`` after the start these satellites are the box (in the order of the servers), or carry
+    a beam.
+    """
+
+    from_s: float
+    to_s: float
+    satellites: tuple[SatelliteId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What changes in a scenario: the box, and each host's beams."""
+
+    shown_s: float
+    box: tuple[Spell, ...]
+    beams: tuple[tuple[Spell, ...], ...]
+
+    @property
+    def satellites(self) -> set[SatelliteId]:
+        """Those that are ever in it."""
+        spells = [*self.box, *(one for its in self.beams for one in its)]
+        return {satellite for one in spells for satellite in one.satellites}
+
+
+def timeline_of(scenario: Scenario) -> Timeline:
+    """Looked at every second, or 2000 times.
+
+    Raises:
+        InvalidInput: the scenario's grid is not an orbit.
+    """
+    if scenario.preset.fixed_centre is not None:
+        raise InvalidInput(
+            f"{scenario.preset.name} is no orbit, so there is nothing to show: expected a preset such as starlink-a"
+        )
+    plan = scenario.plan
+    clock, sky, code = clock_of(plan), sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
+    shown_s = min(scenario.duration_s, MOST_SHOWN_S)
+    steps = min(_STEPS, max(1, math.ceil(shown_s)))
+    times = [shown_s * number / steps for number in range(steps)]
+    hosts = range(len(scenario.ground))
+    sights = [plan.sight(scenario.place(host) if host else None) for host in hosts]
+    boxes, beams = [], [[] for _ in hosts]  # type: ignore[var-annotated]
+    for now_s in times:
+        moves = clock.moves(now_s)
+        box = sky.servers_at(code, plan.servers, moves, moves)
+        boxes.append(box)
+        for host in hosts:
+            access = scenario.access(host)
+            seen = () if access == "onboard" else sights[host].in_sight(sky.centre_at(moves), clock.sky_s(now_s))
+            direct = tuple(one for one in seen[1:] if one in box) if access == "hybrid" else ()
+            beams[host].append(box if access not in ("gateway", "hybrid", "onboard") else (*seen[:1], *direct))
+    return Timeline(shown_s, _spells(times, boxes, shown_s), tuple(_spells(times, its, shown_s) for its in beams))
+
+
+def _spells(times: Sequence[float], found: Sequence[tuple[SatelliteId, ...]], end_s: float) -> tuple[Spell, ...]:
+    starts = [at for at in range(len(found)) if at == 0 or found[at] != found[at - 1]]
+    ends = [*(times[at] for at in starts[1:]), end_s]
+    return tuple(Spell(times[at], to_s, found[at]) for at, to_s in zip(starts, ends, strict=True))
+
+
+def moment(unix_s: float) -> str:
+    """As CZML writes it: ISO 8601, UTC."""
+    return datetime.fromtimestamp(round(unix_s, 3), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
+    """The packets, the document's first.
+
+    Raises:
+        InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
+    """
+    shown = timeline_of(scenario)
+    shell, torus = scenario.preset.shell, scenario.preset.torus
+    began_unix_s = scenario.preset.epoch_unix_s + scenario.start_s
+    samples_s = np.append(np.arange(0.0, shown.shown_s, SAMPLE_S), shown.shown_s)
+    # Interpolation of degree n needs n + 1 samples, so a short scenario is sampled beyond its end.
+    while len(samples_s) <= INTERPOLATION_DEGREE:
+        samples_s = np.append(samples_s, samples_s[-1] + SAMPLE_S)
+
+    def interval(from_s: float, to_s: float) -> str:
+        return f"{moment(began_unix_s + from_s)}/{moment(began_unix_s + to_s)}"
+
+    whole = interval(0.0, shown.shown_s)
+    box = {satellite for one in shown.box for satellite in one.satellites}
+    named = shown.satellites if torus.size * len(samples_s) > _MOST_SAMPLES else set(torus.satellites())
+    positions_m = shell.positions_m(scenario.start_s + samples_s)
+    packets: list[dict[str, Any]] = [
+        {
+            "id": "document",
+            "name": scenario.title or scenario.preset.name,
+            "version": "1.0",
+            "clock": {
+                "interval": whole,
+                "currentTime": moment(began_unix_s),
+                "multiplier": 10,
+                "range": "LOOP_STOP",
+                "step": "SYSTEM_CLOCK_MULTIPLIER",
+            },
+        }
+    ]
+    for satellite in sorted(named):
+        table = np.column_stack([samples_s, np.round(positions_m[:, satellite.plane, satellite.slot], 2)])
+        packets.append(
+            {
+                "id": _id(satellite),
+                "name": f"plane {satellite.plane}, slot {satellite.slot}",
+                "availability": whole,
+                "position": {
+                    "epoch": moment(began_unix_s),
+                    "referenceFrame": "INERTIAL",
+                    "interpolationAlgorithm": "LAGRANGE",
+                    "interpolationDegree": INTERPOLATION_DEGREE,
+                    "cartesian": table.ravel().tolist(),
+                },
+                "point": {
+                    "pixelSize": 6 if satellite in box else 3,
+                    "color": {"rgba": _BOX if satellite in box else _REST},
+                },
+            }
+        )
+    for number, host in enumerate(scenario.ground):
+        if scenario.access(number) == "onboard":
+            continue
+        place = scenario.place(number)
+        packets.append(
+            {
+                "id": f"host {host.name}",
+                "name": host.name,
+                "position": {"cartographicDegrees": [place.longitude_deg, place.latitude_deg, 0.0]},
+                "point": {"pixelSize": 10, "color": {"rgba": _HOST}},
+                "label": {"text": host.name, "font": "14px sans-serif", "pixelOffset": {"cartesian2": [0, -18]}},
+            }
+        )
+        for (satellite, *_), its in _by_pair(shown.beams[number]):
+            packets.append(_line(f"host {host.name}", satellite, [interval(*one) for one in its], _BEAM))
+    for ends, its in _by_pair(shown.box, torus):
+        packets.append(_line(_id(ends[0]), ends[1], [interval(*one) for one in its], _LINK))
+    return packets
+
+
+def _by_pair(
+    spells: Iterable[Spell], torus: Torus | None = None
+) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
+    """When each satellite has a beam or, with a torus, when two neighbours are both in the box; spells that follow each
+    other as one.
+    """
+    found: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
+    for one in spells:
+        inside = set(one.satellites)
+        pairs: list[tuple[SatelliteId, ...]] = [(here,) for here in one.satellites]
+        if torus is not None:
+            pairs = [(here, there) for here in sorted(inside) for there in torus.neighbours(here) if there in inside]
+            pairs = list(dict.fromkeys(tuple(sorted(pair)) for pair in pairs))
+        for pair in pairs:
+            before = found.setdefault(pair, [])
+            if before and before[-1][1] == one.from_s:
+                before[-1] = before[-1][0], one.to_s
+            else:
+                before.append((one.from_s, one.to_s))
+    return sorted(found.items())
+
+
+def _id(satellite: SatelliteId) -> str:
+    return f"satellite {satellite.plane},{satellite.slot}"
+
+
+def _line(one: str, satellite: SatelliteId, intervals: list[str], rgba: list[int]) -> dict[str, Any]:
+    ends = [f"{one}#position", f"{_id(satellite)}#position"]
+    return {
+        "id": f"{one} to {_id(satellite)}",
+        "availability": intervals if len(intervals) > 1 else intervals[0],
+        "polyline": {
+            "positions": {"references": ends},
+            "arcType": "NONE",
+            "width": 2,
+            "material": {"solidColor": {"color": {"rgba": rgba}}},
+        },
+    }
+
+
+def write_czml(scenario: Scenario, path: Path) -> Path:
+    """Raises ``InvalidInput`` as ``czml_of``, ``OSError`` where it cannot be written."""
+    packets = ",\n".join(json.dumps(packet, separators=(",", ":")) for packet in czml_of(scenario))
+    write_output(path, f"[{packets}]\n".encode())
+    return path

@@ -1,0 +1,373 @@
+"""Scenarios: what the file may say, what is refused, the same figures however they are computed, nothing below the
+bound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skymemory.cli.main import main
+from skymemory.errors import InvalidInput
+from skymemory.sim.sky import Scenario, run, scenario_named, shipped
+from skymemory.sim.sky.run import run_cell
+from skymemory.units import parse_rate
+
+TLE = Path(__file__).parents[4] / "shared/data/tle/oneweb-2025-08-01.tle"
+TRACE = Path(__file__).parents[4] / "shared/data/traces/conversation_trace.jsonl"
+SMALL = """
+duration = "20s"
+[shell]
+planes = 12
+slots = 10
+altitude_km = 1200
+inclination_deg = 53
+phase = 5
+[[ground]]
+name = "berlin"
+lat = 52.5
+lon = 13.4
+[links]
+up = "300Mbit"
+down = "1.2Gbit"
+isl = "20Gbit"
+[placement]
+servers = 4
+[workload]
+rate = 1.0
+keys = 4
+size = ["24KiB", "60000"]
+"""
+
+
+def scenario(text: str = "", before: str = "") -> Scenario:
+    return Scenario.of(tomllib.loads(before + SMALL + text))
+
+
+def figures(one: Scenario) -> dict[str, Any]:
+    (cell,) = one.cells()
+    return run_cell(cell).figures
+
+
+# --- What it says ---
+
+
+def test_units_and_defaults() -> None:
+    one = scenario('[memory]\nper_satellite = "2MiB"\n', 'start = "90min"\n')
+    assert (one.duration_s, one.start_s, one.plan.memory_per_satellite_bytes) == (20.0, 5400.0, 2 << 20)
+    assert one.links.down_bit_s == parse_rate("1.2Gbit") and one.workload.sizes == (24 * 1024, 60_000)
+    shell = one.preset.shell
+    assert (shell.planes, shell.slots_per_plane, shell.phase, shell.model) == (12, 10, 5, "j2")
+    assert one.plan.epoch_s == -5400.0 and one.plan.time_scale == 1.0
+
+
+def test_a_start_may_be_a_moment() -> None:
+    for text in ("start = 2025-01-01T06:00:00Z\n", 'start = "2025-01-01T06:00:00"\n'):
+        assert scenario(before=text).start_s == 6 * 3600.0
+
+
+def test_outages_count_from_the_start() -> None:
+    one = scenario('[[links.outage]]\nlink = "beams"\nfrom = 5\nto = 9\n', 'start = "1h"\n')
+    assert one.plan.links is not None
+    (outage,) = one.plan.links.outages
+    assert (outage.from_s, outage.to_s) == (3605.0, 3609.0)
+    assert all(one.plan.links.factor("up", (), at_s) == 1.0 for at_s in (3604.9, 3609.0))
+
+
+def test_a_sweep_is_a_product_by_dotted_paths() -> None:
+    one = scenario('[sweep]\nplacement.servers = [4, 9]\n"links.down" = ["1Gbit", "2Gbit"]\nground.0.lat = [10]\n')
+    cells = one.cells()
+    assert [dict(cell.swept)["placement.servers"] for cell in cells] == [4, 4, 9, 9]
+    assert [cell.scenario.links.down_bit_s for cell in cells] == [1e9, 2e9, 1e9, 2e9]
+    assert {cell.scenario.ground[0].latitude_deg for cell in cells} == {10.0}
+    assert len({cell.key("1") for cell in cells}) == 4 and cells[0].key("1") != cells[0].key("2")
+
+
+def test_every_shipped_scenario_is_valid() -> None:
+    assert set(shipped()) >= {"two-continents", "access-modes", "rain-and-outages", "shells"}
+    for name in shipped():
+        assert scenario_named(name).title and scenario_named(name).cells()
+
+
+def test_a_workload_is_the_same_for_a_seed_and_other_for_another() -> None:
+    one, same, other = scenario(), scenario(), scenario("seed = 1\n")
+    assert one.operations() == same.operations() != other.operations()
+    two = scenario('[[ground]]\nname = "oslo"\nlat = 59.9\nlon = 10.7\n')
+    assert [work for work in two.operations() if work[0].host == 0] == one.operations()
+
+
+# --- What it refuses ---
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "says"),
+    [
+        ("", "duratoin = 1\n", "scenario: duratoin: unknown setting; did you mean 'duration'?"),
+        ("", 'engine = "machine"\n', "did you mean 'machines'"),
+        ("", 'start = "2025-13-01"\n', "expected a moment in UTC"),
+        ("", "mask = 95\n", "elevation mask 95"),
+        ("szie = 1\n", "", "workload: szie: unknown setting; did you mean 'size'?"),
+        ("put = 1.5\n", "", "put: 1.5: expected a share"),
+        ("[memory]\nserver_time = '1ms'\n", "", "is of the model"),
+        ("[memory]\nper_satellite = 64\n", "", "hold no chunk"),
+        ("[[ground]]\nname = 'berlin'\n", "", "two hosts share a name"),
+        ("[[ground]]\nname = 'x'\n", "", "x: expected lat and lon"),
+        ("[[ground]]\nname = 'x'\nlat = 91\nlon = 0\n", "", "latitude 91"),
+        ("[[ground]]\nname = 'x'\nlat = 1\nlon = 0\naccess = 'gatway'\n", "", "did you mean 'gateway'"),
+        ("[[ground]]\nname = 'x'\nlat = 1\nlon = 0\naccess = 'onboard'\n", "", "its box moves differently"),
+        ("[sweep]\nlinks.dwn = [1]\n", "", "sweep: links.dwn = 1: links: dwn: unknown setting; did you mean 'down'?"),
+        ("[sweep]\nplacment.servers = [1]\n", "", "placment: unknown setting; did you mean 'placement'?"),
+        ("[sweep]\nground.1.lat = [1]\n", "", "no entry '1' in a list of 1"),
+        ("[sweep]\nduration.x = [1]\n", "", "below a value"),
+        ("[sweep]\nplacement.servers = 4\n", "", "expected a list of values"),
+        ("[sweep]\nplacement.servers = [4, 500]\n", "", "servers = 500"),
+        (f"[sweep]\nmask = {[*range(400)]}\nworkload.seed = {[*range(300)]}\n", "", "120000 cells"),
+    ],
+)
+def test_bad_input_says_where_and_what(text: str, before: str, says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        scenario(text, before).cells()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("planes", 0, "expected a preset, a tle file, or planes and slots"),
+        ("slots", 0, "planes and slots: expected both"),
+        ("altitude_km", 50, "expected a low Earth orbit"),
+        ("inclination_deg", 190, "inclination_deg"),
+        ("phase", 12, "Walker phase 12"),
+        ("pattern", "dleta", "did you mean 'delta'"),
+        ("pattern", "star", "Walker star"),
+        ("preset", "starlink-a", "preset and planes given"),
+        ("altitud_km", 550, "did you mean 'altitude_km'"),
+    ],
+)
+def test_impossible_shells_are_refused(key: str, value: object, says: str) -> None:
+    table = tomllib.loads(SMALL)
+    table["shell"][key] = value
+    with pytest.raises(InvalidInput, match=r"shell|scenario") as caught:
+        Scenario.of(table)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [("workload", "rate", 0), ("links", "down", 0)])
+def test_zero_rates_are_refused(section: str, key: str, value: object) -> None:
+    table = tomllib.loads(SMALL)
+    table[section][key] = value
+    with pytest.raises(InvalidInput, match=f"{section}: {key}: 0: expected"):
+        Scenario.of(table)
+
+
+def test_a_place_that_sees_nothing_is_refused() -> None:
+    table = tomllib.loads(SMALL)
+    table["ground"][0]["lat"] = 89
+    for engine in ("machines", "model"):
+        with pytest.raises(InvalidInput, match=r"berlin at 89, 13\.4 sees no satellite of 12x10 above 25°"):
+            run(Scenario.of({**table, "engine": engine}), way="sequence")
+
+
+def test_a_fixed_box_has_no_places() -> None:
+    with pytest.raises(InvalidInput, match="expected one host without lat and lon"):
+        Scenario.of({"shell": {"preset": "testbed-19x5"}, "ground": [{"lat": 1.0, "lon": 2.0}]}).cells()
+
+
+def test_element_sets_are_checked(tmp_path: Path) -> None:
+    table = {"engine": "model", "shell": {"tle": "sky.tle"}}
+    with pytest.raises(InvalidInput, match="cannot read"):
+        run(Scenario.of(table, folder=tmp_path), way="sequence")
+    lines = [
+        "1 44713U 19074A   25265.50000000  .00001000  00000+0  80000-4 0  9990",
+        "2 44713  53.0500 100.0000 0001000  90.0000 270.0000 15.06400000    19",
+    ]
+    (tmp_path / "sky.tle").write_text("\n".join(lines) + "\n")
+    with pytest.raises(InvalidInput, match="checksum"):
+        run(Scenario.of(table, folder=tmp_path), way="sequence")
+    with pytest.raises(InvalidInput, match="do not fly as machines"):
+        Scenario.of({**table, "engine": "machines"}, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TLE.exists(), reason=f"needs {TLE.name}")
+def test_real_shells_by_the_model_or_not_at_all() -> None:
+    table = {"engine": "model", "shell": {"tle": TLE.name}, "ground": [{"lat": 52.5, "lon": 13.4}]}
+    with pytest.raises(InvalidInput, match="a Walker star carries no box"):
+        run(Scenario.of(table, folder=TLE.parent), way="sequence")
+    starlink = {**table, "shell": {"tle": "starlink-2025-09-22.tle"}, "duration": 600}
+    with pytest.raises(InvalidInput, match="sees no satellite of starlink-2025-09-22"):  # the largest is at 43°
+        run(Scenario.of(starlink, folder=TLE.parent), way="sequence")
+    starlink["ground"] = [{"lat": 40.0, "lon": -75.0}]
+    (cell,) = run(Scenario.of(starlink, folder=TLE.parent), way="sequence").cells
+    assert cell.figures["gets"] > 0 and cell.figures["get_p50_s"] >= cell.figures["get_bound_p50_s"]
+    starlink["shell"] = {"tle": "starlink-2025-09-22.tle", "number": 99}
+    with pytest.raises(InvalidInput, match=r"number 99: .* has \d+ shells"):
+        run(Scenario.of(starlink, folder=TLE.parent), way="sequence")
+
+
+def test_a_scenario_of_no_such_name() -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'two-continents'"):
+        scenario_named("two-continent")
+
+
+# --- What it gives ---
+
+
+def test_nothing_is_faster_than_light_and_the_model_agrees() -> None:
+    one = scenario('[[ground]]\nname = "oslo"\nlat = 59.9\nlon = 10.7\naccess = "los"\n')
+    (cell,) = one.cells()
+    found = run_cell(cell).figures
+    assert found["wrong_values"] == 0 and found["hits"] > 20 and found["misses_by_reason"] == {"first use": 4}
+    assert sum(host["hits"] for host in found["hosts"].values()) == found["hits"]
+    assert found["gets"] == found["hits"] and found["sets"] >= 4
+    for host in found["hosts"].values():
+        for way in ("get", "set"):
+            for part in ("p50", "p99", "mean"):
+                least, took, model = (host[f"{way}{label}_{part}_s"] for label in ("_bound", "", "_model"))
+                assert least * (1 - 1e-9) <= took <= 1.2 * least and model == pytest.approx(took, rel=0.05)
+    assert found["up_bytes"] > 4 * 24 * 1024 and found["down_bytes"] > 20 * 24 * 1024 and found["isl_bytes"] > 0
+
+
+def test_values_follow_the_moving_box_and_are_found() -> None:
+    found = figures(
+        scenario(before='start = "2m"\n').__class__.of(
+            tomllib.loads(SMALL) | {"duration": 700.0, "workload": {"rate": 0.05, "keys": 2, "size": 12_288}}
+        )
+    )
+    assert found["slot_moves"] >= 1 and found["chunks_handed_over"] > 0
+    assert found["misses_by_reason"] == {"first use": 2} and found["wrong_values"] == 0
+
+
+def test_an_outage_is_a_miss_with_its_reason_and_packets_lost() -> None:
+    found = figures(scenario('[[links.outage]]\nlink = "beams"\nfrom = 8\nto = 14\n'))
+    assert found["misses_by_reason"].get("timeout", 0) + found["misses_by_reason"].get("unreachable", 0) > 0
+    assert found["up_packets_lost"] > 0 and found["wrong_values"] == 0 and found["hits"] > 0
+
+
+def test_small_memory_evicts_and_values_are_stored_again() -> None:
+    table = tomllib.loads(SMALL)
+    table |= {"memory": {"per_satellite": 65_536}, "workload": {"rate": 2.0, "keys": 12, "size": 60_000, "zipf": 0.2}}
+    one = Scenario.of(table)
+    found, work = figures(one), [operation for request in one.operations() for operation in request]
+    reasons = found["misses_by_reason"]
+    assert found["chunks_evicted"] > 0 and reasons["missing"] > 0 and found["wrong_values"] == 0
+    assert set(reasons) == {"first use", "missing", "under way"} and reasons["first use"] <= 12
+    assert found["sets"] == sum(operation.put for operation in work) + reasons["first use"] + reasons["missing"]
+
+
+def test_the_model_counts_the_same_operations() -> None:
+    machines, model = figures(scenario()), figures(scenario(before='engine = "model"\n'))
+    for name in ("hits", "misses", "gets", "sets"):
+        assert machines[name] == model[name]
+    assert model["get_mean_s"] == pytest.approx(machines["get_mean_s"], rel=0.05)
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"needs {TRACE.name}")
+def test_a_trace_reads_what_it_stored_before() -> None:
+    table = tomllib.loads(SMALL)
+    table |= {"duration": 30, "workload": {"trace": TRACE.name, "requests": 12, "size": 4096}}
+    one = Scenario.of(table, folder=TRACE.parent)
+    work, found = one.operations(), figures(one)
+    blocks = [operation.key for request in work for operation in request]
+    assert found["hits"] + found["misses"] == len(blocks) and found["hits"] > 0
+    assert found["sets"] == len(set(blocks)) and found["wrong_values"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_scenarios_read_what_they_stored_and_never_below_the_bound(name: str) -> None:
+    found = run_cell(scenario_named(name).cells()[-1]).figures
+    assert found["hits"] > 0 and found.get("wrong_values", 0) == 0
+    for way in ("get", "set"):
+        for part in ("p50", "p99", "mean"):
+            assert found[f"{way}_bound_{part}_s"] * (1 - 1e-9) <= found[f"{way}_{part}_s"]
+    if name == "rain-and-outages":
+        assert found["up_packets_lost"] > 0 and found["get_p99_s"] > 0.1 + found["get_bound_p50_s"]
+
+
+SWEEP = '[sweep]\nplacement.servers = [2, 4]\nground.0.access = ["gateway", "los"]\n'
+
+
+def test_one_and_two_workers_and_a_resumed_run_give_the_same_bytes(tmp_path: Path) -> None:
+    one = scenario(SWEEP, "mask = 20\n")
+    shorter = Scenario.of(tomllib.loads("mask = 20\n" + SMALL + SWEEP) | {"duration": 6})
+    ran: dict[str, list[tuple[int, int]]] = {"sequence": [], "two": [], "resumed": []}
+    for name, jobs in (("sequence", 1), ("two", 2)):
+        run(shorter, tmp_path / name, jobs=jobs, progress=lambda *done, name=name: ran[name].append(done))
+    kept = sorted((tmp_path / "two/cells").iterdir())
+    assert len(kept) == 4
+    kept[0].unlink()
+    kept[1].write_text("{")
+    before = kept[2].read_bytes()
+    (tmp_path / "two").rename(tmp_path / "resumed")
+    results = run(shorter, tmp_path / "resumed", jobs=1, progress=lambda *done: ran["resumed"].append(done))
+    assert ran["resumed"] == [(2, 4), (3, 4), (4, 4)] and sum(cell.kept for cell in results.cells) == 2
+    assert (tmp_path / "resumed/cells" / kept[2].name).read_bytes() == before
+    for file in ("results.csv", "results.json"):
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sequence" / file).read_bytes()
+    rows = (tmp_path / "sequence/results.csv").read_text().splitlines()
+    assert len(rows) == 5 and rows[0].startswith("cell,placement.servers,ground.0.access,hits,misses")
+    assert {cell.key("") for cell in one.cells()}.isdisjoint(cell.key("") for cell in shorter.cells())
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, out = tmp_path / "sky.toml", tmp_path / "out"
+    path.write_text(SMALL + "[sweep]\nworkload.seed = [1, 2, 3, 4, 5, 6, 7, 8]\n")
+    command = [sys.executable, "-m", "skymemory.cli.main", "simulate", str(path), "--jobs", "2", "--out"]
+    process = subprocess.Popen([*command, str(out)], start_new_session=True, stdout=subprocess.DEVNULL)
+    until_s = time.monotonic() + 60
+    while len(list(out.glob("cells/*.json"))) < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = len(list(out.glob("cells/*.json")))
+    assert 2 <= kept < 8 and not (out / "results.csv").exists()
+    said = subprocess.run([*command, str(out)], capture_output=True, text=True, check=True).stdout
+    assert f"{kept} of 8 cells were there already" in said
+    subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, check=True)
+    assert (out / "results.csv").read_bytes() == (tmp_path / "whole/results.csv").read_bytes()
+
+
+def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow (extra 'parquet')")
+    results = run(scenario(before='engine = "model"\n'), tmp_path, way="sequence")
+    assert pq.read_table(tmp_path / "results.parquet").to_pylist() == results.rows()
+
+
+# --- The command ---
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sky.toml"
+    path.write_text('engine = "model"\n' + SMALL)
+    assert main(["simulate", str(path), "--out", str(tmp_path / "out"), "--view", str(tmp_path / "view")]) == 0
+    printed = capsys.readouterr()
+    assert "get p50  get least" in printed.out and "misses: 3 first use" in printed.out
+    assert {one.name for one in (tmp_path / "view").iterdir()} == {"sky.czml", "sky.html"}
+    assert main(["simulate", str(path), "--json"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert cell["hits"] > 0 and cell["hosts"]["berlin"]["hits"] == cell["hits"]
+    assert main(["simulate", "--list"]) == 0 and "two-continents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate"], "expected a scenario"),
+        (["simulate", "nothing.toml"], "cannot read nothing.toml"),
+        (["simulate", "two-continents", "--jobs", "0"], "jobs 0: expected at least 1"),
+    ],
+)
+def test_the_command_refuses(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
