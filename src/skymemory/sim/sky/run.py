@@ -15,7 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,8 +117,6 @@ class VirtualConstellation:
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
         config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links)
-        if self.plan.links is not None:
-            config = replace(config, window_bytes=(4 << 20) + int(rtt_s * DRAIN_BYTES_PER_S))
         if place is None:
             return self.simulated.connect(config)
         sky = sky_of(self.plan, place)
