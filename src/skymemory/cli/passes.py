@@ -259,7 +259,7 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
         print("  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day         7 days")
     for shell, (day, week) in zip(found.shells, drifts, strict=True):
         print(
-            f"  {shell.inclination_deg:10.2f}° {shell.equatorial_altitude_m / 1000:6.0f} km {shell.planes:7} "
+            f"  {shell.inclination_deg:10.2f}° {shell.altitude_m / 1000:6.0f} km {shell.planes:7} "
             f"{shell.slots_per_plane:6} {shell.satellites:7} {shell.gaps:5} {len(shell.empty_planes):13}  "
             f"{_kind(shell):13} {day.median_slots:5.3f} {day.p99_slots:6.3f} "
             f"{week.median_slots:7.3f} {week.p99_slots:6.3f}"
@@ -277,7 +277,6 @@ def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: Elem
                 "planes": shell.planes,
                 "slots_per_plane": shell.slots_per_plane,
                 "altitude_m": shell.altitude_m,
-                "equatorial_altitude_m": shell.equatorial_altitude_m,
                 "inclination_deg": shell.inclination_deg,
                 "epoch": _utc(shell.epoch_unix_s),
                 "star": shell.star,
