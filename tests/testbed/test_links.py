@@ -89,7 +89,7 @@ def _starlink(access: str = "gateway", **options: Any) -> ConstellationPlan:
 
 
 def test_a_second_host_sees_its_own_sky() -> None:
-    plan = _starlink()
+    plan = _starlink(ground=Ground())
     preset = preset_named("starlink-a")
     box = plan.ground.sight(preset)
     for place in (BERLIN, SYDNEY):

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from skymemory.testbed.supervisor import SignalGate, Started
 
 
-ACCESS_CHOICES = ("los", "gateway", "onboard", "hybrid")
-"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it."""
+ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
+"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it, and ``los``, which is
+``ideal``.
+"""
 _DEFAULT_PLACE = (40.0, -75.0)
 
 
@@ -199,9 +201,9 @@ def _add_ground_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--access",
         choices=ACCESS_CHOICES,
-        default="los",
-        help="how the host reaches satellites: directly (los, default), all through the nearest in sight (gateway), "
-        "those in sight directly and the rest through it (hybrid), or as a satellite itself (onboard)",
+        help="how the host reaches satellites: all through the nearest in sight (gateway), those in sight directly and "
+        "the rest through it (hybrid, default of presets with real orbits), as a satellite itself (onboard), or all "
+        "directly, in sight or not, as in the paper (ideal, default of the paper's; once called los)",
     )
     add = parser.add_argument_group("ground", "where the host is; only for presets with real orbits").add_argument
     add(
@@ -226,7 +228,8 @@ def _add_ground_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--gateway",
         choices=("nearest", "climbing"),
-        help="which satellite in sight: the nearest (default), or the nearest that flies the same way as the box",
+        help="which satellite in sight: the nearest, or the nearest that flies the same way as the box (climbing, "
+        "default)",
     )
 
 
@@ -579,6 +582,7 @@ def _links_of(path: Path | None) -> Links | None:
 def _ground_of(args: argparse.Namespace) -> Ground:
     """``Ground`` from the options of ``_add_ground_options``."""
     from skymemory.constellation.ground_track import parse_waypoints
+    from skymemory.constellation.presets import preset_named
     from skymemory.testbed.plan import Ground
 
     _check_has_an_orbit(args)
@@ -592,7 +596,7 @@ def _ground_of(args: argparse.Namespace) -> Ground:
             raise InvalidInput(f"{args.host_path}: not a text file with waypoints") from error
         waypoints = parse_waypoints(lines, str(args.host_path))
     latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
-    gateway = args.gateway or "nearest"
+    gateway = args.gateway or preset_named(args.preset).gateway
     return Ground(latitude_deg, longitude_deg, mask_deg=args.mask, gateway=gateway, waypoints=waypoints)
 
 

@@ -36,8 +36,13 @@ class Sight(Protocol):
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         """Light time of the beam to this satellite; for one out of sight, by the paper's model, as if it were
-        reachable.
+        reachable: access ``ideal`` sends by such beams, and no other.
         """
+        ...
+
+    @property
+    def longest_s(self) -> float:
+        """Light time of a beam to a satellite at the mask."""
         ...
 
 
@@ -54,6 +59,14 @@ def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = 
     mask_rad = math.radians(mask_deg)
     share = (ground_radius_m or shell.earth_radius_m) / shell.radius_m
     return math.cos(math.acos(share * math.cos(mask_rad)) - mask_rad)
+
+
+def farthest_latitude_deg(shell: Shell, mask_deg: float) -> float:
+    """Beyond this latitude, north and south, no satellite ever rises above the mask; to a quarter of a degree, as on a
+    sphere.
+    """
+    inclination_deg = min(shell.inclination_deg, 180 - shell.inclination_deg)
+    return min(90.0, inclination_deg + math.degrees(math.acos(reach_cosine(shell, mask_deg))) + 0.25)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
@@ -110,6 +123,10 @@ class OrbitSight:
         shift_planes, shift_slots = self._pushed(centre, sky_s)
         wrap = self.shell.torus.wrap
         return tuple(wrap(plane + shift_planes, slot + shift_slots) for plane, slot in self.overhead(sky_s))
+
+    @property
+    def longest_s(self) -> float:
+        return slant_s(self.shell, reach_cosine(self.shell, self.mask_deg))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
         """How far operators have pushed the box: its centre relative to the anchor."""
@@ -209,6 +226,10 @@ class BoxSight:
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         return self.shell.slant_one_way_s(*self.torus.delta(centre, satellite))
+
+    @property
+    def longest_s(self) -> float:
+        return slant_s(self.shell, reach_cosine(self.shell, self.mask_deg))
 
 
 @lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ from pathlib import Path
 from skymemory.constellation.ground_track import Place, Track, Trajectory, Waypoint, track_over
 from skymemory.constellation.links import Links
 from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, Preset, preset_named
-from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask
+from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask, farthest_latitude_deg
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput
@@ -25,7 +25,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
-from skymemory.protocol.client.gateway import ACCESS_MODES as ACCESS_MODES
+from skymemory.protocol.client.gateway import access_named
 from skymemory.protocol.clock import MOST_PUSHED
 from skymemory.protocol.satellite.state import EvictionConfig, parse_policies
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
@@ -96,6 +96,18 @@ class Ground:
         track = self.track(preset)
         return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
 
+    def check_reach(self, preset: Preset) -> None:
+        """Raises ``InvalidInput`` where no satellite ever rises above the mask; of a host that moves, nowhere it is."""
+        if preset.fixed_centre is not None:
+            return
+        farthest_deg = farthest_latitude_deg(preset.shell, self.mask_deg)
+        nearest_deg = min(abs(point.latitude_deg) for point in self.waypoints or (self,))
+        if nearest_deg > farthest_deg:
+            raise InvalidInput(
+                f"latitude {nearest_deg:g}: no satellite of {preset.name} ever rises {self.mask_deg:g}° above its "
+                f"horizon; expected at most {farthest_deg:.1f}° north or south, or a lower mask"
+            )
+
     def sight(self, preset: Preset) -> Sight:
         if preset.fixed_centre is not None:
             return BoxSight(preset.shell, preset.torus, self.mask_deg)
@@ -115,6 +127,10 @@ class PlaceSight:
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         return self.own.one_way_s(satellite, self._own_centre(centre, sky_s), sky_s)
+
+    @property
+    def longest_s(self) -> float:
+        return self.own.longest_s
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
         """Where a box around this host would be, pushed as far as the plan's."""
@@ -237,7 +253,7 @@ class ConstellationPlan:
     servers: int
     strategy: str
     centre: SatelliteId
-    access: str = "los"
+    access: str = "ideal"
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     delay_scale: float = 1.0
     memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES
@@ -277,7 +293,7 @@ class ConstellationPlan:
         box = layout(parse_strategy(self.strategy), self.servers, torus).box
         most = min(255, box.width * box.height)
         _require(1 <= self.replicas <= most, f"{self.replicas} replicas: expected 1 to {most}, the box's satellites")
-        _require(self.access in ACCESS_MODES, f"access {self.access!r}: expected one of {', '.join(ACCESS_MODES)}")
+        object.__setattr__(self, "access", access_named(self.access))
         _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
         overhead = self.ground.centre(preset)
         _require(
@@ -420,7 +436,7 @@ def make_plan(
     hosts: tuple[HostShare, ...] | None = None,
     servers: int | None = None,
     strategy: str | None = None,
-    access: str = "los",
+    access: str | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     delay_scale: float = 1.0,
     memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -436,9 +452,15 @@ def make_plan(
 ) -> ConstellationPlan:
     """A plan with the preset's defaults; ``hosts`` defaults to five on this computer, the strategy with access
     ``onboard`` to ``hop``. With ``servers`` every value has so many; by default they are chosen by its size.
+
+    Raises:
+        InvalidInput: a setting that cannot be, or a place over whose horizon no satellite ever rises.
     """
     chosen = preset_named(preset)
-    ground = ground or Ground()
+    ground = ground or Ground(gateway=chosen.gateway)
+    access = access_named(access or chosen.access)
+    if access in ("gateway", "hybrid"):
+        ground.check_reach(chosen)
     torus = chosen.torus
     return ConstellationPlan(
         preset=chosen.name,

@@ -18,6 +18,7 @@ from skymemory.constellation.links import Links
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, LaterFile
 from skymemory.files import read_bounded, write_private
+from skymemory.protocol.client.gateway import IDEAL_ONCE
 from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, HostShare, MemoryPolicy
 
 Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
@@ -28,6 +29,8 @@ _POLL_S = 0.02
 def to_json(plan: ConstellationPlan) -> str:
     """The plan as indented JSON, ``version`` first."""
     fields = dataclasses.asdict(plan)
+    if plan.access == "ideal":
+        fields["access"] = IDEAL_ONCE  # which every release reads
     fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
     # Readers refuse unknown keys: one that earlier versions do not know is written only where the plan needs it.
     for host in fields["hosts"]:
