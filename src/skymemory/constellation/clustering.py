@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from skymemory.constellation.orbit import WGS84_RADIUS_M, Shell
+from skymemory.constellation.presets import FlownShell
 from skymemory.constellation.tle import ElementSet, MeanElements, error_reason, mean_elements
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
@@ -84,7 +85,9 @@ class ClusteredShell:
 
     @property
     def torus(self) -> Torus:
-        return Torus(self.planes, self.slots_per_plane)
+        cells = (SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
+        gaps = frozenset(cell for cell in cells if self.at(cell) is None)
+        return Torus(self.planes, self.slots_per_plane, self.star, gaps)
 
     @property
     def satellites(self) -> int:
@@ -133,13 +136,27 @@ class ClusteredShell:
         """Who holds what belongs to ``satellite``: itself, else the next living one ahead in its plane; where the whole
         plane is empty, that of the next plane.
         """
-        for plane in range(self.planes):
-            there = (satellite.plane + plane) % self.planes
-            for slot in range(self.slots_per_plane):
-                ahead = (satellite.slot + slot) % self.slots_per_plane
-                if self.placed[there][ahead] is not None:
-                    return SatelliteId(there, ahead)
-        raise InvalidInput("a shell without any satellite: nothing lives in it")
+        return self.torus.living(satellite)
+
+    def flown(self, source: str) -> FlownShell:
+        """What a constellation of its satellites is rebuilt from; ``source`` names it.
+
+        Raises:
+            InvalidInput: a Walker star, over which no box of servers stays together.
+        """
+        if self.star:
+            raise InvalidInput(f"{self} of {source} is a Walker star, which carries no box: expected a Walker delta")
+        cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
+        return FlownShell(
+            source,
+            self.epoch_unix_s,
+            self.slots_per_plane,
+            self.altitude_m,
+            self.inclination_deg,
+            self.nodes_rad,
+            self.offsets_slots,
+            tuple(SatelliteId(plane, slot) for plane, slot in cells if self.placed[plane][slot] is None),
+        ).linked()
 
     def shell(self) -> Shell:
         """Its orbits at ``epoch_unix_s`` and from then on, with a satellite in every slot: gaps are in the grid only.

@@ -111,6 +111,8 @@ class OrbitSight:
     epoch_unix_s: float
     mask_deg: float = DEFAULT_MASK_DEG
     rule: GatewayRule = "nearest"
+    gaps: frozenset[SatelliteId] = frozenset()
+    """Cells of the grid without a satellite: never in sight."""
     track: Track | None = field(init=False, repr=False)
     """Of the box; None over a Walker star, which carries none."""
 
@@ -122,7 +124,8 @@ class OrbitSight:
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         shift_planes, shift_slots = self._pushed(centre, sky_s)
         wrap = self.shell.torus.wrap
-        return tuple(wrap(plane + shift_planes, slot + shift_slots) for plane, slot in self.overhead(sky_s))
+        cells = (wrap(plane + shift_planes, slot + shift_slots) for plane, slot in self.overhead(sky_s))
+        return tuple(cell for cell in cells if cell not in self.gaps)
 
     @property
     def longest_s(self) -> float:
@@ -136,7 +139,7 @@ class OrbitSight:
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Satellites above the mask on the grid without pushes, the gateway first."""
+        """Cells above the mask on the grid without pushes, the gateway first."""
         shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
         host = self._host(sky_s)
         # On the ellipsoid the vertical leans against the line to the centre of the Earth, by a fifth of a degree at

@@ -56,7 +56,7 @@ def _round_trips(
         sky_s, moves = clock.sky_s(now_s), clock.moves(now_s)
     sight, centre = plan.sight(ground), sky.centre_at(moves)
     access, seen = access_named(access), sight.in_sight(centre, sky_s)
-    gateway = centre if access == "onboard" or not seen else seen[0]
+    gateway = plan.torus.living(centre) if access == "onboard" or not seen else seen[0]
     # With none in sight, as of the next that rises: its beam is as long as any.
     beam_s = sight.one_way_s(gateway, centre, sky_s) if seen else sight.longest_s
     if access == "onboard":
@@ -65,7 +65,7 @@ def _round_trips(
     def round_trip_s(satellite: SatelliteId) -> float:
         if access == "ideal" or (access == "hybrid" and satellite in seen):
             return 2 * sight.one_way_s(satellite, centre, sky_s) * plan.delay_scale
-        links_s = shell.path_one_way_s(gateway.plane, *plan.torus.delta(gateway, satellite))
+        links_s = shell.route_one_way_s(plan.torus, gateway, satellite)
         return 2 * (beam_s + links_s) * plan.delay_scale
 
     return round_trip_s, moves
@@ -222,7 +222,7 @@ def host_spec(
         sight_at=plan.sight if plan.constellation.fixed_centre is None else None,
         replacement=plan.memory_policy.replacement,
         eviction=plan.memory_policy.satellites(plan.replicas),
-        onboard=plan.centre if plan.access == "onboard" else None,
+        onboard=plan.torus.living(plan.centre) if plan.access == "onboard" else None,
         faults=FaultInjector(
             loss=faults.loss,
             duplicate=faults.duplicate,

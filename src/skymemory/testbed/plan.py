@@ -16,7 +16,7 @@ from pathlib import Path
 
 from skymemory.constellation.ground_track import Place, Track, Trajectory, Waypoint, track_over
 from skymemory.constellation.links import Links
-from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, Preset, preset_named
+from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, FlownShell, Preset, preset_named
 from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask, farthest_latitude_deg
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
@@ -112,7 +112,7 @@ class Ground:
         if preset.fixed_centre is not None:
             return BoxSight(preset.shell, preset.torus, self.mask_deg)
         rule = next(rule for rule in GATEWAY_RULES if rule == self.gateway)
-        return OrbitSight(preset.shell, self.place, preset.epoch_unix_s, self.mask_deg, rule)
+        return OrbitSight(preset.shell, self.place, preset.epoch_unix_s, self.mask_deg, rule, preset.torus.gaps)
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,8 @@ class ConstellationPlan:
 
     links: Links | None = None
     """What links carry; None: everything, as earlier releases' plans."""
+    flown: FlownShell | None = None
+    """Of a constellation of real satellites, whose name ``preset`` then is."""
 
     def __post_init__(self) -> None:
         preset = self.constellation
@@ -294,7 +296,8 @@ class ConstellationPlan:
         most = min(255, box.width * box.height)
         _require(1 <= self.replicas <= most, f"{self.replicas} replicas: expected 1 to {most}, the box's satellites")
         object.__setattr__(self, "access", access_named(self.access))
-        _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
+        on_grid = torus.wrap(*self.centre) == self.centre  # it may be a gap
+        _require(on_grid, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
         overhead = self.ground.centre(preset)
         _require(
             preset.fixed_centre is not None or self.centre == overhead,
@@ -359,7 +362,9 @@ class ConstellationPlan:
 
     @property
     def constellation(self) -> Preset:
-        """The preset, in the version of the plan."""
+        """The preset, in the version of the plan, or the real satellites."""
+        if self.flown is not None:
+            return self.flown.preset()
         return preset_named(self.preset, self.preset_version)
 
     @property
@@ -376,13 +381,15 @@ class ConstellationPlan:
     @property
     def memory_bytes(self) -> int:
         """Memory of all satellites."""
-        return self.planes * self.slots_per_plane * self.memory_per_satellite_bytes
+        return self.torus.size * self.memory_per_satellite_bytes
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
         """Satellites of a host with their addresses, by port."""
-        satellites = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
-        for satellite, port in zip(satellites, host.ports(self.slots_per_plane), strict=True):
-            yield satellite, (host.ip, port)
+        torus = self.torus
+        cells = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
+        for cell, port in zip(cells, host.ports(self.slots_per_plane), strict=True):
+            if cell in torus:  # the port of a gap is nobody's
+                yield cell, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
         """``(ip, port)`` of every satellite."""
@@ -396,17 +403,21 @@ class ConstellationPlan:
         raise InvalidInput(f"no host {which!r} in the plan: expected one of {', '.join(h.name for h in self.hosts)}")
 
 
+def _chosen(preset: str | Preset) -> Preset:
+    return preset if isinstance(preset, Preset) else preset_named(preset)
+
+
 def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
     """Contiguous runs of planes per host, as even as possible."""
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
-def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
+def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
     """``hosts`` processes on one computer, with consecutive ports."""
-    torus = preset_named(preset).torus
+    torus = _chosen(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
     ports = Ports(ports) if isinstance(ports, int) else ports
-    all_ports = ports.first(torus.size)
+    all_ports = ports.first(torus.cells)
     shares = []
     for number, planes in enumerate(_shares(torus.planes, hosts)):
         first = all_ports[planes[0] * torus.slots_per_plane]
@@ -416,9 +427,9 @@ def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.
     return tuple(shares)
 
 
-def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
+def remote_hosts(preset: str | Preset, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
     """One host per ``(ip, base port)``, for several computers."""
-    torus = preset_named(preset).torus
+    torus = _chosen(preset).torus
     _require(
         1 <= len(addresses) <= torus.planes,
         f"{len(addresses)} hosts for {torus.planes} planes: expected 1 to {torus.planes}",
@@ -431,7 +442,7 @@ def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[Hos
 
 
 def make_plan(
-    preset: str = DEFAULT_PRESET,
+    preset: str | Preset = DEFAULT_PRESET,
     *,
     hosts: tuple[HostShare, ...] | None = None,
     servers: int | None = None,
@@ -456,7 +467,7 @@ def make_plan(
     Raises:
         InvalidInput: a setting that cannot be, or a place over whose horizon no satellite ever rises.
     """
-    chosen = preset_named(preset)
+    chosen = _chosen(preset)
     ground = ground or Ground(gateway=chosen.gateway)
     access = access_named(access or chosen.access)
     if access in ("gateway", "hybrid"):
@@ -466,7 +477,7 @@ def make_plan(
         preset=chosen.name,
         planes=torus.planes,
         slots_per_plane=torus.slots_per_plane,
-        hosts=hosts or local_hosts(chosen.name, min(DEFAULT_HOSTS, torus.planes), DEFAULT_BASE_PORT),
+        hosts=hosts or local_hosts(chosen, min(DEFAULT_HOSTS, torus.planes), DEFAULT_BASE_PORT),
         servers=chosen.servers if servers is None else servers,
         strategy=strategy or ("hop" if access == "onboard" else chosen.strategy),
         centre=ground.centre(chosen),
@@ -485,6 +496,7 @@ def make_plan(
         fan_out="fixed" if servers == chosen.servers else "",
         links=links,
         preset_version=chosen.version,
+        flown=chosen.flown,
     )
 
 

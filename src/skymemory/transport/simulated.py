@@ -222,13 +222,13 @@ class SimulatedConstellation:
         return frozenset(self._dead)
 
     def kill_plane(self, plane: int) -> None:
-        for slot in range(self.sky.torus.slots_per_plane):
-            self.kill(SatelliteId(plane, slot))
+        for satellite in [each for each in self.satellites if each.plane == plane]:
+            self.kill(satellite)
 
     def revive_plane(self, plane: int) -> None:
         """All its satellites are back, empty."""
-        for slot in range(self.sky.torus.slots_per_plane):
-            self.revive(SatelliteId(plane, slot))
+        for satellite in [each for each in self.satellites if each.plane == plane]:
+            self.revive(satellite)
 
     def cut(self, one: Node, other: Node) -> None:
         """No packet passes between these two any more, either way. Packets in flight arrive."""

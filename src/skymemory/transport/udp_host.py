@@ -178,6 +178,7 @@ class UdpHost:
         """Of clients with a place of their own, by endpoint."""
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
+        self._over_gaps = bool(spec.sky.torus.gaps)
         planes = range(spec.sky.torus.planes)
         self._plane_links_s = [spec.shell.plane_link_one_way_s(plane) * spec.delay_scale for plane in planes]
         self._last_figures: dict[str, int] = {}
@@ -210,7 +211,7 @@ class UdpHost:
             credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement,
             eviction=self.spec.eviction,
-            neighbour_timeout_s=PATIENCE_S + 2 * max(self._link_s["slot"], *self._plane_links_s),
+            neighbour_timeout_s=PATIENCE_S + 2 * self._longest_link_s(name),
             authority=self.spec.authority,
         )
         if self.spec.links is not None:
@@ -417,13 +418,24 @@ class UdpHost:
         for batch, to in machine.datagrams_to_send(self.now_s()):
             if isinstance(to, SatelliteId):
                 here = machine.config.address
-                hold_s = self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
+                hold_s = self._hop_s(here, to)
                 self._depart(satellite, batch, self.spec.everyone[to], hold_s, to)
             else:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
         if machine.wants_work:
             self._want_slice(satellite)
+
+    def _hop_s(self, here: SatelliteId, to: SatelliteId) -> float:
+        """Delay of the link to a neighbour."""
+        if self._over_gaps:
+            return self.spec.shell.hop_one_way_s(self.spec.sky.torus, here, to) * self.spec.delay_scale
+        return self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
+
+    def _longest_link_s(self, here: SatelliteId) -> float:
+        if self._over_gaps:
+            return max(self._hop_s(here, each) for each in self.spec.sky.torus.neighbours(here))
+        return max(self._link_s["slot"], *self._plane_links_s)
 
     def _plane_link_s(self, here: int, there: int) -> float:
         """Delay between two neighbouring planes."""

@@ -66,7 +66,7 @@ class Gateway:
         self._silent_until_s = {here: until_s for here, until_s in self._silent_until_s.items() if until_s > now_s}
         self._choose_again_s = min(self._silent_until_s.values(), default=math.inf)
         if self._access == "onboard":
-            self.current = self._sky.centre
+            self.current = self._sky.torus.living(self._sky.centre)
             return False
         gateway, in_sight = self._choose(moves, sky_s)
         if self._access == "hybrid":
@@ -96,7 +96,7 @@ class Gateway:
         if self._sky.sight is not None:
             in_sight = self._sky.sight.in_sight(centre, sky_s)
             return first_responsive(in_sight, self._silent_until_s), in_sight
-        candidates = nearest(centre, self._sky.torus) if self._silent_until_s else [centre]
+        candidates = nearest(centre, self._sky.torus) if self._silent_until_s else [self._sky.torus.living(centre)]
         return first_responsive(candidates, self._silent_until_s), ()
 
 
@@ -124,5 +124,6 @@ def first_responsive(candidates: Iterable[SatelliteId], silent: Container[Satell
 
 def nearest(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
     """The satellites with the fewest links to ``centre``, itself first: possible gateways in its place."""
+    centre = torus.living(centre)
     ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
     return ordered[:_MAX_CANDIDATES]
