@@ -274,7 +274,8 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
     if found.shells:
         print(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
         print(
-            "  shell  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day         7 days"
+            "  shell  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day"
+            "         7 days"
         )
     for number, (shell, (day, week)) in enumerate(zip(found.shells, drifts, strict=True), 1):
         print(
