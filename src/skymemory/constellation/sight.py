@@ -45,6 +45,15 @@ class Sight(Protocol):
         """Light time of a beam to a satellite at the mask."""
         ...
 
+    @property
+    def any_blocked(self) -> bool:
+        """Whether ``blocked`` is ever true."""
+        ...
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        """Whether the Earth, or its atmosphere, is between two neighbours."""
+        ...
+
 
 def check_mask(mask_deg: float) -> None:
     """Raises ``InvalidInput`` for an impossible elevation mask."""
@@ -115,11 +124,14 @@ class OrbitSight:
     """Cells of the grid without a satellite: never in sight."""
     track: Track | None = field(init=False, repr=False)
     """Of the box; None over a Walker star, which carries none."""
+    any_blocked: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_mask(self.mask_deg)
         star = self.shell.pattern == "star"
         object.__setattr__(self, "track", None if star else track_over(self.shell, self.place, self.epoch_unix_s))
+        longest_m = (self.shell.longest_plane_link_m(plane) for plane in range(self.shell.planes))
+        object.__setattr__(self, "any_blocked", any(map(self.shell.link_blocked, longest_m)))
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         shift_planes, shift_slots = self._pushed(centre, sky_s)
@@ -130,6 +142,16 @@ class OrbitSight:
     @property
     def longest_s(self) -> float:
         return slant_s(self.shell, reach_cosine(self.shell, self.mask_deg))
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        if not self.any_blocked or here.plane == there.plane:
+            return False
+        shell, (planes, slots) = self.shell, self._pushed(centre, sky_s)
+        one, other = (
+            shell.position_m(shell.argument_rad(plane, slot, sky_s), shell.node_rad(plane, sky_s))
+            for plane, slot in (shell.torus.wrap(each.plane - planes, each.slot - slots) for each in (here, there))
+        )
+        return shell.link_blocked(math.dist(one, other))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
         """How far operators have pushed the box: its centre relative to the anchor."""
@@ -213,11 +235,15 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """A grid that is not an orbit (the paper's testbed): distances, elevations by offset from the overhead point."""
+    """A grid that is not an orbit (the paper's testbed): distances, elevations by offset from the overhead point. Its
+    links count as free, for as a ring they would all pass through the Earth.
+    """
 
     shell: Shell
     torus: Torus
     mask_deg: float = DEFAULT_MASK_DEG
+
+    any_blocked = False
 
     def __post_init__(self) -> None:
         check_mask(self.mask_deg)
@@ -229,6 +255,9 @@ class BoxSight:
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         return self.shell.slant_one_way_s(*self.torus.delta(centre, satellite))
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        return False
 
     @property
     def longest_s(self) -> float:

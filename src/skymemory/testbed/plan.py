@@ -132,6 +132,13 @@ class PlaceSight:
     def longest_s(self) -> float:
         return self.own.longest_s
 
+    @property
+    def any_blocked(self) -> bool:
+        return self.box.any_blocked
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        return self.box.blocked(here, there, centre, sky_s)
+
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
         """Where a box around this host would be, pushed as far as the plan's."""
         assert self.box.track is not None and self.own.track is not None, "a star carries no box"

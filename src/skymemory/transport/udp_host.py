@@ -170,7 +170,9 @@ class UdpHost:
         self._queues: LinkQueues | None = None
         if spec.links is not None:
             self._queues = LinkQueues(spec.links, spec.clock.epoch_s, self._elevation_deg, self._place, spec.onboard)
-        self._direct = self._delays is None and spec.faults is None
+        sight = spec.sky.sight
+        self._blocks = sight if sight is not None and sight.any_blocked else None
+        self._direct = self._delays is None and spec.faults is None and self._blocks is None
         """No datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
@@ -418,6 +420,9 @@ class UdpHost:
         for batch, to in machine.datagrams_to_send(self.now_s()):
             if isinstance(to, SatelliteId):
                 here = machine.config.address
+                if self._blocks is not None and self._is_blocked(here, to, machine.moves):
+                    machine.counters.add("packets_blocked", batch.count)
+                    continue
                 hold_s = self._hop_s(here, to)
                 self._depart(satellite, batch, self.spec.everyone[to], hold_s, to)
             else:
@@ -425,6 +430,11 @@ class UdpHost:
         self._arm(satellite)
         if machine.wants_work:
             self._want_slice(satellite)
+
+    def _is_blocked(self, here: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
+        """Whether the Earth is between them, and what they send each other lost."""
+        assert self._blocks is not None
+        return self._blocks.blocked(here, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
 
     def _hop_s(self, here: SatelliteId, to: SatelliteId) -> float:
         """Delay of the link to a neighbour."""
