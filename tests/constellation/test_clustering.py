@@ -212,7 +212,7 @@ def test_a_gap_belongs_to_the_next_living_satellite_ahead(alive: list[list[bool]
         for slot in range(4):
             asked = SatelliteId(plane, slot)
             if not any(map(any, alive)):
-                with pytest.raises(InvalidInput, match="nothing lives"):
+                with pytest.raises(InvalidInput, match="expected a satellite"):
                     gappy.living(asked)
                 continue
             holder = gappy.living(asked)

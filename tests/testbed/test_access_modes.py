@@ -231,48 +231,40 @@ def test_with_nothing_in_sight_nothing_is_sent_until_one_rises(access: str) -> N
         sky.simulated.settle(sky.simulated.now_s + 0.2)
     assert outcomes >= {(True, True, ""), (False, False, "out of sight")}
     assert outcomes <= {(True, True, ""), (False, False, "out of sight"), (True, False, "out of sight")}
-    for sky_s, satellite in beams:  # chosen anew in each second of flight
+    for sky_s, satellite in beams:  # chosen again in each second of flight
         assert satellite in seen_at(sky_s) or satellite in seen_at(sky_s - 1.0)
     machine = host.machine
     assert machine.counters.get("gateway_out_of_sight") > 0 and machine._peers.inbound.in_flight_bytes == 0
     assert machine.breaker.closed and not machine._operations and not machine._peers.suspects
 
 
-@pytest.mark.parametrize("scale", [20.0, pytest.param(4.0, marks=pytest.mark.slow)])
-def test_links_behind_the_earth_carry_nothing_and_reads_go_around(scale: float) -> None:
+@pytest.mark.slow
+def test_links_behind_the_earth_carry_nothing_and_reads_go_around() -> None:
     """Starlink B's planes are 36° apart at the equator and lose their links there."""
-    plan = plan_of("starlink-b", "hybrid", time_scale=scale, servers=9, ground=Ground(10.0, 0.0, gateway="climbing"))
-    sky, preset = VirtualConstellation(plan), preset_named("starlink-b")
-    torus, shell, simulated = plan.torus, preset.shell, sky.simulated
-    sight = sky_of(plan).sight
-    assert sight is not None and sight.any_blocked and not preset_named("starlink-a").shell.link_blocked(1.6e6)
+    plan = plan_of("starlink-b", "hybrid", time_scale=20.0, servers=9, ground=Ground(10.0, 0.0, gateway="climbing"))
+    sky, shell = VirtualConstellation(plan), preset_named("starlink-b").shell
+    simulated, sky_s = sky.simulated, clock_of(plan).sky_s
     crossed = []
-    receive = simulated._arrive
+    arrive = simulated._arrive
 
     def recording(run, delay_s, sender, receiver) -> None:  # type: ignore[no-untyped-def]
-        if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId) and sender.plane != receiver.plane:
-            where = shell.positions_m(clock_of(plan).sky_s(simulated.now_s))
-            crossed.append(float(np.linalg.norm(where[tuple(sender)] - where[tuple(receiver)])))
-        receive(run, delay_s, sender, receiver)
+        if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
+            crossed.append((sky_s(simulated.now_s), sender, receiver))
+        arrive(run, delay_s, sender, receiver)
 
     simulated._arrive = recording  # type: ignore[method-assign]
-    store = sky.store(index=SharedIndex())
-    reasons: dict[str, int] = {}
-    stored = False
-    while clock_of(plan).sky_s(simulated.now_s) < 3600.0:
-        if not stored:
-            stored = put(store, key(1), value(1, 100_000))
-        else:
-            ticket = store.begin_load([key(1)])
-            (found,) = store.complete_load(ticket)
-            assert found is None or bytes(found) == value(1, 100_000)
-            reason = ticket.report.keys[0].reason
-            reasons[reason] = reasons.get(reason, 0) + 1
-        simulated.settle(simulated.now_s + 60.0 / scale)
-    blocked = sum(machine.counters.get("packets_blocked") for machine in simulated.satellites.values())
-    assert crossed and not any(map(shell.link_blocked, crossed)) and blocked > 0
-    assert reasons.get("", 0) > 0.6 * sum(reasons.values()), reasons
-    assert torus.size == 375
+    host = sky.connect()
+    number, info = host.machine.put(key(1), value(1, 100_000), 6144, 3, 9, 0.0)
+    assert host.run([number])[number].ok
+    while sky_s(simulated.now_s) < 500.0:
+        out = bytearray(100_000)
+        number = host.machine.get(info, memoryview(out), simulated.now_s)
+        assert host.run([number])[number].ok and bytes(out) == value(1, 100_000)
+        simulated.settle(simulated.now_s + 3.0)
+    assert sum(machine.counters.get("packets_blocked") for machine in simulated.satellites.values()) > 0
+    for at_s, sender, receiver in crossed[:: max(1, len(crossed) // 2000)]:
+        where = shell.positions_m(at_s)
+        assert not shell.link_blocked(float(np.linalg.norm(where[tuple(sender)] - where[tuple(receiver)])))
 
 
 def test_a_place_that_nothing_ever_rises_over_is_refused() -> None:

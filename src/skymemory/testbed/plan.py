@@ -395,7 +395,7 @@ class ConstellationPlan:
         torus = self.torus
         cells = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
         for cell, port in zip(cells, host.ports(self.slots_per_plane), strict=True):
-            if cell in torus:  # the port of a gap is nobody's
+            if cell in torus:  # the port of a gap stays free
                 yield cell, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:

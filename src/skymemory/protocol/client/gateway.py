@@ -1,7 +1,7 @@
 """Access modes: through which satellite's beam a host reaches another satellite.
 
 ``ideal``    a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
-             Releases up to 0.5, and the files of plans, call it ``los``.
+             Files of plans and earlier releases call it ``los``.
 ``gateway``  one beam, to the nearest satellite in sight; inter-satellite links carry the rest.
 ``hybrid``   a beam to each satellite in sight; the others through the gateway.
 ``onboard``  the host is a satellite: its beam has no length, and links carry the rest from there.
@@ -89,8 +89,8 @@ class Gateway:
             self._counters.add("gateway_silent")
 
     def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId | None, tuple[SatelliteId, ...]]:
-        """The gateway, None without one in sight, and all satellites in sight. On a grid without orbits nobody knows
-        what is in sight: there it is the box's centre.
+        """The gateway, None without one in sight, and all satellites in sight. Without a ``sight`` it is the
+        box's centre.
         """
         centre = self._sky.centre_at(moves)
         if self._sky.sight is not None:
