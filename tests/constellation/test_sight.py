@@ -161,3 +161,24 @@ def test_masks_that_no_antenna_has(mask: float) -> None:
     with pytest.raises(InvalidInput, match="elevation mask"):
         BoxSight(PRESETS["testbed-19x5"].shell, PRESETS["testbed-19x5"].torus, mask)
     assert np.isfinite(reach_cosine(PRESETS["testbed-19x5"].shell, 0.0))
+
+
+def test_links_are_blocked_where_the_earth_is_between_the_positions() -> None:
+    preset, place = PRESETS["starlink-b"], GroundHost(40.0, -75.0)
+    shell, torus = preset.shell, preset.torus
+    sight = OrbitSight(shell, place, preset.epoch_unix_s)
+    assert sight.track is not None and sight.any_blocked
+    dice, found = random.Random(4), []
+    for _ in range(300):
+        sky_s, push = dice.uniform(0, 1e6), (dice.randrange(5), dice.randrange(75))
+        centre = torus.wrap(*sight.track.cell_at(sky_s))
+        here = torus.satellite(dice.randrange(torus.size))
+        where = shell.positions_m(sky_s)
+        for there in torus.neighbours(here):
+            chord_m = float(np.linalg.norm(where[tuple(here)] - where[tuple(there)]))
+            moved = [torus.wrap(each.plane + push[0], each.slot + push[1]) for each in (here, there, centre)]
+            assert sight.blocked(*moved, sky_s) == shell.link_blocked(chord_m)
+            found.append((here.plane != there.plane, shell.link_blocked(chord_m)))
+    share = found.count((True, True)) / sum(across for across, _ in found)
+    assert 0.22 < share < 0.32 and (False, True) not in found, "27 % of the orbit, between planes only"
+    assert not OrbitSight(PRESETS["starlink-a"].shell, place, preset.epoch_unix_s).any_blocked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter, deque
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.presets import PRESETS
-from skymemory.constellation.torus import ROUTING_MODES, Axis, RoutingMode, SatelliteId, Torus
+from skymemory.constellation.torus import ROUTING_MODES, Axis, RoutingMode, SatelliteId, Torus, reached_from
 from skymemory.errors import InvalidInput
 
 TORI = sorted({preset.torus for preset in PRESETS.values()}, key=lambda torus: torus.size)
@@ -159,3 +160,82 @@ def test_numbering_of_satellites_is_a_bijection(torus: Torus) -> None:
     assert SatelliteId(torus.planes, 0) not in torus
     with pytest.raises(InvalidInput):
         torus.satellite(torus.size)
+
+
+# --- Gaps ---
+
+
+def with_gaps(dice: random.Random, seam: bool = False) -> Torus:
+    planes, slots = dice.randrange(1, 9), dice.randrange(2, 11)
+    cells = [SatelliteId(plane, slot) for plane in range(planes) for slot in range(slots)]
+    gaps = frozenset(dice.sample(cells, dice.randrange(1, len(cells))))
+    return Torus(planes, slots, seam, gaps, dice.choice([1, 2, slots]), dice.choice([1, 2, planes]))
+
+
+def linked_by_hand(torus: Torus) -> dict[SatelliteId, set[SatelliteId]]:
+    """Every two of a plane or a slot with only gaps between them on one of the two ways round, not too far apart."""
+    links: dict[SatelliteId, set[SatelliteId]] = {each: set() for each in torus.satellites()}
+    for one, other in itertools.permutations(links, 2):
+        for step in ((0, 1), (0, -1), (1, 0), (-1, 0)):
+            ring, most = (torus.slots_per_plane, torus.most_slots) if step[1] else (torus.planes, torus.most_planes)
+            for steps in range(1, min(ring, most) + 1):
+                plane, slot = one.plane + steps * step[0], one.slot + steps * step[1]
+                if torus.seam and not 0 <= plane < torus.planes:
+                    break
+                at = SatelliteId(plane % torus.planes, slot % torus.slots_per_plane)
+                if at == other:
+                    links[one].add(other)
+                if at not in torus.gaps:
+                    break
+    return links
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_links_close_over_gaps_and_routes_over_them_are_shortest(seed: int) -> None:
+    dice = random.Random(seed)
+    torus = with_gaps(dice, seam=seed % 4 == 0)
+    satellites, links = torus.satellites(), linked_by_hand(torus)
+    assert torus.size == len(satellites) == len(links) and not torus.gaps & set(satellites)
+    for here in satellites:
+        four = torus.neighbours(here)
+        assert len(four) == 4 and {each for each in four if each != here} == links[here]
+        assert all(here in links[each] for each in links[here]), "a link has two ends"
+    for there in dice.sample(satellites, min(6, len(satellites))):
+        distance = {there: 0}
+        queue = deque([there])
+        while queue:
+            at = queue.popleft()
+            for onward in links[at] - distance.keys():
+                distance[onward] = distance[at] + 1
+                queue.append(onward)
+        assert sorted(reached_from(torus, there)) == sorted(distance)
+        for here in satellites:
+            if here not in distance:
+                with pytest.raises(InvalidInput, match="no links lead from"):
+                    torus.hops(here, there)
+                continue
+            mode: RoutingMode = dice.choice(ROUTING_MODES)
+            way = torus.path(here, there, mode)
+            assert torus.hops(here, there) == distance[here] == len(way) - 1
+            assert all(there in links[here] for here, there in itertools.pairwise(way))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_belongs_to_a_gap_is_with_the_next_living_satellite_of_its_plane(seed: int) -> None:
+    torus = with_gaps(random.Random(seed))
+    for at in range(torus.cells):
+        cell = torus.satellite(at)
+        ahead = (
+            SatelliteId((cell.plane + planes) % torus.planes, (cell.slot + slots) % torus.slots_per_plane)
+            for planes in range(torus.planes)
+            for slots in range(torus.slots_per_plane)
+        )
+        assert torus.living(cell) == next(each for each in ahead if each not in torus.gaps)
+        assert torus.living(cell) in torus and (cell in torus) == (cell not in torus.gaps)
+
+
+def test_a_torus_of_gaps_only_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="expected a satellite"):
+        Torus(1, 1, gaps=frozenset([SatelliteId(0, 0)]))
+    with pytest.raises(InvalidInput, match="expected 1 or more"):
+        Torus(2, 2, most_slots=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from skymemory.constellation.presets import PRESETS
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES, Strategy
-from skymemory.placement.locate import Placement
+from skymemory.placement.locate import Placement, server_moves
 
 FIGURE_7 = Placement.of("rotation_hop", 9, Torus(5, 7), SatelliteId(plane=2, slot=3))
 
@@ -113,3 +114,41 @@ def test_the_moves_of_all_places_name_every_place_that_there_ever_is(
             for _ in range(2000)
         }
         assert ever <= places
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_gaps_every_chunk_is_where_handing_it_on_move_by_move_has_brought_it(seed: int) -> None:
+    """Brute force: the box is carried cell by cell over the grid; a gap's chunks are with the next living one ahead."""
+    dice = random.Random(seed)
+    planes, slots = dice.randrange(2, 8), dice.randrange(3, 10)
+    cells = [SatelliteId(plane, slot) for plane in range(planes) for slot in range(slots)]
+    torus = Torus(planes, slots, gaps=frozenset(dice.sample(cells, dice.randrange(1, len(cells) // 2))))
+    servers = dice.randrange(1, torus.size + 1)
+    placement = Placement.of(dice.choice(["rotation", "rotation_hop", "cost"]), servers, torus, dice.choice(cells))
+    full = Placement(replace(placement.layout, torus=Torus(planes, slots)), placement.centre)
+
+    def holder(cell: SatelliteId) -> SatelliteId:
+        while cell in torus.gaps:
+            rest = [each for each in range(1, slots) if (cell.plane, (cell.slot + each) % slots) not in torus.gaps]
+            cell = (
+                SatelliteId(cell.plane, (cell.slot + rest[0]) % slots)
+                if rest
+                else SatelliteId((cell.plane + 1) % planes, cell.slot)
+            )
+        return cell
+
+    set_moves = now = (dice.randrange(-9, 9), dice.randrange(-9, 9))
+    held = {server: holder(at) for server, at in enumerate(full.locate_all(set_moves, set_moves))}
+    for _ in range(2 * (planes + slots)):
+        step = dice.choice([(1, 0), (0, 1), (-1, 0), (0, -1)])
+        then = now[0] + step[0], now[1] + step[1]
+        for server, source, target in server_moves(placement, set_moves, now, then):
+            assert held[server] == source != target
+            held[server] = target
+        now = then
+        for server, at in enumerate(full.locate_all(set_moves, now)):
+            assert placement.locate(server, set_moves, now) == held[server] == holder(at)
+        assert held == dict(enumerate(placement.locate_all(set_moves, now)))
+        assert not torus.gaps & {*held.values(), *placement.box_satellites(now)}
+        places = (placement.locate_all(set_moves, moves) for moves in placement.moves_of_all_places(set_moves))
+        assert set(held.values()) <= {each for place in places for each in place}

@@ -108,7 +108,7 @@ def write(folder: Path) -> None:
     predictor.restore([HABIT])
     save_habits(predictor, folder / "habits.json")
     (folder / "prefixes").write_bytes(pack_snapshot(Snapshot("text of 64", {"a": Held(100, DUMP)})))
-    save_plan(make_plan("kuiper-b", servers=16, strategy="cost", replicas=2, epoch_s=5.0), folder / "plan.json")
+    save_plan(make_plan("paper-15x15", servers=16, strategy="cost", replicas=2, epoch_s=5.0), folder / "plan.json")
 
 
 def check(folder: Path) -> None:
@@ -135,7 +135,7 @@ def check(folder: Path) -> None:
     found = unpack_snapshot((folder / "prefixes").read_bytes())
     assert found.kind == "text of 64" and found.servers["a"] == Held(100, DUMP)
     plan = load_plan(folder / "plan.json")
-    assert plan == make_plan("kuiper-b", servers=16, strategy="cost", replicas=2, epoch_s=5.0)
+    assert plan == make_plan("paper-15x15", servers=16, strategy="cost", replicas=2, epoch_s=5.0)
 
 
 def is_complete(index: Any) -> bool:

@@ -66,7 +66,7 @@ def one_way_s(plan: ConstellationPlan, access: str, satellite: SatelliteId) -> f
                 return float(slants[there]) / SPEED_OF_LIGHT_M_S
             return preset.shell.slant_one_way_s(*torus.delta(plan.centre, there), u_rad, plane=plan.centre.plane)
 
-    if access == "los" or (access == "hybrid" and satellite in seen):
+    if access == "ideal" or (access == "hybrid" and satellite in seen):
         return beam_s(satellite)
     first = plan.centre if access == "onboard" else seen[0]
     slots, planes = torus.delta(first, satellite)
@@ -124,7 +124,7 @@ def test_which_satellites_have_a_beam(access: str) -> None:
 @pytest.mark.slow
 def test_the_gateway_changes_in_the_middle_of_transfers_and_nothing_is_lost() -> None:
     """An hour and a half of Starlink A at 300 times its pace: a handover each 0.2 s, a read takes up to 0.2 s."""
-    plan = plan_of("starlink-a", "gateway", time_scale=300.0)
+    plan = plan_of("starlink-a", "gateway", time_scale=300.0, ground=Ground())
     sky = VirtualConstellation(plan)
     store = sky.store(index=SharedIndex())
     machine = store._driver.machine
@@ -147,7 +147,7 @@ def test_the_gateway_changes_in_the_middle_of_transfers_and_nothing_is_lost() ->
 
 
 def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None:
-    plan = plan_of("starlink-a", "gateway", time_scale=1000.0)
+    plan = plan_of("starlink-a", "gateway", time_scale=1000.0, ground=Ground())
     sky = VirtualConstellation(plan)
     host = sky.connect()
     number, info = host.machine.put(key(1), value(1, 200_000), 6144, 3, 10, 0.0)
@@ -195,13 +195,83 @@ def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used
     assert host.run([number])[number].ok and machine._gateway.current == dead
 
 
-def test_with_nothing_in_sight_the_centre_has_to_do_and_is_counted() -> None:
-    plan = plan_of("kuiper-b", "gateway", ground=Ground(latitude_deg=70.0))
+@pytest.mark.parametrize("access", ["gateway", "hybrid"])
+def test_with_nothing_in_sight_nothing_is_sent_until_one_rises(access: str) -> None:
+    """At the edge of what Kuiper B reaches, for twenty minutes at 60 times the pace of flight."""
+    plan = plan_of("kuiper-b", access, time_scale=60.0, ground=Ground(latitude_deg=41.4))
     sky = VirtualConstellation(plan)
-    store = sky.store(index=SharedIndex())
-    assert put(store, key(1), value(1, 50_000)) and got(store, key(1)) == value(1, 50_000)
-    assert store._driver.machine._gateway.current == plan.centre
-    assert store.stats()["client_gateway_out_of_sight"] >= 1
+    sight, clock, centre_at = sky_of(plan).sight, clock_of(plan), sky_of(plan).centre_at
+    assert sight is not None
+
+    def seen_at(sky_s: float) -> tuple[SatelliteId, ...]:
+        return sight.in_sight(centre_at(clock.moves(sky_s / 60.0)), sky_s)
+
+    beams: list[tuple[float, object]] = []
+    send = sky.simulated._send
+
+    def recording(batch, sender, receiver) -> None:  # type: ignore[no-untyped-def]
+        if not isinstance(sender, SatelliteId):
+            beams.append((clock.sky_s(sky.simulated.now_s), receiver))
+        send(batch, sender, receiver)
+
+    sky.simulated._send = recording  # type: ignore[method-assign]
+    host = sky.connect()
+    info, outcomes = None, set()
+    while sky.simulated.now_s < 20.0:
+        seen = bool(seen_at(clock.sky_s(sky.simulated.now_s)))
+        out = bytearray(50_000)
+        if info is None:
+            number, written = host.machine.put(key(1), value(1, 50_000), 6144, 3, 10, sky.simulated.now_s)
+        else:
+            number = host.machine.get(info, memoryview(out), sky.simulated.now_s)
+        ended = host.run([number])[number]
+        outcomes.add((seen, ended.ok, ended.report.failure))
+        assert info is None or not ended.ok or bytes(out) == value(1, 50_000)
+        info = info or (written if ended.ok else None)
+        sky.simulated.settle(sky.simulated.now_s + 0.2)
+    assert outcomes >= {(True, True, ""), (False, False, "out of sight")}
+    assert outcomes <= {(True, True, ""), (False, False, "out of sight"), (True, False, "out of sight")}
+    for sky_s, satellite in beams:  # chosen again in each second of flight
+        assert satellite in seen_at(sky_s) or satellite in seen_at(sky_s - 1.0)
+    machine = host.machine
+    assert machine.counters.get("gateway_out_of_sight") > 0 and machine._peers.inbound.in_flight_bytes == 0
+    assert machine.breaker.closed and not machine._operations and not machine._peers.suspects
+
+
+@pytest.mark.slow
+def test_links_behind_the_earth_carry_nothing_and_reads_go_around() -> None:
+    """Starlink B's planes are 36° apart at the equator and lose their links there."""
+    plan = plan_of("starlink-b", "hybrid", time_scale=20.0, servers=9, ground=Ground(10.0, 0.0, gateway="climbing"))
+    sky, shell = VirtualConstellation(plan), preset_named("starlink-b").shell
+    simulated, sky_s = sky.simulated, clock_of(plan).sky_s
+    crossed = []
+    arrive = simulated._arrive
+
+    def recording(run, delay_s, sender, receiver) -> None:  # type: ignore[no-untyped-def]
+        if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
+            crossed.append((sky_s(simulated.now_s), sender, receiver))
+        arrive(run, delay_s, sender, receiver)
+
+    simulated._arrive = recording  # type: ignore[method-assign]
+    host = sky.connect()
+    number, info = host.machine.put(key(1), value(1, 100_000), 6144, 3, 9, 0.0)
+    assert host.run([number])[number].ok
+    while sky_s(simulated.now_s) < 500.0:
+        out = bytearray(100_000)
+        number = host.machine.get(info, memoryview(out), simulated.now_s)
+        assert host.run([number])[number].ok and bytes(out) == value(1, 100_000)
+        simulated.settle(simulated.now_s + 3.0)
+    assert sum(machine.counters.get("packets_blocked") for machine in simulated.satellites.values()) > 0
+    for at_s, sender, receiver in crossed[:: max(1, len(crossed) // 2000)]:
+        where = shell.positions_m(at_s)
+        assert not shell.link_blocked(float(np.linalg.norm(where[tuple(sender)] - where[tuple(receiver)])))
+
+
+def test_a_place_that_nothing_ever_rises_over_is_refused() -> None:
+    for access in ("gateway", "hybrid"):
+        with pytest.raises(InvalidInput, match=r"latitude 70: no satellite of kuiper-b ever rises 25° above"):
+            plan_of("kuiper-b", access, ground=Ground(latitude_deg=70.0))
+    assert plan_of("kuiper-b", "ideal", ground=Ground(latitude_deg=70.0)).access == "ideal"
 
 
 @pytest.mark.slow
@@ -239,14 +309,14 @@ def test_on_board_nothing_moves_and_ground_modes_are_refused() -> None:
     sky.simulated.settle(500.0)
     assert got(store, key(1)) == value(1, 300_000)
     assert sum(machine.counters.get("chunks_migrated_out") for machine in sky.simulated.satellites.values()) == 0
-    for mode in ("los", "gateway", "hybrid"):
+    for mode in ("ideal", "gateway", "hybrid"):
         with pytest.raises(InvalidInput, match="its box moves differently"):
             check_access(plan, mode)
         with pytest.raises(InvalidInput, match="its box moves differently"):
             check_access(plan_of("starlink-a", mode), "onboard")
     with pytest.raises(InvalidInput, match="cannot rotate with access onboard"):
         rotate(plan, 1, 0)
-    with pytest.raises(InvalidInput, match="expected one of los, gateway, onboard, hybrid"):
+    with pytest.raises(InvalidInput, match="expected one of ideal, gateway, onboard, hybrid"):
         check_access(plan, "radio")
 
 
@@ -254,7 +324,7 @@ def test_on_board_nothing_moves_and_ground_modes_are_refused() -> None:
 @pytest.mark.parametrize("share", [-0.9, -0.4, 0.4, 0.9])
 def test_a_satellite_whose_clock_is_off_by_less_than_a_move_loses_nothing(share: float) -> None:
     """Every third satellite of the box is early or late by so much of a slot move; at 200 times the pace of flight."""
-    plan = plan_of("kuiper-b", "los", time_scale=200.0, ground=Ground(latitude_deg=20.0))
+    plan = plan_of("kuiper-b", "ideal", time_scale=200.0, ground=Ground(latitude_deg=20.0))
     clock = clock_of(plan)
     off_s = share * tolerated_skew_s(plan) * 2
     wrong = replace(clock, epoch_s=clock.epoch_s - off_s)
@@ -272,7 +342,7 @@ def test_a_satellite_whose_clock_is_off_by_less_than_a_move_loses_nothing(share:
 
 
 def test_a_host_whose_own_clock_is_wrong_follows_the_satellites_and_one_wrong_satellite_drags_no_host() -> None:
-    plan = plan_of("kuiper-b", "los", time_scale=100.0, ground=Ground(latitude_deg=20.0))
+    plan = plan_of("kuiper-b", "ideal", time_scale=100.0, ground=Ground(latitude_deg=20.0))
     clock = clock_of(plan)
     sky = VirtualConstellation(plan)
     slot_s = 2 * tolerated_skew_s(plan)

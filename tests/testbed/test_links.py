@@ -24,7 +24,7 @@ from skymemory.protocol.wire import Op, SegmentBatch, header_start
 from skymemory.testbed.connect import expected_round_trip_s, fan_out_of, sky_of, store_of
 from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.open_store import open_store
-from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
+from skymemory.testbed.plan import ConstellationPlan, Ground, local_hosts, make_plan
 from skymemory.testbed.plan_file import from_json, to_json
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
@@ -90,7 +90,7 @@ def _starlink(access: str = "gateway", **options: Any) -> ConstellationPlan:
 
 
 def test_a_second_host_sees_its_own_sky() -> None:
-    plan = _starlink()
+    plan = _starlink(ground=Ground())
     preset = preset_named("starlink-a")
     box = plan.ground.sight(preset)
     for place in (BERLIN, SYDNEY):

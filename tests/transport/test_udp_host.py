@@ -139,7 +139,7 @@ def test_values_are_the_same_whether_links_are_sockets_or_memory(
                 for host in processes
                 for satellite in host._satellites.values()
             )
-            assert bool(handed) == (forwarded > len(values) * 33) == (access != "los")
+            assert bool(handed) == (forwarded > len(values) * 33) == (access != "ideal")
             await asyncio.to_thread(ask, SatelliteId(2, 5))
             for host in processes:
                 host.set_dead([SatelliteId(2, 7)])

@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
 """What a broken tier may raise; programming errors (TypeError, AttributeError …) are not caught."""
-FAILING_REASONS = frozenset({"unreachable", "timeout"})
+FAILING_REASONS = frozenset({"unreachable", "timeout", "out of sight"})
 """Miss reasons that mean the store did not answer, rather than that the value is absent."""
 TOO_SHORT = "shorter than a block"
 """Miss reason of a prompt without a full block."""

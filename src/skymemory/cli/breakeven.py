@@ -47,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="NAME|BYTES",
         help="a model, or KV bytes a token (default: %(default)s)",
     )
-    add("--access", default="gateway", metavar="MODE", help="gateway, hybrid, los or onboard (default: %(default)s)")
+    add("--access", default="gateway", metavar="MODE", help="gateway, hybrid, ideal or onboard (default: %(default)s)")
     add("--servers", type=int, default=9, metavar="S", help="satellites a value is on (default: %(default)s)")
     add(
         "--tokens",

@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.constellation.ground_track import Waypoint
     from skymemory.constellation.links import Links
+    from skymemory.constellation.presets import Preset
     from skymemory.constellation.torus import SatelliteId
     from skymemory.testbed.plan import ConstellationPlan, Ground, HostShare, Ports
     from skymemory.testbed.run_directory import RunDirectory
     from skymemory.testbed.supervisor import SignalGate, Started
 
 
-ACCESS_CHOICES = ("los", "gateway", "onboard", "hybrid")
-"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it."""
+ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
+"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it, and ``los``, which is
+``ideal``.
+"""
 _DEFAULT_PLACE = (40.0, -75.0)
 
 
@@ -122,7 +125,10 @@ def _add_satellite(subparsers: Subparsers) -> None:
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Geometry, memory, authentication and faults; options left out have the preset's defaults."""
     add = parser.add_argument
-    add("--preset", default="testbed-19x5", metavar="NAME", help="geometry of the constellation (default: %(default)s)")
+    add("--preset", metavar="NAME", help="geometry of the constellation (default: testbed-19x5)")
+    add("--tle", type=Path, metavar="FILE", help="fly real satellites: element sets, two-line or OMM; with --shell")
+    add("--shell", type=int, metavar="N", help="which shell of FILE, as `skymemory shells FILE` numbers them")
+    add("--skip-bad", action="store_true", help="leave bad records of FILE out instead of refusing it")
     add(
         "--delay",
         type=argument(parse_delay),
@@ -199,9 +205,9 @@ def _add_ground_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--access",
         choices=ACCESS_CHOICES,
-        default="los",
-        help="how the host reaches satellites: directly (los, default), all through the nearest in sight (gateway), "
-        "those in sight directly and the rest through it (hybrid), or as a satellite itself (onboard)",
+        help="how the host reaches satellites: all through the nearest in sight (gateway), those in sight directly and "
+        "the rest through it (hybrid, default of presets with real orbits), as a satellite itself (onboard), or all "
+        "directly, in sight or not, as in the paper (ideal, default of the paper's; once called los)",
     )
     add = parser.add_argument_group("ground", "where the host is; only for presets with real orbits").add_argument
     add(
@@ -226,7 +232,8 @@ def _add_ground_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--gateway",
         choices=("nearest", "climbing"),
-        help="which satellite in sight: the nearest (default), or the nearest that flies the same way as the box",
+        help="which satellite in sight: the nearest, or the nearest that flies the same way as the box (climbing, "
+        "default)",
     )
 
 
@@ -310,23 +317,23 @@ def _up(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
     """Start the constellation of the options and print that it is up."""
-    from skymemory.constellation.presets import preset_named
     from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.plan import DEFAULT_BASE_PORT, DEFAULT_HOSTS, local_hosts
     from skymemory.testbed.supervisor import start, start_on_free_ports
 
-    torus = preset_named(args.preset).torus
+    preset = _preset_of(args)
+    torus = preset.torus
     hosts = min(DEFAULT_HOSTS, torus.planes) if args.hosts is None else args.hosts
 
     def plan_at(ports: int | Ports) -> ConstellationPlan:
-        return _plan_of(args, local_hosts(args.preset, hosts, ports))
+        return _plan_of(args, local_hosts(preset, hosts, ports))
 
     # Before any process is started: this computer may be too slow for the moves of a clock this fast.
     check_time_scale(plan_at(args.base_port or DEFAULT_BASE_PORT))
     how: dict[str, Any] = {"foreground": args.foreground, "confirm": confirm_all_answer, "gate": gate}
     if args.base_port is None:
-        started = start_on_free_ports(directory, plan_at, torus.size, **how)
+        started = start_on_free_ports(directory, plan_at, torus.cells, **how)
     else:
         started = start(directory, plan_at(args.base_port), **how)
     plan = started.plan
@@ -412,14 +419,13 @@ def _check_some_are_named(args: argparse.Namespace) -> None:
 
 
 def _chosen(args: argparse.Namespace, plan: ConstellationPlan) -> list[SatelliteId]:
-    from skymemory.constellation.torus import SatelliteId
 
     for plane in args.plane:
         if not 0 <= plane < plan.planes:
             raise InvalidInput(f"no plane {plane}: expected 0 to {plan.planes - 1}")
     return [
         *args.satellites,
-        *(SatelliteId(plane, slot) for plane in args.plane for slot in range(plan.slots_per_plane)),
+        *(each for each in plan.torus.satellites() if each.plane in args.plane),
     ]
 
 
@@ -471,7 +477,7 @@ def _write_plan(args: argparse.Namespace) -> int:
         if not colon or not port.isdecimal():
             raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
         addresses.append((ip, int(port)))
-    plan = _plan_of(args, remote_hosts(args.preset, addresses))
+    plan = _plan_of(args, remote_hosts(_preset_of(args), addresses))
     _check_plan(plan, args.insecure)
     save_plan(plan, args.out)
     _print_how_to_share(plan, args.out, args.insecure)
@@ -541,6 +547,23 @@ def _run_satellite(args: argparse.Namespace) -> int:
 # From options to a plan.
 
 
+def _preset_of(args: argparse.Namespace) -> Preset:
+    """The preset of the options, or the shell of real satellites; a file is read once."""
+    from skymemory.cli.passes import flown_shell
+    from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+
+    if args.tle is None:
+        if args.shell is not None or args.skip_bad:
+            raise InvalidInput("--shell and --skip-bad are about the file of --tle: give it, or leave them out")
+        return preset_named(DEFAULT_PRESET if args.preset is None else args.preset)
+    if args.preset is not None or args.shell is None:
+        raise InvalidInput("--tle: expected --shell N with it (`skymemory shells FILE` lists them), and no --preset")
+    if not hasattr(args, "flown"):
+        args.flown = flown_shell(args.tle, args.shell, args.skip_bad)
+    found: Preset = args.flown
+    return found
+
+
 def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
     from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
 
@@ -550,7 +573,7 @@ def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> Constell
             f"--sweep has no effect with --eviction {args.eviction} and --replicas 1: add periodic, or leave it out"
         )
     return make_plan(
-        args.preset,
+        _preset_of(args),
         hosts=hosts,
         servers=args.servers,
         strategy=args.strategy,
@@ -592,23 +615,24 @@ def _ground_of(args: argparse.Namespace) -> Ground:
             raise InvalidInput(f"{args.host_path}: not a text file with waypoints") from error
         waypoints = parse_waypoints(lines, str(args.host_path))
     latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
-    gateway = args.gateway or "nearest"
+    gateway = args.gateway or _preset_of(args).gateway
     return Ground(latitude_deg, longitude_deg, mask_deg=args.mask, gateway=gateway, waypoints=waypoints)
 
 
 def _check_has_an_orbit(args: argparse.Namespace) -> None:
     """Refuse ground options for presets with a fixed box, and --host-at with --host-path."""
-    from skymemory.constellation.presets import PRESETS, preset_named
+    from skymemory.constellation.presets import PRESETS
 
     if args.host_at is not None and args.host_path is not None:
         raise InvalidInput("--host-at with --host-path: leave one of them out")
-    if preset_named(args.preset).fixed_centre is None:
+    preset = _preset_of(args)
+    if preset.fixed_centre is None:
         return
     for option, value in (("--host-at", args.host_at), ("--host-path", args.host_path), ("--gateway", args.gateway)):
         if value is not None:
             real = ", ".join(name for name, preset in PRESETS.items() if preset.fixed_centre is None)
             raise InvalidInput(
-                f"{option} has no effect with --preset {args.preset}, whose box is fixed: "
+                f"{option} has no effect with --preset {preset.name}, whose box is fixed: "
                 f"leave it out, or use --preset {real}"
             )
 

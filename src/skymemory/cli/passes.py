@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.constellation.clustering import ClusteredShell, Clustering, Drift
     from skymemory.constellation.passes import Pass, Passes, Sky
+    from skymemory.constellation.presets import Preset
     from skymemory.constellation.tle import ElementFile
 
 _DEFAULT_PRESET = "starlink-a"
@@ -82,7 +83,23 @@ def _moment(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _read(path: Path, skip_bad: bool) -> ElementFile:
+def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
+    """Shell ``number`` of a file of element sets, as ``skymemory shells`` numbers them, as a constellation.
+
+    Raises:
+        InvalidInput: a bad file, no such shell, or one that carries no box.
+    """
+    from skymemory.constellation.clustering import cluster
+
+    shells = cluster(read(path, skip_bad).elements).shells
+    if not 1 <= number <= len(shells):
+        known = f"1 to {len(shells)}, as `skymemory shells {path}` lists them" if shells else "a file with one"
+        raise InvalidInput(f"no shell {number} in {path}: expected {known}")
+    return shells[number - 1].flown(f"{path.stem} shell {number}").preset()
+
+
+def read(path: Path, skip_bad: bool) -> ElementFile:
+    """The element sets in a file. Raises ``InvalidInput`` with its name and what was wrong."""
     from skymemory.constellation.tle import read_elements
     from skymemory.files import MAX_TABLE_BYTES, read_bounded
 
@@ -110,7 +127,7 @@ def _passes(args: argparse.Namespace) -> int:
     skipped: tuple[str, ...] = ()
     sky: Sky
     if args.tle is not None:
-        file = _read(args.tle, args.skip_bad)
+        file = read(args.tle, args.skip_bad)
         skipped = file.skipped
         sky = ElementSky(file.elements)
         source, epoch_unix_s = args.tle.name, max(one.epoch_unix_s for one in file.elements)
@@ -230,7 +247,7 @@ def _print_missing(left_out: dict[str, str], skipped: tuple[str, ...]) -> None:
 def _shells(args: argparse.Namespace) -> int:
     from skymemory.constellation.clustering import cluster, drift
 
-    file = _read(args.file, args.skip_bad)
+    file = read(args.file, args.skip_bad)
     found = cluster(file.elements)
     drifts = [[drift(shell, days * _DAY_S) for days in (1, 7)] for shell in found.shells]
     if args.json:
@@ -256,10 +273,13 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
     print(f"{len(file.elements)} satellites: {placed} in {len(found.shells)} shells, {len(found.left_out)} left out")
     if found.shells:
         print(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
-        print("  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day         7 days")
-    for shell, (day, week) in zip(found.shells, drifts, strict=True):
         print(
-            f"  {shell.inclination_deg:10.2f}° {shell.equatorial_altitude_m / 1000:6.0f} km {shell.planes:7} "
+            "  shell  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day"
+            "         7 days"
+        )
+    for number, (shell, (day, week)) in enumerate(zip(found.shells, drifts, strict=True), 1):
+        print(
+            f"  {number:5}  {shell.inclination_deg:10.2f}° {shell.altitude_m / 1000:6.0f} km {shell.planes:7} "
             f"{shell.slots_per_plane:6} {shell.satellites:7} {shell.gaps:5} {len(shell.empty_planes):13}  "
             f"{_kind(shell):13} {day.median_slots:5.3f} {day.p99_slots:6.3f} "
             f"{week.median_slots:7.3f} {week.p99_slots:6.3f}"
@@ -274,10 +294,10 @@ def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: Elem
         "satellites": len(file.elements),
         "shells": [
             {
+                "shell": number,
                 "planes": shell.planes,
                 "slots_per_plane": shell.slots_per_plane,
                 "altitude_m": shell.altitude_m,
-                "equatorial_altitude_m": shell.equatorial_altitude_m,
                 "inclination_deg": shell.inclination_deg,
                 "epoch": _utc(shell.epoch_unix_s),
                 "star": shell.star,
@@ -291,7 +311,7 @@ def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: Elem
                 "offsets_slots": list(shell.offsets_slots),
                 "placed": [[None if one is None else one.number for one in plane] for plane in shell.placed],
             }
-            for shell, drifted in zip(found.shells, drifts, strict=True)
+            for number, (shell, drifted) in enumerate(zip(found.shells, drifts, strict=True), 1)
         ],
         "left_out": [
             {"satellite": one.elements.number, "name": one.elements.name, "why": one.why, "reason": one.reason}

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from skymemory.constellation.orbit import Shell
-from skymemory.constellation.tle import WGS84_RADIUS_M, ElementSet, MeanElements, error_reason, mean_elements
+from skymemory.constellation.orbit import WGS84_RADIUS_M, Shell
+from skymemory.constellation.presets import FlownShell
+from skymemory.constellation.tle import ElementSet, MeanElements, error_reason, mean_elements
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
-from skymemory.units import EARTH_RADIUS_M
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ class ClusteredShell:
     planes: int
     slots_per_plane: int
     altitude_m: float
-    """Mean semi-major axis less the radius of the Earth in ``units``, as in ``Shell``."""
+    """Mean semi-major axis above the equator, as in a ``Shell`` of model ``j2``."""
     inclination_deg: float
     epoch_unix_s: float
     nodes_rad: tuple[float, ...]
@@ -85,7 +85,9 @@ class ClusteredShell:
 
     @property
     def torus(self) -> Torus:
-        return Torus(self.planes, self.slots_per_plane)
+        cells = (SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
+        gaps = frozenset(cell for cell in cells if self.at(cell) is None)
+        return Torus(self.planes, self.slots_per_plane, self.star, gaps)
 
     @property
     def satellites(self) -> int:
@@ -94,11 +96,6 @@ class ClusteredShell:
     @property
     def gaps(self) -> int:
         return self.planes * self.slots_per_plane - self.satellites
-
-    @property
-    def equatorial_altitude_m(self) -> float:
-        """Above the equator, as operators file it."""
-        return self.altitude_m + EARTH_RADIUS_M - WGS84_RADIUS_M
 
     @property
     def empty_planes(self) -> tuple[int, ...]:
@@ -139,27 +136,46 @@ class ClusteredShell:
         """Who holds what belongs to ``satellite``: itself, else the next living one ahead in its plane; where the whole
         plane is empty, that of the next plane.
         """
-        for plane in range(self.planes):
-            there = (satellite.plane + plane) % self.planes
-            for slot in range(self.slots_per_plane):
-                ahead = (satellite.slot + slot) % self.slots_per_plane
-                if self.placed[there][ahead] is not None:
-                    return SatelliteId(there, ahead)
-        raise InvalidInput("a shell without any satellite: nothing lives in it")
+        return self.torus.living(satellite)
 
-    def shell(self) -> Shell:
-        """The nearest ``Shell``.
+    def flown(self, source: str) -> FlownShell:
+        """What a constellation of its satellites is rebuilt from; ``source`` names it.
 
         Raises:
-            InvalidInput: nodes or offsets are not those of a Walker delta, which is all that ``Shell`` holds.
+            InvalidInput: a Walker star, over which no box of servers stays together.
         """
-        phase = self.phase
-        if phase is None:
-            raise InvalidInput(f"{self}: not an evenly phased Walker delta, expected evenly spread nodes and offsets")
-        return Shell(self.planes, self.slots_per_plane, self.altitude_m, self.inclination_deg, phase)
+        if self.star:
+            raise InvalidInput(f"{self} of {source} is a Walker star, which carries no box: expected a Walker delta")
+        cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
+        return FlownShell(
+            source,
+            self.epoch_unix_s,
+            self.slots_per_plane,
+            self.altitude_m,
+            self.inclination_deg,
+            self.nodes_rad,
+            self.offsets_slots,
+            tuple(SatelliteId(plane, slot) for plane, slot in cells if self.placed[plane][slot] is None),
+        ).linked()
+
+    def shell(self) -> Shell:
+        """Its orbits at ``epoch_unix_s`` and from then on, with a satellite in every slot: gaps are in the grid only.
+
+        All planes have the mean altitude, so planes that are flown kilometres apart drift against it (``drift``).
+        """
+        return Shell(
+            self.planes,
+            self.slots_per_plane,
+            self.altitude_m,
+            self.inclination_deg,
+            pattern="star" if self.star else "delta",
+            model="j2",
+            plane_offsets=self.offsets_slots,
+            plane_nodes_rad=self.nodes_rad,
+        )
 
     def __str__(self) -> str:
-        return f"{self.inclination_deg:.2f}° {self.equatorial_altitude_m / 1000:.0f} km"
+        return f"{self.inclination_deg:.2f}° {self.altitude_m / 1000:.0f} km"
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +360,7 @@ def _off_shell(one: ElementSet, mean: MeanElements, at: int, shells: Sequence[Cl
     inclination_deg = math.degrees(mean.inclination_rad[at])
     altitude_km = (mean.axis_m[at] - WGS84_RADIUS_M) / 1000
     near = [shell for shell in shells if abs(shell.inclination_deg - inclination_deg) < 0.1]
-    heights = ", ".join(f"{height:.0f}" for height in sorted(shell.equatorial_altitude_m / 1000 for shell in near))
+    heights = ", ".join(f"{height:.0f}" for height in sorted(shell.altitude_m / 1000 for shell in near))
     why = f"the shells of its inclination are at {heights} km" if near else "no shell has its inclination"
     return LeftOut(one, "off shell", f"{inclination_deg:.2f}° {altitude_km:.0f} km: {why}")
 
@@ -422,7 +438,7 @@ def _shell_of(
     shell = ClusteredShell(
         planes=len(nodes),
         slots_per_plane=slots,
-        altitude_m=float(np.mean(mean.axis_m[group])) - EARTH_RADIUS_M,
+        altitude_m=float(np.mean(mean.axis_m[group])) - WGS84_RADIUS_M,
         inclination_deg=math.degrees(float(np.mean(mean.inclination_rad[group]))),
         epoch_unix_s=epoch_unix_s,
         nodes_rad=tuple(nodes),

@@ -23,9 +23,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from skymemory.constellation.torus import Axis, Torus
+from skymemory.constellation.torus import Axis, SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_MU_M3_S2, EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S
 
@@ -379,6 +380,18 @@ class Shell:
     def plane_link_one_way_s(self, plane: int) -> float:
         """Light time of the link from ``plane`` to the next, at its longest."""
         return _plane_links_s(self)[1][plane % self.planes]
+
+    def hop_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
+        """Light time of the link of two neighbours on this grid; over a gap, of the links that the gap's satellites
+        would have, which is no less.
+        """
+        return self.path_one_way_s(here.plane, *torus.delta(here, there))
+
+    def route_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
+        """Light time of the route from one satellite to another."""
+        if not torus.gaps:
+            return self.path_one_way_s(here.plane, *torus.delta(here, there))
+        return sum(self.hop_one_way_s(torus, *link) for link in pairwise(torus.path(here, there)))
 
     def path_one_way_s(self, plane: int, d_slot: int, d_plane: int) -> float:
         """Light time of a path over the links: ``d_slot`` along a plane, and ``d_plane`` across, from ``plane`` on."""

@@ -17,12 +17,16 @@ from skymemory.constellation.sight import check_mask
 from skymemory.constellation.tle import (
     ElementSet,
     error_reason,
-    geodetic_position_m,
-    geodetic_up,
-    sidereal_angle_rad,
     teme_states,
 )
-from skymemory.constellation.visibility import EARTH_ROTATION_RAD_S, GroundHost, earth_angle_rad
+from skymemory.constellation.visibility import (
+    EARTH_ROTATION_RAD_S,
+    GroundHost,
+    ground_angle_rad,
+    place_m,
+    place_up,
+    sidereal_angle_rad,
+)
 from skymemory.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ HIGHEST_EVERY_S = 2.0
 """How often the highest satellite is looked for: one that is the highest for less may be overlooked."""
 MAX_HOURS = 168.0
 _SAMPLES_AT_ONCE = 1_000_000
+_TIMES_AT_ONCE = 64
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # The ellipsoid's vertical is within 0.2° of the direction to its centre; the rest is the motion within a step.
 _VERTICAL_DEG = 0.5
@@ -84,7 +89,8 @@ class ElementSky:
         return position, velocity
 
     def angle_rad(self, unix_s: Array) -> Array:
-        return sidereal_angle_rad(unix_s)
+        epoch_unix_s = self.elements[0].epoch_unix_s
+        return sidereal_angle_rad(epoch_unix_s, unix_s - epoch_unix_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +116,9 @@ class ShellSky:
         beside = step * np.arange(1, 4)
         times = np.concatenate([unix_s[0] - beside[::-1], unix_s, unix_s[-1] + beside]) - self.epoch_unix_s
         whole = np.empty((last - first, len(times), 3))
-        for at, now_s in enumerate(times):
-            whole[:, at] = self.shell.positions_m(float(now_s)).reshape(-1, 3)[first:last]
+        for at in range(0, len(times), _TIMES_AT_ONCE):
+            some = self.shell.positions_m(times[at : at + _TIMES_AT_ONCE])
+            whole[:, at : at + len(some)] = some.reshape(len(some), -1, 3)[:, first:last].swapaxes(0, 1)
         differences = [
             whole[:, 3 + by : len(times) - 3 + by] - whole[:, 3 - by : len(times) - 3 - by] for by in (1, 2, 3)
         ]
@@ -119,7 +126,7 @@ class ShellSky:
         return whole[:, 3:-3], velocity
 
     def angle_rad(self, unix_s: Array) -> Array:
-        return earth_angle_rad(self.epoch_unix_s, 0.0) + EARTH_ROTATION_RAD_S * (unix_s - self.epoch_unix_s)
+        return ground_angle_rad(self.shell.model, self.epoch_unix_s, unix_s - self.epoch_unix_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +218,7 @@ class _Piece:
 
         self._sky, self._first, self._times = sky, first, unix_s
         self._step = float(unix_s[1] - unix_s[0])
-        self._ground = geodetic_position_m(place.latitude_deg, place.longitude_deg)
-        self._up = geodetic_up(place.latitude_deg, place.longitude_deg)
+        self._ground, self._up = place_m(place), place_up(place)
         longitude = math.radians(place.longitude_deg)
         self._east = np.array([-math.sin(longitude), math.cos(longitude), 0.0])
         self._north = np.cross(self._up, self._east)

@@ -36,8 +36,22 @@ class Sight(Protocol):
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         """Light time of the beam to this satellite; for one out of sight, by the paper's model, as if it were
-        reachable.
+        reachable: access ``ideal`` sends by such beams, and no other.
         """
+        ...
+
+    @property
+    def longest_s(self) -> float:
+        """Light time of a beam to a satellite at the mask."""
+        ...
+
+    @property
+    def any_blocked(self) -> bool:
+        """Whether ``blocked`` is ever true."""
+        ...
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        """Whether the Earth, or its atmosphere, is between two neighbours."""
         ...
 
 
@@ -54,6 +68,14 @@ def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = 
     mask_rad = math.radians(mask_deg)
     share = (ground_radius_m or shell.earth_radius_m) / shell.radius_m
     return math.cos(math.acos(share * math.cos(mask_rad)) - mask_rad)
+
+
+def farthest_latitude_deg(shell: Shell, mask_deg: float) -> float:
+    """Beyond this latitude, north and south, no satellite ever rises above the mask; to a quarter of a degree, as on a
+    sphere.
+    """
+    inclination_deg = min(shell.inclination_deg, 180 - shell.inclination_deg)
+    return min(90.0, inclination_deg + math.degrees(math.acos(reach_cosine(shell, mask_deg))) + 0.25)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
@@ -98,18 +120,38 @@ class OrbitSight:
     epoch_unix_s: float
     mask_deg: float = DEFAULT_MASK_DEG
     rule: GatewayRule = "nearest"
+    gaps: frozenset[SatelliteId] = frozenset()
+    """Cells of the grid without a satellite: never in sight."""
     track: Track | None = field(init=False, repr=False)
     """Of the box; None over a Walker star, which carries none."""
+    any_blocked: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_mask(self.mask_deg)
         star = self.shell.pattern == "star"
         object.__setattr__(self, "track", None if star else track_over(self.shell, self.place, self.epoch_unix_s))
+        longest_m = (self.shell.longest_plane_link_m(plane) for plane in range(self.shell.planes))
+        object.__setattr__(self, "any_blocked", any(map(self.shell.link_blocked, longest_m)))
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         shift_planes, shift_slots = self._pushed(centre, sky_s)
         wrap = self.shell.torus.wrap
-        return tuple(wrap(plane + shift_planes, slot + shift_slots) for plane, slot in self.overhead(sky_s))
+        cells = (wrap(plane + shift_planes, slot + shift_slots) for plane, slot in self.overhead(sky_s))
+        return tuple(cell for cell in cells if cell not in self.gaps)
+
+    @property
+    def longest_s(self) -> float:
+        return slant_s(self.shell, reach_cosine(self.shell, self.mask_deg))
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        if not self.any_blocked or here.plane == there.plane:
+            return False
+        shell, (planes, slots) = self.shell, self._pushed(centre, sky_s)
+        one, other = (
+            shell.position_m(shell.argument_rad(plane, slot, sky_s), shell.node_rad(plane, sky_s))
+            for plane, slot in (shell.torus.wrap(each.plane - planes, each.slot - slots) for each in (here, there))
+        )
+        return shell.link_blocked(math.dist(one, other))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
         """How far operators have pushed the box: its centre relative to the anchor."""
@@ -119,7 +161,7 @@ class OrbitSight:
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Satellites above the mask on the grid without pushes, the gateway first."""
+        """Cells above the mask on the grid without pushes, the gateway first."""
         shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
         host = self._host(sky_s)
         # On the ellipsoid the vertical leans against the line to the centre of the Earth, by a fifth of a degree at
@@ -193,11 +235,15 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """A grid that is not an orbit (the paper's testbed): distances, elevations by offset from the overhead point."""
+    """A grid that is not an orbit (the paper's testbed): distances, elevations by offset from the overhead point. Its
+    links count as free, for as a ring they would all pass through the Earth.
+    """
 
     shell: Shell
     torus: Torus
     mask_deg: float = DEFAULT_MASK_DEG
+
+    any_blocked = False
 
     def __post_init__(self) -> None:
         check_mask(self.mask_deg)
@@ -209,6 +255,13 @@ class BoxSight:
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         return self.shell.slant_one_way_s(*self.torus.delta(centre, satellite))
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        return False
+
+    @property
+    def longest_s(self) -> float:
+        return slant_s(self.shell, reach_cosine(self.shell, self.mask_deg))
 
 
 @lru_cache(maxsize=16)

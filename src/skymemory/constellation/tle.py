@@ -1,9 +1,9 @@
-"""Element sets of real satellites, as two lines or as OMM: read, checked, propagated by SGP4, seen from the ground.
+"""Element sets of real satellites, as two lines or as OMM: read, checked, propagated by SGP4.
 
 CelesTrak and Space-Track publish both. A two-line set is 69 columns a line with a checksum of its digits; OMM (CCSDS
 502.0) carries the same mean elements as CSV, JSON or XML. They mean nothing to any other propagator than SGP4, so the
-package ``sgp4`` does all mechanics. Its frame is TEME (true equator, mean equinox); the Earth-fixed frame is behind it
-by Greenwich mean sidereal time.
+package ``sgp4`` does all mechanics. Its frame is TEME (true equator, mean equinox); ``visibility`` has the ground in
+it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-WGS84_RADIUS_M = 6_378_137.0
-WGS84_FLATTENING = 1 / 298.257223563
 UNIX_EPOCH_JULIAN_DAYS = 2440587.5
 
 _LINE_LENGTH = 69
@@ -397,46 +395,3 @@ def error_reason(code: int) -> str:
     from sgp4.api import SGP4_ERRORS
 
     return str(SGP4_ERRORS.get(code, f"SGP4 error {code}"))
-
-
-def sidereal_angle_rad(unix_s: Array) -> Array:
-    """Greenwich mean sidereal time (IAU 1982), the angle from TEME to the Earth-fixed frame; UT1 taken as UTC, which
-    differ by less than a second: 0.5 km on the ground.
-    """
-    import numpy as np
-
-    days = unix_s / 86400.0 + UNIX_EPOCH_JULIAN_DAYS - 2451545.0
-    centuries = days / 36525.0
-    # Seconds; of the day's turns only the rest is kept, before the small terms are added.
-    seconds = 67310.54841 + 86400.0 * np.mod(days, 1.0)
-    seconds = seconds + (8640184.812866 + (0.093104 - 6.2e-6 * centuries) * centuries) * centuries
-    return np.asarray(np.mod(2 * np.pi * seconds / 86400.0, 2 * np.pi), dtype=np.float64)
-
-
-def teme_to_earth_m(position_m: Array, unix_s: Array) -> Array:
-    """Earth-fixed positions of those in TEME, shape ``(…, times, 3)``; polar motion (some 10 m) is left out."""
-    import numpy as np
-
-    angle = sidereal_angle_rad(unix_s)
-    cosine, sine = np.cos(angle), np.sin(angle)
-    x, y, z = np.moveaxis(position_m, -1, 0)
-    return np.stack([cosine * x + sine * y, cosine * y - sine * x, z], axis=-1)
-
-
-def geodetic_position_m(latitude_deg: float, longitude_deg: float, height_m: float = 0.0) -> Array:
-    """Earth-fixed position of a place on (or ``height_m`` above) the ellipsoid of WGS84."""
-    import numpy as np
-
-    up = geodetic_up(latitude_deg, longitude_deg)
-    squashed = (1 - WGS84_FLATTENING) ** 2
-    across = WGS84_RADIUS_M / math.sqrt(1 - (1 - squashed) * up[2] ** 2)
-    return np.asarray((across * np.array([1.0, 1.0, squashed]) + height_m) * up, dtype=np.float64)
-
-
-def geodetic_up(latitude_deg: float, longitude_deg: float) -> Array:
-    """Unit vector to the zenith of a place, normal to the ellipsoid."""
-    import numpy as np
-
-    latitude, longitude = math.radians(latitude_deg), math.radians(longitude_deg)
-    flat = math.cos(latitude)
-    return np.array([flat * math.cos(longitude), flat * math.sin(longitude), math.sin(latitude)])

@@ -5,12 +5,20 @@ Each satellite is linked to its two neighbours in the plane and to the same slot
 planes; both rings close. With a *seam* (a Walker star, whose first and last plane fly in opposite directions) those
 two planes have no links with each other, and no route crosses.
 
+Real constellations have *gaps*: cells of the grid without a satellite. Both rings close over a gap: a satellite's
+neighbour along an axis is the next living one, on both sides of the gap alike, so links stay symmetric and four at
+most. (A link to the cell that stands in for the gap would have no counterpart at its other end.) What belongs to a gap
+is held by the next living satellite ahead in its plane.
+
 Directions are those of the figures: the slot grows along the motion, which is east; the plane grows south.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from skymemory.errors import InvalidInput
@@ -35,45 +43,65 @@ class SatelliteId(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Torus:
     """``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes, which is open
-    between the last and the first if there is a ``seam``.
+    between the last and the first if there is a ``seam``. ``gaps`` are no satellites; a link spans ``most_slots`` slots
+    or ``most_planes`` planes at most.
     """
 
     planes: int
     slots_per_plane: int
     seam: bool = False
+    gaps: frozenset[SatelliteId] = field(default=frozenset(), repr=False)
+    most_slots: int = 1
+    most_planes: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (("planes", self.planes), ("slots_per_plane", self.slots_per_plane)):
             if not 1 <= value <= 4096:
                 raise InvalidInput(f"{name} is {value}: expected 1 to 4096")
+        if self.most_slots < 1 or self.most_planes < 1:
+            raise InvalidInput(f"links over {self.most_slots} slots and {self.most_planes} planes: expected 1 or more")
+        if len(self.gaps) == self.cells and self.gaps:
+            raise InvalidInput(f"{self.planes} planes of {self.slots_per_plane} gaps: expected a satellite")
 
     @property
     def size(self) -> int:
         """Number of satellites."""
+        return self.cells - len(self.gaps)
+
+    @property
+    def cells(self) -> int:
+        """Number of satellites and gaps."""
         return self.planes * self.slots_per_plane
 
     def __contains__(self, satellite: object) -> bool:
-        if not isinstance(satellite, SatelliteId):
+        if not isinstance(satellite, SatelliteId) or satellite in self.gaps:
             return False
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
+
+    def living(self, cell: SatelliteId) -> SatelliteId:
+        """Who holds what belongs to this cell: its satellite; of a gap the next one ahead in its plane, and where the
+        whole plane is empty, in the next plane that is not.
+        """
+        return _living(self, cell) if cell in self.gaps else cell
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
         """The satellite at these indices, which may lie beyond either end of their rings."""
         return SatelliteId(plane % self.planes, slot % self.slots_per_plane)
 
     def index(self, satellite: SatelliteId) -> int:
-        """Position in plane-major order, 0 … ``size`` − 1."""
+        """Position in plane-major order, 0 … ``cells`` − 1."""
         return satellite.plane * self.slots_per_plane + satellite.slot
 
     def satellite(self, index: int) -> SatelliteId:
         """Inverse of ``index``."""
-        if not 0 <= index < self.size:
-            raise InvalidInput(f"satellite index {index}: expected 0 … {self.size - 1}")
+        if not 0 <= index < self.cells:
+            raise InvalidInput(f"satellite index {index}: expected 0 … {self.cells - 1}")
         return SatelliteId(*divmod(index, self.slots_per_plane))
 
     def satellites(self) -> list[SatelliteId]:
         """All of them, plane by plane."""
-        return [SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)]
+        every = [SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)]
+        return [each for each in every if each not in self.gaps] if self.gaps else every
 
     def north(self, here: SatelliteId) -> SatelliteId:
         return SatelliteId((here.plane - 1) % self.planes, here.slot)
@@ -89,8 +117,10 @@ class Torus:
 
     def neighbours(self, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
         """North, east, south, west: the order in which the placements walk. Across a seam there is none: in its place
-        is ``here`` itself, as on a ring of one.
+        is ``here`` itself, as on a ring of one; so where the next living one is too far for a link.
         """
+        if self.gaps:
+            return _over_gaps(self, here)
         north, south = self.north(here), self.south(here)
         if self.seam:
             north = here if here.plane == 0 else north
@@ -110,7 +140,16 @@ class Torus:
         return d_slot, d_plane
 
     def hops(self, here: SatelliteId, there: SatelliteId) -> int:
-        """Links on a shortest path (Manhattan distance on the torus)."""
+        """Links on a shortest path: Manhattan distance on the torus, but for ways around gaps.
+
+        Raises:
+            InvalidInput: no path between the two, over gaps too wide for links, or a gap.
+        """
+        if self.gaps:
+            found = _distances(self, there)[self.index(here)]
+            if found == _FAR:
+                raise InvalidInput(f"no links lead from {here.label} to {there.label}")
+            return found
         d_slot, d_plane = self.delta(here, there)
         return abs(d_slot) + abs(d_plane)
 
@@ -122,8 +161,27 @@ class Torus:
         ``greedy`` is the rule of paper §4, planes first, corrected: where both ways around a ring are equally
         long the printed rule stops, this one goes north or west. ``alternate`` swaps axes at each hop
         (``came_axis`` is the axis of the link the packet came in on; without it, the axis with more hops
-        left), which spreads the flows of a box evenly over the four links of its centre, both in and out.
+        left), which spreads the flows of a box evenly over the four links of its centre, both in and out. With gaps:
+        the neighbour that this rule names, if it is on a shortest path, else the first neighbour that is.
         """
+        if self.gaps:
+            return self._next_over_gaps(here, there, mode, came_axis)
+        return self._next_hop(here, there, mode, came_axis)
+
+    def _next_over_gaps(
+        self, here: SatelliteId, there: SatelliteId, mode: RoutingMode, came_axis: Axis | None
+    ) -> SatelliteId:
+        left = _distances(self, there)
+        links = left[self.index(here)]
+        if links in (0, _FAR):
+            return here
+        nearer = [each for each in self.neighbours(here) if left[self.index(each)] == links - 1]
+        usual = self._next_hop(here, there, mode, came_axis)
+        return usual if usual in nearer else nearer[0]
+
+    def _next_hop(
+        self, here: SatelliteId, there: SatelliteId, mode: RoutingMode, came_axis: Axis | None
+    ) -> SatelliteId:
         d_slot, d_plane = self.delta(here, there)
         if d_plane and d_slot:
             along_plane_axis = mode == "greedy" or self._alternate_on_plane_axis(d_slot, d_plane, came_axis)
@@ -153,3 +211,60 @@ class Torus:
             way.append(onward)
             here = onward
         return way
+
+
+# --- Over gaps ---
+
+_FAR = 0xFFFF
+"""Links to where none lead."""
+
+
+@lru_cache(maxsize=1 << 14)
+def _living(torus: Torus, cell: SatelliteId) -> SatelliteId:
+    for plane in range(torus.planes):
+        for slot in range(torus.slots_per_plane):
+            found = torus.wrap(cell.plane + plane, cell.slot + slot)
+            if found not in torus.gaps:
+                return found
+    raise AssertionError("a torus has a satellite")
+
+
+@lru_cache(maxsize=1 << 14)
+def _over_gaps(torus: Torus, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
+    """``Torus.neighbours``."""
+
+    def next_along(d_plane: int, d_slot: int, most: int) -> SatelliteId:
+        for steps in range(1, most + 1):
+            plane = here.plane + steps * d_plane
+            if torus.seam and not 0 <= plane < torus.planes:
+                return here
+            found = torus.wrap(plane, here.slot + steps * d_slot)
+            if found not in torus.gaps:
+                return found
+        return here
+
+    slots, planes = torus.most_slots, torus.most_planes
+    return next_along(-1, 0, planes), next_along(0, 1, slots), next_along(1, 0, planes), next_along(0, -1, slots)
+
+
+@lru_cache(maxsize=2048)
+def _distances(torus: Torus, there: SatelliteId) -> array[int]:
+    """Links from each satellite to ``there``, by index; ``_FAR`` where none lead, and of gaps."""
+    found = array("H", [_FAR]) * torus.cells
+    if there not in torus:
+        return found
+    found[torus.index(there)] = 0
+    edge = deque([there])
+    while edge:
+        here = edge.popleft()
+        for each in torus.neighbours(here):  # links are symmetric
+            if found[torus.index(each)] == _FAR:
+                found[torus.index(each)] = found[torus.index(here)] + 1
+                edge.append(each)
+    return found
+
+
+def reached_from(torus: Torus, there: SatelliteId) -> list[SatelliteId]:
+    """The satellites from which links lead to this one, itself included."""
+    left = _distances(torus, there)
+    return [each for each in torus.satellites() if left[torus.index(each)] != _FAR]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from skymemory.constellation.orbit import WGS84_RADIUS_M, Shell, SkyModel
 from skymemory.constellation.torus import SatelliteId
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 EARTH_ROTATION_RAD_S = 7.292115146706979e-5
 _WGS84_E2 = 0.0066943799901413165
 """Eccentricity squared of the ellipsoid."""
+Times = TypeVar("Times", float, "NDArray[np.float64]")
+"""A time, or an array of times."""
 DEFAULT_MASK_DEG = 25.0
 """Lowest elevation at which a ground antenna talks to a satellite (Starlink's filing)."""
 
@@ -62,14 +64,14 @@ class Anchor:
         return self.slot_moves, self.plane_moves
 
 
-def earth_angle_rad(epoch_unix_s: float, now_s: float) -> float:
+def earth_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
     """Earth rotation angle ``now_s`` after the epoch (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
     days_since_j2000 = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch = 2 * math.pi * (0.7790572732640 + 1.00273781191135448 * days_since_j2000)
     return math.fmod(at_epoch, 2 * math.pi) + EARTH_ROTATION_RAD_S * now_s
 
 
-def sidereal_angle_rad(epoch_unix_s: float, now_s: float) -> float:
+def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
     """Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch: the longitude of TEME's x axis (UT1
     taken as UTC). Linear in ``now_s``; that leaves 1e-9 rad after a year.
     """
@@ -92,9 +94,9 @@ _SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
 """In J2000. It changes by 6e-12 of itself in a century."""
 
 
-def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: float) -> float:
+def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: Times) -> Times:
     """By how much the Earth has turned in the frame of the satellites, ``now_s`` after the epoch."""
-    return (earth_angle_rad if model == "paper" else sidereal_angle_rad)(epoch_unix_s, now_s)
+    return earth_angle_rad(epoch_unix_s, now_s) if model == "paper" else sidereal_angle_rad(epoch_unix_s, now_s)
 
 
 def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
@@ -168,25 +170,37 @@ def plane_move_period_s(shell: Shell) -> float:
     return 2 * math.pi / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
+def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -> NDArray[np.float64]:
+    """Position of a place in the Earth-fixed frame, or in one in which the Earth has turned by ``angle_rad``; shape
+    ``(3,)``.
+    """
+    import numpy as np  # local, as below: verbs that only need delays and maps start without numpy
+
+    out_m, north_m = ground_m(model, place.latitude_deg)
+    longitude = math.radians(place.longitude_deg) + angle_rad
+    return np.array([out_m * math.cos(longitude), out_m * math.sin(longitude), north_m])
+
+
+def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
+    """Unit vector at right angles to the horizon of a place, in the frame of ``place_m``; shape ``(3,)``."""
+    import numpy as np
+
+    latitude = math.radians(place.latitude_deg)
+    longitude = math.radians(place.longitude_deg) + angle_rad
+    out = math.cos(latitude)
+    return np.array([out * math.cos(longitude), out * math.sin(longitude), math.sin(latitude)])
+
+
 def host_position_m(
     host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
 ) -> NDArray[np.float64]:
     """Inertial position of the host, shape ``(3,)``."""
-    import numpy as np  # local, as below: verbs that only need delays and maps start without numpy
-
-    out_m, north_m = ground_m(model, host.latitude_deg)
-    longitude = math.radians(host.longitude_deg) + ground_angle_rad(model, epoch_unix_s, now_s)
-    return np.array([out_m * math.cos(longitude), out_m * math.sin(longitude), north_m])
+    return place_m(host, model, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper") -> NDArray[np.float64]:
     """Inertial unit vector at right angles to the host's horizon, shape ``(3,)``."""
-    import numpy as np
-
-    latitude = math.radians(host.latitude_deg)
-    longitude = math.radians(host.longitude_deg) + ground_angle_rad(model, epoch_unix_s, now_s)
-    out = math.cos(latitude)
-    return np.array([out * math.cos(longitude), out * math.sin(longitude), math.sin(latitude)])
+    return place_up(host, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:

@@ -45,7 +45,7 @@ def _constellation(say: Callable[[str], None]) -> Iterator[tuple[ConstellationPl
             say(
                 f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
                 f"processes, {plan.servers} servers by {plan.strategy}, "
-                f"round trip {format_duration(expected_round_trip_s(plan, 'los'))}"
+                f"round trip {format_duration(expected_round_trip_s(plan, 'ideal'))}"
             )
             yield plan, directory
         finally:

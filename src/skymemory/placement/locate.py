@@ -9,6 +9,8 @@ at each plane move the leaving north row hands them to the entering south row. S
 that was set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north) mod h) − north)`` of the
 centre of that time. The mod runs over the full box, with its empty cells: that is what makes the two axes commute
 when the servers do not fill it.
+
+Where that is a gap, the satellite is the gap's ``Torus.living``; several servers may then be on one satellite.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class Placement:
     centre: SatelliteId
 
     def __post_init__(self) -> None:
-        if self.centre not in self.layout.torus:
-            torus = self.layout.torus
+        torus = self.layout.torus
+        if torus.wrap(*self.centre) != self.centre:  # the satellite overhead may be a gap
             raise InvalidInput(
                 f"centre {self.centre}: expected plane 0 … {torus.planes - 1} and slot 0 … {torus.slots_per_plane - 1}"
             )
@@ -140,7 +142,7 @@ class Placement:
         cell = self.replica_cell(self.layout.cells[server], replica)
         x, y = self.cell_at(cell, set_moves, now_moves)
         centre = self.centre_of(set_moves, now_moves)
-        return self.torus.wrap(centre.plane + y, centre.slot + x)
+        return self.torus.living(self.torus.wrap(centre.plane + y, centre.slot + x))
 
     def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
         """``locate`` of every server, in order; cached, since a read needs all of them."""
@@ -181,18 +183,18 @@ class Placement:
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
         """The whole box around the overhead satellite, empty cells included, row by row from its north-west
-        corner.
+        corner; for gaps, who stands in for them.
         """
-        centre = self.centre_of(now_moves, now_moves)
-        return [self.torus.wrap(centre.plane + y, centre.slot + x) for x, y in self.layout.box.cells]
+        centre, torus = self.centre_of(now_moves, now_moves), self.torus
+        return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]
 
 
 @lru_cache(maxsize=1024)
 def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tuple[SatelliteId, ...]:
     centre = placement.centre_of(set_moves, now_moves)
-    wrap = placement.torus.wrap
+    wrap, living = placement.torus.wrap, placement.torus.living
     cells = [placement.cell_at(cell, set_moves, now_moves) for cell in placement.layout.cells]
-    return tuple(wrap(centre.plane + y, centre.slot + x) for x, y in cells)
+    return tuple(living(wrap(centre.plane + y, centre.slot + x)) for x, y in cells)
 
 
 # --- Handovers when the overhead point moves (SkyMemory paper §3.5 and figures 5 and 8) ---
@@ -229,8 +231,8 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Hand
     handovers = []
     for cell in placement.box.cells:
         x, y = placement.cell_at(cell, from_moves, to_moves)
-        source = torus.wrap(before.plane + cell[1], before.slot + cell[0])
-        target = torus.wrap(after.plane + y, after.slot + x)
+        source = torus.living(torus.wrap(before.plane + cell[1], before.slot + cell[0]))
+        target = torus.living(torus.wrap(after.plane + y, after.slot + x))
         if source != target:
             handovers.append(Handover(cell, source, target))
     return handovers

@@ -16,7 +16,7 @@ from skymemory.keys import KeyRing
 from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut
 from skymemory.placement.locate import Moves
 from skymemory.protocol.auth import Authority
-from skymemory.protocol.client.gateway import ACCESS_MODES, Access
+from skymemory.protocol.client.gateway import Access, access_named
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.base import Store
@@ -47,7 +47,7 @@ def _round_trips(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> tuple[Callable[[SatelliteId], float], Moves]:
     """Round trips by the current geometry and the plan's delay scale, and the moves of now."""
-    # By the way a packet takes: beam to each satellite (los), or beam to the gateway and links from there. An onboard
+    # By the way a packet takes: beam to each satellite (ideal), or beam to the gateway and links from there. An onboard
     # host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
     sky_s, moves = 0.0, (0, 0)
@@ -55,14 +55,17 @@ def _round_trips(
         now_s = time.time() if now_s is None else now_s
         sky_s, moves = clock.sky_s(now_s), clock.moves(now_s)
     sight, centre = plan.sight(ground), sky.centre_at(moves)
-    seen = sight.in_sight(centre, sky_s) or (centre,)
-    gateway = centre if access == "onboard" else seen[0]
-    beam_s = 0.0 if access == "onboard" else sight.one_way_s(gateway, centre, sky_s)
+    access, seen = access_named(access), sight.in_sight(centre, sky_s)
+    gateway = plan.torus.living(centre) if access == "onboard" or not seen else seen[0]
+    # With none in sight, as of the next that rises: its beam is as long as any.
+    beam_s = sight.one_way_s(gateway, centre, sky_s) if seen else sight.longest_s
+    if access == "onboard":
+        beam_s = 0.0
 
     def round_trip_s(satellite: SatelliteId) -> float:
-        if access == "los" or (access == "hybrid" and satellite in seen):
+        if access == "ideal" or (access == "hybrid" and satellite in seen):
             return 2 * sight.one_way_s(satellite, centre, sky_s) * plan.delay_scale
-        links_s = shell.path_one_way_s(gateway.plane, *plan.torus.delta(gateway, satellite))
+        links_s = shell.route_one_way_s(plan.torus, gateway, satellite)
         return 2 * (beam_s + links_s) * plan.delay_scale
 
     return round_trip_s, moves
@@ -74,9 +77,7 @@ def check_access(plan: ConstellationPlan, access: str) -> Access:
     Raises:
         InvalidInput: unknown mode, or a mix of on board and ground, whose boxes move differently.
     """
-    found = next((mode for mode in ACCESS_MODES if mode == access), None)
-    if found is None:
-        raise InvalidInput(f"access {access!r}: expected one of {', '.join(ACCESS_MODES)}")
+    found = access_named(access)
     if (found == "onboard") != (plan.access == "onboard"):
         raise InvalidInput(
             f"access {access!r} to a constellation with access {plan.access!r}: its box moves differently; start it "
@@ -149,7 +150,7 @@ def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None =
     round_trip_s, moves = _round_trips(plan, access, ground=ground)
     # With a beam for each satellite more of them transmit at the same time; through a gateway all share its beam. The
     # plan's delay scale holds for the whole link: without delays it transmits as fast as this computer.
-    beams = access in ("los", "hybrid")
+    beams = access_named(access) in ("ideal", "hybrid")
     chunk_s = plan.chunk_bytes / BEAM_BYTES_PER_S * plan.delay_scale if beams else 0.0
     if plan.links is not None and plan.links.down_bit_s is not None and beams:
         chunk_s = plan.chunk_bytes / plan.links.bytes_per_s("down")
@@ -221,7 +222,7 @@ def host_spec(
         sight_at=plan.sight if plan.constellation.fixed_centre is None else None,
         replacement=plan.memory_policy.replacement,
         eviction=plan.memory_policy.satellites(plan.replicas),
-        onboard=plan.centre if plan.access == "onboard" else None,
+        onboard=plan.torus.living(plan.centre) if plan.access == "onboard" else None,
         faults=FaultInjector(
             loss=faults.loss,
             duplicate=faults.duplicate,
@@ -245,7 +246,7 @@ def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId
 
 def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
     """A client with a direct link to each satellite, so that a dead host hides no other."""
-    return client_of(plan, "los", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
+    return client_of(plan, "ideal", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
 
 
 _ANNOUNCED_TO = 3

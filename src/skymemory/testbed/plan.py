@@ -16,8 +16,8 @@ from pathlib import Path
 
 from skymemory.constellation.ground_track import Place, Track, Trajectory, Waypoint, track_over
 from skymemory.constellation.links import Links
-from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, Preset, preset_named
-from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask
+from skymemory.constellation.presets import DEFAULT_HOST, DEFAULT_PRESET, FlownShell, Preset, preset_named
+from skymemory.constellation.sight import GATEWAY_RULES, BoxSight, OrbitSight, Sight, check_mask, farthest_latitude_deg
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput
@@ -25,7 +25,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import check_servers, layout, parse_strategy
 from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES
-from skymemory.protocol.client.gateway import ACCESS_MODES as ACCESS_MODES
+from skymemory.protocol.client.gateway import access_named
 from skymemory.protocol.clock import MOST_PUSHED
 from skymemory.protocol.satellite.state import EvictionConfig, parse_policies
 from skymemory.protocol.wire import MAX_CHUNK_BYTES
@@ -96,11 +96,23 @@ class Ground:
         track = self.track(preset)
         return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
 
+    def check_reach(self, preset: Preset) -> None:
+        """Raises ``InvalidInput`` where no satellite ever rises above the mask; of a host that moves, nowhere it is."""
+        if preset.fixed_centre is not None:
+            return
+        farthest_deg = farthest_latitude_deg(preset.shell, self.mask_deg)
+        nearest_deg = min(abs(point.latitude_deg) for point in self.waypoints or (self,))
+        if nearest_deg > farthest_deg:
+            raise InvalidInput(
+                f"latitude {nearest_deg:g}: no satellite of {preset.name} ever rises {self.mask_deg:g}° above its "
+                f"horizon; expected at most {farthest_deg:.1f}° north or south, or a lower mask"
+            )
+
     def sight(self, preset: Preset) -> Sight:
         if preset.fixed_centre is not None:
             return BoxSight(preset.shell, preset.torus, self.mask_deg)
         rule = next(rule for rule in GATEWAY_RULES if rule == self.gateway)
-        return OrbitSight(preset.shell, self.place, preset.epoch_unix_s, self.mask_deg, rule)
+        return OrbitSight(preset.shell, self.place, preset.epoch_unix_s, self.mask_deg, rule, preset.torus.gaps)
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,17 @@ class PlaceSight:
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         return self.own.one_way_s(satellite, self._own_centre(centre, sky_s), sky_s)
+
+    @property
+    def longest_s(self) -> float:
+        return self.own.longest_s
+
+    @property
+    def any_blocked(self) -> bool:
+        return self.box.any_blocked
+
+    def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
+        return self.box.blocked(here, there, centre, sky_s)
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
         """Where a box around this host would be, pushed as far as the plan's."""
@@ -237,7 +260,7 @@ class ConstellationPlan:
     servers: int
     strategy: str
     centre: SatelliteId
-    access: str = "los"
+    access: str = "ideal"
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     delay_scale: float = 1.0
     memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES
@@ -263,6 +286,8 @@ class ConstellationPlan:
 
     links: Links | None = None
     """What links carry; None: everything, as earlier releases' plans."""
+    flown: FlownShell | None = None
+    """Of a constellation of real satellites, whose name ``preset`` then is."""
 
     def __post_init__(self) -> None:
         preset = self.constellation
@@ -277,8 +302,9 @@ class ConstellationPlan:
         box = layout(parse_strategy(self.strategy), self.servers, torus).box
         most = min(255, box.width * box.height)
         _require(1 <= self.replicas <= most, f"{self.replicas} replicas: expected 1 to {most}, the box's satellites")
-        _require(self.access in ACCESS_MODES, f"access {self.access!r}: expected one of {', '.join(ACCESS_MODES)}")
-        _require(self.centre in torus, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
+        object.__setattr__(self, "access", access_named(self.access))
+        on_grid = torus.wrap(*self.centre) == self.centre  # it may be a gap
+        _require(on_grid, f"centre {tuple(self.centre)} is not on the torus of {self.preset}")
         overhead = self.ground.centre(preset)
         _require(
             preset.fixed_centre is not None or self.centre == overhead,
@@ -343,7 +369,9 @@ class ConstellationPlan:
 
     @property
     def constellation(self) -> Preset:
-        """The preset, in the version of the plan."""
+        """The preset, in the version of the plan, or the real satellites."""
+        if self.flown is not None:
+            return self.flown.preset()
         return preset_named(self.preset, self.preset_version)
 
     @property
@@ -360,13 +388,15 @@ class ConstellationPlan:
     @property
     def memory_bytes(self) -> int:
         """Memory of all satellites."""
-        return self.planes * self.slots_per_plane * self.memory_per_satellite_bytes
+        return self.torus.size * self.memory_per_satellite_bytes
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
         """Satellites of a host with their addresses, by port."""
-        satellites = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
-        for satellite, port in zip(satellites, host.ports(self.slots_per_plane), strict=True):
-            yield satellite, (host.ip, port)
+        torus = self.torus
+        cells = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
+        for cell, port in zip(cells, host.ports(self.slots_per_plane), strict=True):
+            if cell in torus:  # the port of a gap stays free
+                yield cell, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
         """``(ip, port)`` of every satellite."""
@@ -380,17 +410,21 @@ class ConstellationPlan:
         raise InvalidInput(f"no host {which!r} in the plan: expected one of {', '.join(h.name for h in self.hosts)}")
 
 
+def _chosen(preset: str | Preset) -> Preset:
+    return preset if isinstance(preset, Preset) else preset_named(preset)
+
+
 def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
     """Contiguous runs of planes per host, as even as possible."""
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
-def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
+def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
     """``hosts`` processes on one computer, with consecutive ports."""
-    torus = preset_named(preset).torus
+    torus = _chosen(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
     ports = Ports(ports) if isinstance(ports, int) else ports
-    all_ports = ports.first(torus.size)
+    all_ports = ports.first(torus.cells)
     shares = []
     for number, planes in enumerate(_shares(torus.planes, hosts)):
         first = all_ports[planes[0] * torus.slots_per_plane]
@@ -400,9 +434,9 @@ def local_hosts(preset: str, hosts: int, ports: int | Ports, ip: str = "127.0.0.
     return tuple(shares)
 
 
-def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
+def remote_hosts(preset: str | Preset, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
     """One host per ``(ip, base port)``, for several computers."""
-    torus = preset_named(preset).torus
+    torus = _chosen(preset).torus
     _require(
         1 <= len(addresses) <= torus.planes,
         f"{len(addresses)} hosts for {torus.planes} planes: expected 1 to {torus.planes}",
@@ -415,12 +449,12 @@ def remote_hosts(preset: str, addresses: Sequence[tuple[str, int]]) -> tuple[Hos
 
 
 def make_plan(
-    preset: str = DEFAULT_PRESET,
+    preset: str | Preset = DEFAULT_PRESET,
     *,
     hosts: tuple[HostShare, ...] | None = None,
     servers: int | None = None,
     strategy: str | None = None,
-    access: str = "los",
+    access: str | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     delay_scale: float = 1.0,
     memory_per_satellite_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -436,15 +470,21 @@ def make_plan(
 ) -> ConstellationPlan:
     """A plan with the preset's defaults; ``hosts`` defaults to five on this computer, the strategy with access
     ``onboard`` to ``hop``. With ``servers`` every value has so many; by default they are chosen by its size.
+
+    Raises:
+        InvalidInput: a setting that cannot be, or a place over whose horizon no satellite ever rises.
     """
-    chosen = preset_named(preset)
-    ground = ground or Ground()
+    chosen = _chosen(preset)
+    ground = ground or Ground(gateway=chosen.gateway)
+    access = access_named(access or chosen.access)
+    if access in ("gateway", "hybrid"):
+        ground.check_reach(chosen)
     torus = chosen.torus
     return ConstellationPlan(
         preset=chosen.name,
         planes=torus.planes,
         slots_per_plane=torus.slots_per_plane,
-        hosts=hosts or local_hosts(chosen.name, min(DEFAULT_HOSTS, torus.planes), DEFAULT_BASE_PORT),
+        hosts=hosts or local_hosts(chosen, min(DEFAULT_HOSTS, torus.planes), DEFAULT_BASE_PORT),
         servers=chosen.servers if servers is None else servers,
         strategy=strategy or ("hop" if access == "onboard" else chosen.strategy),
         centre=ground.centre(chosen),
@@ -463,6 +503,7 @@ def make_plan(
         fan_out="fixed" if servers == chosen.servers else "",
         links=links,
         preset_version=chosen.version,
+        flown=chosen.flown,
     )
 
 

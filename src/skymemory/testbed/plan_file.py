@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 from skymemory.config import suggestion, table
 from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.links import Links
+from skymemory.constellation.presets import FlownShell
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, LaterFile
 from skymemory.files import read_bounded, write_private
+from skymemory.protocol.client.gateway import IDEAL_ONCE
 from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, HostShare, MemoryPolicy
 
 Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
@@ -28,6 +30,8 @@ _POLL_S = 0.02
 def to_json(plan: ConstellationPlan) -> str:
     """The plan as indented JSON, ``version`` first."""
     fields = dataclasses.asdict(plan)
+    if plan.access == "ideal":
+        fields["access"] = IDEAL_ONCE  # which every release reads
     fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
     # Readers refuse unknown keys: one that earlier versions do not know is written only where the plan needs it.
     for host in fields["hosts"]:
@@ -39,6 +43,8 @@ def to_json(plan: ConstellationPlan) -> str:
         del fields["links"]
     else:
         fields["links"] = plan.links.as_table()
+    if plan.flown is None:
+        del fields["flown"]
     if plan.preset_version == 1:
         del fields["preset_version"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
@@ -134,9 +140,30 @@ def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan
         fields["memory_policy"] = _build(MemoryPolicy, policy, where)
     if fields.get("links") is not None:
         fields["links"] = Links.read(table(fields["links"]), f"{where}: links")
+    if fields.get("flown") is not None:
+        fields["flown"] = _flown(fields["flown"], f"{where}: flown")
     if "ground" in fields:
         fields["ground"] = _ground(fields["ground"], f"{where}: ground")
     return _build(ConstellationPlan, fields, where)
+
+
+def _flown(value: Any, where: str) -> FlownShell:
+    fields = _mapping(value, FlownShell, where)
+    for name in ("nodes_rad", "offsets_slots"):
+        numbers = fields[name]
+        if not isinstance(numbers, list) or not all(type(number) in (int, float) for number in numbers):
+            raise InvalidInput(f"{where}: {name}: expected a list of numbers, found {numbers!r}")
+        fields[name] = tuple(numbers)
+    gaps = fields["gaps"]
+    if not isinstance(gaps, list) or not all(isinstance(gap, list) and len(gap) == 2 for gap in gaps):
+        raise InvalidInput(f"{where}: gaps: expected a list of [plane, slot]")
+    fields["gaps"] = tuple(SatelliteId(*_numbers(gap, f"{where}: gaps")) for gap in gaps)
+    flown = FlownShell(**fields)
+    try:
+        flown.preset()
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from error
+    return flown
 
 
 def _ground(value: Any, where: str) -> Ground:

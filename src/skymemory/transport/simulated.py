@@ -4,6 +4,9 @@ Every link has its one-way delay; faults are drawn per datagram from a seeded in
 same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: then satellites share
 the processors of their hosts (``simulated_host``).
 
+What a satellite sends to a neighbour behind the Earth is lost, and counted as ``packets_blocked``. Satellites find out
+as of a neighbour that is dead, and route around it.
+
 Where links have rates (``constellation.links``), every packet is sent when its link is free, and forwarded when its
 last bit has come. A run of packets is shown to the machine of a satellite that forwards it once, when the first of them
 comes; each follows on the next link at its own time. At their end packets of a run that come within ``GRAIN_S`` are
@@ -142,6 +145,7 @@ class SimulatedConstellation:
         self.now_s = 0.0
         self.datagrams_sent = 0
         self.bytes_sent = 0
+        self._any_blocked = sky.sight is not None and sky.sight.any_blocked
         self._memory_bytes = memory_bytes
         self._clocks = clocks or {}
         self._delay_s = delay_s
@@ -227,13 +231,13 @@ class SimulatedConstellation:
         return frozenset(self._dead)
 
     def kill_plane(self, plane: int) -> None:
-        for slot in range(self.sky.torus.slots_per_plane):
-            self.kill(SatelliteId(plane, slot))
+        for satellite in [each for each in self.satellites if each.plane == plane]:
+            self.kill(satellite)
 
     def revive_plane(self, plane: int) -> None:
         """All its satellites are back, empty."""
-        for slot in range(self.sky.torus.slots_per_plane):
-            self.revive(SatelliteId(plane, slot))
+        for satellite in [each for each in self.satellites if each.plane == plane]:
+            self.revive(satellite)
 
     def cut(self, one: Node, other: Node) -> None:
         """No packet passes between these two any more, either way. Packets in flight arrive."""
@@ -372,6 +376,9 @@ class SimulatedConstellation:
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
         """Datagrams of one batch without faults arrive together, as receive offload delivers them."""
+        if self._any_blocked and self._blocked(sender, receiver):
+            self.satellites[cast(SatelliteId, sender)].counters.add("packets_blocked", batch.count)
+            return
         if self.queues is not None:
             self._send_by_rate(batch, sender, receiver)
             return
@@ -393,6 +400,14 @@ class SimulatedConstellation:
                 run.append(copy)
         if run:
             self._arrive(run, link_s, sender, receiver)
+
+    def _blocked(self, sender: Node, receiver: Node) -> bool:
+        """Whether the Earth is between two satellites: what they send each other is lost."""
+        sight = self.sky.sight
+        if sight is None or not isinstance(sender, SatelliteId) or not isinstance(receiver, SatelliteId):
+            return False
+        centre = self.sky.centre_at(self.clock.moves(self.now_s))
+        return sight.blocked(sender, receiver, centre, self.clock.sky_s(self.now_s))
 
     def _arrive(self, run: list[bytes], delay_s: float, sender: Node, receiver: Node) -> None:
         data = run[0] if len(run) == 1 else b"".join(run)
@@ -496,7 +511,8 @@ class SimulatedConstellation:
         for batch, to in machine.datagrams_to_send(self.now_s):
             link = frozenset((here, cast(Node, to)))
             plain = train.onward is None and batch.payloads is None and batch.count == train.count
-            if not plain or link in self._link_faults or link in self._cut:
+            blocked = self._any_blocked and self._blocked(here, cast(Node, to))
+            if not plain or blocked or link in self._link_faults or link in self._cut:
                 self._send(batch, here, cast(Node, to))
                 continue
             receiver = cast(Node, to)

@@ -170,7 +170,9 @@ class UdpHost:
         self._queues: LinkQueues | None = None
         if spec.links is not None:
             self._queues = LinkQueues(spec.links, spec.clock.epoch_s, self._elevation_deg, self._place, spec.onboard)
-        self._direct = self._delays is None and spec.faults is None
+        sight = spec.sky.sight
+        self._blocks = sight if sight is not None and sight.any_blocked else None
+        self._direct = self._delays is None and spec.faults is None and self._blocks is None
         """No datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
@@ -178,6 +180,7 @@ class UdpHost:
         """Of clients with a place of their own, by endpoint."""
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
+        self._over_gaps = bool(spec.sky.torus.gaps)
         planes = range(spec.sky.torus.planes)
         self._plane_links_s = [spec.shell.plane_link_one_way_s(plane) * spec.delay_scale for plane in planes]
         self._last_figures: dict[str, int] = {}
@@ -210,7 +213,7 @@ class UdpHost:
             credit_bytes=sock.receive_buffer_bytes // 2,
             replacement=self.spec.replacement,
             eviction=self.spec.eviction,
-            neighbour_timeout_s=PATIENCE_S + 2 * max(self._link_s["slot"], *self._plane_links_s),
+            neighbour_timeout_s=PATIENCE_S + 2 * self._longest_link_s(name),
             authority=self.spec.authority,
         )
         if self.spec.links is not None:
@@ -417,13 +420,32 @@ class UdpHost:
         for batch, to in machine.datagrams_to_send(self.now_s()):
             if isinstance(to, SatelliteId):
                 here = machine.config.address
-                hold_s = self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
+                if self._blocks is not None and self._is_blocked(here, to, machine.moves):
+                    machine.counters.add("packets_blocked", batch.count)
+                    continue
+                hold_s = self._hop_s(here, to)
                 self._depart(satellite, batch, self.spec.everyone[to], hold_s, to)
             else:
                 self._down(satellite, batch, cast(Endpoint, to))
         self._arm(satellite)
         if machine.wants_work:
             self._want_slice(satellite)
+
+    def _is_blocked(self, here: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
+        """Whether the Earth is between them, and what they send each other lost."""
+        assert self._blocks is not None
+        return self._blocks.blocked(here, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
+
+    def _hop_s(self, here: SatelliteId, to: SatelliteId) -> float:
+        """Delay of the link to a neighbour."""
+        if self._over_gaps:
+            return self.spec.shell.hop_one_way_s(self.spec.sky.torus, here, to) * self.spec.delay_scale
+        return self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
+
+    def _longest_link_s(self, here: SatelliteId) -> float:
+        if self._over_gaps:
+            return max(self._hop_s(here, each) for each in self.spec.sky.torus.neighbours(here))
+        return max(self._link_s["slot"], *self._plane_links_s)
 
     def _plane_link_s(self, here: int, there: int) -> float:
         """Delay between two neighbouring planes."""

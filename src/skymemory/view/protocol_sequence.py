@@ -111,7 +111,7 @@ def record() -> Recording:
     period_s = slot_move_period_s(PRESETS["starlink-a"].shell)
     clock = MoveClock(slot_period_s=period_s, time_scale=1.0)
     sky = _Recorded(SkyMap(TORUS, CENTRE), clock)
-    host = sky.connect(ClientConfig(1, "los", expected_rtt_s=0.02))
+    host = sky.connect(ClientConfig(1, "ideal", expected_rtt_s=0.02))
     value = bytes(range(256)) * (SERVERS * CHUNK_BYTES // 256)
     strategy = STRATEGY_CODES["rotation_hop"]
     written = host.write(hashlib.sha256(b"block").digest(), value, CHUNK_BYTES, strategy, SERVERS)

@@ -20,7 +20,7 @@ WIDE = 1e18
 BLOCK = 1000.0
 
 
-@pytest.mark.parametrize("access", ["hybrid", "gateway", "los"])
+@pytest.mark.parametrize("access", ["hybrid", "gateway", "ideal"])
 def test_round_trips_are_those_that_clients_of_the_real_plan_expect(access: str) -> None:
     """81 servers fill their box, so the farthest of the box is the farthest server, whenever it was set."""
     geometry = SkyGeometry(SkySetup(access=access, geometry_s=10.0))
@@ -30,7 +30,7 @@ def test_round_trips_are_those_that_clients_of_the_real_plan_expect(access: str)
         expected_s = expected_round_trip_s(geometry.plan, access, now_s)
         assert geometry.round_trip_s((0, 0), now_s) == pytest.approx(expected_s)
         seen.add(round(expected_s, 6))
-    assert len(seen) > 5 or access == "los"  # to whom is out of sight, the paper's beam: always as long
+    assert len(seen) > 5 or access == "ideal"  # to whom is out of sight, the paper's beam: always as long
     assert 0.005 < min(seen) <= max(seen) < 0.2
 
 
@@ -55,7 +55,7 @@ def test_who_holds_what_is_followed_through_every_handover() -> None:
 
 
 def test_a_box_that_is_no_orbit_and_one_on_board() -> None:
-    paper = SkyGeometry(SkySetup(preset="paper-15x15", access="los", servers=9))
+    paper = SkyGeometry(SkySetup(preset="paper-15x15", access="ideal", servers=9))
     assert paper.round_trip_s((0, 0), 0.0) == pytest.approx(paper.round_trip_s((0, 0), 100.0))
     aboard = SkyGeometry(SkySetup(access="onboard", strategy="hop", servers=5))
     assert (aboard.moves(3000.0), aboard.round_trip_s((0, 0), 0.0)) == ((0, 0), pytest.approx(2 * 6.571e-3, rel=1e-3))

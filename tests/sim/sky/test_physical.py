@@ -39,7 +39,7 @@ def servers_of(preset: Preset, access: Access, servers: int, mask_deg: float) ->
     """The twin's view of the box at the epoch."""
     torus, shell, centre = preset.torus, preset.shell, preset.centre
     sight = sight_of(preset, mask_deg)
-    seen = (centre,) if access in ("onboard", "los") else sight.in_sight(centre, 0.0)
+    seen = (centre,) if access in ("onboard", "ideal") else sight.in_sight(centre, 0.0)
     strategy = "hop" if access == "onboard" else preset.strategy
     placed = Placement.for_preset(preset, strategy, servers).locate_all()
 
@@ -49,7 +49,7 @@ def servers_of(preset: Preset, access: Access, servers: int, mask_deg: float) ->
 
     found = []
     for satellite in placed:
-        if access == "los" or (access == "hybrid" and satellite in seen and satellite != seen[0]):
+        if access == "ideal" or (access == "hybrid" and satellite in seen and satellite != seen[0]):
             found.append(Server(satellite, sight.one_way_s(satellite, centre, 0.0), [], []))
             continue
         out, back = torus.path(seen[0], satellite), torus.path(satellite, seen[0])
@@ -82,7 +82,7 @@ def test_where_it_is_exact_it_is_what_the_packets_do(access: Access, operation: 
     draw = random.Random(f"{access} {operation}")
     for _ in range(12):
         servers, setting, rates = drawn(draw)
-        if access == "los":
+        if access == "ideal":
             pass  # with any server time
         elif operation == "get":
             setting = replace(setting, server_s=0.0)
@@ -146,7 +146,7 @@ def test_the_bound_of_the_specification(servers: int, least_ms: float) -> None:
 
 def test_the_bound_of_one_server_by_hand() -> None:
     """Three chunks of 1000 bytes, the last of 500: 10 ms there, 8 ms each in its memory or 4 ms each on a beam."""
-    ways = Ways("los", *(np.array([[each]]) for each in (0.0, 0.010, 0, -2, -2)))  # type: ignore[arg-type]
+    ways = Ways("ideal", *(np.array([[each]]) for each in (0.0, 0.010, 0, -2, -2)))  # type: ignore[arg-type]
     setting = Setting(2500, 1000, server_s=0.008)
     assert lower_bound_s(ways, setting, LinkRates(down_bit_s=2e6))[0] == pytest.approx(0.020 + 0.024 + 0.002)
     setting = replace(setting, server_s=0.001)

@@ -170,7 +170,7 @@ class TestUdpWithoutIndex(UdpContract):
     INDEXED = False
 
 
-@pytest.mark.parametrize("access", [mode for mode in ACCESS_MODES if mode != "los"])
+@pytest.mark.parametrize("access", [mode for mode in ACCESS_MODES if mode != "ideal"])
 class TestOtherWaysToReachIt(StoreContract):
     can = ASKED
 

@@ -1,9 +1,13 @@
 """Access modes: through which satellite's beam a host reaches another satellite.
 
-``los``      a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
+``ideal``    a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
+             Files of plans and earlier releases call it ``los``.
 ``gateway``  one beam, to the nearest satellite in sight; inter-satellite links carry the rest.
 ``hybrid``   a beam to each satellite in sight; the others through the gateway.
 ``onboard``  the host is a satellite: its beam has no length, and links carry the rest from there.
+
+Of these only ``ideal`` ever has a beam to a satellite below the mask. With none in sight ``gateway`` and ``hybrid`` are
+*dark*: nothing is sent until one rises.
 
 A change of gateway loses no packets: an answer returns through the gateway that its request took, and a retransmission
 takes the current one. A gateway that has fallen silent is skipped for a while.
@@ -15,20 +19,24 @@ import math
 from collections.abc import Container, Iterable
 from typing import Literal, get_args
 
+from skymemory.config import suggestion
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import FollowedClock, SkyMap
 
-Access = Literal["los", "gateway", "onboard", "hybrid"]
+Access = Literal["ideal", "gateway", "onboard", "hybrid"]
 ACCESS_MODES: tuple[Access, ...] = get_args(Access)
+IDEAL_ONCE = "los"
+"""What ``ideal`` is called in files and by earlier releases."""
 _SKIPPED_S = 5.0
 """A silent gateway is tried again after this time."""
 _MAX_CANDIDATES = 25
 
 
 class Gateway:
-    """The current gateway of every mode but ``los``, which needs none. ``direct``: satellites with a beam of their own.
+    """The current gateway of every mode but ``ideal``, which needs none. ``direct``: satellites with their own beams.
 
     Chosen again when the box moves, and for each second of the satellites' flight.
     """
@@ -36,6 +44,8 @@ class Gateway:
     def __init__(self, access: Access, sky: SkyMap, counters: Counters) -> None:
         self.current: SatelliteId | None = None
         self.direct: frozenset[SatelliteId] = frozenset()
+        self.dark = False
+        """No satellite is in sight, so there is no beam at all."""
         self._access = access
         self._sky = sky
         self._counters = counters
@@ -44,7 +54,7 @@ class Gateway:
         self._silent_until_s: dict[SatelliteId, float] = {}
 
     def beam(self, satellite: SatelliteId) -> SatelliteId:
-        """The satellite whose beam carries packets for ``satellite``."""
+        """The satellite whose beam carries packets for ``satellite``. Not to be sent by while ``dark``."""
         return satellite if self.current is None or satellite in self.direct else self.current
 
     def update(self, clock: FollowedClock, now_s: float) -> bool:
@@ -57,12 +67,15 @@ class Gateway:
         self._silent_until_s = {here: until_s for here, until_s in self._silent_until_s.items() if until_s > now_s}
         self._choose_again_s = min(self._silent_until_s.values(), default=math.inf)
         if self._access == "onboard":
-            self.current = self._sky.centre
+            self.current = self._sky.torus.living(self._sky.centre)
             return False
         gateway, in_sight = self._choose(moves, sky_s)
         if self._access == "hybrid":
             self.direct = frozenset(in_sight)
-        changed = self.current not in (None, gateway)
+        changed = gateway is not None and (self.dark or self.current not in (None, gateway))
+        self.dark = gateway is None
+        if self.dark:
+            self._counters.add("gateway_out_of_sight")
         if changed:
             self._counters.add("gateway_handovers")
         self.current = gateway
@@ -76,14 +89,28 @@ class Gateway:
             self._chosen_at = None
             self._counters.add("gateway_silent")
 
-    def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId, tuple[SatelliteId, ...]]:
-        """The gateway, and all satellites in sight. With none in sight, the box's centre is used, and counted."""
+    def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId | None, tuple[SatelliteId, ...]]:
+        """The gateway, None without one in sight, and all satellites in sight. Without a ``sight`` it is the
+        box's centre.
+        """
         centre = self._sky.centre_at(moves)
-        in_sight = self._sky.sight.in_sight(centre, sky_s) if self._sky.sight is not None else ()
-        if not in_sight and self._sky.sight is not None:
-            self._counters.add("gateway_out_of_sight")
-        candidates = in_sight or (nearest(centre, self._sky.torus) if self._silent_until_s else [centre])
-        return first_responsive(candidates, self._silent_until_s) or centre, in_sight
+        if self._sky.sight is not None:
+            in_sight = self._sky.sight.in_sight(centre, sky_s)
+            return first_responsive(in_sight, self._silent_until_s), in_sight
+        candidates = nearest(centre, self._sky.torus) if self._silent_until_s else [self._sky.torus.living(centre)]
+        return first_responsive(candidates, self._silent_until_s), ()
+
+
+def access_named(name: str) -> Access:
+    """An access mode by its name; ``los`` is ``ideal``.
+
+    Raises:
+        InvalidInput: no such mode.
+    """
+    found = next((mode for mode in ACCESS_MODES if name == mode), None)
+    if found is None and name != IDEAL_ONCE:
+        raise InvalidInput(f"access {name!r}; {suggestion(name, ACCESS_MODES)}")
+    return found or "ideal"
 
 
 def first_responsive(candidates: Iterable[SatelliteId], silent: Container[SatelliteId]) -> SatelliteId | None:
@@ -98,5 +125,6 @@ def first_responsive(candidates: Iterable[SatelliteId], silent: Container[Satell
 
 def nearest(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
     """The satellites with the fewest links to ``centre``, itself first: possible gateways in its place."""
+    centre = torus.living(centre)
     ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
     return ordered[:_MAX_CANDIDATES]

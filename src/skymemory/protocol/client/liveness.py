@@ -348,4 +348,4 @@ def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> l
     """Satellites to ask whether any is there: near the box's centre, of different planes, none of ``silent``'s."""
     near = [satellite for satellite in nearest(centre, sky.torus) if silent is None or satellite.plane != silent.plane]
     by_plane = {satellite.plane: satellite for satellite in reversed(near)}
-    return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or [centre]
+    return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or near[:1] or [sky.torus.living(centre)]

@@ -33,7 +33,7 @@ from skymemory.native import Ack, Landing, Rows, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
-from skymemory.protocol.client.gateway import Access, Gateway
+from skymemory.protocol.client.gateway import Access, Gateway, access_named
 from skymemory.protocol.client.liveness import UNLIMITED, FailureDetector, Peers, Probes
 from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, Request
 from skymemory.protocol.client.transfer import (
@@ -99,7 +99,7 @@ class ClientConfig:
     """
 
     ground: int
-    access: Access = "los"
+    access: Access = "ideal"
     window_bytes: int = 0
     credit_bytes: int = 0
     expected_rtt_s: float = 0.0
@@ -112,6 +112,9 @@ class ClientConfig:
     """Signs our commands; None where the satellites require no MACs."""
     links: Links | None = None
     """What links carry: windows fill the slowest link of a way, and no more. None: only receivers bound them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "access", access_named(self.access))
 
     def taking(self, window_bytes: int, credit_bytes: int) -> ClientConfig:
         """With what a transport takes, where this leaves it open."""
@@ -202,7 +205,7 @@ class ClientMachine:
         self.counters = Counters()
         self._sky = sky
         self._clock = FollowedClock(clock, self.counters)
-        self._gateway = None if config.access == "los" else Gateway(config.access, sky, self.counters)
+        self._gateway = None if config.access == "ideal" else Gateway(config.access, sky, self.counters)
         ways = config.way("up"), config.way("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
         self._down_bytes = ways[1][1]
@@ -417,6 +420,8 @@ class ClientMachine:
             self._finish(operation, "unsupported", now_s)
             return operation.number
         self._update_gateway(now_s)
+        if operation.number not in self._operations:
+            return operation.number
         request = self._in_flight.begin(operation, satellite, op, [], body, 0, self.moves(now_s), now_s)
         if once:
             request.once, request.deadline_s = True, now_s + self.config.give_up_s
@@ -498,6 +503,11 @@ class ClientMachine:
             self._peers.rerouted()
             if self._gap_s:
                 self._quiet_until_s = now_s + self._gap_s
+        if self._gateway is not None and self._gateway.dark:
+            # It may be minutes until a satellite rises: for a cache, a miss now is better than a value then.
+            for operation in list(self._operations.values()):
+                self._finish(operation, "out of sight", now_s)
+            self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
         """How long it is on links behind the beam that it takes."""

@@ -239,7 +239,8 @@ class Gossip:
         if region.holds(self._here, torus):
             targets = [other for other in torus.neighbours(self._here) if region.holds(other, torus)]
         else:
-            targets = [torus.next_hop(self._here, region.centre)] if region.centre in torus else []
+            centre = torus.living(region.centre)
+            targets = [torus.next_hop(self._here, centre)] if centre in torus else []
         body = replace(notice, hops=notice.hops - 1).pack()
         for target in dict.fromkeys(targets):
             if target not in (source, self._here):

@@ -290,7 +290,7 @@ class SkyGeometry:
         found = self._one_way.get(satellite)
         if found is None:
             access = self.plan.access
-            if access == "los" or (access == "hybrid" and satellite in self._seen):
+            if access == "ideal" or (access == "hybrid" and satellite in self._seen):
                 found = self._beam_to(satellite)
             elif self._beam_s == math.inf:
                 found = math.inf

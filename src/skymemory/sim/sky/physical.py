@@ -14,9 +14,9 @@ What is modelled:
   behind it. In a tree of equally fast links nothing waits longer than it would in one queue at the tree's root, so only
   the roots are computed.
 
-It is exact for beams of their own (``los``, and the direct ones of ``hybrid``), and for shared links where servers take
-no time, no window binds and links between satellites are not slower than the beam. Else a server's chunks count as a
-fluid where they merge with others': wrong by at most one chunk's transmission for each server. The last chunk counts
+It is exact for beams of their own (``ideal``, and the direct ones of ``hybrid``), and for shared links where servers
+take no time, no window binds and links between satellites are not slower than the beam. Else a server's chunks count as
+a fluid where they merge with others': wrong by at most one chunk's transmission for each server. The last chunk counts
 as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts (2 % too
 short at most in 240 random cases); a window that binds carries its bytes once in a mean round trip (wrong by 3 % in the
 median of 240 cases, by 36 % in the worst).
@@ -39,7 +39,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Moves, Placement
-from skymemory.protocol.client.gateway import ACCESS_MODES, Access
+from skymemory.protocol.client.gateway import Access, access_named
 from skymemory.protocol.client.transfer import WRITE_BURST_CHUNKS
 from skymemory.testbed.plan import PlaceSight
 from skymemory.units import SPEED_OF_LIGHT_M_S
@@ -176,8 +176,7 @@ def ways_of(
     Raises:
         InvalidInput: an unknown access, more servers than satellites, or no satellite in sight at any of the times.
     """
-    if access not in ACCESS_MODES:
-        raise InvalidInput(f"access {access!r}: expected one of {', '.join(ACCESS_MODES)}")
+    access = access_named(access)
     if not len(times_s):
         raise InvalidInput("no times: expected at least one, in seconds after the epoch")
     over = sight.box if isinstance(sight, PlaceSight) else sight
@@ -192,7 +191,7 @@ def ways_of(
         moves = (0, 0) if track is None else track.moves(time_s)
         set_moves, moves = (moves, moves) if placed is None else placed[at]
         here = placement.centre_at(moves)
-        seen = (here,) if access in ("onboard", "los") else sight.in_sight(here, time_s)
+        seen = (here,) if access in ("onboard", "ideal") else sight.in_sight(here, time_s)
         if seen:
             found.append(
                 (time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths))
@@ -218,7 +217,7 @@ def _row(
     paths: _Paths,
 ) -> tuple[Floats, Integers, Integers, Integers]:
     """Light times, links on the way and the gateway's links of each server, at one time."""
-    direct = set(servers) if access == "los" else set(seen) - {seen[0]} if access == "hybrid" else set()
+    direct = set(servers) if access == "ideal" else set(seen) - {seen[0]} if access == "hybrid" else set()
     gateway = seen[0]
     one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
     if access != "onboard":

@@ -31,7 +31,7 @@ from skymemory.errors import InvalidInput, os_reason
 from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
-from skymemory.protocol.client.gateway import ACCESS_MODES
+from skymemory.protocol.client.gateway import access_named
 from skymemory.sim.trace import read_trace
 from skymemory.sim.workload import Popularity
 from skymemory.testbed.connect import check_access
@@ -311,7 +311,8 @@ class Scenario:
         return GroundHost(one.latitude_deg, one.longitude_deg)
 
     def access(self, host: int) -> str:
-        return self.ground[host].access or self.ground[0].access or "gateway"
+        """Raises ``InvalidInput`` for an unknown one."""
+        return access_named(self.ground[host].access or self.ground[0].access or "gateway")
 
     @property
     def start_s(self) -> float:
@@ -330,11 +331,10 @@ class Scenario:
         """
         preset, memory, placement = self.preset, self.memory, self.placement
         for number, host in enumerate(self.ground):
-            if self.access(number) not in ACCESS_MODES:
-                raise InvalidInput(
-                    f"ground: {host.name}: access {self.access(number)!r}; "
-                    f"{suggestion(self.access(number), ACCESS_MODES)}"
-                )
+            try:
+                self.access(number)
+            except InvalidInput as error:
+                raise InvalidInput(f"ground: {host.name}: {error}") from None
         access = self.access(0)
         place = preset.host
         ground = Ground(place.latitude_deg, place.longitude_deg, self.mask_deg, self.gateway)
@@ -609,15 +609,6 @@ def _of_elements(path: Path, number: int) -> Preset:
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
         )
     found = shells[number - 1]
-    orbits = Shell(
-        found.planes,
-        found.slots_per_plane,
-        found.equatorial_altitude_m,
-        found.inclination_deg,
-        pattern="star" if found.star else "delta",
-        model="j2",
-        plane_offsets=found.offsets_slots,
-        plane_nodes_rad=found.nodes_rad,
-    )
+    orbits = found.shell()
     words = f"{found}, {found.satellites} satellites, {found.gaps} gaps taken as filled"
     return Preset(path.stem, words, orbits, orbits.torus, epoch_unix_s=found.epoch_unix_s)

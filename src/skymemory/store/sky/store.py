@@ -62,6 +62,7 @@ _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")
 """Failures that one read may report wrongly: the value is read once more before it is evicted."""
 _GONE = ("missing", "corrupt")
+_UNANSWERED = ("unreachable", "timeout", "out of sight")
 """Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
 
 
@@ -396,9 +397,7 @@ class ConstellationStore(RemoteStore):
         self._touch(ahead.chain)
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
-        ticket.unanswered = frozenset(
-            key for key, outcome in finished.items() if outcome.report.failure in ("unreachable", "timeout")
-        )
+        ticket.unanswered = frozenset(key for key, outcome in finished.items() if outcome.report.failure in _UNANSWERED)
         self._counters.add("stored", len(stored))
         return [key in stored for key in keys]
 
