@@ -198,7 +198,7 @@ def _changed(**changes: object) -> str:
         ({"delay_scale": float("nan")}, "delay scale nan"),
         ({"epoch_s": float("inf")}, "epoch inf"),
         ({"time_scale": -2}, "time scale -2"),
-        ({"access": "radio"}, "access 'radio': expected one of ideal, gateway, onboard, hybrid"),
+        ({"access": "radio"}, "access 'radio'; there are ideal, gateway, onboard, hybrid"),
         ({"planes": 6}, "has 5 planes of 19 slots, the plan says 6 of 19"),
         ({"chunk_bytes": 70_000}, "chunks of 70000 bytes"),
         ({"memory_per_satellite_bytes": 10}, "hold no chunk"),

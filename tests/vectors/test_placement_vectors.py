@@ -129,7 +129,7 @@ def clock_by_code(entry: dict[str, Any]):
         ground = Ground(waypoints=tuple(Waypoint(*point) for point in host))
     else:
         ground = Ground(latitude_deg=host[0], longitude_deg=host[1])
-    plan = make_plan(entry["preset"], ground=ground, epoch_s=1_000_000.0, time_scale=60.0)
+    plan = make_plan(entry["preset"], access="ideal", ground=ground, epoch_s=1_000_000.0, time_scale=60.0)
     centre = ground.centre(preset_named(entry["preset"], 1))
     plan = dataclasses.replace(plan, preset_version=1, centre=centre)  # of the page
     return plan, clock_of(plan)

@@ -47,8 +47,8 @@ TOLERATED_STEPS = 1
 
 _ROUNDING_STEPS = 1 << 12
 """How far behind an edge, in roundings of the clock, to look for the crossing."""
-_FINEST_S = 1e-12
-"""Of the sky's time: a track's cells are not exact to less, however near to 0 the clock is."""
+_FINEST_AT_S = 1.0
+"""Of the sky's time: a track's cells are no more exact at earlier times, however fine the clock is near 0."""
 _MOST_EARLIER = 256
 """Moves that ``moves_since`` looks back one by one: a quarter of an hour at ``time_scale`` 60, half a day at 1."""
 _FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
@@ -99,9 +99,9 @@ class MoveClock:
         if self.time_scale <= 0:
             return None
         moves, time_s = self.moves(now_s), now_s
-        finest_s = 0.0 if self.track is None else _FINEST_S / self.time_scale
+        least_s = 0.0 if self.track is None else _FINEST_AT_S / self.time_scale
         while (time_s := self._next_edge_s(time_s)) < math.inf:
-            step_s = max(math.ulp(max(abs(time_s), abs(self.epoch_s))), finest_s)
+            step_s = math.ulp(max(abs(time_s), abs(self.epoch_s), least_s))
             most_s = time_s + _ROUNDING_STEPS * step_s
             while time_s < most_s:
                 if self.moves(time_s) != moves:
