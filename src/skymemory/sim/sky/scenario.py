@@ -111,6 +111,13 @@ def _start(value: object) -> float | str:
     return duration(value)
 
 
+def _count(value: object) -> int:
+    found = whole(value)
+    if not found:
+        raise InvalidInput("0: expected 1 or more")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class ShellTable:
     """A preset by name, the shell of a file of element sets, or planes and slots. Kilometres, degrees."""
@@ -118,8 +125,8 @@ class ShellTable:
     preset: str = setting("preset", text, "", "a constellation by name")
     tle: str = setting("tle", text, "", "file of element sets, beside the scenario")
     number: int = setting("number", whole, 1, "which of its shells, as `skymemory shells` lists them")
-    planes: int = setting("planes", whole, 0, "orbital planes")
-    slots: int = setting("slots", whole, 0, "satellites of each")
+    planes: int = setting("planes", _count, 0, "orbital planes")
+    slots: int = setting("slots", _count, 0, "satellites of each")
     altitude_km: float = setting("altitude_km", positive, 550.0, "above the equator")
     inclination_deg: float = setting("inclination_deg", positive, 53.0, "of the planes")
     phase: int = setting("phase", integer, 0, "Walker's F")
