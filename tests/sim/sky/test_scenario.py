@@ -142,8 +142,8 @@ def test_bad_input_says_where_and_what(text: str, before: str, says: str) -> Non
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("planes", 0, "expected a preset, a tle file, or planes and slots"),
-        ("slots", 0, "planes and slots: expected both"),
+        ("planes", 0, "planes: 0: expected 1 or more"),
+        ("slots", 0, "slots: 0: expected 1 or more"),
         ("altitude_km", 50, "expected a low Earth orbit"),
         ("inclination_deg", 190, "inclination_deg"),
         ("phase", 12, "Walker phase 12"),
