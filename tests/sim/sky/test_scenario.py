@@ -291,7 +291,7 @@ def test_shipped_scenarios_read_what_they_stored_and_never_below_the_bound(name:
         for part in ("p50", "p99", "mean"):
             assert found[f"{way}_bound_{part}_s"] * (1 - 1e-9) <= found[f"{way}_{part}_s"]
     if name == "rain-and-outages":
-        assert found["up_packets_lost"] > 0 and found["get_p99_s"] > 0.1 + found["get_bound_p50_s"]
+        assert found["up_packets_lost"] > 0 and found["get_p99_s"] > 2 * found["get_bound_p99_s"]
 
 
 SWEEP = '[sweep]\nplacement.servers = [2, 4]\nground.0.access = ["gateway", "los"]\n'
