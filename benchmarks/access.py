@@ -23,7 +23,7 @@ from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.testbed.plan import Ground, make_plan
 
 MODES = [
-    ("los", "nearest"),
+    ("ideal", "nearest"),
     ("hybrid", "nearest"),
     ("hybrid", "climbing"),
     ("gateway", "nearest"),
