@@ -115,3 +115,27 @@ def test_of_blocks_placed_at_the_same_time_those_before_a_damaged_one_count(wron
     assert result.cached_tokens == wrong * layout.block_tokens and result.failed_blocks
     assert sink.placed >= set(range(wrong)) and wrong not in sink.placed
     assert store.lookup([hashes[wrong]]) == [Presence.MISS]
+
+
+@pytest.mark.parametrize("at_once", [2, 64])
+def test_a_block_that_does_not_fit_leaves_its_tokens_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed instead: what is copied later must not be written over them."""
+    layout = KVLayout(2, 2, 4, 8, "float32")
+    monkeypatch.setattr("skymemory.engine.kv_cache._AT_ONCE_BYTES", at_once * layout.block_bytes)
+    cache = SkyCache(layout, 5 * layout.block_tokens, torch.device("cpu"), RoomPool())
+    staging = Staging(cache.groups[0]._rooms, layout)
+    draw = np.random.default_rng(4)
+    blocks = [draw.bytes(layout.block_bytes) for _ in range(5)]
+    for index in range(5):
+        cache.groups[0].place(index, memoryview(blocks[index]))  # as if computed
+    other = [draw.bytes(layout.block_bytes) for _ in range(5)]
+    staging.place(0, memoryview(other[0]))
+    with pytest.raises(ValueError):
+        staging.place(3, memoryview(other[3])[:-1])
+    staging.place(1, memoryview(other[1]))
+    staging.flush()
+    cache.fill(np.arange(5 * layout.block_tokens))
+    source, out = CacheSource(cache, layout), bytearray(layout.block_bytes)
+    for index, expected in enumerate([other[0], other[1], *blocks[2:]]):
+        source.read(index, memoryview(out))
+        assert bytes(out) == expected, index

@@ -860,6 +860,9 @@ class Staging:
                 self._batch = None  # sent by the thread that is the last to copy into it
         try:
             np.copyto(batch.host[slot].numpy(), np.frombuffer(block, np.uint8))
+        except BaseException:
+            batch.failed.add(slot)  # its tokens are computed: nothing may be written over them later
+            raise
         finally:
             with self._changed:
                 batch.copying -= 1
@@ -881,13 +884,17 @@ class Staging:
             self._ends = []
 
     def _send(self, batch: _Batch) -> None:
+        host, indices = batch.host[: len(batch.indices)], torch.tensor(batch.indices)
+        if batch.failed:
+            kept = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
+            host, indices = host[kept], indices[kept]
         stream = self._stream
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             if stream is not None:
                 stream.wait_event(self._made)
-            there = batch.host[: len(batch.indices)].to(self._device, non_blocking=True)
-            # Pinned, too: a copy of other memory would wait for all copies before it.
-            indices = torch.tensor(batch.indices, pin_memory=stream is not None)
+            there = host.to(self._device, non_blocking=True)
+            if stream is not None:  # a copy of other memory would wait for all copies before it
+                indices = indices.pin_memory()
             where = indices.to(self._device, non_blocking=True)
             numbers = there.view(self._rooms[0].dtype).view(len(there), self._layout.layers, -1)
             for room, part in zip(self._rooms, _apart(numbers, self._layout, *self._layout.widths), strict=True):
@@ -897,7 +904,7 @@ class Staging:
             end = stream.record_event()
             self._rooms[0].record_stream(stream)  # a load given up must not write into what the memory is next
             self._sent = [(host, ended) for host, ended in self._sent if not ended.query()]
-            self._sent += [(batch.host, end), (indices, end)]
+            self._sent += [(batch.host, end), (host, end), (indices, end)]
             self._ends.append(end)
 
 
@@ -907,6 +914,8 @@ class _Batch:
     """(blocks, bytes of a block), pinned."""
     indices: list[int] = field(default_factory=list)
     copying: int = 0
+    failed: set[int] = field(default_factory=set)
+    """Places into which nothing came."""
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -181,7 +182,7 @@ def run_cell(cell: Cell) -> CellResult:
     return CellResult(cell.number, cell.swept, figures, time.perf_counter() - began_s, cell_run.packets)
 
 
-class _Run:
+class _Run(ABC):
     """What both engines count."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -200,8 +201,9 @@ class _Run:
         self._clock = clock_of(scenario.plan)
         self._sky = sky_of(scenario.plan)
 
+    @abstractmethod
     def run(self, work: Sequence[Sequence[Operation]]) -> None:
-        raise NotImplementedError
+        """All operations of a scenario, request by request."""
 
     def windows(self, host: int) -> tuple[int | None, int | None]:
         """Bytes under way, of a get and of a set."""
