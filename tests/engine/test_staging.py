@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -139,3 +140,30 @@ def test_a_block_that_does_not_fit_leaves_its_tokens_alone(at_once: int, monkeyp
     for index, expected in enumerate([other[0], other[1], *blocks[2:]]):
         source.read(index, memoryview(out))
         assert bytes(out) == expected, index
+
+
+def test_a_flush_waits_for_what_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout(2, 2, 4, 8, "float32")
+    cache = SkyCache(layout, layout.block_tokens, torch.device("cpu"), RoomPool())
+    staging = Staging(cache.groups[0]._rooms, layout)
+    block = np.random.default_rng(5).bytes(layout.block_bytes)
+    begun, go, copy = threading.Event(), threading.Event(), np.copyto
+
+    def slow(*args: object) -> None:
+        begun.set()
+        assert go.wait(10)
+        copy(*args)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("skymemory.engine.kv_cache.np.copyto", slow)
+    with ThreadPoolExecutor(2) as pool:
+        placed = pool.submit(staging.place, 0, memoryview(block))
+        assert begun.wait(10)
+        flushed = pool.submit(staging.flush)
+        time.sleep(0.1)
+        assert not flushed.done()
+        go.set()
+        placed.result(10), flushed.result(10)
+    cache.fill(np.arange(layout.block_tokens))
+    out = bytearray(layout.block_bytes)
+    CacheSource(cache, layout).read(0, memoryview(out))
+    assert bytes(out) == block
