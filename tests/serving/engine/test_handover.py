@@ -151,7 +151,7 @@ def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(
         return pair.decode.metric("skymemory:store_fetched_blocks_total") - before
 
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(pair.decode.complete, ids, 12, **decode())
+        answer = pool.submit(pair.decode.complete, ids, 12, **decode(sky_wait_ms=20_000))
         pair.decode.until(lambda: pair.decode.metric("vllm:num_requests_waiting") == 1)
         other = pair.decode.complete(some_ids(40, seed=3), 4)  # is not held up by the one that waits
         assert other["usage"]["completion_tokens"] == 4
@@ -222,14 +222,13 @@ def test_a_store_that_loses_all_of_it_costs_time_and_no_token(pair: Pair) -> Non
     assert pair.given_up() == before
 
 
-def test_what_was_stored_and_is_gone_is_not_waited_for_long(pair: Pair) -> None:
+def test_what_was_stored_and_is_gone_is_not_waited_for_long(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     ids = some_ids(100, seed=16)
     first = pair.prefill.complete(ids, 1, **PREFILL)["kv_transfer_params"]
     assert first["sky_tokens"] == 96
     pair.store.lost = True
-    began_s = time.monotonic()
     answer = pair.decode.complete(ids, 12, kv_transfer_params=first)
-    assert time.monotonic() - began_s < 3.0, "the engine's setting is 5 s"
+    assert "6 of 6 blocks did not come within 0.5 s" in caplog.text, "the engine's setting is 5 s"
     assert text(answer) == text(pair.alone.complete(ids, 12)) and cached(answer) == 0
 
 
