@@ -73,6 +73,7 @@ def shell(
     slot_jitter: float = 0.2,
     star: bool = False,
     first_number: int = 1,
+    at_unix_s: float = EPOCH_UNIX_S,
     **orbit: float,
 ) -> tuple[list[ElementSet], Made, dict[int, tuple[int, int]]]:
     """Element sets of a Walker shell, how it was made, and the (plane, slot) of each by its number."""
@@ -89,7 +90,8 @@ def shell(
                 number,
                 node_rad=math.radians(node_deg),
                 argument_rad=2 * math.pi * turns,
-                epoch_unix_s=EPOCH_UNIX_S + draw.uniform(-40_000, 40_000),
+                epoch_unix_s=at_unix_s + draw.uniform(-40_000, 40_000),
+                at_unix_s=at_unix_s,
                 **orbit,
             )
         )

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from sgp4.exporter import export_tle
+from tests.constellation.synthetic import shell
 from tests.docs.test_documentation import FENCE, PAGES, ROOT, SHELL_LANGUAGES
 
 ELSEWHERE = {
@@ -78,6 +82,10 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     """In the page's order and in one folder; a constellation is up throughout, as the text assumes."""
     for name in ("report.pdf", "notes.txt"):
         (tmp_path / name).write_bytes(os.urandom(100_000))
+    # Of now, as from a download.
+    elements, _, _ = shell(random.Random(1), 6, 12, 2, gap_share=0.1, at_unix_s=time.time())
+    lines = [line for one in elements for line in (one.name, *export_tle(one.satrec))]
+    (tmp_path / "starlink.tle").write_text("\n".join(lines) + "\n")
     environment = {**os.environ, "SKYMEMORY_RUN_DIR": str(tmp_path / "run")}
     daemons: list[subprocess.Popen[bytes]] = []
 
