@@ -1,8 +1,8 @@
 """A scenario as CZML, which Cesium plays: satellites, hosts, the box with its links, and the beams.
 
-Positions are in CZML's inertial frame (for Earth-fixed maps Cesium turns it by sidereal time), sampled every minute;
-between samples Cesium interpolates. Of a large shell or a long scenario only satellites that are ever in the box, or
-carry a beam, are in the file.
+Positions are Earth-fixed, sampled every minute; between samples Cesium interpolates. (Its inertial frame is ICRF, from
+which ours has precessed by a third of a degree since 2000: 42 km in orbit.) Of a large shell or a long scenario only
+satellites that are ever in the box, or carry a beam, are in the file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.visibility import ground_angle_rad
 from skymemory.errors import InvalidInput
 from skymemory.files import write_output
 from skymemory.protocol.clock import STRATEGY_CODES
@@ -123,6 +124,10 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
     box = {satellite for one in shown.box for satellite in one.satellites}
     named = shown.satellites if torus.size * len(samples_s) > _MOST_SAMPLES else set(torus.satellites())
     positions_m = shell.positions_m(scenario.start_s + samples_s)
+    turned_rad = ground_angle_rad(shell.model, scenario.preset.epoch_unix_s, scenario.start_s + samples_s)
+    cos, sin = np.cos(turned_rad)[:, None, None], np.sin(turned_rad)[:, None, None]
+    x, y, z = np.moveaxis(positions_m, -1, 0)
+    fixed_m = np.round(np.stack([cos * x + sin * y, cos * y - sin * x, z], axis=-1), 2)
     packets: list[dict[str, Any]] = [
         {
             "id": "document",
@@ -138,7 +143,7 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
         }
     ]
     for satellite in sorted(named):
-        table = np.column_stack([samples_s, np.round(positions_m[:, satellite.plane, satellite.slot], 2)])
+        table = np.column_stack([samples_s, fixed_m[:, satellite.plane, satellite.slot]])
         packets.append(
             {
                 "id": _id(satellite),
@@ -146,7 +151,7 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
                 "availability": whole,
                 "position": {
                     "epoch": moment(began_unix_s),
-                    "referenceFrame": "INERTIAL",
+                    "referenceFrame": "FIXED",
                     "interpolationAlgorithm": "LAGRANGE",
                     "interpolationDegree": INTERPOLATION_DEGREE,
                     "cartesian": table.ravel().tolist(),
