@@ -96,7 +96,7 @@ def speed(access: str, rates: dict[str, str] | None, seed: int, times: int = 3) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="testbed-19x5")
-    parser.add_argument("--access", nargs="*", default=["los", "gateway"])
+    parser.add_argument("--access", nargs="*", default=["ideal", "gateway"])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--hosts", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)

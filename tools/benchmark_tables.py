@@ -552,6 +552,27 @@ def _access() -> str:
     return table(made)
 
 
+def _against_the_bound() -> str:
+    made = [["access", "cells", "least", "median", "most", "of the model: median", "most"]]
+    rows = [row for row in rows_of("physical") if row["part"] == "machines"]
+    spreads = {(row["access"], row["ratio"]): row for row in rows if "ratio" in row}
+    for access in dict.fromkeys(access for access, _ in spreads):
+        bound, model = spreads[access, "of_bound"], spreads[access, "of_model"]
+        cells = sum("operation" in row and access in (row["access"], "all") for row in rows)
+        numbers = [bound["least"], bound["median"], bound["most"], model["median"], model["most"]]
+        made.append([f"`{access}`" if access != "all" else access, str(cells), *(f"{number:.3f}" for number in numbers)])
+    return table(made)
+
+
+def _against_sockets() -> str:
+    made = [["access", "verb", "simulated: p50", "p99", "sockets: p50", "p99", "off: p50", "p99"]]
+    for row in rows_of("links"):
+        times = [f"{row[f'{way}_p{percent}_ms']:.1f} ms" for way in ("simulated", "udp") for percent in (50, 99)]
+        off = [f"{row[f'off_p{percent}']:+.1%}" for percent in (50, 99)]
+        made.append([f"`{row['access']}`", row["verb"], *times, *off])
+    return table(made)
+
+
 def _motion() -> str:
     return columns(
         "motion",
@@ -795,6 +816,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "store daemon": _store_daemon,
     "messages": _messages,
     "access": _access,
+    "against the bound": _against_the_bound,
+    "against sockets": _against_sockets,
     "motion": _motion,
     "prediction": _prediction,
     "loading": _loading,
