@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,15 +15,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.constellation import synthetic
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
-from skymemory.sim.sky import Scenario, run, scenario_named, shipped
-from skymemory.sim.sky.run import run_cell
-from skymemory.units import parse_rate
+from skymemory.sim.sky import Scenario, physical, run, scenario_named, shipped
+from skymemory.sim.sky.run import VirtualConstellation, run_cell
+from skymemory.units import SPEED_OF_LIGHT_M_S, parse_rate
 
 TLE = Path(__file__).parents[4] / "shared/data/tle/oneweb-2025-08-01.tle"
+STARLINK = TLE.with_name("starlink-2025-09-22.tle")
 TRACE = Path(__file__).parents[4] / "shared/data/traces/conversation_trace.jsonl"
 SMALL = """
 duration = "20s"
@@ -193,15 +197,97 @@ def test_element_sets_are_checked(tmp_path: Path) -> None:
     (tmp_path / "sky.tle").write_text("\n".join(lines) + "\n")
     with pytest.raises(InvalidInput, match="checksum"):
         run(Scenario.of(table, folder=tmp_path), way="sequence")
-    with pytest.raises(InvalidInput, match="do not fly as machines"):
-        Scenario.of({**table, "engine": "machines"}, folder=tmp_path)
+
+
+def made_of_element_sets(folder: Path) -> dict[str, Any]:
+    """A file of real satellites in 8 planes of 12 slots with gaps, and a scenario over them."""
+    export_tle = pytest.importorskip("sgp4.exporter").export_tle
+    elements, _, _ = synthetic.shell(random.Random(5), 8, 12, 3, gap_share=0.15, altitude_m=1200e3)
+    lines = [line for one in elements for line in (one.name, *export_tle(one.satrec))]
+    (folder / "sky.tle").write_text("\n".join(lines) + "\n")
+    table = tomllib.loads(SMALL)
+    table["ground"] = [{"name": "far", "lat": 52.5, "lon": 13.4}, {"name": "near", "lat": -40, "lon": -75}]
+    return {**table, "duration": 500, "shell": {"tle": "sky.tle"}, "workload": {"rate": 0.05, "keys": 3, "size": 60_000}}
+
+
+@pytest.mark.parametrize("access", ["hybrid", "ideal"])
+def test_real_satellites_with_gaps_fly_as_machines(access: str, tmp_path: Path) -> None:
+    table = made_of_element_sets(tmp_path)
+    table["ground"] = [{**host, "access": access} for host in table["ground"]]
+    one = Scenario.of(table, folder=tmp_path)
+    (cell,), gaps = one.cells(), one.plan.torus.gaps
+    found = run_cell(cell).figures
+    assert len(gaps) == 14 and one.plan.torus.most_slots == 2
+    assert found["wrong_values"] == 0 and found["misses_by_reason"] == {"first use": 3}
+    assert found["slot_moves"] >= 1 and found["chunks_handed_over"] > 0
+    for host in found["hosts"].values():
+        for part in ("p50", "p99", "mean"):
+            least, took, model = (host[f"get{label}_{part}_s"] for label in ("_bound", "", "_model"))
+            assert least * (1 - 1e-9) <= took <= 1.1 * least and model == pytest.approx(took, rel=0.05)
+    machines = run_cell(replace_engine(one, "model").cells()[0]).figures
+    assert [machines[name] for name in ("hits", "misses", "sets")] == [found[name] for name in ("hits", "misses", "sets")]
+
+
+def test_on_board_of_real_satellites_with_gaps(tmp_path: Path) -> None:
+    table = made_of_element_sets(tmp_path)
+    table["ground"] = [{**table["ground"][0], "access": "onboard"}]
+    found = figures(Scenario.of(table, folder=tmp_path))
+    assert found["hits"] >= 20 and found["misses_by_reason"] == {"first use": 3} and found["up_bytes"] == 0
+    assert found["get_bound_p50_s"] * (1 - 1e-9) <= found["get_p50_s"] <= 1.1 * found["get_bound_p50_s"]
+
+
+def test_links_of_a_run_are_as_long_as_those_of_processes(tmp_path: Path) -> None:
+    """Each plane's own, over gaps those of the satellites that are not there; the model's routes are made of them."""
+    for table in (made_of_element_sets(tmp_path), tomllib.loads(SMALL)):
+        one = Scenario.of(table, folder=tmp_path)
+        plan, shell, torus = one.plan, one.preset.shell, one.plan.torus
+        world, paths = VirtualConstellation(plan), physical._Paths(one.preset, exact=False)
+        longer = 0
+        for here in torus.satellites():
+            for there in {*torus.neighbours(here)} - {here}:
+                link_s = world._delay_s(here, there)
+                assert link_s == shell.hop_one_way_s(torus, here, there) == world._delay_s(there, here)
+                apart_m = np.linalg.norm(np.subtract(*shell.positions_m(700.0)[tuple(zip(here, there, strict=True))]))
+                # Links between planes have their longest length, a link over a gap that of those beside it in a row.
+                assert link_s >= 0.999 * apart_m / SPEED_OF_LIGHT_M_S
+                longer += link_s > 1.5 * shell.isl_one_way_s("slot" if here.plane == there.plane else "plane")
+        assert bool(longer) == bool(torus.gaps)
+        for here, there in zip(torus.satellites()[::7], torus.satellites()[5::7], strict=False):
+            way_s = paths.from_gateway(here, (there,), 0.0)[0][0]
+            both_s = shell.route_one_way_s(torus, here, there) + shell.route_one_way_s(torus, there, here)
+            assert way_s == pytest.approx(both_s / 2)
+
+
+def replace_engine(one: Scenario, engine: str) -> Scenario:
+    return Scenario.of({**one.source, "engine": engine}, folder=Path(one.folder))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STARLINK.exists(), reason=f"needs {STARLINK.name}")
+def test_the_largest_shell_of_starlink_flies_as_machines() -> None:
+    """1,359 satellites in 99 planes of 51 slots, most of which are gaps."""
+    table = {
+        "shell": {"tle": STARLINK.name},
+        "duration": "3m",
+        "ground": [{"lat": 40.0, "lon": -75.0}],
+        "links": {"up": "300Mbit", "down": "1.2Gbit", "isl": "20Gbit"},
+        "workload": {"rate": 1.0, "keys": 20, "size": "640KiB"},
+    }
+    one = Scenario.of(table, folder=STARLINK.parent)
+    found = figures(one)
+    assert one.plan.torus.size == 1359 and len(one.plan.torus.gaps) == 3690
+    assert found["wrong_values"] == 0 and found["hits"] > 100 and found["slot_moves"] >= 1
+    assert set(found["misses_by_reason"]) <= {"first use", "being stored", "under way"}
+    for way in ("get", "set"):
+        for part in ("p50", "p99", "mean"):
+            assert found[f"{way}_bound_{part}_s"] * (1 - 1e-9) <= found[f"{way}_{part}_s"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not TLE.exists(), reason=f"needs {TLE.name}")
-def test_real_shells_by_the_model_or_not_at_all() -> None:
+def test_real_shells_by_the_model() -> None:
     table = {"engine": "model", "shell": {"tle": TLE.name}, "ground": [{"lat": 52.5, "lon": 13.4}]}
-    with pytest.raises(InvalidInput, match="a Walker star carries no box"):
+    with pytest.raises(InvalidInput, match="a Walker star, which carries no box"):
         run(Scenario.of(table, folder=TLE.parent), way="sequence")
     starlink = {**table, "shell": {"tle": "starlink-2025-09-22.tle"}, "duration": 600}
     with pytest.raises(InvalidInput, match="sees no satellite of starlink-2025-09-22"):  # the largest is at 43°

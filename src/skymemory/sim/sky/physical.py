@@ -151,7 +151,7 @@ def sight_of(preset: Preset, mask_deg: float, rule: Literal["nearest", "climbing
     """What the preset's host sees; in a grid that is not an orbit, by offset from the satellite overhead."""
     if preset.fixed_centre is not None:
         return BoxSight(preset.shell, preset.torus, mask_deg)
-    return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule)
+    return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule, preset.torus.gaps)
 
 
 def ways_of(
@@ -185,13 +185,14 @@ def ways_of(
     slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
     kept = strategy or ("hop" if access == "onboard" else preset.strategy)
     placement = Placement.of(kept, servers or preset.servers, preset.torus, centre, slot_s, plane_s)
-    paths = _Paths(preset, exact_links and preset.shell.torus == preset.torus)
+    own_orbits = preset.shell.torus.cells == preset.torus.cells
+    paths = _Paths(preset, exact_links and own_orbits)
     found = []
     for at, time_s in enumerate(map(float, times_s)):
         moves = (0, 0) if track is None else track.moves(time_s)
         set_moves, moves = (moves, moves) if placed is None else placed[at]
         here = placement.centre_at(moves)
-        seen = (here,) if access in ("onboard", "ideal") else sight.in_sight(here, time_s)
+        seen = (preset.torus.living(here),) if access in ("onboard", "ideal") else sight.in_sight(here, time_s)
         if seen:
             found.append(
                 (time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths))
@@ -244,7 +245,6 @@ class _Paths:
 
     def __init__(self, preset: Preset, exact: bool) -> None:
         self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
-        self._slot_s, self._plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
         self._known: dict[tuple[SatelliteId, SatelliteId], _Path] = {}
 
     def _path(self, here: SatelliteId, there: SatelliteId) -> _Path:
@@ -254,13 +254,12 @@ class _Paths:
             neighbours = self._torus.neighbours(here)
             at_it = len(out) == 1
             way = out + back[1:]
-            in_plane = sum(a.plane == b.plane for a, b in pairwise(way))
             found = self._known[here, there] = _Path(
                 [self._torus.index(each) for each in way],
                 len(out) - 1,
                 _AT_GATEWAY if at_it else neighbours.index(out[1]),
                 _AT_GATEWAY if at_it else neighbours.index(back[-2]),
-                in_plane * self._slot_s + (len(way) - 1 - in_plane) * self._plane_s,
+                sum(self._shell.hop_one_way_s(self._torus, *link) for link in pairwise(way)),
             )
         return found
 

@@ -72,9 +72,9 @@ class VirtualConstellation:
         self.plan = plan
         self.clock = clock_of(plan)
         self._sight = sky_of(plan).sight
-        self._onboard = plan.centre if plan.access == "onboard" else None
-        shell = shell_of(plan)
-        self._links_s = shell.isl_one_way_s("plane"), shell.isl_one_way_s("slot")
+        self._onboard = plan.torus.living(plan.centre) if plan.access == "onboard" else None
+        self._links_s: dict[tuple[Node, Node], float] = {}
+        """Of links that were used."""
         self._sights: dict[Node, Sight] = {}
         """Of hosts with a place of their own."""
         self._places: dict[Node, str] = {}
@@ -104,7 +104,11 @@ class VirtualConstellation:
 
     def _delay_s(self, sender: Node, receiver: Node) -> float:
         if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
-            return self._links_s[sender.plane == receiver.plane] * self.plan.delay_scale
+            link_s = self._links_s.get((sender, receiver))
+            if link_s is None:
+                link_s = shell_of(self.plan).hop_one_way_s(self.plan.torus, sender, receiver) * self.plan.delay_scale
+                self._links_s[sender, receiver] = link_s
+            return link_s
         satellite = sender if isinstance(sender, SatelliteId) else receiver
         if not isinstance(satellite, SatelliteId) or satellite == self._onboard or self._sight is None:
             return 0.0

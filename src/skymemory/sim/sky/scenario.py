@@ -270,12 +270,8 @@ class Scenario:
             raise InvalidInput(f"ground: two hosts share a name: {', '.join(names)}")
         if self.memory.server_s and self.engine == "machines":
             raise InvalidInput('memory: server_time is of the model: leave it out, or use engine = "model"')
-        if self.shell.tle and self.engine == "machines":
-            raise InvalidInput(
-                'shell: tle: satellites of element sets do not fly as machines; use engine = "model", which takes '
-                "gaps of the shell as filled"
-            )
-        # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep.
+        # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep. (Of a file with
+        # element sets later: to read it takes seconds.)
         if not self.shell.tle:
             _ = self.plan
 
@@ -600,7 +596,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=8)
 def _of_elements(path: Path, number: int) -> Preset:
-    """The shell that real satellites fly in, with its gaps taken as filled."""
+    """The shell that real satellites fly in, with its gaps: as ``constellation up --tle`` flies it."""
     try:
         content = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
     except OSError as error:
@@ -615,7 +611,4 @@ def _of_elements(path: Path, number: int) -> Preset:
         raise InvalidInput(
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
         )
-    found = shells[number - 1]
-    orbits = found.shell()
-    words = f"{found}, {found.satellites} satellites, {found.gaps} gaps taken as filled"
-    return Preset(path.stem, words, orbits, orbits.torus, epoch_unix_s=found.epoch_unix_s)
+    return shells[number - 1].flown(f"{path.stem} shell {number}").preset()
