@@ -184,7 +184,8 @@ def ways_of(
     centre = preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
     slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
     kept = strategy or ("hop" if access == "onboard" else preset.strategy)
-    placement = Placement.of(kept, servers or preset.servers, preset.torus, centre, slot_s, plane_s)
+    wanted = preset.servers if servers is None else servers
+    placement = Placement.of(kept, wanted, preset.torus, centre, slot_s, plane_s)
     own_orbits = preset.shell.torus.cells == preset.torus.cells
     paths = _Paths(preset, exact_links and own_orbits)
     found = []
