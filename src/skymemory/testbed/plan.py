@@ -326,6 +326,8 @@ class ConstellationPlan:
             f"pushed moves {self.pushed_slot_moves}, {self.pushed_plane_moves}: at most {MAX_PUSHED_MOVES}",
         )
         _require(0 <= self.time_scale <= 1e6, f"time scale {self.time_scale}: expected 0 (standing still) to 1000000")
+        for outage in self.links.outages if self.links is not None else ():
+            outage.check(torus)
         self._check_hosts()
 
     def _check_hosts(self) -> None:
