@@ -127,6 +127,9 @@ def test_a_workload_is_the_same_for_a_seed_and_other_for_another() -> None:
         ("[[ground]]\nname = 'x'\n", "", "x: expected lat and lon"),
         ("[[ground]]\nname = 'x'\nlat = 91\nlon = 0\n", "", "latitude 91"),
         ("[[ground]]\nname = 'x'\nlat = 1\nlon = 0\naccess = 'gatway'\n", "", "did you mean 'gateway'"),
+        ("[[links.outage]]\nlink = '2,9-2,10'\nfrom = 0\nto = 1\n", "", "no satellite 2,10: expected plane 0 to 11"),
+        ("[[links.outage]]\nlink = '2,1-4,1'\nfrom = 0\nto = 1\n", "", "expected one of 2,1 with 1,1, 2,0, 2,2, 3,1"),
+        ("access = 'onboard'\n[[ground]]\nlat = 1\nlon = 0\n", "", "berlin is on board, where the box stands still"),
         ("[[ground]]\nname = 'x'\nlat = 1\nlon = 0\naccess = 'onboard'\n", "", "its box moves differently"),
         ("[sweep]\nlinks.dwn = [1]\n", "", "sweep: links.dwn = 1: links: dwn: unknown setting; did you mean 'down'?"),
         ("[sweep]\nplacment.servers = [1]\n", "", "placment: unknown setting; did you mean 'placement'?"),
@@ -139,6 +142,8 @@ def test_a_workload_is_the_same_for_a_seed_and_other_for_another() -> None:
 )
 def test_bad_input_says_where_and_what(text: str, before: str, says: str) -> None:
     with pytest.raises(InvalidInput) as caught:
+        if text.startswith("access"):  # of the host that is there
+            Scenario.of(tomllib.loads(SMALL.replace("[links]", f"{text}[links]")))
         scenario(text, before).cells()
     assert says in str(caught.value)
 
@@ -197,6 +202,37 @@ def test_element_sets_are_checked(tmp_path: Path) -> None:
     (tmp_path / "sky.tle").write_text("\n".join(lines) + "\n")
     with pytest.raises(InvalidInput, match="checksum"):
         run(Scenario.of(table, folder=tmp_path), way="sequence")
+
+
+def test_bad_records_and_old_elements_of_a_file(tmp_path: Path) -> None:
+    table = made_of_element_sets(tmp_path)
+    lines = (tmp_path / "sky.tle").read_text().splitlines()
+    (tmp_path / "sky.tle").write_text("\r\n".join([*lines, *lines[:3]]) + "\r\n")
+    with pytest.raises(InvalidInput, match=r"a second element set of S1 \(1\).*\(or skip_bad = true"):
+        _ = Scenario.of(table, folder=tmp_path).plan
+    table["shell"] = {"tle": "sky.tle", "skip_bad": True}
+    assert Scenario.of(table, folder=tmp_path).plan.torus.size == 82
+    with pytest.raises(InvalidInput, match=r"are \d+ days from it: expected at most 30"):
+        _ = Scenario.of({**table, "start": "2025-09-01"}, folder=tmp_path).plan
+    with pytest.raises(InvalidInput, match="skip_bad: no effect with planes"):
+        Scenario.of({"shell": {"planes": 3, "slots": 3, "skip_bad": True}})
+    # Another file of the same name, in the same process.
+    (tmp_path / "sky.tle").write_text("\n".join(lines[:9]) + "\n")
+    with pytest.raises(InvalidInput, match="has 0 shells"):
+        _ = Scenario.of(table, folder=tmp_path).plan
+
+
+def test_a_cell_that_cannot_be_run_says_which_it_is() -> None:
+    one = scenario("[sweep]\nshell.slots = [10, 2]\nduration = [20, 5]\n", 'engine = "model"\n')
+    with pytest.raises(InvalidInput, match=r"cell 3 \(mask = 89.9, workload.seed = 2\): ground: berlin at"):
+        run_cell(one.cells()[3])
+
+
+def test_large_shells_need_no_ports() -> None:
+    shell = {"planes": 300, "slots": 300, "phase": 7}
+    assert figures(Scenario.of({"engine": "model", "shell": shell, "duration": 5}))["misses"] >= 0
+    with pytest.raises(InvalidInput, match="400 planes of 300 slots: expected at most 100000 satellites"):
+        Scenario.of({"engine": "model", "shell": {**shell, "planes": 400}})
 
 
 def made_of_element_sets(folder: Path) -> dict[str, Any]:
@@ -392,7 +428,8 @@ def test_one_and_two_workers_and_a_resumed_run_give_the_same_bytes(tmp_path: Pat
     kept = sorted((tmp_path / "two/cells").iterdir())
     assert len(kept) == 4
     kept[0].unlink()
-    kept[1].write_text("{")
+    other = json.loads(kept[1].read_text())
+    kept[1].write_text(json.dumps({**other, "figures": {**other["figures"], "hits": 7}}))
     before = kept[2].read_bytes()
     (tmp_path / "two").rename(tmp_path / "resumed")
     results = run(shorter, tmp_path / "resumed", jobs=1, progress=lambda *done: ran["resumed"].append(done))

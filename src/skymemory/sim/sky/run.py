@@ -8,6 +8,7 @@ know what the others have stored (one index for all); a value counts as stored w
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -27,7 +28,7 @@ from skymemory.constellation.links import LINK_CLASSES, LinkQueues, elevation_de
 from skymemory.constellation.sight import Sight
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost
-from skymemory.errors import MissingExtra, missing_extra
+from skymemory.errors import InvalidInput, MissingExtra, missing_extra
 from skymemory.files import write_output
 from skymemory.metrics import spread
 from skymemory.placement.locate import Moves
@@ -46,7 +47,7 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
 
-_RESULTS_VERSION = f"{skymemory.__version__}/1"
+_RESULTS_VERSION = f"{skymemory.__version__}/2"
 """Of what is kept in a folder; another one when a change of the code changes results."""
 _ENDS_WITHIN_S = 120.0
 """After the last operation has begun."""
@@ -175,8 +176,19 @@ def run_cell(cell: Cell) -> CellResult:
     """The results of one cell; the same on every computer and in every process.
 
     Raises:
-        InvalidInput: a place that sees nothing, a workload that is too large, a file that cannot be read.
+        InvalidInput: a place that sees nothing, a workload that is too large, a file that cannot be read; of a sweep
+            with the cell's values.
     """
+    try:
+        return _run_cell(cell)
+    except InvalidInput as error:
+        if not cell.swept:
+            raise
+        values = ", ".join(f"{path} = {json.dumps(value)}" for path, value in cell.swept)
+        raise InvalidInput(f"cell {cell.number} ({values}): {error}") from error
+
+
+def _run_cell(cell: Cell) -> CellResult:
     scenario, began_s = cell.scenario, time.perf_counter()
     scenario.check_sight()
     work = scenario.operations()
@@ -621,7 +633,12 @@ def run(
         known[result.number] = result
         if folder is not None:
             path = folder / f"{missing[number].key(_RESULTS_VERSION)}.json"
-            written = {"figures": result.figures, "wall_s": result.wall_s, "packets": result.packets}
+            written = {
+                "figures": result.figures,
+                "digest": _figures_digest(result.figures),
+                "wall_s": result.wall_s,
+                "packets": result.packets,
+            }
             write_output(path, json.dumps(written).encode())
 
     count: Callable[[int, int], None] = lambda done, of: progress(before + done, len(cells))  # noqa: E731
@@ -637,8 +654,15 @@ def _kept(folder: Path, cell: Cell) -> CellResult | None:
     """An earlier run's result; one that is damaged is run again."""
     try:
         found = json.loads((folder / f"{cell.key(_RESULTS_VERSION)}.json").read_bytes())
-        return CellResult(cell.number, cell.swept, dict(found["figures"]), found["wall_s"], found["packets"], True)
+        figures = dict(found["figures"])
+        if found["digest"] != _figures_digest(figures):
+            return None
+        return CellResult(cell.number, cell.swept, figures, found["wall_s"], found["packets"], True)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _figures_digest(figures: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()

@@ -19,8 +19,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from skymemory.config import duration, filled, integer, positive, setting, size, suggestion, table, text, whole
-from skymemory.constellation.clustering import cluster
+from skymemory.config import duration, filled, integer, positive, setting, size, suggestion, table, text, whole, yes_or_no
+from skymemory.constellation.clustering import ClusteredShell, cluster
 from skymemory.constellation.links import Links
 from skymemory.constellation.orbit import PATTERNS, Shell
 from skymemory.constellation.presets import Preset, preset_named
@@ -48,6 +48,10 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 """``machines``: the satellites' and clients' own state machines over virtual time. ``model``: the physical model."""
 MOST_CELLS = 100_000
 MOST_OPERATIONS = 1_000_000
+MOST_SATELLITES = 100_000
+"""Of a shell; a run by the machines takes some 50 KB of memory for each."""
+MOST_DAYS = 30.0
+"""Between element sets and what is flown by them."""
 MOST_BYTES = 1 << 30
 """Of one value."""
 _SHIPPED = "scenarios"
@@ -125,6 +129,7 @@ class ShellTable:
     preset: str = setting("preset", text, "", "a constellation by name")
     tle: str = setting("tle", text, "", "file of element sets, beside the scenario")
     number: int = setting("number", whole, 1, "which of its shells, as `skymemory shells` lists them")
+    skip_bad: bool = setting("skip_bad", yes_or_no, False, "leave bad records of the file out instead of refusing it")
     planes: int = setting("planes", _count, 0, "orbital planes")
     slots: int = setting("slots", _count, 0, "satellites of each")
     altitude_km: float = setting("altitude_km", positive, 550.0, "above the equator")
@@ -142,7 +147,7 @@ class ShellTable:
             raise InvalidInput("planes and slots: expected both")
         defaults = ("altitude_km", 550.0), ("inclination_deg", 53.0), ("phase", 0), ("pattern", "delta")
         unused = [name for name, value in defaults if not self.planes and getattr(self, name) != value]
-        unused += ["number"] if self.number != 1 and not self.tle else []
+        unused += [name for name, set_ in (("number", self.number != 1), ("skip_bad", self.skip_bad)) if set_ and not self.tle]
         if unused:
             raise InvalidInput(f"{', '.join(unused)}: no effect with {given[0]}; leave it out")
 
@@ -295,7 +300,7 @@ class Scenario:
                     )
                 return preset
         elif shell.tle:
-            preset = _of_elements(Path(self.folder, shell.tle), shell.number)
+            preset = _of_elements(Path(self.folder, shell.tle), shell.number, shell.skip_bad)
         else:
             how: Any = {"phase": shell.phase, "pattern": shell.pattern, "model": "j2"}
             orbits = Shell(shell.planes, shell.slots, shell.altitude_km * 1e3, shell.inclination_deg, **how)
@@ -338,7 +343,18 @@ class Scenario:
                 self.access(number)
             except InvalidInput as error:
                 raise InvalidInput(f"ground: {host.name}: {error}") from None
+        days = max(abs(self.start_s), abs(self.start_s + self.duration_s)) / 86400
+        if preset.flown is not None and days > MOST_DAYS:
+            raise InvalidInput(
+                f"start: the element sets of {preset.name} are {days:.0f} days from it: expected at most {MOST_DAYS:g}, "
+                "beyond which no satellite is where they have it; newer ones, or an earlier start"
+            )
         access = self.access(0)
+        if access == "onboard" and len(self.ground) > 1:
+            raise InvalidInput(
+                f"ground: {self.ground[0].name} is on board, where the box stands still: expected no other host, or "
+                "another access of the first"
+            )
         place = preset.host
         ground = Ground(place.latitude_deg, place.longitude_deg, self.mask_deg, self.gateway)
         # Outages count from the start, a plan's from the epoch.
@@ -498,6 +514,14 @@ class ScenarioPlan(ConstellationPlan):
 
     own: Preset | None = None
 
+    def _check_hosts(self) -> None:
+        """It has no processes, so it needs no ports."""
+        if self.planes * self.slots_per_plane > MOST_SATELLITES:
+            raise InvalidInput(
+                f"shell: {self.planes} planes of {self.slots_per_plane} slots: expected at most {MOST_SATELLITES} "
+                "satellites"
+            )
+
     @property
     def constellation(self) -> Preset:
         assert self.own is not None
@@ -586,7 +610,6 @@ def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
     return {**own, key: inner}
 
 
-@lru_cache(maxsize=64)
 def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(read_bounded(path, MAX_TABLE_BYTES)).hexdigest()
@@ -594,8 +617,7 @@ def _digest(path: Path) -> str:
         raise InvalidInput(f"cannot read {path}: {os_reason(error)}") from error
 
 
-@lru_cache(maxsize=8)
-def _of_elements(path: Path, number: int) -> Preset:
+def _of_elements(path: Path, number: int, skip_bad: bool) -> Preset:
     """The shell that real satellites fly in, with its gaps: as ``constellation up --tle`` flies it."""
     try:
         content = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
@@ -604,11 +626,18 @@ def _of_elements(path: Path, number: int) -> Preset:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"shell: tle: {path} is not a text file of element sets") from error
     try:
-        shells = cluster(read_elements(content).elements).shells
+        shells = _shells_of(content, skip_bad)
     except InvalidInput as error:
-        raise InvalidInput(f"shell: tle: {path}: {error}") from error
+        told = str(error).replace("skip bad records: --skip-bad", "skip_bad = true leaves bad records out")
+        raise InvalidInput(f"shell: tle: {path}: {told}") from error
     if not 1 <= number <= len(shells):
         raise InvalidInput(
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
         )
     return shells[number - 1].flown(f"{path.stem} shell {number}").preset()
+
+
+@lru_cache(maxsize=4)
+def _shells_of(content: str, skip_bad: bool) -> tuple[ClusteredShell, ...]:
+    """By what the file says, not by its name: it may be another one by the next run."""
+    return cluster(read_elements(content, skip_bad=skip_bad).elements).shells
