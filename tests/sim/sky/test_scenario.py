@@ -223,7 +223,7 @@ def test_bad_records_and_old_elements_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_cannot_be_run_says_which_it_is() -> None:
-    one = scenario("[sweep]\nshell.slots = [10, 2]\nduration = [20, 5]\n", 'engine = "model"\n')
+    one = scenario("[sweep]\nmask = [25, 89.9]\nworkload.seed = [1, 2]\n", 'engine = "model"\n')
     with pytest.raises(InvalidInput, match=r"cell 3 \(mask = 89.9, workload.seed = 2\): ground: berlin at"):
         run_cell(one.cells()[3])
 
