@@ -20,9 +20,12 @@ import pytest
 from tests.constellation import synthetic
 
 from skymemory.cli.main import main
+from skymemory.constellation.visibility import elevations_deg
 from skymemory.errors import InvalidInput
 from skymemory.sim.sky import Scenario, physical, run, scenario_named, shipped
 from skymemory.sim.sky.run import VirtualConstellation, run_cell
+from skymemory.sim.sky.scenario import StarGround
+from skymemory.testbed.connect import clock_of, sky_of
 from skymemory.units import SPEED_OF_LIGHT_M_S, parse_rate
 
 TLE = Path(__file__).parents[4] / "shared/data/tle/oneweb-2025-08-01.tle"
@@ -157,7 +160,6 @@ def test_bad_input_says_where_and_what(text: str, before: str, says: str) -> Non
         ("inclination_deg", 190, "inclination_deg"),
         ("phase", 12, "Walker phase 12"),
         ("pattern", "dleta", "did you mean 'delta'"),
-        ("pattern", "star", "Walker star"),
         ("preset", "starlink-a", "preset and planes given"),
         ("altitud_km", 550, "did you mean 'altitude_km'"),
     ],
@@ -212,7 +214,7 @@ def test_bad_records_and_old_elements_of_a_file(tmp_path: Path) -> None:
         _ = Scenario.of(table, folder=tmp_path).plan
     table["shell"] = {"tle": "sky.tle", "skip_bad": True}
     assert Scenario.of(table, folder=tmp_path).plan.torus.size == 82
-    with pytest.raises(InvalidInput, match=r"are \d+ days from it: expected at most 30"):
+    with pytest.raises(InvalidInput, match=r"start: \d+ days from the element sets of sky shell 1: expected a start nea"):
         _ = Scenario.of({**table, "start": "2025-09-01"}, folder=tmp_path).plan
     with pytest.raises(InvalidInput, match="skip_bad: no effect with planes"):
         Scenario.of({"shell": {"planes": 3, "slots": 3, "skip_bad": True}})
@@ -298,6 +300,76 @@ def replace_engine(one: Scenario, engine: str) -> Scenario:
     return Scenario.of({**one.source, "engine": engine}, folder=Path(one.folder))
 
 
+# --- Walker stars ---
+
+STAR = {"planes": 12, "slots": 16, "altitude_km": 1200, "inclination_deg": 87.9, "phase": 5, "pattern": "star"}
+
+
+def over_a_star(start_s: float, duration_s: float = 60.0, **more: Any) -> Scenario:
+    table = tomllib.loads(SMALL)
+    return Scenario.of({**table, "shell": STAR, "start": start_s, "duration": duration_s, **more})
+
+
+@pytest.mark.parametrize(("start_s", "descending"), [(3600.0, False), (7 * 3600.0, True)])
+def test_a_box_over_a_star_is_on_the_branch_that_is_there(start_s: float, descending: bool) -> None:
+    one = over_a_star(start_s, 900.0, workload={"rate": 0.05, "keys": 2, "size": 24_576})
+    (cell,), plan, shell = one.cells(), one.plan, one.preset.shell
+    found = run_cell(cell).figures
+    assert isinstance(plan.ground, StarGround) and plan.ground.descending is descending
+    assert found["wrong_values"] == 0 and found["misses_by_reason"] == {"first use": 2}
+    assert found["slot_moves"] >= 2 and found["chunks_handed_over"] > 0
+    for part in ("p50", "p99", "mean"):
+        least, took, model = (found[f"get{label}_{part}_s"] for label in ("_bound", "", "_model"))
+        assert least * (1 - 1e-9) <= took <= 1.2 * least and model == pytest.approx(took, rel=0.05)
+    clock, sky, place = clock_of(plan), sky_of(plan), one.place(0)
+    for now_s in range(0, 900, 60):
+        centre, sky_s = sky.centre_at(clock.moves(now_s)), start_s + now_s
+        before, after = (
+            elevations_deg(shell, place, one.preset.epoch_unix_s, sky_s + more)[centre] for more in (-1.0, 1.0)
+        )
+        north_m = np.diff([shell.positions_m(sky_s + more)[centre][2] for more in (-1.0, 1.0)])
+        # Planes are 15° apart, slots 22.5° and by half of that out of phase: 24° from straight up at most.
+        assert min(before, after) > 15 and (north_m[0] < 0) is np.bool_(descending)
+        servers = sky.servers_at(3, 4, clock.moves(now_s), clock.moves(now_s))
+        assert max(plan.torus.hops(centre, server) for server in servers) <= 2, "none beyond the seam"
+
+
+def test_a_box_that_would_reach_over_the_seam_is_refused_with_a_time_when_it_does_not() -> None:
+    with pytest.raises(InvalidInput, match=r"box of 2 planes over berlin .* expected a duration of at most \d+ s"):
+        over_a_star(3600.0, 13 * 3600.0)
+    with pytest.raises(InvalidInput, match=r"expected start = \d+, or another") as caught:
+        over_a_star(3600.0, 9 * 3600.0)
+    start_s = float(str(caught.value).partition("start = ")[2].partition(",")[0])
+    assert over_a_star(start_s, 9 * 3600.0).plan.torus.seam
+    with pytest.raises(InvalidInput, match="would reach across"):
+        over_a_star(start_s - 2, 9 * 3600.0)
+    with pytest.raises(InvalidInput, match=r"box of 12 planes .* at most 3468 s, or fewer servers"):
+        over_a_star(0.0, 7200.0, placement={"servers": 192})
+
+
+def test_two_places_and_a_host_on_board_of_a_star() -> None:
+    far = [{"name": "berlin", "lat": 52.5, "lon": 13.4}, {"name": "sydney", "lat": -33.9, "lon": 151.2}]
+    found = figures(over_a_star(7 * 3600.0, 30.0, ground=far))
+    assert found["misses_by_reason"] == {"first use": 4} and found["wrong_values"] == 0
+    # No link crosses the seam: the way leads round, over the pole.
+    assert found["hosts"]["sydney"]["get_p50_s"] > 2 * found["hosts"]["berlin"]["get_p50_s"]
+    board = figures(over_a_star(7 * 3600.0, 30.0, ground=[{**far[0], "access": "onboard"}]))
+    assert set(board["misses_by_reason"]) == {"first use"} and board["hits"] > 20 and board["up_bytes"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TLE.exists(), reason=f"needs {TLE.name}")
+def test_oneweb_flies_beside_its_seam() -> None:
+    table = {**tomllib.loads(SMALL), "shell": {"tle": TLE.name}, "duration": "3m", "placement": {"servers": 10}}
+    one = Scenario.of(table, folder=TLE.parent)
+    found = figures(one)
+    assert one.plan.torus.seam and one.plan.torus.size == 565 and found["slot_moves"] >= 1
+    assert found["wrong_values"] == 0 and found["hits"] > 100 and set(found["misses_by_reason"]) <= {"first use"}
+    assert found["get_bound_p50_s"] * (1 - 1e-9) <= found["get_p50_s"] <= 1.1 * found["get_bound_p50_s"]
+    with pytest.raises(InvalidInput, match=r"24.1 h from .* slots from their places in one shell"):
+        _ = Scenario.of({**table, "start": "1d"}, folder=TLE.parent).plan
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not STARLINK.exists(), reason=f"needs {STARLINK.name}")
 def test_the_largest_shell_of_starlink_flies_as_machines() -> None:
@@ -323,14 +395,14 @@ def test_the_largest_shell_of_starlink_flies_as_machines() -> None:
 @pytest.mark.skipif(not TLE.exists(), reason=f"needs {TLE.name}")
 def test_real_shells_by_the_model() -> None:
     table = {"engine": "model", "shell": {"tle": TLE.name}, "ground": [{"lat": 52.5, "lon": 13.4}]}
-    with pytest.raises(InvalidInput, match="a Walker star, which carries no box"):
-        run(Scenario.of(table, folder=TLE.parent), way="sequence")
     starlink = {**table, "shell": {"tle": "starlink-2025-09-22.tle"}, "duration": 600}
     with pytest.raises(InvalidInput, match="sees no satellite of starlink-2025-09-22"):  # the largest is at 43°
         run(Scenario.of(starlink, folder=TLE.parent), way="sequence")
     starlink["ground"] = [{"lat": 40.0, "lon": -75.0}]
     (cell,) = run(Scenario.of(starlink, folder=TLE.parent), way="sequence").cells
     assert cell.figures["gets"] > 0 and cell.figures["get_p50_s"] >= cell.figures["get_bound_p50_s"]
+    with pytest.raises(InvalidInput, match=r"start: 720.2 h from .* up to \d\.\d slots from their places"):
+        run(Scenario.of({**starlink, "start": "30d", "duration": -1 + 600}, folder=TLE.parent), way="sequence")
     starlink["shell"] = {"tle": "starlink-2025-09-22.tle", "number": 99}
     with pytest.raises(InvalidInput, match=r"number 99: .* has \d+ shells"):
         run(Scenario.of(starlink, folder=TLE.parent), way="sequence")

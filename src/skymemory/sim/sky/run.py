@@ -38,7 +38,7 @@ from skymemory.protocol.clock import HANDED_OVER_S, STRATEGY_CODES, MoveClock
 from skymemory.sim.sky.bound import lower_bound_s
 from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s, ways_of
 from skymemory.sim.sky.physical import Operation as Direction
-from skymemory.sim.sky.scenario import Cell, Operation, Scenario
+from skymemory.sim.sky.scenario import ENDS_WITHIN_S, Cell, Operation, Scenario
 from skymemory.sim.sweeps import Progress, Way, sweep
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -49,8 +49,6 @@ from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConste
 
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
 """Of what is kept in a folder; another one when a change of the code changes results."""
-_ENDS_WITHIN_S = 120.0
-"""After the last operation has begun."""
 _UNSEEN = "nothing in sight"
 _FIRST, _WRITING, _BEHIND, _LOST = "first use", "being stored", "behind a miss", "not stored"
 _GONE = ("missing", "corrupt")
@@ -328,7 +326,7 @@ class _ByMachines(_Run):
         for request in work:
             self._advance(request[0].at_s)
             self._begin(_Request(request))
-        end_s = self.scenario.duration_s + _ENDS_WITHIN_S
+        end_s = self.scenario.duration_s + ENDS_WITHIN_S
         while self._begun and self._step(end_s):
             pass
         for begun in self._begun.values():
