@@ -45,7 +45,7 @@ def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest
         assert len(list(csv.DictReader(stream))) == len(found["cells"])
 
 
-def test_a_model_on_board_is_told_with_its_energy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_on_board_is_shown_with_its_energy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BREAKEVEN, "--board", "300"]) == 0
     out = capsys.readouterr().out
     assert "with the user's terminal;" in out and "without idle machines" in out

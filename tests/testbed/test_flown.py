@@ -98,7 +98,7 @@ def test_a_walker_star_is_refused() -> None:
     )
     preset = cluster(elements).shells[0].flown("x").preset()
     assert preset.torus.seam and preset.shell.pattern == "star"
-    with pytest.raises(InvalidInput, match="x is a Walker star: .* expected a Walker delta, or a scenario"):
+    with pytest.raises(InvalidInput, match=r"x is a Walker star: .* expected a Walker delta, or a scenario"):
         make_plan(preset)
 
 

@@ -183,8 +183,8 @@ def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: floa
 
 def _print_boards(rows: list[Row], board_tokens_per_s: float) -> None:
     print(
-        f"\nfirst token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy, with the "
-        "user's terminal;\nheld: of memory, for an hour that it keeps the KV; without idle machines, cooling and panels"
+        f"\nfirst token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy, with "
+        "the user's terminal;\nheld: of memory, an hour that it keeps the KV; without idle machines, cooling and panels"
     )
     heads = ("tokens", "ground at", "ground", "time", "energy", "board", "time", "energy", "held")
     print("".join(f"{head:>11}" for head in heads) + "  sooner")

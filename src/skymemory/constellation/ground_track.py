@@ -136,7 +136,7 @@ def planes_of_turn(shell: Shell) -> int:
 
 
 def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float) -> tuple[float, float]:
-    """``(wait_s, for_s)``: how long after ``from_s`` until a box that reaches so many planes north and south of its
+    """``(wait_s, for_s)``: how long after ``from_s`` until a box that reaches this many planes north and south of its
     centre has no seam of the star in it, and for how long from then on. Of a host that stands still.
     """
     rate = track.rates[0]

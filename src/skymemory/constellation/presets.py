@@ -59,7 +59,9 @@ class FlownShell:
     def torus(self) -> Torus:
         """Its grid, with links as long as they never pass through the Earth (planes taken as evenly spread)."""
         most_slots, most_planes = _widest(self.shell())
-        return Torus(len(self.nodes_rad), self.slots_per_plane, self.star, frozenset(self.gaps), most_slots, most_planes)
+        return Torus(
+            len(self.nodes_rad), self.slots_per_plane, self.star, frozenset(self.gaps), most_slots, most_planes
+        )
 
     def shell(self) -> Shell:
         """Its orbits."""

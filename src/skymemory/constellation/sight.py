@@ -22,8 +22,8 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
 """``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest on the climbing
-branch (the descending one, where the box is on it), if there is one; satellites of the other branch are as near to the ground, but half the
-grid away along the links.
+branch, on which the box is (over a Walker star it may be the descending one), if there is one; satellites of the other
+branch are as near to the ground, but half the grid away along the links.
 """
 
 

@@ -214,7 +214,7 @@ def test_bad_records_and_old_elements_of_a_file(tmp_path: Path) -> None:
         _ = Scenario.of(table, folder=tmp_path).plan
     table["shell"] = {"tle": "sky.tle", "skip_bad": True}
     assert Scenario.of(table, folder=tmp_path).plan.torus.size == 82
-    with pytest.raises(InvalidInput, match=r"start: \d+ days from the element sets of sky shell 1: expected a start nea"):
+    with pytest.raises(InvalidInput, match=r"start: \d+ days from the element sets of sky shell 1: expected"):
         _ = Scenario.of({**table, "start": "2025-09-01"}, folder=tmp_path).plan
     with pytest.raises(InvalidInput, match="skip_bad: no effect with planes"):
         Scenario.of({"shell": {"planes": 3, "slots": 3, "skip_bad": True}})
@@ -245,7 +245,8 @@ def made_of_element_sets(folder: Path) -> dict[str, Any]:
     (folder / "sky.tle").write_text("\n".join(lines) + "\n")
     table = tomllib.loads(SMALL)
     table["ground"] = [{"name": "far", "lat": 52.5, "lon": 13.4}, {"name": "near", "lat": -40, "lon": -75}]
-    return {**table, "duration": 500, "shell": {"tle": "sky.tle"}, "workload": {"rate": 0.05, "keys": 3, "size": 60_000}}
+    work = {"rate": 0.05, "keys": 3, "size": 60_000}
+    return {**table, "duration": 500, "shell": {"tle": "sky.tle"}, "workload": work}
 
 
 @pytest.mark.parametrize("access", ["hybrid", "ideal"])
@@ -263,7 +264,7 @@ def test_real_satellites_with_gaps_fly_as_machines(access: str, tmp_path: Path) 
             least, took, model = (host[f"get{label}_{part}_s"] for label in ("_bound", "", "_model"))
             assert least * (1 - 1e-9) <= took <= 1.1 * least and model == pytest.approx(took, rel=0.05)
     machines = run_cell(replace_engine(one, "model").cells()[0]).figures
-    assert [machines[name] for name in ("hits", "misses", "sets")] == [found[name] for name in ("hits", "misses", "sets")]
+    assert all(machines[name] == found[name] for name in ("hits", "misses", "sets"))
 
 
 def test_on_board_of_real_satellites_with_gaps(tmp_path: Path) -> None:
@@ -401,8 +402,8 @@ def test_real_shells_by_the_model() -> None:
     starlink["ground"] = [{"lat": 40.0, "lon": -75.0}]
     (cell,) = run(Scenario.of(starlink, folder=TLE.parent), way="sequence").cells
     assert cell.figures["gets"] > 0 and cell.figures["get_p50_s"] >= cell.figures["get_bound_p50_s"]
-    with pytest.raises(InvalidInput, match=r"start: 720.2 h from .* up to \d\.\d slots from their places"):
-        run(Scenario.of({**starlink, "start": "30d", "duration": -1 + 600}, folder=TLE.parent), way="sequence")
+    with pytest.raises(InvalidInput, match=r"start: 696.2 h from .* up to \d\.\d slots from their places"):
+        run(Scenario.of({**starlink, "start": "29d"}, folder=TLE.parent), way="sequence")
     starlink["shell"] = {"tle": "starlink-2025-09-22.tle", "number": 99}
     with pytest.raises(InvalidInput, match=r"number 99: .* has \d+ shells"):
         run(Scenario.of(starlink, folder=TLE.parent), way="sequence")

@@ -19,7 +19,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from skymemory.config import duration, filled, integer, positive, setting, size, suggestion, table, text, whole, yes_or_no
+from skymemory.config import (
+    duration,
+    filled,
+    integer,
+    positive,
+    setting,
+    size,
+    suggestion,
+    table,
+    text,
+    whole,
+    yes_or_no,
+)
 from skymemory.constellation.clustering import ClusteredShell, cluster, drift
 from skymemory.constellation.ground_track import Track, seam_free, track_over
 from skymemory.constellation.links import Links
@@ -152,7 +164,9 @@ class ShellTable:
             raise InvalidInput("planes and slots: expected both")
         defaults = ("altitude_km", 550.0), ("inclination_deg", 53.0), ("phase", 0), ("pattern", "delta")
         unused = [name for name, value in defaults if not self.planes and getattr(self, name) != value]
-        unused += [name for name, set_ in (("number", self.number != 1), ("skip_bad", self.skip_bad)) if set_ and not self.tle]
+        unused += [
+            name for name, set_ in (("number", self.number != 1), ("skip_bad", self.skip_bad)) if set_ and not self.tle
+        ]
         if unused:
             raise InvalidInput(f"{', '.join(unused)}: no effect with {given[0]}; leave it out")
 
@@ -306,7 +320,9 @@ class Scenario:
                 return preset
         elif shell.tle:
             path = Path(self.folder, shell.tle)
-            preset = _of_elements(path, shell.number, shell.skip_bad).flown(f"{path.stem} shell {shell.number}").preset()
+            preset = (
+                _of_elements(path, shell.number, shell.skip_bad).flown(f"{path.stem} shell {shell.number}").preset()
+            )
         else:
             how: Any = {"phase": shell.phase, "pattern": shell.pattern, "model": "j2"}
             orbits = Shell(shell.planes, shell.slots, shell.altitude_km * 1e3, shell.inclination_deg, **how)
@@ -696,8 +712,8 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
     try:
         shells = _shells_of(content, skip_bad)
     except InvalidInput as error:
-        told = str(error).replace("skip bad records: --skip-bad", "skip_bad = true leaves bad records out")
-        raise InvalidInput(f"shell: tle: {path}: {told}") from error
+        reason = str(error).replace("skip bad records: --skip-bad", "skip_bad = true leaves bad records out")
+        raise InvalidInput(f"shell: tle: {path}: {reason}") from error
     if not 1 <= number <= len(shells):
         raise InvalidInput(
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
