@@ -153,7 +153,9 @@ def test_the_overhead_cell_of_a_branch_is_straight_up(pattern: str, descending: 
         seen += plane % planes_of_turn(shell) < 18
     assert seen == 24 if pattern == "delta" else 10 <= seen <= 14
     track = track_over(shell, host, EPOCH_UNIX_S, descending)
-    assert track.cell(50_000.0) == pytest.approx(overhead_cell(shell, host, EPOCH_UNIX_S, 50_000.0, descending), abs=1e-4)
+    assert track.cell(50_000.0) == pytest.approx(
+        overhead_cell(shell, host, EPOCH_UNIX_S, 50_000.0, descending), abs=1e-4
+    )
     if pattern == "star":
         wait_s, for_s = seam_free(track, shell, 2, 3, 5000.0)
         for at_s, free in ((-5, wait_s == 0), (5, True), (for_s - 5, True), (for_s + 5, False)):

@@ -5,6 +5,7 @@ bound.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -20,9 +21,13 @@ import pytest
 from tests.constellation import synthetic
 
 from skymemory.cli.main import main
+from skymemory.constellation.orbit import Shell
+from skymemory.constellation.presets import Preset
+from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import elevations_deg
 from skymemory.errors import InvalidInput
 from skymemory.sim.sky import Scenario, physical, run, scenario_named, shipped
+from skymemory.sim.sky.bound import lower_bound_s
 from skymemory.sim.sky.run import VirtualConstellation, run_cell
 from skymemory.sim.sky.scenario import StarGround
 from skymemory.testbed.connect import clock_of, sky_of
@@ -295,6 +300,27 @@ def test_links_of_a_run_are_as_long_as_those_of_processes(tmp_path: Path) -> Non
             way_s = paths.from_gateway(here, (there,), 0.0)[0][0]
             both_s = shell.route_one_way_s(torus, here, there) + shell.route_one_way_s(torus, there, here)
             assert way_s == pytest.approx(both_s / 2)
+
+
+def test_the_bound_holds_where_satellites_send_around_the_earth() -> None:
+    """Planes that are unevenly spread: links over the wide steps are behind the Earth, so packets take more and shorter
+    ones, and are there sooner than by the route of the fewest.
+    """
+    nodes = tuple(math.radians(node) for node in (0.0, 178.0, 188.0, 198.0))
+    shell = Shell(4, 24, 546e3, 97.6, model="j2", plane_offsets=(0.1, -0.2, 0.3, 0.0), plane_nodes_rad=nodes)
+    torus, servers = shell.torus, (SatelliteId(3, 13), SatelliteId(0, 3), SatelliteId(1, 11))
+    preset = Preset("uneven", "", shell, torus)
+    paths, gateway = physical._Paths(preset, exact=False), SatelliteId(1, 11)
+    routed_s = paths.from_gateway(gateway, servers, 0.0)[0]
+    least_s = paths.least_s(gateway, servers, routed_s)
+    in_plane_s, over_s = shell.isl_one_way_s("slot"), [shell.plane_link_one_way_s(plane) for plane in range(4)]
+    assert least_s[0] == pytest.approx(2 * in_plane_s + over_s[1] + over_s[2]) and least_s[2] == 0
+    assert routed_s[0] == pytest.approx(2 * in_plane_s + over_s[0] + over_s[3]) and routed_s[0] > 4 * least_s[0]
+    links = np.full((1, 1), 0)
+    ways = physical.Ways("gateway", np.zeros(1), routed_s[None, :1], links + 4, links, links, 1.0, least_s[None, :1])
+    bound_s = lower_bound_s(ways, physical.Setting(1000), physical.LinkRates())
+    assert bound_s[0] == pytest.approx(2 * least_s[0])
+    assert ways.of(slice(0, 1)).least_one_way_s is not None
 
 
 def replace_engine(one: Scenario, engine: str) -> Scenario:
