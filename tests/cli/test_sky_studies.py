@@ -45,6 +45,14 @@ def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest
         assert len(list(csv.DictReader(stream))) == len(found["cells"])
 
 
+def test_a_model_on_board_is_shown_with_its_energy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BREAKEVEN, "--board", "300"]) == 0
+    out = capsys.readouterr().out
+    assert "with the user's terminal;" in out and "without idle machines" in out
+    (row,) = {tuple(line.split()[-3:-1]) for line in out.splitlines() if line.split()[-1:] in (["ground"], ["board"])}
+    assert row == ("10", "J")  # 64 MiB at 44 mW for a GiB, for an hour
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -57,6 +65,8 @@ def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest
         (["optimise", "--figure", "x.txt"], "expected the suffix"),
         (["breakeven", "--rate", "none"], "expected bits per second"),
         (["breakeven", "--tokens", "0"], "0 tokens: expected more than 0"),
+        (["breakeven", "--servers", "0"], "0 servers on 72 planes"),
+        (["breakeven", "--access", "onboard", "--board", "300"], "a host on the ground"),
         (["breakeven", "--model", "gpt"], "no model is called 'gpt'"),
         (["breakeven", "--preset", "starlink-c"], "unknown constellation preset"),
     ],

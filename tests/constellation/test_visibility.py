@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skymemory.constellation.ground_track import planes_of_turn, seam_free, track_over
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import DEFAULT_HOST, EPOCH_UNIX_S, PRESETS, preset_named
 from skymemory.constellation.visibility import (
@@ -17,9 +18,11 @@ from skymemory.constellation.visibility import (
     anchor,
     earth_angle_rad,
     elevations_deg,
+    elevations_of,
     gateway,
     host_position_m,
     overhead_argument_rad,
+    overhead_cell,
     plane_move_period_s,
     slants_m,
     slot_move_period_s,
@@ -127,13 +130,37 @@ def test_straight_up_is_ninety_degrees_and_the_far_side_is_below(
     assert np.array_equal(elevation > 1e-6, cosine > EARTH_RADIUS_M / STARLINK_A.radius_m + 1e-8)
 
 
-def test_bad_hosts_and_stars_are_refused() -> None:
+def test_bad_hosts_are_refused() -> None:
     with pytest.raises(InvalidInput, match="latitude"):
         GroundHost(91, 0)
     with pytest.raises(InvalidInput, match="longitude"):
         GroundHost(0, 999)
-    with pytest.raises(InvalidInput, match="a Walker star carries no box"):
-        anchor(Shell(18, 36, 1200e3, 87.9, pattern="star"), DEFAULT_HOST, EPOCH_UNIX_S, 0.0)
+
+
+@pytest.mark.parametrize("pattern", ["delta", "star"])
+@pytest.mark.parametrize("descending", [False, True])
+def test_the_overhead_cell_of_a_branch_is_straight_up(pattern: str, descending: bool) -> None:
+    shell = Shell(18, 36, 1200e3, 80.0, pattern=pattern, model="j2")  # type: ignore[arg-type]
+    host, seen = GroundHost(48.0, 13.0), 0
+    for now_s in range(0, 86_400, 3600):
+        plane, slot = overhead_cell(shell, host, EPOCH_UNIX_S, float(now_s), descending)
+        u_rad = 2 * np.pi * (slot / 36 + now_s / shell.period_s)
+        node_rad = shell.span_rad * plane / 18 + shell.node_rate_rad_s * now_s
+        here = np.array(shell.position_m(u_rad, node_rad))
+        assert float(elevations_of(here, host, EPOCH_UNIX_S, float(now_s))) > 89.9
+        ahead = shell.position_m(u_rad + 1e-4, node_rad)
+        assert (ahead[2] < here[2]) is np.bool_(descending)
+        seen += plane % planes_of_turn(shell) < 18
+    assert seen == 24 if pattern == "delta" else 10 <= seen <= 14
+    track = track_over(shell, host, EPOCH_UNIX_S, descending)
+    assert track.cell(50_000.0) == pytest.approx(
+        overhead_cell(shell, host, EPOCH_UNIX_S, 50_000.0, descending), abs=1e-4
+    )
+    if pattern == "star":
+        wait_s, for_s = seam_free(track, shell, 2, 3, 5000.0)
+        for at_s, free in ((-5, wait_s == 0), (5, True), (for_s - 5, True), (for_s + 5, False)):
+            centre = track.cell_at(5000.0 + wait_s + at_s)[0] % planes_of_turn(shell)
+            assert (2 <= centre <= 18 - 1 - 3) is free
 
 
 def test_no_satellite_is_in_sight_from_the_pole() -> None:

@@ -92,12 +92,6 @@ def test_more_servers_than_satellites_are_refused(strategy: Strategy, servers: i
         layout(strategy, servers, Torus(5, 19))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_walker_star_takes_no_servers(strategy: Strategy) -> None:
-    with pytest.raises(InvalidInput, match="Walker star"):
-        layout(strategy, 9, Torus(18, 36, seam=True))
-
-
 def test_strategies_are_read_kindly_and_typos_answered() -> None:
     assert parse_strategy("Rotation-Hop") == "rotation_hop"
     with pytest.raises(InvalidInput, match="did you mean 'rotation"):

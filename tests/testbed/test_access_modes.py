@@ -69,8 +69,7 @@ def one_way_s(plan: ConstellationPlan, access: str, satellite: SatelliteId) -> f
     if access == "ideal" or (access == "hybrid" and satellite in seen):
         return beam_s(satellite)
     first = plan.centre if access == "onboard" else seen[0]
-    slots, planes = torus.delta(first, satellite)
-    links_s = abs(slots) * preset.shell.isl_one_way_s("slot") + abs(planes) * preset.shell.isl_one_way_s("plane")
+    links_s = preset.shell.route_one_way_s(torus, first, satellite)
     return links_s + (0.0 if access == "onboard" else beam_s(first))
 
 

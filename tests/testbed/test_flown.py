@@ -96,8 +96,10 @@ def test_a_walker_star_is_refused() -> None:
     elements, _, _ = synthetic.shell(
         random.Random(0), 12, 24, 0, gap_share=0.2, star=True, altitude_m=1200e3, inclination_deg=87.9, slot_jitter=0.1
     )
-    with pytest.raises(InvalidInput, match="is a Walker star, which carries no box"):
-        cluster(elements).shells[0].flown("x")
+    preset = cluster(elements).shells[0].flown("x").preset()
+    assert preset.torus.seam and preset.shell.pattern == "star"
+    with pytest.raises(InvalidInput, match=r"x is a Walker star: .* expected a Walker delta, or a scenario"):
+        make_plan(preset)
 
 
 @pytest.mark.slow

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         drawing_path(args.figure)
     if None in (args.rate or ()):
         raise InvalidInput("--rate none: expected bits per second; the map is over rates")
+    if args.board is not None and args.access == "onboard":
+        raise InvalidInput("--board compares with a host on the ground: expected --access gateway, hybrid or ideal")
     check_mask(args.mask)
     kv_bytes = kv_bytes_of(args.model)
     preset = at_place(preset_named(args.preset), args.lat, args.lon)
@@ -159,7 +161,7 @@ def _engine_rows(even: BreakEven, engines: list[Measured], rate_bit_s: float) ->
 
 
 def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: float, kv_bytes: int) -> list[Row]:
-    from skymemory.sim.sky.onboard import BOARD_W, GROUND_W, Machine
+    from skymemory.sim.sky.onboard import BOARD_W, GROUND_W, Machine, held_w
 
     rows: list[Row] = []
     for tokens in lengths:
@@ -172,6 +174,7 @@ def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: floa
                     "ground_tokens_per_s": speed,
                     "ground": asdict(ground),
                     "board": asdict(board),
+                    "held_j_per_hour": 3600 * held_w(tokens, kv_bytes),
                     "sooner": "board" if board.ttft_s < ground.ttft_s else "ground",
                 }
             )
@@ -179,15 +182,19 @@ def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: floa
 
 
 def _print_boards(rows: list[Row], board_tokens_per_s: float) -> None:
-    print(f"\nfirst token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy")
-    heads = ("tokens", "ground at", "ground", "time", "energy", "board", "time", "energy")
+    print(
+        f"\nfirst token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy, with "
+        "the user's terminal;\nheld: of memory, an hour that it keeps the KV; without idle machines, cooling and panels"
+    )
+    heads = ("tokens", "ground at", "ground", "time", "energy", "board", "time", "energy", "held")
     print("".join(f"{head:>11}" for head in heads) + "  sooner")
     for row in rows:
         cells = "".join(
             f"{row[where]['way']:>11}{format_duration(row[where]['ttft_s']):>11}{row[where]['joules']:>9.0f} J"
             for where in ("ground", "board")
         )
-        print(f"{row['tokens']:>11}{_si(row['ground_tokens_per_s']):>11}{cells}  {row['sooner']}")
+        held = f"{row['held_j_per_hour']:>9.0f} J"
+        print(f"{row['tokens']:>11}{_si(row['ground_tokens_per_s']):>11}{cells}{held}  {row['sooner']}")
 
 
 def _si(value: float) -> str:

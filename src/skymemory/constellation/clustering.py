@@ -139,13 +139,7 @@ class ClusteredShell:
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
-        """What a constellation of its satellites is rebuilt from; ``source`` names it.
-
-        Raises:
-            InvalidInput: a Walker star, over which no box of servers stays together.
-        """
-        if self.star:
-            raise InvalidInput(f"{self} of {source} is a Walker star, which carries no box: expected a Walker delta")
+        """What a constellation of its satellites is rebuilt from; ``source`` names it."""
         cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
         return FlownShell(
             source,
@@ -156,6 +150,7 @@ class ClusteredShell:
             self.nodes_rad,
             self.offsets_slots,
             tuple(SatelliteId(plane, slot) for plane, slot in cells if self.placed[plane][slot] is None),
+            self.star,
         ).linked()
 
     def shell(self) -> Shell:

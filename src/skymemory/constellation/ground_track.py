@@ -111,8 +111,8 @@ def _until_edge_s(cell: float, rate: float) -> float:
     return (middle + 0.5 - cell) / rate if rate > 0 else (cell - (middle - 0.5)) / -rate
 
 
-def track_over(shell: Shell, place: Place, epoch_unix_s: float) -> Track:
-    """The track of the overhead point of ``place`` on the climbing branch (see ``visibility``), from the epoch on.
+def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool = False) -> Track:
+    """The track of the overhead point of ``place`` on one branch (see ``visibility``), from the epoch on.
 
     For a moving host it is exact at its waypoints and every quarter of a degree between them.
     """
@@ -120,13 +120,32 @@ def track_over(shell: Shell, place: Place, epoch_unix_s: float) -> Track:
     times = _knot_times(place) if isinstance(place, Trajectory) else [0.0]
     knots: list[Knot] = []
     for time_s in times:
-        plane, slot = overhead_cell(shell, host_at(place, time_s), epoch_unix_s, time_s)
+        plane, slot = overhead_cell(shell, host_at(place, time_s), epoch_unix_s, time_s, descending)
         if knots:
             # Longitudes wrap, the track does not: of the possible planes take the one nearest to the Earth's rotation.
             expected = knots[-1].plane + rates[0] * (time_s - knots[-1].time_s)
-            plane += shell.planes * round((expected - plane) / shell.planes)
+            turn = planes_of_turn(shell)
+            plane += turn * round((expected - plane) / turn)
         knots.append(Knot(time_s, plane, slot))
     return Track(tuple(knots), rates)
+
+
+def planes_of_turn(shell: Shell) -> int:
+    """Planes that pass while the Earth turns once: of a star each twice, climbing and descending."""
+    return shell.planes * round(2 * math.pi / shell.span_rad)
+
+
+def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float) -> tuple[float, float]:
+    """``(wait_s, for_s)``: how long after ``from_s`` until a box that reaches this many planes north and south of its
+    centre has no seam of the star in it, and for how long from then on. Of a host that stands still.
+    """
+    rate = track.rates[0]
+    first, last = north - 0.5, shell.planes - 1 - south + 0.5
+    turn = planes_of_turn(shell)
+    place = (track.cell(from_s)[0] - first) % turn + first
+    if place < last:
+        return 0.0, (last - place) / rate
+    return (first + turn - place) / rate, (last - first) / rate
 
 
 def _knot_times(way: Trajectory) -> list[float]:

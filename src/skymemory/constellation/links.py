@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from skymemory.config import duration, filled, known_keys, setting, size, suggestion, table, text, whole
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S, parse_rate
 
@@ -95,6 +95,25 @@ class Outage:
         if self.link in _WHOLE_CLASSES:
             return kind in _WHOLE_CLASSES[self.link]
         return _satellites_of(self.link) <= set(satellites)
+
+    def check(self, torus: Torus) -> None:
+        """Raises ``InvalidInput`` for a satellite or a link that this grid does not have: it would be of nothing."""
+        if self.link in _WHOLE_CLASSES:
+            return
+        named = _satellites_of(self.link)
+        for satellite in named:
+            if satellite not in torus:
+                raise InvalidInput(
+                    f"outage of {self.link}: no satellite {satellite.plane},{satellite.slot}: expected plane 0 to "
+                    f"{torus.planes - 1} and slot 0 to {torus.slots_per_plane - 1}, and none of the gaps"
+                )
+        if len(named) == 2:
+            one, other = sorted(named)
+            if other not in torus.neighbours(one):
+                near = ", ".join(f"{plane},{slot}" for plane, slot in sorted(set(torus.neighbours(one)) - {one}))
+                raise InvalidInput(
+                    f"outage of {self.link}: these two have no link: expected one of {one.plane},{one.slot} with {near}"
+                )
 
 
 @lru_cache(maxsize=256)

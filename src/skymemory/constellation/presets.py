@@ -35,6 +35,8 @@ class FlownShell:
     offsets_slots: tuple[float, ...]
     gaps: tuple[SatelliteId, ...]
     """Cells without a satellite, or with one that no links lead to."""
+    star: bool = False
+    """Whether no links join the last plane and the first. (Such a shell flies in scenarios only.)"""
 
     def preset(self) -> Preset:
         """It as a constellation.
@@ -57,7 +59,9 @@ class FlownShell:
     def torus(self) -> Torus:
         """Its grid, with links as long as they never pass through the Earth (planes taken as evenly spread)."""
         most_slots, most_planes = _widest(self.shell())
-        return Torus(len(self.nodes_rad), self.slots_per_plane, False, frozenset(self.gaps), most_slots, most_planes)
+        return Torus(
+            len(self.nodes_rad), self.slots_per_plane, self.star, frozenset(self.gaps), most_slots, most_planes
+        )
 
     def shell(self) -> Shell:
         """Its orbits."""
@@ -66,6 +70,7 @@ class FlownShell:
             self.slots_per_plane,
             self.altitude_m,
             self.inclination_deg,
+            pattern="star" if self.star else "delta",
             model="j2",
             plane_offsets=self.offsets_slots,
             plane_nodes_rad=self.nodes_rad,
@@ -79,7 +84,7 @@ def _widest(shell: Shell) -> tuple[int, int]:
         slots += 1
     # Planes at their mean spacing, and where in the orbit they are furthest apart.
     while planes < shell.planes // 2 and not shell.link_blocked(
-        2 * shell.radius_m * math.sin(math.pi * (planes + 1) / shell.planes)
+        2 * shell.radius_m * math.sin(shell.span_rad / 2 * (planes + 1) / shell.planes)
     ):
         planes += 1
     return slots, planes

@@ -22,8 +22,8 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
 """``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest on the climbing
-branch, on which the box is, if there is one; satellites of the other branch are as near to the ground, but half the
-grid away along the links.
+branch, on which the box is (over a Walker star it may be the descending one), if there is one; satellites of the other
+branch are as near to the ground, but half the grid away along the links.
 """
 
 
@@ -122,15 +122,18 @@ class OrbitSight:
     rule: GatewayRule = "nearest"
     gaps: frozenset[SatelliteId] = frozenset()
     """Cells of the grid without a satellite: never in sight."""
-    track: Track | None = field(init=False, repr=False)
-    """Of the box; None over a Walker star, which carries none."""
+    descending: bool = False
+    """Whether the box is on the descending branch: over a Walker star, half of each day."""
+    track: Track = field(init=False, repr=False)
+    """Of the box."""
     any_blocked: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_mask(self.mask_deg)
-        star = self.shell.pattern == "star"
-        object.__setattr__(self, "track", None if star else track_over(self.shell, self.place, self.epoch_unix_s))
-        longest_m = (self.shell.longest_plane_link_m(plane) for plane in range(self.shell.planes))
+        track = track_over(self.shell, self.place, self.epoch_unix_s, self.descending)
+        object.__setattr__(self, "track", track)
+        linked = self.shell.planes - (self.shell.pattern == "star")  # none across the seam
+        longest_m = (self.shell.longest_plane_link_m(plane) for plane in range(linked))
         object.__setattr__(self, "any_blocked", any(map(self.shell.link_blocked, longest_m)))
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
@@ -155,8 +158,6 @@ class OrbitSight:
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
         """How far operators have pushed the box: its centre relative to the anchor."""
-        if self.track is None:
-            return 0, 0
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
@@ -198,7 +199,7 @@ class OrbitSight:
                     height, _ = host.sine_and_slant(r, height, upward)
                     if height < least_sine:
                         continue
-                other_branch = self.rule == "climbing" and math.cos(u_rad) <= 0
+                other_branch = self.rule == "climbing" and (math.cos(u_rad) <= 0) != self.descending
                 found.append((other_branch, -height, SatelliteId(plane, slot % slots)))
         return [satellite for _, _, satellite in sorted(found)]
 
@@ -230,6 +231,7 @@ class OrbitSight:
             if sine >= math.sin(math.radians(self.mask_deg)):
                 return slant_m / SPEED_OF_LIGHT_M_S
         u_rad = overhead_argument_rad(shell, host_at(self.place, sky_s))
+        u_rad = math.pi - u_rad if self.descending else u_rad
         return shell.slant_one_way_s(*shell.torus.delta(centre, satellite), u_rad, plane=centre.plane - shift_planes)
 
 

@@ -123,24 +123,23 @@ def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
     return math.asin(max(-1.0, min(1.0, sine)))
 
 
-def overhead_cell(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> tuple[float, float]:
-    """``(plane, slot)`` of the overhead point on the climbing branch: real numbers that never wrap.
+def overhead_cell(
+    shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, descending: bool = False
+) -> tuple[float, float]:
+    """``(plane, slot)`` of the overhead point on one branch: real numbers that never wrap.
 
-    Raises:
-        InvalidInput: a Walker star, whose climbing branch is not over the host for half of each day.
+    Over a Walker star planes from the last one on do not exist: a host has its climbing branch above it for half of
+    each day, and its descending one for the other half.
     """
-    if shell.pattern == "star":
-        raise InvalidInput(
-            "a Walker star carries no box: its planes pass over a host climbing for half a day, then descending, with "
-            "no links between the two; expected a shell of pattern 'delta'"
-        )
     u_rad = overhead_argument_rad(shell, host)
+    if descending:
+        u_rad = math.pi - u_rad
     i_rad = math.radians(shell.inclination_deg)
     from_node_rad = math.atan2(math.cos(i_rad) * math.sin(u_rad), math.cos(u_rad))
     sidereal_rad = math.radians(host.longitude_deg) + ground_angle_rad(shell.model, epoch_unix_s, now_s)
     epoch_node_rad, epoch_slot = shell.epoch_cell
     node_rad = sidereal_rad - from_node_rad - shell.node_rate_rad_s * now_s - epoch_node_rad
-    plane = node_rad * shell.planes / (2 * math.pi)
+    plane = node_rad * shell.planes / shell.span_rad
     slot = (u_rad / (2 * math.pi) - now_s / shell.period_s) * shell.slots_per_plane - epoch_slot
     return plane, slot
 
@@ -167,7 +166,7 @@ def slot_move_period_s(shell: Shell) -> float:
 def plane_move_period_s(shell: Shell) -> float:
     """Time between two plane moves: Earth's rotation against the drifting nodes."""
     rate_rad_s = EARTH_ROTATION_RAD_S if shell.model == "paper" else _SIDEREAL_RATE_RAD_S
-    return 2 * math.pi / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
+    return shell.span_rad / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
 def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -> NDArray[np.float64]:

@@ -116,14 +116,9 @@ def layout(
     """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) use the link delays.
 
     Raises:
-        InvalidInput: more servers than satellites, no delay, or a torus with a seam (a Walker star).
+        InvalidInput: more servers than satellites, or no delay.
     """
     check_servers(servers, torus)
-    if torus.seam:
-        raise InvalidInput(
-            "servers on a Walker star: a box that reaches its seam would be torn, for no links cross it; expected a "
-            "Walker delta, whose planes have nodes all round the equator"
-        )
     if slot_link_s <= 0 or plane_link_s <= 0:
         raise InvalidInput(f"link delays of {slot_link_s} s and {plane_link_s} s: expected more than 0")
     return _layout(parse_strategy(strategy), servers, torus, slot_link_s, plane_link_s)

@@ -141,7 +141,6 @@ class PlaceSight:
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
         """Where a box around this host would be, pushed as far as the plan's."""
-        assert self.box.track is not None and self.own.track is not None, "a star carries no box"
         plane, slot = self.box.track.cell_at(sky_s)
         own_plane, own_slot = self.own.track.cell_at(sky_s)
         return self.own.shell.torus.wrap(centre.plane - plane + own_plane, centre.slot - slot + own_slot)
@@ -297,6 +296,7 @@ class ConstellationPlan:
             f"preset {self.preset} has {torus.planes} planes of {torus.slots_per_plane} slots, "
             f"the plan says {self.planes} of {self.slots_per_plane}",
         )
+        self._check_seam(torus)
         check_servers(self.servers, torus)
         _require(self.fan_out in ("", *FAN_OUTS), f"fan_out {self.fan_out!r}: expected {' or '.join(FAN_OUTS)}")
         box = layout(parse_strategy(self.strategy), self.servers, torus).box
@@ -326,7 +326,18 @@ class ConstellationPlan:
             f"pushed moves {self.pushed_slot_moves}, {self.pushed_plane_moves}: at most {MAX_PUSHED_MOVES}",
         )
         _require(0 <= self.time_scale <= 1e6, f"time scale {self.time_scale}: expected 0 (standing still) to 1000000")
+        for outage in self.links.outages if self.links is not None else ():
+            outage.check(torus)
         self._check_hosts()
+
+    def _check_seam(self, torus: Torus) -> None:
+        """Twice a day the seam passes over a host, and the box would have to go round all planes at once."""
+        _require(
+            not torus.seam,
+            f"{self.preset} is a Walker star: its planes pass over a host climbing for half a day, then descending, "
+            "with no links between the two, so no box stays there; expected a Walker delta, or a scenario of "
+            "`skymemory simulate`, which lies between two passes of the seam",
+        )
 
     def _check_hosts(self) -> None:
         _require(len(self.hosts) > 0, "no hosts: expected at least one")

@@ -45,6 +45,8 @@ def to_json(plan: ConstellationPlan) -> str:
         fields["links"] = plan.links.as_table()
     if plan.flown is None:
         del fields["flown"]
+    else:
+        del fields["flown"]["star"]  # which no plan with a file is
     if plan.preset_version == 1:
         del fields["preset_version"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"

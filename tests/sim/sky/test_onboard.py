@@ -15,9 +15,11 @@ from skymemory.sim.sky.onboard import (
     GROUND_W,
     LINK_J_PER_BYTE,
     READ_J_PER_BYTE,
+    TERMINAL_W,
     TOKEN_BYTES,
     Machine,
     Places,
+    held_w,
 )
 from skymemory.sim.sky.physical import LinkRates, Setting, latency_s, sight_of, ways_of
 
@@ -47,7 +49,8 @@ def test_a_fast_machine_computes_where_it_is() -> None:
     board = sky.on_board(tokens, Machine(1e6, BOARD_W), KV)
     way_s = 2 * sky.beam_s + 8 * TOKEN_BYTES * (tokens / 3e8 + 1 / 1.2e9)
     assert board.way == "compute" and board.ttft_s == pytest.approx(tokens / 1e6 + way_s)
-    assert board.joules == pytest.approx(tokens / 1e6 * BOARD_W + TOKEN_BYTES * (tokens + 1) * LINK_J_PER_BYTE)
+    moved_j = TOKEN_BYTES * (tokens + 1) * LINK_J_PER_BYTE
+    assert board.joules == pytest.approx(tokens / 1e6 * BOARD_W + moved_j + board.ttft_s * TERMINAL_W)
 
 
 def test_a_slow_machine_loads_and_pays_for_each_link() -> None:
@@ -58,7 +61,7 @@ def test_a_slow_machine_loads_and_pays_for_each_link() -> None:
     load_s = float(np.median(latency_s(ways, Setting(tokens * KV, server_s=2e-5), RATES)))
     assert ground.way == "load" and ground.ttft_s == pytest.approx(load_s)
     per_byte = 2 * READ_J_PER_BYTE + (sky.ground_hops + 1) * LINK_J_PER_BYTE
-    assert ground.joules == pytest.approx(tokens * KV * per_byte)
+    assert ground.joules == pytest.approx(tokens * KV * per_byte + load_s * TERMINAL_W)
     board = sky.on_board(tokens, Machine(1.0, BOARD_W), KV)
     assert board.way == "load" and board.ttft_s < ground.ttft_s, "links of 20 Gbit/s against a beam of 1.2"
     assert board.joules < ground.joules, "no beam carries its KV"
@@ -77,3 +80,7 @@ def test_energy_and_time_grow_with_the_prompt() -> None:
 def test_bad_input_is_named(speed: float, watts: float) -> None:
     with pytest.raises(InvalidInput, match="expected more than 0"):
         Machine(speed, watts)
+
+
+def test_a_gibibyte_is_held_for_less_than_a_twentieth_of_a_watt() -> None:
+    assert held_w(8192, KV) == pytest.approx(0.0444) and held_w(4096, KV) == pytest.approx(0.0222)

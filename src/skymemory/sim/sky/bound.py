@@ -2,8 +2,9 @@
 
 Two bounds, of which the larger counts, both of payload bytes alone:
 
-- Of each server with n chunks: the round trip, then its chunks one after the other, ``server_s`` each in its memory and
-  ``t`` each over the slowest link of its way: max(n · server_s + t, server_s + n · t).
+- Of each server with n chunks: the round trip (over the quickest links, which need not be the fewest), then its chunks
+  one after the other, ``server_s`` each in its memory and ``t`` each over the slowest link of its way:
+  max(n · server_s + t, server_s + n · t).
 - Of a cut and every threshold θ: what lies on servers with a round trip of θ or more passes the cut after that round
   trip (a get's last byte) or before it (a set's first): θ + server_s + bytes / rate. Cuts are the gateway's beam, and
   its four links together, which its own chunks do not pass.
@@ -23,7 +24,8 @@ def lower_bound_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Ope
     size_bits = 8.0 * setting.chunk_bytes * counts
     short_bits = 8.0 * (setting.chunks * setting.chunk_bytes - setting.value_bytes)
     size_bits[(setting.chunks - 1) % used] -= short_bits
-    round_trip_s, shared, far = 2 * ways.one_way_s[:, :used], ways.shared[:, :used], ways.hops[:, :used] > 0
+    one_way_s = ways.one_way_s if ways.least_one_way_s is None else ways.least_one_way_s
+    round_trip_s, shared, far = 2 * one_way_s[:, :used], ways.shared[:, :used], ways.hops[:, :used] > 0
     beam_bit_s = rates.down_bit_s if operation == "get" else rates.up_bit_s
     beam_s_bit = 0.0 if beam_bit_s is None or ways.access == "onboard" else 1 / beam_bit_s
     isl_s_bit = 0.0 if rates.isl_bit_s is None else 1 / rates.isl_bit_s

@@ -8,7 +8,7 @@ between satellites alone. Both load as they do in ``breakeven``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skymemory.errors import InvalidInput
 from skymemory.sim.sky.breakeven import BreakEven
@@ -26,6 +26,12 @@ LINK_J_PER_BYTE = 8 * 80e-9
 """A laser terminal of 8 W at 100 Mbit/s (Tesat's CubeLCT), for each link and for the beam: an upper bound, since larger
 terminals carry more for a watt."""
 
+TERMINAL_W = 100.0
+"""A user terminal with router and power supply: SpaceX's specification of Starlink's Standard kit has 75 to 100 W on
+average. While KV comes down; for an answer from on board, until it is there."""
+STANDBY_W_PER_BYTE = 74e-3 * 1.2 / 2**31
+"""DRAM that holds and is not read: 74 mA at 1.2 V for 16 Gbit (Micron, 16Gb TwinDie DDR4 data sheet, IDD2N of x16)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -42,11 +48,18 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``way``: compute, load or both. Seconds to the first token; joules of computing, memory and links."""
+    """``way``: compute, load or both. Seconds to the first token; joules of computing, memory, links and the user's
+    terminal, but not of holding KV before (``held_w``).
+    """
 
     way: str
     ttft_s: float
     joules: float
+
+
+def held_w(tokens: int, kv_bytes_per_token: int) -> float:
+    """Watts that satellites' memory takes to hold the KV of a prompt."""
+    return tokens * kv_bytes_per_token * STANDBY_W_PER_BYTE
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,17 @@ class Places:
 
     def on_ground(self, tokens: int, machine: Machine, kv_bytes_per_token: int) -> Answer:
         moved = self.ground_hops + 1.0
-        return self._answer(self.ground, self.rates.down_bit_s, tokens, machine, kv_bytes_per_token, moved)
+        found = self._answer(self.ground, self.rates.down_bit_s, tokens, machine, kv_bytes_per_token, moved)
+        terminal_s = 0.0 if found.way == "compute" else found.ttft_s
+        return replace(found, joules=found.joules + terminal_s * TERMINAL_W)
 
     def on_board(self, tokens: int, machine: Machine, kv_bytes_per_token: int) -> Answer:
         found = self._answer(self.board, self.rates.isl_bit_s, tokens, machine, kv_bytes_per_token, self.board_hops)
         up_s = 8 * TOKEN_BYTES * tokens / (self.rates.up_bit_s or math.inf)
         down_s = 8 * TOKEN_BYTES / (self.rates.down_bit_s or math.inf)
         beam_j = TOKEN_BYTES * (tokens + 1) * LINK_J_PER_BYTE
-        return Answer(found.way, 2 * self.beam_s + up_s + found.ttft_s + down_s, found.joules + beam_j)
+        ttft_s = 2 * self.beam_s + up_s + found.ttft_s + down_s
+        return Answer(found.way, ttft_s, found.joules + beam_j + ttft_s * TERMINAL_W)
 
     def _answer(
         self, even: BreakEven, rate: float | None, tokens: int, machine: Machine, kv_bytes: int, links: float

@@ -24,6 +24,7 @@ median of 240 cases, by 36 % in the worst).
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,6 +132,10 @@ class Ways:
     """
     seen_share: float = 1.0
     """Of the times asked for, those with a satellite in sight."""
+    least_one_way_s: Floats | None = None
+    """Over the quickest links that lead there, for the lower bound: routes are of the fewest links, and satellites send
+    around what is broken or behind the Earth. None: as ``one_way_s``.
+    """
 
     @property
     def servers(self) -> int:
@@ -143,7 +148,8 @@ class Ways:
 
     def of(self, chosen: slice | Booleans) -> Ways:
         """The ways of some of the times."""
-        names = ("times_s", "one_way_s", "hops", "out_link", "in_link")
+        names = ["times_s", "one_way_s", "hops", "out_link", "in_link"]
+        names += ["least_one_way_s"] if self.least_one_way_s is not None else []
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
@@ -151,7 +157,7 @@ def sight_of(preset: Preset, mask_deg: float, rule: Literal["nearest", "climbing
     """What the preset's host sees; in a grid that is not an orbit, by offset from the satellite overhead."""
     if preset.fixed_centre is not None:
         return BoxSight(preset.shell, preset.torus, mask_deg)
-    return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule)
+    return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule, preset.torus.gaps)
 
 
 def ways_of(
@@ -184,14 +190,16 @@ def ways_of(
     centre = preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
     slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
     kept = strategy or ("hop" if access == "onboard" else preset.strategy)
-    placement = Placement.of(kept, servers or preset.servers, preset.torus, centre, slot_s, plane_s)
-    paths = _Paths(preset, exact_links and preset.shell.torus == preset.torus)
+    wanted = preset.servers if servers is None else servers
+    placement = Placement.of(kept, wanted, preset.torus, centre, slot_s, plane_s)
+    own_orbits = preset.shell.torus.cells == preset.torus.cells
+    paths = _Paths(preset, exact_links and own_orbits)
     found = []
     for at, time_s in enumerate(map(float, times_s)):
         moves = (0, 0) if track is None else track.moves(time_s)
         set_moves, moves = (moves, moves) if placed is None else placed[at]
         here = placement.centre_at(moves)
-        seen = (here,) if access in ("onboard", "ideal") else sight.in_sight(here, time_s)
+        seen = (preset.torus.living(here),) if access in ("onboard", "ideal") else sight.in_sight(here, time_s)
         if seen:
             found.append(
                 (time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths))
@@ -203,8 +211,8 @@ def ways_of(
             f"{len(times_s)} times: expected a place nearer to its orbits ({preset.shell.inclination_deg:g}° north or "
             "south at most, and some degrees), or a lower elevation mask"
         )
-    times, one_way_s, hops, out_link, in_link = (np.array(column) for column in zip(*found, strict=True))
-    return Ways(access, times, one_way_s, hops, out_link, in_link, len(found) / len(times_s))
+    times, one_way_s, hops, out_link, in_link, least_s = (np.array(column) for column in zip(*found, strict=True))
+    return Ways(access, times, one_way_s, hops, out_link, in_link, len(found) / len(times_s), least_s)
 
 
 def _row(
@@ -215,18 +223,20 @@ def _row(
     seen: tuple[SatelliteId, ...],
     time_s: float,
     paths: _Paths,
-) -> tuple[Floats, Integers, Integers, Integers]:
-    """Light times, links on the way and the gateway's links of each server, at one time."""
+) -> tuple[Floats, Integers, Integers, Integers, Floats]:
+    """Light times, links on the way, the gateway's links, and the least light times of each server, at one time."""
     direct = set(servers) if access == "ideal" else set(seen) - {seen[0]} if access == "hybrid" else set()
     gateway = seen[0]
     one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
+    least_s = paths.least_s(gateway, servers, one_way_s)
     if access != "onboard":
-        one_way_s = one_way_s + sight.one_way_s(gateway, centre, time_s)
+        beam_s = sight.one_way_s(gateway, centre, time_s)
+        one_way_s, least_s = one_way_s + beam_s, least_s + beam_s
     for at, satellite in enumerate(servers):
         if satellite in direct:
-            one_way_s[at] = sight.one_way_s(satellite, centre, time_s)
+            one_way_s[at] = least_s[at] = sight.one_way_s(satellite, centre, time_s)
             hops[at], out_link[at], in_link[at] = 0, _OWN, _OWN
-    return one_way_s, hops, out_link, in_link
+    return one_way_s, hops, out_link, in_link, least_s
 
 
 class _Path(NamedTuple):
@@ -244,8 +254,9 @@ class _Paths:
 
     def __init__(self, preset: Preset, exact: bool) -> None:
         self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
-        self._slot_s, self._plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
         self._known: dict[tuple[SatelliteId, SatelliteId], _Path] = {}
+        self._least_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
+        self._hops_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
 
     def _path(self, here: SatelliteId, there: SatelliteId) -> _Path:
         found = self._known.get((here, there))
@@ -254,14 +265,42 @@ class _Paths:
             neighbours = self._torus.neighbours(here)
             at_it = len(out) == 1
             way = out + back[1:]
-            in_plane = sum(a.plane == b.plane for a, b in pairwise(way))
             found = self._known[here, there] = _Path(
                 [self._torus.index(each) for each in way],
                 len(out) - 1,
                 _AT_GATEWAY if at_it else neighbours.index(out[1]),
                 _AT_GATEWAY if at_it else neighbours.index(back[-2]),
-                in_plane * self._slot_s + (len(way) - 1 - in_plane) * self._plane_s,
+                sum(self._hop_s(*link) for link in pairwise(way)),
             )
+        return found
+
+    def least_s(self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], routed_s: Floats) -> Floats:
+        """Light times over the quickest links, each at its longest. With exact links those of the routes: which ways
+        are quickest then changes from one moment to the next.
+        """
+        if self._exact:
+            return routed_s.copy()
+        if any((gateway, server) not in self._least_s for server in servers):
+            self._search(gateway, set(servers))
+        return np.array([self._least_s[gateway, server] for server in servers])
+
+    def _search(self, gateway: SatelliteId, wanted: set[SatelliteId]) -> None:
+        """Dijkstra's, as far as the servers."""
+        edge, settled = [(0.0, gateway)], set[SatelliteId]()
+        while edge and not wanted <= settled:
+            light_s, here = heapq.heappop(edge)
+            if here in settled:
+                continue
+            settled.add(here)
+            self._least_s[gateway, here] = light_s
+            for there in self._torus.neighbours(here):
+                if there not in settled:
+                    heapq.heappush(edge, (light_s + self._hop_s(here, there), there))
+
+    def _hop_s(self, here: SatelliteId, there: SatelliteId) -> float:
+        found = self._hops_s.get((here, there))
+        if found is None:
+            found = self._hops_s[here, there] = self._shell.hop_one_way_s(self._torus, here, there)
         return found
 
     def from_gateway(

@@ -8,6 +8,7 @@ know what the others have stored (one index for all); a value counts as stored w
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -27,7 +28,7 @@ from skymemory.constellation.links import LINK_CLASSES, LinkQueues, elevation_de
 from skymemory.constellation.sight import Sight
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost
-from skymemory.errors import MissingExtra, missing_extra
+from skymemory.errors import InvalidInput, MissingExtra, missing_extra
 from skymemory.files import write_output
 from skymemory.metrics import spread
 from skymemory.placement.locate import Moves
@@ -37,7 +38,7 @@ from skymemory.protocol.clock import HANDED_OVER_S, STRATEGY_CODES, MoveClock
 from skymemory.sim.sky.bound import lower_bound_s
 from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s, ways_of
 from skymemory.sim.sky.physical import Operation as Direction
-from skymemory.sim.sky.scenario import Cell, Operation, Scenario
+from skymemory.sim.sky.scenario import ENDS_WITHIN_S, Cell, Operation, Scenario
 from skymemory.sim.sweeps import Progress, Way, sweep
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
@@ -46,10 +47,8 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
 
-_RESULTS_VERSION = f"{skymemory.__version__}/1"
+_RESULTS_VERSION = f"{skymemory.__version__}/2"
 """Of what is kept in a folder; another one when a change of the code changes results."""
-_ENDS_WITHIN_S = 120.0
-"""After the last operation has begun."""
 _UNSEEN = "nothing in sight"
 _FIRST, _WRITING, _BEHIND, _LOST = "first use", "being stored", "behind a miss", "not stored"
 _GONE = ("missing", "corrupt")
@@ -72,9 +71,9 @@ class VirtualConstellation:
         self.plan = plan
         self.clock = clock_of(plan)
         self._sight = sky_of(plan).sight
-        self._onboard = plan.centre if plan.access == "onboard" else None
-        shell = shell_of(plan)
-        self._links_s = shell.isl_one_way_s("plane"), shell.isl_one_way_s("slot")
+        self._onboard = plan.torus.living(plan.centre) if plan.access == "onboard" else None
+        self._links_s: dict[tuple[Node, Node], float] = {}
+        """Of links that were used."""
         self._sights: dict[Node, Sight] = {}
         """Of hosts with a place of their own."""
         self._places: dict[Node, str] = {}
@@ -104,7 +103,11 @@ class VirtualConstellation:
 
     def _delay_s(self, sender: Node, receiver: Node) -> float:
         if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId):
-            return self._links_s[sender.plane == receiver.plane] * self.plan.delay_scale
+            link_s = self._links_s.get((sender, receiver))
+            if link_s is None:
+                link_s = shell_of(self.plan).hop_one_way_s(self.plan.torus, sender, receiver) * self.plan.delay_scale
+                self._links_s[sender, receiver] = link_s
+            return link_s
         satellite = sender if isinstance(sender, SatelliteId) else receiver
         if not isinstance(satellite, SatelliteId) or satellite == self._onboard or self._sight is None:
             return 0.0
@@ -171,8 +174,19 @@ def run_cell(cell: Cell) -> CellResult:
     """The results of one cell; the same on every computer and in every process.
 
     Raises:
-        InvalidInput: a place that sees nothing, a workload that is too large, a file that cannot be read.
+        InvalidInput: a place that sees nothing, a workload that is too large, a file that cannot be read; of a sweep
+            with the cell's values.
     """
+    try:
+        return _run_cell(cell)
+    except InvalidInput as error:
+        if not cell.swept:
+            raise
+        values = ", ".join(f"{path} = {json.dumps(value)}" for path, value in cell.swept)
+        raise InvalidInput(f"cell {cell.number} ({values}): {error}") from error
+
+
+def _run_cell(cell: Cell) -> CellResult:
     scenario, began_s = cell.scenario, time.perf_counter()
     scenario.check_sight()
     work = scenario.operations()
@@ -312,7 +326,7 @@ class _ByMachines(_Run):
         for request in work:
             self._advance(request[0].at_s)
             self._begin(_Request(request))
-        end_s = self.scenario.duration_s + _ENDS_WITHIN_S
+        end_s = self.scenario.duration_s + ENDS_WITHIN_S
         while self._begun and self._step(end_s):
             pass
         for begun in self._begun.values():
@@ -617,7 +631,12 @@ def run(
         known[result.number] = result
         if folder is not None:
             path = folder / f"{missing[number].key(_RESULTS_VERSION)}.json"
-            written = {"figures": result.figures, "wall_s": result.wall_s, "packets": result.packets}
+            written = {
+                "figures": result.figures,
+                "digest": _figures_digest(result.figures),
+                "wall_s": result.wall_s,
+                "packets": result.packets,
+            }
             write_output(path, json.dumps(written).encode())
 
     count: Callable[[int, int], None] = lambda done, of: progress(before + done, len(cells))  # noqa: E731
@@ -633,8 +652,15 @@ def _kept(folder: Path, cell: Cell) -> CellResult | None:
     """An earlier run's result; one that is damaged is run again."""
     try:
         found = json.loads((folder / f"{cell.key(_RESULTS_VERSION)}.json").read_bytes())
-        return CellResult(cell.number, cell.swept, dict(found["figures"]), found["wall_s"], found["packets"], True)
+        figures = dict(found["figures"])
+        if found["digest"] != _figures_digest(figures):
+            return None
+        return CellResult(cell.number, cell.swept, figures, found["wall_s"], found["packets"], True)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _figures_digest(figures: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()

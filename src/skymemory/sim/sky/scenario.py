@@ -19,18 +19,33 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from skymemory.config import duration, filled, integer, positive, setting, size, suggestion, table, text, whole
-from skymemory.constellation.clustering import cluster
+from skymemory.config import (
+    duration,
+    filled,
+    integer,
+    positive,
+    setting,
+    size,
+    suggestion,
+    table,
+    text,
+    whole,
+    yes_or_no,
+)
+from skymemory.constellation.clustering import ClusteredShell, cluster, drift
+from skymemory.constellation.ground_track import Track, seam_free, track_over
 from skymemory.constellation.links import Links
 from skymemory.constellation.orbit import PATTERNS, Shell
 from skymemory.constellation.presets import Preset, preset_named
-from skymemory.constellation.sight import GATEWAY_RULES, check_mask
+from skymemory.constellation.sight import GATEWAY_RULES, OrbitSight, Sight, check_mask
 from skymemory.constellation.tle import read_elements
+from skymemory.constellation.torus import Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.eviction import DEFAULT_REPLACEMENT
 from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
+from skymemory.placement.layout import layout, parse_strategy
 from skymemory.protocol.client.gateway import access_named
 from skymemory.sim.trace import read_trace
 from skymemory.sim.workload import Popularity
@@ -47,7 +62,13 @@ Engine = Literal["machines", "model"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 """``machines``: the satellites' and clients' own state machines over virtual time. ``model``: the physical model."""
 MOST_CELLS = 100_000
+ENDS_WITHIN_S = 120.0
+"""What has begun ends within this time after the last operation has begun."""
 MOST_OPERATIONS = 1_000_000
+MOST_SATELLITES = 100_000
+"""Of a shell; a run by the machines takes some 50 KB of memory for each."""
+MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
+"""From element sets to what is flown by them, and what that may move a satellite along its plane."""
 MOST_BYTES = 1 << 30
 """Of one value."""
 _SHIPPED = "scenarios"
@@ -125,6 +146,7 @@ class ShellTable:
     preset: str = setting("preset", text, "", "a constellation by name")
     tle: str = setting("tle", text, "", "file of element sets, beside the scenario")
     number: int = setting("number", whole, 1, "which of its shells, as `skymemory shells` lists them")
+    skip_bad: bool = setting("skip_bad", yes_or_no, False, "leave bad records of the file out instead of refusing it")
     planes: int = setting("planes", _count, 0, "orbital planes")
     slots: int = setting("slots", _count, 0, "satellites of each")
     altitude_km: float = setting("altitude_km", positive, 550.0, "above the equator")
@@ -142,7 +164,9 @@ class ShellTable:
             raise InvalidInput("planes and slots: expected both")
         defaults = ("altitude_km", 550.0), ("inclination_deg", 53.0), ("phase", 0), ("pattern", "delta")
         unused = [name for name, value in defaults if not self.planes and getattr(self, name) != value]
-        unused += ["number"] if self.number != 1 and not self.tle else []
+        unused += [
+            name for name, set_ in (("number", self.number != 1), ("skip_bad", self.skip_bad)) if set_ and not self.tle
+        ]
         if unused:
             raise InvalidInput(f"{', '.join(unused)}: no effect with {given[0]}; leave it out")
 
@@ -270,12 +294,8 @@ class Scenario:
             raise InvalidInput(f"ground: two hosts share a name: {', '.join(names)}")
         if self.memory.server_s and self.engine == "machines":
             raise InvalidInput('memory: server_time is of the model: leave it out, or use engine = "model"')
-        if self.shell.tle and self.engine == "machines":
-            raise InvalidInput(
-                'shell: tle: satellites of element sets do not fly as machines; use engine = "model", which takes '
-                "gaps of the shell as filled"
-            )
-        # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep.
+        # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep. (Of a file with
+        # element sets later: to read it takes seconds.)
         if not self.shell.tle:
             _ = self.plan
 
@@ -299,7 +319,10 @@ class Scenario:
                     )
                 return preset
         elif shell.tle:
-            preset = _of_elements(Path(self.folder, shell.tle), shell.number)
+            path = Path(self.folder, shell.tle)
+            preset = (
+                _of_elements(path, shell.number, shell.skip_bad).flown(f"{path.stem} shell {shell.number}").preset()
+            )
         else:
             how: Any = {"phase": shell.phase, "pattern": shell.pattern, "model": "j2"}
             orbits = Shell(shell.planes, shell.slots, shell.altitude_km * 1e3, shell.inclination_deg, **how)
@@ -342,9 +365,19 @@ class Scenario:
                 self.access(number)
             except InvalidInput as error:
                 raise InvalidInput(f"ground: {host.name}: {error}") from None
+        if preset.flown is not None:
+            self._check_drift(preset)
         access = self.access(0)
+        if access == "onboard" and len(self.ground) > 1:
+            raise InvalidInput(
+                f"ground: {self.ground[0].name} is on board, where the box stands still: expected no other host, or "
+                "another access of the first"
+            )
         place = preset.host
+        strategy = placement.strategy or ("hop" if access == "onboard" else preset.strategy)
         ground = Ground(place.latitude_deg, place.longitude_deg, self.mask_deg, self.gateway)
+        if preset.torus.seam:
+            ground = self._beside_the_seam(ground, preset, strategy)
         # Outages count from the start, a plan's from the epoch.
         shift_s = self.start_s
         outages = tuple(
@@ -356,7 +389,7 @@ class Scenario:
             slots_per_plane=preset.torus.slots_per_plane,
             hosts=(HostShare("all", "127.0.0.1", 1, tuple(range(preset.torus.planes))),),
             servers=placement.servers,
-            strategy=placement.strategy or ("hop" if access == "onboard" else preset.strategy),
+            strategy=strategy,
             centre=ground.centre(preset),
             access=access,
             chunk_bytes=placement.chunk_bytes,
@@ -376,6 +409,52 @@ class Scenario:
             except InvalidInput as error:
                 raise InvalidInput(f"ground: {self.ground[number].name}: {error}") from error
         return plan
+
+    def _check_drift(self, preset: Preset) -> None:
+        """Raises ``InvalidInput`` where the element sets are no longer where the closed form has their satellites."""
+        farthest_s = max(self.start_s, self.start_s + self.duration_s, key=abs)
+        shell = _of_elements(Path(self.folder, self.shell.tle), self.shell.number, self.shell.skip_bad)
+        at = datetime.fromtimestamp(round(preset.epoch_unix_s), UTC).isoformat().replace("+00:00", "Z")
+        expected = f"expected a start nearer to {at}, or newer element sets"
+        if abs(farthest_s) > MOST_DAYS * 86400:
+            days = abs(farthest_s) / 86400
+            raise InvalidInput(f"start: {days:.0f} days from the element sets of {preset.name}: {expected}")
+        if (slots := drift(shell, farthest_s).p99_slots) > MOST_DRIFT_SLOTS:
+            raise InvalidInput(
+                f"start: {farthest_s / 3600:.1f} h from the element sets of {preset.name} its satellites are up to "
+                f"{slots:.1f} slots from their places in one shell (99 % are within): {expected}"
+            )
+
+    def _beside_the_seam(self, ground: Ground, preset: Preset, strategy: str) -> Ground:
+        """On the branch over the host whose box has no seam in it for as long as this lasts.
+
+        Raises:
+            InvalidInput: neither has.
+        """
+        shell, onboard = preset.shell, self.access(0) == "onboard"
+        links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
+        box = layout(parse_strategy(strategy), self.placement.servers, preset.torus, *links_s).box
+        # On board the box is around the satellite that is overhead at the epoch, and flies with it.
+        from_s, needed_s = (0.0, 0.0) if onboard else (self.start_s, self.duration_s + ENDS_WITHIN_S)
+        found = []
+        for descending in (False,) if onboard else (False, True):
+            track = track_over(shell, ground.place, preset.epoch_unix_s, descending)
+            wait_s, for_s = seam_free(track, shell, box.north, box.height - 1 - box.north, from_s)
+            if wait_s == 0 and for_s >= needed_s:
+                how = ground.latitude_deg, ground.longitude_deg, ground.mask_deg, ground.gateway
+                return StarGround(*how, descending=descending)
+            found.append((wait_s, for_s))
+        longest_s = max(for_s for _, for_s in found) - ENDS_WITHIN_S
+        wait_s = min((wait_s for wait_s, _ in found if wait_s), default=0.0)
+        what = f"expected start = {math.ceil(self.start_s + wait_s)}, or another time of day"
+        if onboard:
+            what = "expected another first host, or fewer servers"
+        elif self.duration_s > longest_s:
+            what = f"expected a duration of at most {longest_s:.0f} s, or fewer servers"
+        raise InvalidInput(
+            f"shell: {preset.name} is a Walker star, whose first and last plane have no links with each other: its box "
+            f"of {box.height} planes over {self.ground[0].name} would reach across meanwhile; {what}"
+        )
 
     def check_sight(self) -> None:
         """Raises ``InvalidInput`` where a host that depends on beams never sees a satellite."""
@@ -496,11 +575,36 @@ class Cell:
         return hashlib.sha256(f"{version}\n{self.table}\n{self.digests}".encode()).hexdigest()[:32]
 
 
+@dataclass(frozen=True, slots=True)
+class StarGround(Ground):
+    """A host over a Walker star, with its box on one of the two branches."""
+
+    descending: bool = False
+
+    def track(self, preset: Preset) -> Track:
+        return track_over(preset.shell, self.place, preset.epoch_unix_s, self.descending)
+
+    def sight(self, preset: Preset) -> Sight:
+        sight = Ground.sight(self, preset)
+        return replace(sight, descending=self.descending) if isinstance(sight, OrbitSight) else sight
+
+
 @dataclass(frozen=True)
 class ScenarioPlan(ConstellationPlan):
     """A plan over a constellation that need not be one of the presets by name."""
 
     own: Preset | None = None
+
+    def _check_seam(self, torus: Torus) -> None:
+        """Its box stays beside the seam (``Scenario``)."""
+
+    def _check_hosts(self) -> None:
+        """It has no processes, so it needs no ports."""
+        if self.planes * self.slots_per_plane > MOST_SATELLITES:
+            raise InvalidInput(
+                f"shell: {self.planes} planes of {self.slots_per_plane} slots: expected at most {MOST_SATELLITES} "
+                "satellites"
+            )
 
     @property
     def constellation(self) -> Preset:
@@ -590,7 +694,6 @@ def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
     return {**own, key: inner}
 
 
-@lru_cache(maxsize=64)
 def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(read_bounded(path, MAX_TABLE_BYTES)).hexdigest()
@@ -598,9 +701,8 @@ def _digest(path: Path) -> str:
         raise InvalidInput(f"cannot read {path}: {os_reason(error)}") from error
 
 
-@lru_cache(maxsize=8)
-def _of_elements(path: Path, number: int) -> Preset:
-    """The shell that real satellites fly in, with its gaps taken as filled."""
+def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
+    """The shell that real satellites fly in, with its gaps."""
     try:
         content = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
     except OSError as error:
@@ -608,14 +710,18 @@ def _of_elements(path: Path, number: int) -> Preset:
     except UnicodeDecodeError as error:
         raise InvalidInput(f"shell: tle: {path} is not a text file of element sets") from error
     try:
-        shells = cluster(read_elements(content).elements).shells
+        shells = _shells_of(content, skip_bad)
     except InvalidInput as error:
-        raise InvalidInput(f"shell: tle: {path}: {error}") from error
+        reason = str(error).replace("skip bad records: --skip-bad", "skip_bad = true leaves bad records out")
+        raise InvalidInput(f"shell: tle: {path}: {reason}") from error
     if not 1 <= number <= len(shells):
         raise InvalidInput(
             f"shell: number {number}: {path} has {len(shells)} shells; see `skymemory shells {path.name}`"
         )
-    found = shells[number - 1]
-    orbits = found.shell()
-    words = f"{found}, {found.satellites} satellites, {found.gaps} gaps taken as filled"
-    return Preset(path.stem, words, orbits, orbits.torus, epoch_unix_s=found.epoch_unix_s)
+    return shells[number - 1]
+
+
+@lru_cache(maxsize=4)
+def _shells_of(content: str, skip_bad: bool) -> tuple[ClusteredShell, ...]:
+    """By what the file says, not by its name: it may be another one by the next run."""
+    return cluster(read_elements(content, skip_bad=skip_bad).elements).shells
