@@ -79,10 +79,13 @@ class _Train:
         "due_s",
         "ends",
         "first",
+        "left",
         "machine",
         "onward",
+        "orders",
         "queue",
         "receiver",
+        "scheduled",
         "sender",
         "size",
         "urgent",
@@ -106,7 +109,12 @@ class _Train:
         self.machine: object = None
         """Which has forwarded them: it may be dead, and another in its place, when the last of them come."""
         self.first = -1
-        """The first packet that has come and is not handed over yet."""
+        """The first packet that has come and is not handed over yet; only where they end."""
+        self.orders = [0] * self.count if self.ends else []
+        self.left = -1
+        """The last that has left; only where they end."""
+        self.scheduled = False
+        """Whether an event is to come that hands packets over; only where they end."""
 
 
 class SimulatedConstellation:
@@ -165,6 +173,8 @@ class SimulatedConstellation:
             self._lateness.update(dict.fromkeys(names, Lateness()))
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
         self._dead: set[SatelliteId] = set()
+        self._revived_s: dict[Node, float] = {}
+        """When each was last revived, if it ever was."""
         self._cut: set[frozenset[Node]] = set()
         self._link_faults: dict[frozenset[Node], FaultInjector] = {}
         self._events: deque[FaultEvent] = deque()
@@ -217,6 +227,7 @@ class SimulatedConstellation:
     def revive(self, satellite: SatelliteId) -> None:
         """It is back, empty; its ledger continues, with what it held as lost."""
         self._dead.discard(satellite)
+        self._revived_s[satellite] = self.now_s
         before = self.satellites[satellite].store
         before.ledger.went(before.used_bytes, "lost")
         self.satellites[satellite] = self._new_satellite(satellite)
@@ -287,8 +298,12 @@ class SimulatedConstellation:
 
     def step(self, limit_s: float) -> bool:
         """Run the next event, not later than ``limit_s``; False (and time at the limit) if there is none."""
-        # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
         self.flush()
+        return self.step_flushed(limit_s)
+
+    def step_flushed(self, limit_s: float) -> bool:
+        """``step`` right after ``flush``."""
+        # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
         if self.hosts and self._run_hosts(timer_s, limit_s):
@@ -438,6 +453,8 @@ class SimulatedConstellation:
             train = _Train(data, size, sender, receiver, queue, delay_s, urgent)
             for at in range(train.count):
                 self._leave(train, at)
+            if train.ends:
+                self._schedule(train, 0)
 
     def _count(self, data: bytes) -> None:
         self.datagrams_sent += 1
@@ -451,55 +468,113 @@ class SimulatedConstellation:
         leaves_s = train.queue.leaves_s(size, self.now_s, train.urgent)
         if leaves_s < 0.0:
             train.due_s[at] = LOST
+            return
+        due_s = train.due_s[at] = leaves_s + train.delay_s
+        if train.ends:
+            train.orders[at], train.left = next(self._order), at
         else:
-            due_s = train.due_s[at] = leaves_s + train.delay_s
             heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
+
+    def _go_on(self, train: _Train, at: int) -> None:
+        """A packet that was forwarded comes to the link of ``train`` now."""
+        self._leave(train, at)
+        if train.ends and not train.scheduled:
+            self._schedule(train, at)
+
+    def _schedule(self, train: _Train, at: int) -> None:
+        """The next event of packets that are handed over at their end, from ``at`` on: when the last of those comes
+        that, as far as is known now, are handed over together. So most packets need no event of their own.
+        """
+        due_s, left = train.due_s, train.left
+        while at <= left and not 0.0 <= due_s[at] < math.inf:
+            at += 1
+        train.scheduled = at <= left
+        if train.scheduled:
+            train.first, at = at, self._last_together(train, at, at)
+            heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
+
+    def _last_together(self, train: _Train, first: int, last: int) -> int:
+        """The last packet that is handed over with ``first``, from ``last`` on, which is."""
+        if not self._offload:
+            return last
+        due_s, first_s = train.due_s, train.due_s[first]
+        most = min(train.count, first + min(_MAX_RUN_SEGMENTS, max(1, MAX_PACKET_BYTES // train.size)))
+        while last + 1 < most and 0.0 <= due_s[last + 1] - first_s <= GRAIN_S:
+            last += 1
+        return last
 
     def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
         """Packets come to the ends of their links: as many as only pass or wait for the next, and those before them."""
         # Most packets of a run pass a satellite that has forwarded the run, or are handed over with the next: these
         # cost no look at timers and machines.
-        arrivals = self._arrivals
+        arrivals, satellites, dead = self._arrivals, self.satellites, self._dead
         while True:
             _, _, train, at = arrival
             onward = train.onward
-            if onward is None or train.machine is not self.satellites[train.receiver]:  # type: ignore[index]
-                if self._arrived(train, at):
+            if train.ends:
+                if self._hand_over(train, at):
                     return
-            elif train.receiver not in self._dead:
-                self._leave(onward, at)
+            elif onward is None or train.machine is not satellites[train.receiver]:  # type: ignore[index]
+                if self._passes(train, at):
+                    return
+            elif train.receiver not in dead:
+                self._go_on(onward, at)
             following = arrivals[0] if arrivals else None
             if following is None or following[0] > until_s or isinstance(following, _Arrival):
                 return
             arrival = heapq.heappop(arrivals)  # type: ignore[assignment]
-            self.now_s = max(self.now_s, arrival[0])
+            if arrival[0] > self.now_s:
+                self.now_s = arrival[0]
 
-    def _arrived(self, train: _Train, at: int) -> bool:
-        """A packet is at the end of a link; returns whether a machine has got something."""
+    def _passes(self, train: _Train, at: int) -> bool:
+        """A packet that was to be forwarded is at the end of a link; returns whether a machine has got something."""
+        if train.receiver in self._dead:
+            return False
+        if train.machine is None:
+            self._forward(train, at)
+            return True
+        if train.machine is self.satellites[train.receiver]:  # type: ignore[index]
+            return False  # which could not forward the run, and has said so
+        # Another machine is there now, which knows nothing of the run.
+        if train.first < 0:
+            train.first = at
+        first = train.first
+        if self._last_together(train, first, at) > at:
+            return False  # handed over with the next
+        train.first = -1
+        self._give(train, first, at)
+        return True
+
+    def _hand_over(self, train: _Train, at: int) -> bool:
+        """Packets are at the end of their way; returns whether a machine has got something."""
+        first = train.first
+        last = self._last_together(train, first, at)
+        if last > at:  # more have left meanwhile, to be handed over with them
+            heapq.heappush(self._arrivals, (train.due_s[last], train.orders[last], train, last))
+            return False
+        self._schedule(train, at + 1)
         receiver = train.receiver
         if receiver in self._dead:
             return False
-        if not train.ends:
-            if train.machine is None:
-                self._forward(train, at)
-                return True
-            if train.machine is self.satellites[receiver]:  # type: ignore[index]
-                return False  # which could not forward the run, and has said so
-        if train.first < 0:
-            train.first = at
-        after, first, size = at + 1, train.first, train.size
-        soon = self._offload and after < train.count and 0.0 <= train.due_s[after] - train.due_s[first] <= GRAIN_S
-        if soon and after - first < _MAX_RUN_SEGMENTS and (after - first + 1) * size <= MAX_PACKET_BYTES:
-            return False  # handed over with the next
-        train.first = -1
-        data = train.data if train.count == after - first else train.data[first * size : after * size]
+        if self._revived_s:  # what came before was lost with its memory
+            since_s = self._revived_s.get(receiver, -math.inf)
+            while first <= at and train.due_s[first] < since_s:
+                first += 1
+            if first > at:
+                return False
+        self._give(train, first, at)
+        return True
+
+    def _give(self, train: _Train, first: int, last: int) -> None:
+        """To the machine at the end of the link."""
+        receiver, size = train.receiver, train.size
+        data = train.data if train.count == last + 1 - first else train.data[first * size : (last + 1) * size]
         if isinstance(receiver, SatelliteId):
             self._touched[receiver] = None
             self.satellites[receiver].receive_batch(data, size, train.sender, self.now_s)
         elif receiver in self._clients:
             self._touched[receiver] = None
             self._clients[receiver].receive_batch(data, size, self.now_s)
-        return True
 
     def _forward(self, train: _Train, at: int) -> None:
         """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
@@ -520,7 +595,7 @@ class SimulatedConstellation:
             data, size = bytes(batch.headers), batch.header_bytes
             train.onward = _Train(data, size, here, receiver, queue, delay_s, urgent=False)
         if train.onward is not None:
-            self._leave(train.onward, at)
+            self._go_on(train.onward, at)
 
     def _deliver(self, arrival: _Arrival) -> None:
         _, _, receiver, sender, data, segment_bytes = arrival
@@ -553,14 +628,14 @@ def _runs_of(batch: SegmentBatch) -> list[tuple[bytes, int]]:
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
         return [(bytes(headers), step)]
-    first = len(payloads[0])
-    if any(len(payload) != first for payload in payloads[:-1]) or len(payloads[-1]) > first:
+    parts: list[Buffer] = [b""] * (2 * len(payloads))
+    parts[1::2] = payloads if isinstance(payloads, list) else [payloads[at] for at in range(len(payloads))]
+    sizes = list(map(len, parts[1::2]))
+    if sizes.count(sizes[0]) < len(sizes) - (sizes[-1] < sizes[0]):
         return [(data, len(data)) for data in batch.datagrams()]
     view = memoryview(headers)
-    parts: list[Buffer] = []
-    for at, payload in enumerate(payloads):
-        parts += (view[at * step : (at + 1) * step], payload)
-    return [(b"".join(parts), step + first)]
+    parts[::2] = [view[at : at + step] for at in range(0, len(headers), step)]
+    return [(b"".join(parts), step + sizes[0])]
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
@@ -622,7 +697,7 @@ class SimulatedClient:
             waiting -= finished.keys()
             if not waiting:
                 return finished
-            if not self._constellation.step(math.inf):
+            if not self._constellation.step_flushed(math.inf):
                 raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:

@@ -8,11 +8,14 @@ replicated value is read from another copy first.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +111,61 @@ class Burst(NamedTuple):
     satellite: SatelliteId
     indices: Sequence[int]
     steps: bytes = b""
+
+
+class WaitingBursts:
+    """The bursts of a write that are still to be sent, in order. One look at them costs as much as there are satellites
+    whose windows may admit some, however many bursts wait.
+    """
+
+    __slots__ = ("_aside", "_bursts", "_heads")
+
+    def __init__(self, bursts: Iterable[Burst] = ()) -> None:
+        self._bursts: dict[SatelliteId, deque[tuple[int, Burst]]] = {}
+        for order, burst in enumerate(bursts):
+            self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
+        self._heads = [(its[0][0], satellite) for satellite, its in self._bursts.items()]
+        """A heap: the place of the first burst of each satellite that is not put aside."""
+        self._aside: list[tuple[int, SatelliteId]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._heads or self._aside)
+
+    def __iter__(self) -> Iterator[Burst]:
+        return (burst for _, burst in sorted(chain.from_iterable(self._bursts.values()), key=itemgetter(0)))
+
+    def first(self) -> Burst | None:
+        """The first of a satellite that is not put aside."""
+        return self._bursts[self._heads[0][1]][0][1] if self._heads else None
+
+    def drop(self, chunks: int) -> None:
+        """So many chunks of ``first`` do not wait any more."""
+        order, satellite = self._heads[0]
+        its = self._bursts[satellite]
+        indices = its[0][1].indices
+        if chunks < len(indices):
+            its[0] = order, Burst(satellite, indices[chunks:])
+            return
+        its.popleft()
+        if its:
+            heapq.heapreplace(self._heads, (its[0][0], satellite))
+        else:
+            heapq.heappop(self._heads)
+            del self._bursts[satellite]
+
+    def put_aside(self) -> None:
+        """All of the satellite of ``first``, until ``resume``."""
+        self._aside.append(heapq.heappop(self._heads))
+
+    def resume(self) -> None:
+        for head in self._aside:
+            heapq.heappush(self._heads, head)
+        self._aside.clear()
+
+    def clear(self) -> None:
+        self._bursts.clear()
+        self._heads.clear()
+        self._aside.clear()
 
 
 def _bursts_in_turn(
@@ -402,7 +460,7 @@ class WriteTransfer:
     payloads: Sequence[memoryview]
     acknowledged: bytearray
     missing: int
-    pending: deque[Burst]
+    pending: WaitingBursts
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
@@ -422,7 +480,7 @@ class WriteTransfer:
         payloads = Slices(view, chunk_bytes, range(chunks))
         bursts, satellites = planned(chunks, places, servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)
-        return cls(info, packed, payloads, bytearray(chunks), chunks, deque(bursts), report)
+        return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report)
 
     def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
         """Packed references and payloads of these chunks."""
@@ -543,7 +601,7 @@ class ReplicatedWrite(WriteTransfer):
         """The write ``one`` with all its copies."""
         chunks, servers = one.info.chunks, one.info.servers
         refs = np.concatenate([_rows(one.refs)] * len(copies))
-        pending: deque[Burst] = deque()
+        pending: list[Burst] = []
         for replica, copy in enumerate(copies):
             first = replica * chunks
             refs[first : first + chunks, REPLICA_OFFSET] = replica
@@ -552,7 +610,7 @@ class ReplicatedWrite(WriteTransfer):
         total = chunks * len(copies)
         one.report.satellites = len({burst.satellite for burst in pending})
         payloads = list(one.payloads) * len(copies)
-        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, pending, one.report)
+        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), one.report)
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
         first = asked[0] - asked[0] % self.info.chunks
