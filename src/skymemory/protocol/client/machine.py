@@ -637,6 +637,9 @@ class ClientMachine:
         one_beam = gateway is not None and not gateway.direct
         moves = self.moves(now_s)
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
+        # Behind a gateway another beam may carry them now.
+        pending.resume(gateway is not None or transfer.checked_suspects != suspects.added)
+        transfer.checked_suspects = suspects.added
         while (burst := pending.first()) is not None:
             satellite, indices = burst.satellite, burst.indices
             if suspects and satellite in suspects:
@@ -649,14 +652,14 @@ class ClientMachine:
                 pending.drop(len(indices))
                 continue
             window = peers.outbound(satellite if gateway is None else gateway.beam(satellite))
-            fits = min(len(indices), window.open_bytes // size_each)
+            fits = min(len(indices), (window.size_bytes - window.in_flight_bytes) // size_each)
             # Rather wait than send many small bursts; but with nothing in flight no answer would open the window.
             least = min(len(indices), _MIN_BURST_CHUNKS)
             if window.rate_bytes_s < math.inf:  # a slow link holds few: keep it busy
                 least = min(least, max(1, window.limit_bytes // (4 * size_each)))
             if fits < least:
                 if window.in_flight_bytes:
-                    pending.put_aside()
+                    pending.put_aside(window)
                     if one_beam:  # no other is left to send to
                         break
                     continue
@@ -667,7 +670,6 @@ class ClientMachine:
             request = self._in_flight.begin(operation, satellite, Op.SET, indices, b"", size_bytes, moves, now_s)
             self._in_flight.transmit([request], now_s)
             yield
-        pending.resume()
 
     # --- packets received ---
 

@@ -28,6 +28,7 @@ from skymemory.native.twin.segments import out_fits
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.liveness import Suspects
 from skymemory.protocol.clock import PROOF_S
+from skymemory.protocol.congestion import Window
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, WRITING_S, Retain, pack_retain, pack_steps
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
@@ -114,8 +115,8 @@ class Burst(NamedTuple):
 
 
 class WaitingBursts:
-    """The bursts of a write that are still to be sent, in order. One look at them costs as much as there are satellites
-    whose windows may admit some, however many bursts wait.
+    """The bursts of a write that are still to be sent, in order. A look at them costs as much as there are satellites
+    whose windows have changed, however many bursts wait.
     """
 
     __slots__ = ("_aside", "_bursts", "_heads")
@@ -126,7 +127,8 @@ class WaitingBursts:
             self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
         self._heads = [(its[0][0], satellite) for satellite, its in self._bursts.items()]
         """A heap: the place of the first burst of each satellite that is not put aside."""
-        self._aside: list[tuple[int, SatelliteId]] = []
+        self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
+        """With the window that admits none, and what must change before it does."""
 
     def __bool__(self) -> bool:
         return bool(self._heads or self._aside)
@@ -153,14 +155,20 @@ class WaitingBursts:
             heapq.heappop(self._heads)
             del self._bursts[satellite]
 
-    def put_aside(self) -> None:
-        """All of the satellite of ``first``, until ``resume``."""
-        self._aside.append(heapq.heappop(self._heads))
+    def put_aside(self, window: Window) -> None:
+        """All of the satellite of ``first``, whose window admits none."""
+        self._aside.append((heapq.heappop(self._heads), window, window.passed_bytes, window.limit_bytes))
 
-    def resume(self) -> None:
-        for head in self._aside:
-            heapq.heappush(self._heads, head)
-        self._aside.clear()
+    def resume(self, all_of_them: bool) -> None:
+        """Those put aside whose windows have changed are not any more."""
+        if self._aside:
+            aside, self._aside = self._aside, []
+            for each in aside:
+                head, window, passed_bytes, limit_bytes = each
+                if all_of_them or window.passed_bytes != passed_bytes or window.limit_bytes != limit_bytes:
+                    heapq.heappush(self._heads, head)
+                else:
+                    self._aside.append(each)
 
     def clear(self) -> None:
         self._bursts.clear()
@@ -461,6 +469,8 @@ class WriteTransfer:
     acknowledged: bytearray
     missing: int
     pending: WaitingBursts
+    checked_suspects: int = 0
+    """``Suspects.added`` when its bursts were last looked at."""
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
@@ -480,7 +490,7 @@ class WriteTransfer:
         payloads = Slices(view, chunk_bytes, range(chunks))
         bursts, satellites = planned(chunks, places, servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)
-        return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report)
+        return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report=report)
 
     def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
         """Packed references and payloads of these chunks."""
@@ -610,7 +620,7 @@ class ReplicatedWrite(WriteTransfer):
         total = chunks * len(copies)
         one.report.satellites = len({burst.satellite for burst in pending})
         payloads = list(one.payloads) * len(copies)
-        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), one.report)
+        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), report=one.report)
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
         first = asked[0] - asked[0] % self.info.chunks
