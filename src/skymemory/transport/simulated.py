@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from operator import attrgetter
 from threading import RLock
 from typing import NamedTuple, cast
@@ -110,7 +110,7 @@ class _Train:
         """Which has forwarded them: it may be dead, and another in its place, when the last of them come."""
         self.first = -1
         """The first packet that has come and is not handed over yet; only where they end."""
-        self.orders = [0] * self.count if self.ends else []
+        self.orders: list[int] = [0] * self.count if self.ends else []
         self.left = -1
         """The last that has left; only where they end."""
         self.scheduled = False
@@ -308,20 +308,23 @@ class SimulatedConstellation:
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
         if self.hosts and self._run_hosts(timer_s, limit_s):
             return True
-        if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
-            self.now_s = max(self.now_s, self._events[0].time_s)
+        next_s = arrival_s if arrival_s <= timer_s else timer_s
+        fault_s = self._events[0].time_s if self._events else math.inf
+        if self._events and fault_s <= next_s and fault_s <= limit_s:
+            self.now_s = max(self.now_s, fault_s)
             self._apply(self._events.popleft())
             return True
-        if min(timer_s, arrival_s) > limit_s or min(timer_s, arrival_s) == math.inf:
+        if next_s > limit_s or next_s == math.inf:
             self.now_s = limit_s if self.now_s < limit_s < math.inf else self.now_s
             return False
-        self.now_s = max(self.now_s, min(timer_s, arrival_s))
+        if next_s > self.now_s:
+            self.now_s = next_s
         if arrival_s <= timer_s:
             arrival = heapq.heappop(self._arrivals)
             if isinstance(arrival, _Arrival):
                 self._deliver(arrival)
             else:
-                self._come(arrival, min(timer_s, limit_s, self._events[0].time_s if self._events else math.inf))
+                self._come(arrival, min(timer_s, limit_s, fault_s))
         else:
             while self._next_alarm_s() <= self.now_s:
                 node = heapq.heappop(self._alarms)[2]
@@ -366,17 +369,18 @@ class SimulatedConstellation:
             # A client whose windows are full need not be asked again before something has come to it.
             if client.wants_to_send and self._asked.get(token) != client.revision:
                 self._touched[token] = None
+        now_s, dead = self.now_s, self._dead
         for node in self._touched:
             if node in self._host_of:
-                self._host_of[node].nudge(node, self.now_s)
+                self._host_of[node].nudge(node, now_s)
                 continue
             machine = self._machine(node)
-            for batch, to in machine.datagrams_to_send(self.now_s):
-                if node not in self._dead:
+            for batch, to in machine.datagrams_to_send(now_s):
+                if node not in dead:
                     self._send(batch, node, cast(Node, to))
             if self.queues is not None and isinstance(machine, ClientMachine):
                 self._asked[node] = machine.revision
-            timer_s = None if node in self._dead else machine.next_timer_s()
+            timer_s = None if node in dead else machine.next_timer_s()
             if timer_s is None:
                 self._timers.pop(node, None)
             elif timer_s != self._timers.get(node):
@@ -437,24 +441,33 @@ class SimulatedConstellation:
     def _send_by_rate(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
         """Put a batch on its link now."""
         assert self.queues is not None
-        link = frozenset((sender, receiver))
+        link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         if link in self._cut:
             return
-        queue, delay_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver)
+        queue, delay_s, now_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver), self.now_s
         own_faults, urgent = self._link_faults.get(link), is_urgent(batch, sender, receiver)
         if own_faults is not None or self._faults is not None:
             for data in batch.datagrams():  # each by itself: any of them may be lost, or late
                 self._count(data)
-                leaves_s = queue.leaves_s(len(data), self.now_s, urgent)
+                leaves_s = queue.leaves_s(len(data), now_s, urgent)
                 for copy, extra_s in _flights(data, own_faults, self._faults) if leaves_s >= 0.0 else ():
-                    self._arrive([copy], leaves_s - self.now_s + delay_s + extra_s, sender, receiver)
+                    self._arrive([copy], leaves_s - now_s + delay_s + extra_s, sender, receiver)
             return
         for data, size in _runs_of(batch):
             train = _Train(data, size, sender, receiver, queue, delay_s, urgent)
-            for at in range(train.count):
-                self._leave(train, at)
-            if train.ends:
-                self._schedule(train, 0)
+            count = train.count
+            if not train.ends:
+                for at in range(count):
+                    self._leave(train, at)
+                continue
+            self.datagrams_sent += count
+            self.bytes_sent += len(data)
+            sizes = [size] * count
+            sizes[-1] = len(data) - (count - 1) * size
+            leave_s = [queue.leaves_s(its, now_s, urgent) for its in sizes]
+            train.due_s = [LOST if each_s < 0.0 else each_s + delay_s for each_s in leave_s]
+            train.orders, train.left = list(islice(self._order, count)), count - 1
+            self._schedule(train, 0)
 
     def _count(self, data: bytes) -> None:
         self.datagrams_sent += 1
@@ -490,7 +503,9 @@ class SimulatedConstellation:
             at += 1
         train.scheduled = at <= left
         if train.scheduled:
-            train.first, at = at, self._last_together(train, at, at)
+            train.first = at
+            if at < left:
+                at = self._last_together(train, at, at)
             heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
 
     def _last_together(self, train: _Train, first: int, last: int) -> int:
@@ -548,7 +563,7 @@ class SimulatedConstellation:
     def _hand_over(self, train: _Train, at: int) -> bool:
         """Packets are at the end of their way; returns whether a machine has got something."""
         first = train.first
-        last = self._last_together(train, first, at)
+        last = at if at == train.left else self._last_together(train, first, at)
         if last > at:  # more have left meanwhile, to be handed over with them
             heapq.heappush(self._arrivals, (train.due_s[last], train.orders[last], train, last))
             return False
