@@ -29,6 +29,7 @@ from skymemory.constellation.links import LOST, LinkQueue, LinkQueues
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_REPLACEMENT
+from skymemory import native
 from skymemory.native import Rows
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
@@ -48,6 +49,7 @@ Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way seconds from one end of a link to the other."""
 _MAX_RUN_SEGMENTS = 64
+_NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
 """The most that a header can offer: then only links bound what is in flight."""
 
@@ -92,7 +94,7 @@ class _Train:
     )
 
     def __init__(
-        self, data: bytes, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
+        self, data: bytearray, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
     ) -> None:
         self.data = data
         self.size = size
@@ -583,32 +585,69 @@ class SimulatedConstellation:
     def _give(self, train: _Train, first: int, last: int) -> None:
         """To the machine at the end of the link."""
         receiver, size = train.receiver, train.size
-        data = train.data if train.count == last + 1 - first else train.data[first * size : (last + 1) * size]
+        begin, end = first * size, min((last + 1) * size, len(train.data))
         if isinstance(receiver, SatelliteId):
-            self._touched[receiver] = None
-            self.satellites[receiver].receive_batch(data, size, train.sender, self.now_s)
+            kept, outgoing = self._serve(receiver, train.data, (begin, end - begin, size), train.sender)
+            for batch, to in outgoing:
+                self._send(batch, receiver, to)
+            if kept:
+                self._touched[receiver] = None
+                view = memoryview(train.data)[begin:end]
+                self.satellites[receiver].receive_batch(view, size, train.sender, self.now_s)
         elif receiver in self._clients:
             self._touched[receiver] = None
-            self._clients[receiver].receive_batch(data, size, self.now_s)
+            self._clients[receiver].receive_batch(memoryview(train.data)[begin:end], size, self.now_s)
+
+    def _serve(
+        self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
+    ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
+        """Have a satellite serve plain requests, and pass on what only passes, without a look at each, as a host
+        process does: whether the machine must see the run, and what leaves now. Hops are counted in ``data``.
+        """
+        machine, now_s = self.satellites[here], self.now_s
+        requests = None if self._authority is not None else machine.plain_requests(now_s)
+        if requests is None:
+            return True, []
+        routes = machine.routes(now_s)
+        transit = None if routes is None else (*routes, _NO_SOCKETS)
+        kept, served, _, passed = native.serve_runs(-1, data, [run], source, *requests, transit)
+        outgoing: list[tuple[SegmentBatch, Node]] = []
+        if passed:
+            machine.passed(passed, now_s)
+            for _, _, link, _, left in passed:
+                for at, size, segment_bytes in left:
+                    whole = data if size == len(data) else data[at : at + size]
+                    outgoing.append((SegmentBatch(whole, segment_bytes), link))
+        if served:
+            machine.served(served, now_s)
+            for *_, link, _, _, _, _, rest in served:
+                headers, payloads = cast(tuple[bytearray, list[bytes] | None], rest)
+                width = len(headers) // (len(payloads) if payloads else 1)
+                outgoing.append((SegmentBatch(headers, width, payloads), link))
+        if machine.wants_to_send:
+            self._touched[here] = None
+        return bool(kept), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
         """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
         here = train.receiver
         assert isinstance(here, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[here]
-        machine.receive_batch(train.data, train.size, train.sender, self.now_s)
-        self._touched[here] = None
-        for batch, to in machine.datagrams_to_send(self.now_s):
-            link = frozenset((here, cast(Node, to)))
+        kept, outgoing = self._serve(here, train.data, (0, len(train.data), train.size), train.sender)
+        if kept:
+            machine.receive_batch(train.data, train.size, train.sender, self.now_s)
+            self._touched[here] = None
+            outgoing += cast(list[tuple[SegmentBatch, Node]], machine.datagrams_to_send(self.now_s))
+        for batch, receiver in outgoing:
+            link = frozenset((here, receiver))
             plain = train.onward is None and batch.payloads is None and batch.count == train.count
-            blocked = self._any_blocked and self._blocked(here, cast(Node, to))
+            blocked = self._any_blocked and self._blocked(here, receiver)
             if not plain or blocked or link in self._link_faults or link in self._cut:
-                self._send(batch, here, cast(Node, to))
+                self._send(batch, here, receiver)
                 continue
-            receiver = cast(Node, to)
             queue, delay_s = self.queues.of(here, receiver), self._delay_s(here, receiver)
-            data, size = bytes(batch.headers), batch.header_bytes
-            train.onward = _Train(data, size, here, receiver, queue, delay_s, urgent=False)
+            data = batch.headers if isinstance(batch.headers, bytearray) else bytearray(batch.headers)
+            train.onward = _Train(data, batch.header_bytes, here, receiver, queue, delay_s, urgent=False)
         if train.onward is not None:
             self._go_on(train.onward, at)
 
@@ -638,19 +677,19 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
     return flights
 
 
-def _runs_of(batch: SegmentBatch) -> list[tuple[bytes, int]]:
+def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
     """Its packets end to end, in runs of one size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
-        return [(bytes(headers), step)]
+        return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]
     parts: list[Buffer] = [b""] * (2 * len(payloads))
     parts[1::2] = payloads if isinstance(payloads, list) else [payloads[at] for at in range(len(payloads))]
     sizes = list(map(len, parts[1::2]))
     if sizes.count(sizes[0]) < len(sizes) - (sizes[-1] < sizes[0]):
-        return [(data, len(data)) for data in batch.datagrams()]
+        return [(bytearray(data), len(data)) for data in batch.datagrams()]
     view = memoryview(headers)
     parts[::2] = [view[at : at + step] for at in range(0, len(headers), step)]
-    return [(b"".join(parts), step + sizes[0])]
+    return [(bytearray().join(parts), step + sizes[0])]
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
