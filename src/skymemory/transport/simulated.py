@@ -637,6 +637,7 @@ class SimulatedConstellation:
         if kept:
             machine.receive_batch(train.data, train.size, train.sender, self.now_s)
             self._touched[here] = None
+        if kept or machine.wants_to_send:
             outgoing += cast(list[tuple[SegmentBatch, Node]], machine.datagrams_to_send(self.now_s))
         for batch, receiver in outgoing:
             link = frozenset((here, receiver))
