@@ -260,7 +260,9 @@ class BoxSight:
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
         found = self._one_way_s.get((satellite, centre))
         if found is None:
-            found = self._one_way_s[satellite, centre] = self.shell.slant_one_way_s(*self.torus.delta(centre, satellite))
+            found = self._one_way_s[satellite, centre] = self.shell.slant_one_way_s(
+                *self.torus.delta(centre, satellite)
+            )
         return found
 
     def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:

@@ -25,11 +25,11 @@ from operator import attrgetter
 from threading import RLock
 from typing import NamedTuple, cast
 
+from skymemory import native
 from skymemory.constellation.links import LOST, LinkQueue, LinkQueues
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.eviction import DEFAULT_REPLACEMENT
-from skymemory import native
 from skymemory.native import Rows
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finished
@@ -455,17 +455,17 @@ class SimulatedConstellation:
                 for copy, extra_s in _flights(data, own_faults, self._faults) if leaves_s >= 0.0 else ():
                     self._arrive([copy], leaves_s - now_s + delay_s + extra_s, sender, receiver)
             return
-        for data, size in _runs_of(batch):
-            train = _Train(data, size, sender, receiver, queue, delay_s, urgent)
+        for packets, size in _runs_of(batch):
+            train = _Train(packets, size, sender, receiver, queue, delay_s, urgent)
             count = train.count
             if not train.ends:
                 for at in range(count):
                     self._leave(train, at)
                 continue
             self.datagrams_sent += count
-            self.bytes_sent += len(data)
+            self.bytes_sent += len(packets)
             sizes = [size] * count
-            sizes[-1] = len(data) - (count - 1) * size
+            sizes[-1] = len(packets) - (count - 1) * size
             leave_s = [queue.leaves_s(its, now_s, urgent) for its in sizes]
             train.due_s = [LOST if each_s < 0.0 else each_s + delay_s for each_s in leave_s]
             train.orders, train.left = list(islice(self._order, count)), count - 1

@@ -66,7 +66,7 @@ def test_slices_are_a_sequence_of_views() -> None:
 
 def test_bursts_wait_by_satellite_until_their_window_changes() -> None:
     one, other = SatelliteId(0, 1), SatelliteId(0, 2)
-    bursts = [Burst(one, range(0, 4)), Burst(other, range(4, 8)), Burst(one, range(8, 12))]
+    bursts = [Burst(one, range(4)), Burst(other, range(4, 8)), Burst(one, range(8, 12))]
     waiting, window = WaitingBursts(bursts), Window(1000, 10)
     assert list(waiting) == bursts
     window.sent(900)

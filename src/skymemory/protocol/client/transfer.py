@@ -620,7 +620,9 @@ class ReplicatedWrite(WriteTransfer):
         total = chunks * len(copies)
         one.report.satellites = len({burst.satellite for burst in pending})
         payloads = list(one.payloads) * len(copies)
-        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), report=one.report)
+        return cls(
+            one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), report=one.report
+        )
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
         first = asked[0] - asked[0] % self.info.chunks
