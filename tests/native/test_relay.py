@@ -340,6 +340,27 @@ def test_what_is_handed_over_lies_in_the_buffer(impl: ModuleType) -> None:
             impl.serve_runs(sock.fileno(), bytes(100), [], HERE, *terms)
 
 
+def test_a_ground_host_without_a_socket_gets_its_answers_from_the_caller(impl: ModuleType) -> None:
+    """As in virtual time: requests by the satellite's own beam, commands that go on, answers that come down."""
+    crossing = Crossing(None)
+    try:
+        machine, host = crossing.machine, ("ground", 1)
+        sets = run_of(Op.SET, Address(2, 7), ground(HERE), [300, 300])
+        down = run_of(Op.DATA, ground(HERE), Address(2, 7), [700, 700])
+        machine.receive_runs([(memoryview(b"".join(sets)), len(sets[0]))], host, NOW_S)
+        machine.datagrams_to_send(NOW_S)
+        requests, routes = machine.plain_requests(NOW_S), machine.routes(NOW_S)
+        assert requests is not None and routes is not None and host in routes[1].values()
+        for packets, source, link in ((sets, host, SatelliteId(2, 8)), (down, NEIGHBOURS[1], host)):
+            scratch = bytearray(b"".join(packets))
+            run = 0, len(scratch), len(packets[0])
+            kept, served, errors, passed = impl.serve_runs(-1, scratch, [run], source, *requests, (*routes, {}))
+            assert (kept, served, errors) == ([], [], 0)
+            assert [(one[0], one[2:]) for one in passed] == [(source, (link, 2, [run]))]
+    finally:
+        crossing.close()
+
+
 places = st.sampled_from(PLACES)
 addresses = st.one_of(
     st.builds(lambda place: Address(*place), places),

@@ -95,6 +95,39 @@ def test_a_run_takes_as_long_as_its_packets_one_by_one(access: str) -> None:
     assert seconds[0] == pytest.approx(seconds[1], abs=0.003)
 
 
+@pytest.mark.parametrize("access", ["ideal", "gateway"])
+def test_satellites_serve_as_their_machines_do(access: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is served without the machine has the same packets at the same times."""
+    seen: list[tuple[object, ...]] = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(SimulatedConstellation, "_serve", lambda *_: (True, []))
+        sky = _sky(access, {"up": "50Mbit", "down": "40Mbit", "isl": "80Mbit"})
+        stored, read = _put_get(sky.connect(), _value(600_000), 9)
+        sim = sky.simulated
+        counts = [satellite.counters.as_dict() for satellite in sim.satellites.values()]
+        figures = stored.report.seconds, read.report.seconds, sim.now_s, sim.datagrams_sent, sim.bytes_sent
+        seen.append((*figures, stored.report.requests, read.report.requests, counts))
+    assert seen[0] == seen[1]
+
+
+def test_what_came_before_a_satellite_died_is_lost() -> None:
+    """Packets of a run come 1 ms apart and are handed over each 10 ms: the satellite dies and is back within them."""
+    sky = _sky("ideal", {"up": "50Mbit"})
+    client, sim, value = sky.connect(), sky.simulated, _value(20 * CHUNK)
+    number, _ = client.machine.put(b"k" * 32, value, CHUNK, ROTATION_HOP, 1, 0.0)
+    sim.flush()
+    assert sim.queues is not None
+    there = next(to for host, to in sim.queues._queues if host == ("ground", 1))
+    died_s = sky._delay_s(("ground", 1), there) + 0.0045
+    sim.settle(died_s)
+    sim.kill(there)
+    sim.revive(there)
+    sim.settle(died_s + 0.016)
+    assert 0 < sim.satellites[there].counters.as_dict()["chunks_set"] <= 17
+    assert client.run([number])[number].report.retransmitted_chunks >= 3
+
+
 def test_without_rates_nothing_changes() -> None:
     """The same packets at the same times as with links that carry everything."""
     plain, unlimited = (_put_get(_sky("gateway", table).connect(), _value(300_000)) for table in (None, {}))

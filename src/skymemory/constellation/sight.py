@@ -244,6 +244,10 @@ class BoxSight:
     shell: Shell
     torus: Torus
     mask_deg: float = DEFAULT_MASK_DEG
+    _one_way_s: dict[tuple[SatelliteId, SatelliteId], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By satellite and centre: asked for each batch that a simulated beam carries."""
 
     any_blocked = False
 
@@ -256,7 +260,12 @@ class BoxSight:
         return tuple(wrap(centre.plane + y, centre.slot + x) for x, y in seen)
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
-        return self.shell.slant_one_way_s(*self.torus.delta(centre, satellite))
+        found = self._one_way_s.get((satellite, centre))
+        if found is None:
+            found = self._one_way_s[satellite, centre] = self.shell.slant_one_way_s(
+                *self.torus.delta(centre, satellite)
+            )
+        return found
 
     def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
         return False

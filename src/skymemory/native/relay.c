@@ -161,7 +161,8 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
         found = came < 0 ? -1 : sky_next_hop(service, there, (uint32_t)came, &link, &run.to);
     } else {
         found = there >> 24 == GROUND_SHELL ? find(service->grounds, ground, &link) : 0;
-        found = found == 1 ? address_of(link, &run.to) : found;
+        if (found == 1 && !(found = address_of(link, &run.to))) /* no socket's: the caller hands over what goes there */
+            run.to = (struct sockaddr_in){0}, found = 1;
     }
     if (found != 1 || (hop && !may_go_on(data, size, segment)))
         return found < 0 ? -1 : 0;

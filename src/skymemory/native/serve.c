@@ -127,18 +127,18 @@ static int serve_if_known(Service *service, int at, PyObject *endpoint, PyObject
     size_t size, segment;
     const uint8_t *source = sky_message(service, at, &size, &segment) + COMMAND_BYTES + SOURCE_AT;
     int our_beam = !memcmp(source, service->addresses + 4, 4), found;
-    struct sockaddr_in to;
+    struct sockaddr_in to = {0}, *from = service->messages[at].from;
     PyObject *link;
     if (!neighbour)
-        return our_beam ? serve(service, at, endpoint, endpoint, service->messages[at].from, served) : 0;
+        return our_beam ? serve(service, at, endpoint, endpoint, from ? from : &to, served) : 0;
     if (our_beam || *source != GROUND_SHELL)
         return 0;
     found = sky_next_hop(service, be32(source), 0, &link, &to);
     return found == 1 ? serve(service, at, neighbour, link, &to, served) : found;
 }
 
-/* Serve or pass on message ``at``, which came from ``host`` or, if that is NULL, was handed over by the satellite
- * ``source``: how many messages it took, 0 if it is to be kept; -1 with an exception. ``plain``: none was kept before. */
+/* Serve or pass on message ``at``, which came from ``host`` or, if that is NULL, was handed over by ``source``, a satellite
+ * or (named by text) a ground host: how many messages it took, 0 if it is to be kept; -1 with an exception. ``plain``: none was kept before. */
 static int handle(Service *service, int at, int plain, PyObject *host, PyObject *source, PyObject *served)
 {
     size_t size, segment;
@@ -151,6 +151,9 @@ static int handle(Service *service, int at, int plain, PyObject *host, PyObject 
     if (host) {
         endpoint = Py_BuildValue("(Oi)", host, (int)ntohs(service->messages[at].from->sin_port));
         source = endpoint ? PyDict_GetItemWithError(service->neighbours, endpoint) : NULL;
+    } else if (PyTuple_GET_SIZE(source) && PyUnicode_Check(PyTuple_GET_ITEM(source, 0))) {
+        endpoint = Py_NewRef(source);
+        source = NULL;
     }
     if (!PyErr_Occurred())
         messages = passes ? sky_pass(service, at, endpoint, source) : serve_if_known(service, at, endpoint, source, served);

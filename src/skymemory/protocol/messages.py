@@ -289,6 +289,18 @@ class Selection:
             begin = end
         return selections
 
+    @classmethod
+    def pack_cover(cls, key: bytes, indices: Sequence[int]) -> list[bytes]:
+        """``cover``, packed."""
+        if indices:
+            first, count = indices[0], len(indices)
+            step = indices[1] - first if count > 1 else 1
+            if step > 0 and count <= MAX_SELECTION_BITS:
+                even = range(first, first + step * count, step)
+                if indices == list(even):  # nearly always
+                    return [key + pack_steps(even)]
+        return [selection.pack() for selection in cls.cover(key, indices)]
+
     def indices(self) -> list[int]:
         if self.bitmap.count(0xFF) == self.count >> 3 and int.from_bytes(self.bitmap, "little") + 1 == 1 << self.count:
             return list(range(self.first, self.first + self.stride * self.count, self.stride))

@@ -20,11 +20,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from operator import attrgetter
 from threading import RLock
 from typing import NamedTuple, cast
 
+from skymemory import native
 from skymemory.constellation.links import LOST, LinkQueue, LinkQueues
 from skymemory.constellation.torus import RoutingMode, SatelliteId
 from skymemory.errors import InvalidInput
@@ -48,6 +49,7 @@ Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way seconds from one end of a link to the other."""
 _MAX_RUN_SEGMENTS = 64
+_NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
 """The most that a header can offer: then only links bound what is in flight."""
 
@@ -79,17 +81,20 @@ class _Train:
         "due_s",
         "ends",
         "first",
+        "left",
         "machine",
         "onward",
+        "orders",
         "queue",
         "receiver",
+        "scheduled",
         "sender",
         "size",
         "urgent",
     )
 
     def __init__(
-        self, data: bytes, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
+        self, data: bytearray, size: int, sender: Node, receiver: Node, queue: LinkQueue, delay_s: float, urgent: bool
     ) -> None:
         self.data = data
         self.size = size
@@ -106,7 +111,12 @@ class _Train:
         self.machine: object = None
         """Which has forwarded them: it may be dead, and another in its place, when the last of them come."""
         self.first = -1
-        """The first packet that has come and is not handed over yet."""
+        """The first packet that has come and is not handed over yet; only where they end."""
+        self.orders: list[int] = [0] * self.count if self.ends else []
+        self.left = -1
+        """The last that has left; only where they end."""
+        self.scheduled = False
+        """Whether an event is to come that hands packets over; only where they end."""
 
 
 class SimulatedConstellation:
@@ -165,6 +175,8 @@ class SimulatedConstellation:
             self._lateness.update(dict.fromkeys(names, Lateness()))
         self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
         self._dead: set[SatelliteId] = set()
+        self._revived_s: dict[Node, float] = {}
+        """When each was last revived, if it ever was."""
         self._cut: set[frozenset[Node]] = set()
         self._link_faults: dict[frozenset[Node], FaultInjector] = {}
         self._events: deque[FaultEvent] = deque()
@@ -217,6 +229,7 @@ class SimulatedConstellation:
     def revive(self, satellite: SatelliteId) -> None:
         """It is back, empty; its ledger continues, with what it held as lost."""
         self._dead.discard(satellite)
+        self._revived_s[satellite] = self.now_s
         before = self.satellites[satellite].store
         before.ledger.went(before.used_bytes, "lost")
         self.satellites[satellite] = self._new_satellite(satellite)
@@ -287,26 +300,33 @@ class SimulatedConstellation:
 
     def step(self, limit_s: float) -> bool:
         """Run the next event, not later than ``limit_s``; False (and time at the limit) if there is none."""
-        # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
         self.flush()
+        return self.step_flushed(limit_s)
+
+    def step_flushed(self, limit_s: float) -> bool:
+        """``step`` right after ``flush``."""
+        # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
         if self.hosts and self._run_hosts(timer_s, limit_s):
             return True
-        if self._events and self._events[0].time_s <= min(timer_s, arrival_s, limit_s):
-            self.now_s = max(self.now_s, self._events[0].time_s)
+        next_s = arrival_s if arrival_s <= timer_s else timer_s
+        fault_s = self._events[0].time_s if self._events else math.inf
+        if self._events and fault_s <= next_s and fault_s <= limit_s:
+            self.now_s = max(self.now_s, fault_s)
             self._apply(self._events.popleft())
             return True
-        if min(timer_s, arrival_s) > limit_s or min(timer_s, arrival_s) == math.inf:
+        if next_s > limit_s or next_s == math.inf:
             self.now_s = limit_s if self.now_s < limit_s < math.inf else self.now_s
             return False
-        self.now_s = max(self.now_s, min(timer_s, arrival_s))
+        if next_s > self.now_s:
+            self.now_s = next_s
         if arrival_s <= timer_s:
             arrival = heapq.heappop(self._arrivals)
             if isinstance(arrival, _Arrival):
                 self._deliver(arrival)
             else:
-                self._come(arrival, min(timer_s, limit_s, self._events[0].time_s if self._events else math.inf))
+                self._come(arrival, min(timer_s, limit_s, fault_s))
         else:
             while self._next_alarm_s() <= self.now_s:
                 node = heapq.heappop(self._alarms)[2]
@@ -351,17 +371,18 @@ class SimulatedConstellation:
             # A client whose windows are full need not be asked again before something has come to it.
             if client.wants_to_send and self._asked.get(token) != client.revision:
                 self._touched[token] = None
+        now_s, dead = self.now_s, self._dead
         for node in self._touched:
             if node in self._host_of:
-                self._host_of[node].nudge(node, self.now_s)
+                self._host_of[node].nudge(node, now_s)
                 continue
             machine = self._machine(node)
-            for batch, to in machine.datagrams_to_send(self.now_s):
-                if node not in self._dead:
+            for batch, to in machine.datagrams_to_send(now_s):
+                if node not in dead:
                     self._send(batch, node, cast(Node, to))
             if self.queues is not None and isinstance(machine, ClientMachine):
                 self._asked[node] = machine.revision
-            timer_s = None if node in self._dead else machine.next_timer_s()
+            timer_s = None if node in dead else machine.next_timer_s()
             if timer_s is None:
                 self._timers.pop(node, None)
             elif timer_s != self._timers.get(node):
@@ -422,22 +443,33 @@ class SimulatedConstellation:
     def _send_by_rate(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
         """Put a batch on its link now."""
         assert self.queues is not None
-        link = frozenset((sender, receiver))
+        link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         if link in self._cut:
             return
-        queue, delay_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver)
+        queue, delay_s, now_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver), self.now_s
         own_faults, urgent = self._link_faults.get(link), is_urgent(batch, sender, receiver)
         if own_faults is not None or self._faults is not None:
             for data in batch.datagrams():  # each by itself: any of them may be lost, or late
                 self._count(data)
-                leaves_s = queue.leaves_s(len(data), self.now_s, urgent)
+                leaves_s = queue.leaves_s(len(data), now_s, urgent)
                 for copy, extra_s in _flights(data, own_faults, self._faults) if leaves_s >= 0.0 else ():
-                    self._arrive([copy], leaves_s - self.now_s + delay_s + extra_s, sender, receiver)
+                    self._arrive([copy], leaves_s - now_s + delay_s + extra_s, sender, receiver)
             return
-        for data, size in _runs_of(batch):
-            train = _Train(data, size, sender, receiver, queue, delay_s, urgent)
-            for at in range(train.count):
-                self._leave(train, at)
+        for packets, size in _runs_of(batch):
+            train = _Train(packets, size, sender, receiver, queue, delay_s, urgent)
+            count = train.count
+            if not train.ends:
+                for at in range(count):
+                    self._leave(train, at)
+                continue
+            self.datagrams_sent += count
+            self.bytes_sent += len(packets)
+            sizes = [size] * count
+            sizes[-1] = len(packets) - (count - 1) * size
+            leave_s = [queue.leaves_s(its, now_s, urgent) for its in sizes]
+            train.due_s = [LOST if each_s < 0.0 else each_s + delay_s for each_s in leave_s]
+            train.orders, train.left = list(islice(self._order, count)), count - 1
+            self._schedule(train, 0)
 
     def _count(self, data: bytes) -> None:
         self.datagrams_sent += 1
@@ -451,76 +483,174 @@ class SimulatedConstellation:
         leaves_s = train.queue.leaves_s(size, self.now_s, train.urgent)
         if leaves_s < 0.0:
             train.due_s[at] = LOST
+            return
+        due_s = train.due_s[at] = leaves_s + train.delay_s
+        if train.ends:
+            train.orders[at], train.left = next(self._order), at
         else:
-            due_s = train.due_s[at] = leaves_s + train.delay_s
             heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
+
+    def _go_on(self, train: _Train, at: int) -> None:
+        """A packet that was forwarded comes to the link of ``train`` now."""
+        self._leave(train, at)
+        if train.ends and not train.scheduled:
+            self._schedule(train, at)
+
+    def _schedule(self, train: _Train, at: int) -> None:
+        """The next event of packets that are handed over at their end, from ``at`` on: when the last of those comes
+        that, as far as is known now, are handed over together. So most packets need no event of their own.
+        """
+        due_s, left = train.due_s, train.left
+        while at <= left and not 0.0 <= due_s[at] < math.inf:
+            at += 1
+        train.scheduled = at <= left
+        if train.scheduled:
+            train.first = at
+            if at < left:
+                at = self._last_together(train, at, at)
+            heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
+
+    def _last_together(self, train: _Train, first: int, last: int) -> int:
+        """The last packet that is handed over with ``first``, from ``last`` on, which is."""
+        if not self._offload:
+            return last
+        due_s, first_s = train.due_s, train.due_s[first]
+        most = min(train.count, first + min(_MAX_RUN_SEGMENTS, max(1, MAX_PACKET_BYTES // train.size)))
+        while last + 1 < most and 0.0 <= due_s[last + 1] - first_s <= GRAIN_S:
+            last += 1
+        return last
 
     def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
         """Packets come to the ends of their links: as many as only pass or wait for the next, and those before them."""
         # Most packets of a run pass a satellite that has forwarded the run, or are handed over with the next: these
         # cost no look at timers and machines.
-        arrivals = self._arrivals
+        arrivals, satellites, dead = self._arrivals, self.satellites, self._dead
         while True:
             _, _, train, at = arrival
             onward = train.onward
-            if onward is None or train.machine is not self.satellites[train.receiver]:  # type: ignore[index]
-                if self._arrived(train, at):
+            if train.ends:
+                if self._hand_over(train, at):
                     return
-            elif train.receiver not in self._dead:
-                self._leave(onward, at)
+            elif onward is None or train.machine is not satellites[train.receiver]:  # type: ignore[index]
+                if self._passes(train, at):
+                    return
+            elif train.receiver not in dead:
+                self._go_on(onward, at)
             following = arrivals[0] if arrivals else None
             if following is None or following[0] > until_s or isinstance(following, _Arrival):
                 return
             arrival = heapq.heappop(arrivals)  # type: ignore[assignment]
-            self.now_s = max(self.now_s, arrival[0])
+            if arrival[0] > self.now_s:
+                self.now_s = arrival[0]
 
-    def _arrived(self, train: _Train, at: int) -> bool:
-        """A packet is at the end of a link; returns whether a machine has got something."""
+    def _passes(self, train: _Train, at: int) -> bool:
+        """A packet that was to be forwarded is at the end of a link; returns whether a machine has got something."""
+        if train.receiver in self._dead:
+            return False
+        if train.machine is None:
+            self._forward(train, at)
+            return True
+        if train.machine is self.satellites[train.receiver]:  # type: ignore[index]
+            return False  # which could not forward the run, and has said so
+        # Another machine is there now, which knows nothing of the run.
+        if train.first < 0:
+            train.first = at
+        first = train.first
+        if self._last_together(train, first, at) > at:
+            return False  # handed over with the next
+        train.first = -1
+        self._give(train, first, at)
+        return True
+
+    def _hand_over(self, train: _Train, at: int) -> bool:
+        """Packets are at the end of their way; returns whether a machine has got something."""
+        first = train.first
+        last = at if at == train.left else self._last_together(train, first, at)
+        if last > at:  # more have left meanwhile, to be handed over with them
+            heapq.heappush(self._arrivals, (train.due_s[last], train.orders[last], train, last))
+            return False
+        self._schedule(train, at + 1)
         receiver = train.receiver
         if receiver in self._dead:
             return False
-        if not train.ends:
-            if train.machine is None:
-                self._forward(train, at)
-                return True
-            if train.machine is self.satellites[receiver]:  # type: ignore[index]
-                return False  # which could not forward the run, and has said so
-        if train.first < 0:
-            train.first = at
-        after, first, size = at + 1, train.first, train.size
-        soon = self._offload and after < train.count and 0.0 <= train.due_s[after] - train.due_s[first] <= GRAIN_S
-        if soon and after - first < _MAX_RUN_SEGMENTS and (after - first + 1) * size <= MAX_PACKET_BYTES:
-            return False  # handed over with the next
-        train.first = -1
-        data = train.data if train.count == after - first else train.data[first * size : after * size]
+        if self._revived_s:  # what came before was lost with its memory
+            since_s = self._revived_s.get(receiver, -math.inf)
+            while first <= at and train.due_s[first] < since_s:
+                first += 1
+            if first > at:
+                return False
+        self._give(train, first, at)
+        return True
+
+    def _give(self, train: _Train, first: int, last: int) -> None:
+        """To the machine at the end of the link."""
+        receiver, size = train.receiver, train.size
+        begin, end = first * size, min((last + 1) * size, len(train.data))
         if isinstance(receiver, SatelliteId):
-            self._touched[receiver] = None
-            self.satellites[receiver].receive_batch(data, size, train.sender, self.now_s)
+            kept, outgoing = self._serve(receiver, train.data, (begin, end - begin, size), train.sender)
+            for batch, to in outgoing:
+                self._send(batch, receiver, to)
+            if kept:
+                self._touched[receiver] = None
+                view = memoryview(train.data)[begin:end]
+                self.satellites[receiver].receive_batch(view, size, train.sender, self.now_s)
         elif receiver in self._clients:
             self._touched[receiver] = None
-            self._clients[receiver].receive_batch(data, size, self.now_s)
-        return True
+            self._clients[receiver].receive_batch(memoryview(train.data)[begin:end], size, self.now_s)
+
+    def _serve(
+        self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
+    ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
+        """Have a satellite serve plain requests, and pass on what only passes, without a look at each, as a host
+        process does: whether the machine must see the run, and what leaves now. Hops are counted in ``data``.
+        """
+        machine, now_s = self.satellites[here], self.now_s
+        requests = None if self._authority is not None else machine.plain_requests(now_s)
+        if requests is None:
+            return True, []
+        routes = machine.routes(now_s)
+        transit = None if routes is None else (*routes, _NO_SOCKETS)
+        kept, served, _, passed = native.serve_runs(-1, data, [run], source, *requests, transit)
+        outgoing: list[tuple[SegmentBatch, Node]] = []
+        if passed:
+            machine.passed(passed, now_s)
+            for _, _, link, _, left in passed:
+                for at, size, segment_bytes in left:
+                    whole = data if size == len(data) else data[at : at + size]
+                    outgoing.append((SegmentBatch(whole, segment_bytes), link))
+        if served:
+            machine.served(served, now_s)
+            for *_, link, _, _, _, _, rest in served:
+                headers, payloads = cast(tuple[bytearray, list[bytes] | None], rest)
+                width = len(headers) // (len(payloads) if payloads else 1)
+                outgoing.append((SegmentBatch(headers, width, payloads), link))
+        if machine.wants_to_send:
+            self._touched[here] = None
+        return bool(kept), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
         """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
         here = train.receiver
         assert isinstance(here, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[here]
-        machine.receive_batch(train.data, train.size, train.sender, self.now_s)
-        self._touched[here] = None
-        for batch, to in machine.datagrams_to_send(self.now_s):
-            link = frozenset((here, cast(Node, to)))
+        kept, outgoing = self._serve(here, train.data, (0, len(train.data), train.size), train.sender)
+        if kept:
+            machine.receive_batch(train.data, train.size, train.sender, self.now_s)
+            self._touched[here] = None
+        if kept or machine.wants_to_send:
+            outgoing += cast(list[tuple[SegmentBatch, Node]], machine.datagrams_to_send(self.now_s))
+        for batch, receiver in outgoing:
+            link = frozenset((here, receiver))
             plain = train.onward is None and batch.payloads is None and batch.count == train.count
-            blocked = self._any_blocked and self._blocked(here, cast(Node, to))
+            blocked = self._any_blocked and self._blocked(here, receiver)
             if not plain or blocked or link in self._link_faults or link in self._cut:
-                self._send(batch, here, cast(Node, to))
+                self._send(batch, here, receiver)
                 continue
-            receiver = cast(Node, to)
             queue, delay_s = self.queues.of(here, receiver), self._delay_s(here, receiver)
-            data, size = bytes(batch.headers), batch.header_bytes
-            train.onward = _Train(data, size, here, receiver, queue, delay_s, urgent=False)
+            data = batch.headers if isinstance(batch.headers, bytearray) else bytearray(batch.headers)
+            train.onward = _Train(data, batch.header_bytes, here, receiver, queue, delay_s, urgent=False)
         if train.onward is not None:
-            self._leave(train.onward, at)
+            self._go_on(train.onward, at)
 
     def _deliver(self, arrival: _Arrival) -> None:
         _, _, receiver, sender, data, segment_bytes = arrival
@@ -548,19 +678,19 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
     return flights
 
 
-def _runs_of(batch: SegmentBatch) -> list[tuple[bytes, int]]:
+def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
     """Its packets end to end, in runs of one size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
-        return [(bytes(headers), step)]
-    first = len(payloads[0])
-    if any(len(payload) != first for payload in payloads[:-1]) or len(payloads[-1]) > first:
-        return [(data, len(data)) for data in batch.datagrams()]
+        return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]
+    parts: list[Buffer] = [b""] * (2 * len(payloads))
+    parts[1::2] = payloads if isinstance(payloads, list) else [payloads[at] for at in range(len(payloads))]
+    sizes = list(map(len, parts[1::2]))
+    if sizes.count(sizes[0]) < len(sizes) - (sizes[-1] < sizes[0]):
+        return [(bytearray(data), len(data)) for data in batch.datagrams()]
     view = memoryview(headers)
-    parts: list[Buffer] = []
-    for at, payload in enumerate(payloads):
-        parts += (view[at * step : (at + 1) * step], payload)
-    return [(b"".join(parts), step + first)]
+    parts[::2] = [view[at : at + step] for at in range(0, len(headers), step)]
+    return [(bytearray().join(parts), step + sizes[0])]
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
@@ -622,7 +752,7 @@ class SimulatedClient:
             waiting -= finished.keys()
             if not waiting:
                 return finished
-            if not self._constellation.step(math.inf):
+            if not self._constellation.step_flushed(math.inf):
                 raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:

@@ -514,7 +514,7 @@ def _packed(satellite: SatelliteId) -> bytes:
     return Address(*satellite).pack().to_bytes(4, "big")
 
 
-def is_for(satellite: SatelliteId, packet: bytes) -> bool:
+def is_for(satellite: SatelliteId, packet: bytes | bytearray) -> bool:
     """Whether a packet ends at this satellite; also one that is too short to say."""
     at = _op_at(packet)
     return len(packet) < at - 1 + SKY_BYTES or packet[at + 3 : at + 7] == _packed(satellite)

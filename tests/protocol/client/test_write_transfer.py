@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.constellation.torus import SatelliteId
-from skymemory.protocol.client.transfer import WriteTransfer
+from skymemory.protocol.client.transfer import Burst, WaitingBursts, WriteTransfer
+from skymemory.protocol.congestion import Window
 from skymemory.protocol.wire import ChunkRef, Slices
 
 KEY = bytes(range(32))
@@ -61,3 +62,28 @@ def test_slices_are_a_sequence_of_views() -> None:
     assert len(slices[5:]) == 0
     with pytest.raises(IndexError):
         slices[3]
+
+
+def test_bursts_wait_by_satellite_until_their_window_changes() -> None:
+    one, other = SatelliteId(0, 1), SatelliteId(0, 2)
+    bursts = [Burst(one, range(4)), Burst(other, range(4, 8)), Burst(one, range(8, 12))]
+    waiting, window = WaitingBursts(bursts), Window(1000, 10)
+    assert list(waiting) == bursts
+    window.sent(900)
+    waiting.drop(3)
+    assert waiting.first() == Burst(one, range(3, 4)), "the rest of a burst keeps its place"
+    waiting.put_aside(window)
+    assert waiting.first() == bursts[1]
+    waiting.drop(4)
+    assert waiting and waiting.first() is None
+    waiting.resume(False)
+    assert waiting.first() is None, "nothing has changed"
+    window.answered(100)
+    waiting.resume(False)
+    assert waiting.first() == Burst(one, range(3, 4))
+    waiting.drop(1)
+    waiting.put_aside(window)
+    waiting.resume(True)
+    assert waiting.first() == bursts[2]
+    waiting.drop(4)
+    assert not waiting

@@ -6,6 +6,7 @@ A *journey* is what one route serves: packets of one kind, operation, status, de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from socket import AF_INET, inet_pton
 from typing import TYPE_CHECKING, Any, Final
 
 from skymemory.native.twin.segments import COMMAND_BYTES, SKY_BYTES, TELEMETRY_BYTES, segments, verify_segments
@@ -76,6 +77,14 @@ def next_hop(transit: Transit, there: int, came: int = 0) -> tuple[Link | None, 
     return link, endpoints.get(link) if link is not None else None
 
 
+def socket_of(link: Link | None) -> tuple[str, int] | None:
+    """Where a ground host's socket is; None where its name is not that of one."""
+    try:
+        return None if link is None or not inet_pton(AF_INET, str(link[0])) else (str(link[0]), link[1])
+    except OSError:
+        return None
+
+
 def pass_on(
     fd: int,
     data: memoryview,
@@ -104,7 +113,7 @@ def pass_on(
     counted: bytearray | None = bytearray(data)
     if there & 0xFFFFFF == here & 0xFFFFFF:  # a beam is no link between satellites: no hop
         link = transit[1].get(ground) if there >> 24 == GROUND_SHELL else None
-        to = None if link is None else (str(link[0]), link[1])
+        to = socket_of(link)
     else:
         came = 0 if source is None else BY_SLOT_LINK if source[0] == here >> 12 & 0xFFF else BY_PLANE_LINK
         link, to = next_hop(transit, there, came)

@@ -332,7 +332,7 @@ def serve_runs(
     fd: int,
     scratch: Buffer,
     runs: list[Slot],
-    source: tuple[int, int],
+    source: Link,
     addresses: bytes,
     shares: MutableMapping[bytes, dict[int, tuple[bytes, bytes]]],
     settled: Set[bytes],
@@ -341,14 +341,16 @@ def serve_runs(
     guard: Guard | None = None,
     transit: Transit | None = None,
 ) -> tuple[list[Slot], list[Served], int, list[Passed]]:
-    """``serve``, of runs that the satellite ``source`` has handed over: offset in writable ``scratch``, bytes, bytes of
-    a segment.
+    """``serve``, of runs that ``source`` has handed over, a satellite or (a name that begins with text) a ground host:
+    offset in writable ``scratch``, bytes, bytes of a segment. Answers to that ground host are not sent but returned.
     """
     service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
     for at, size, segment_bytes in runs:
         if at < 0 or size < 1 or segment_bytes < 1 or at + size > len(service.view):
             raise ValueError(f"a run of {size} bytes at {at}, in packets of {segment_bytes}")
-    kept = service.serve(runs, [(None, source)] * len(runs))
+    service.in_memory = True
+    way: _Way = (source, None) if isinstance(source[0], str) else (None, source)
+    kept = service.serve(runs, [way] * len(runs))
     return [runs[at] for at in kept], service.served, service.send_errors, service.passed
 
 
@@ -375,6 +377,8 @@ class _Service:
         self.served: list[Served] = []
         self._passed: dict[tuple[Link, int, Link], tuple[int, list[Slot]]] = {}
         self.send_errors = 0
+        self.in_memory = False
+        """Whether what comes from a ground host is not from its socket."""
         self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
         self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
 
@@ -457,7 +461,7 @@ class _Service:
         endpoint, source = way
         our_beam = packet[_SOURCE] == self._addresses[4:]
         if source is None:
-            return (endpoint, endpoint) if our_beam and endpoint is not None else None
+            return (endpoint, None if self.in_memory else endpoint) if our_beam and endpoint is not None else None
         if self._transit is None or our_beam or packet[_SOURCE.start] != GROUND_SHELL:
             return None
         link, to = next_hop(self._transit, int.from_bytes(packet[_SOURCE], "big"))

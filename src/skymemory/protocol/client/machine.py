@@ -46,6 +46,7 @@ from skymemory.protocol.client.transfer import (
     StandIns,
     TransferReport,
     ValueInfo,
+    WaitingBursts,
     Where,
     WriteKeepalive,
     WriteTransfer,
@@ -405,7 +406,7 @@ class ClientMachine:
         if self._gateway is not None and self._peers.up_bytes_s < math.inf:
             self._update_gateway(now_s)
             # The shared beam is a queue: what has farthest to fly leaves first, and the rest follows meanwhile.
-            transfer.pending = deque(sorted(transfer.pending, key=self._flies_s, reverse=True))
+            transfer.pending = WaitingBursts(sorted(transfer.pending, key=self._flies_s, reverse=True))
         return self._begin(transfer, now_s), transfer.info
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
@@ -632,47 +633,43 @@ class ClientMachine:
 
     def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
         """SET the pending bursts of a write, with a stop after each. A burst is cut where the window admits less."""
-        stalled: deque[Burst] = deque()
-        shut: set[SatelliteId] = set()
+        pending, suspects, peers, gateway = transfer.pending, self._peers.suspects, self._peers, self._gateway
+        one_beam = gateway is not None and not gateway.direct
         moves = self.moves(now_s)
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-        while transfer.pending:
-            burst = transfer.pending.popleft()
+        # Behind a gateway another beam may carry them now.
+        pending.resume(gateway is not None or transfer.checked_suspects != suspects.added)
+        transfer.checked_suspects = suspects.added
+        while (burst := pending.first()) is not None:
             satellite, indices = burst.satellite, burst.indices
-            if satellite in shut:
-                stalled.append(burst)
-                continue
-            if satellite in self._peers.suspects:
+            if suspects and satellite in suspects:
                 if not transfer.waive(indices):
                     self._finish(operation, "unreachable", now_s)
                     return
                 if transfer.missing == 0:
                     self._finish(operation, "", now_s)
                     return
+                pending.drop(len(indices))
                 continue
-            window = self._in_flight.window(Op.SET, satellite)
-            fits = min(len(indices), window.open_bytes // size_each)
+            window = peers.outbound(satellite if gateway is None else gateway.beam(satellite))
+            fits = min(len(indices), (window.size_bytes - window.in_flight_bytes) // size_each)
             # Rather wait than send many small bursts; but with nothing in flight no answer would open the window.
             least = min(len(indices), _MIN_BURST_CHUNKS)
             if window.rate_bytes_s < math.inf:  # a slow link holds few: keep it busy
                 least = min(least, max(1, window.limit_bytes // (4 * size_each)))
             if fits < least:
                 if window.in_flight_bytes:
-                    stalled.append(burst)
-                    shut.add(satellite)
-                    one_beam = self._gateway is not None and not self._gateway.direct
-                    if one_beam or len(shut) >= transfer.report.satellites:  # no other is left to send to
+                    pending.put_aside(window)
+                    if one_beam:  # no other is left to send to
                         break
                     continue
                 fits = max(1, fits)
-            if fits < len(indices):
-                transfer.pending.appendleft(Burst(satellite, indices[fits:]))
-                indices = indices[:fits]
+            pending.drop(fits)
+            indices = indices[:fits]
             size_bytes = fits * size_each
             request = self._in_flight.begin(operation, satellite, Op.SET, indices, b"", size_bytes, moves, now_s)
             self._in_flight.transmit([request], now_s)
             yield
-        transfer.pending.extendleft(reversed(stalled))
 
     # --- packets received ---
 

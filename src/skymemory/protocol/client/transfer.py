@@ -8,11 +8,14 @@ replicated value is read from another copy first.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +28,7 @@ from skymemory.native.twin.segments import out_fits
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.liveness import Suspects
 from skymemory.protocol.clock import PROOF_S
+from skymemory.protocol.congestion import Window
 from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, WRITING_S, Retain, pack_retain, pack_steps
 from skymemory.protocol.wire import (
     CHUNK_REF_BYTES,
@@ -108,6 +112,68 @@ class Burst(NamedTuple):
     satellite: SatelliteId
     indices: Sequence[int]
     steps: bytes = b""
+
+
+class WaitingBursts:
+    """The bursts of a write that are still to be sent, in order. A look at them costs as much as there are satellites
+    whose windows have changed, however many bursts wait.
+    """
+
+    __slots__ = ("_aside", "_bursts", "_heads")
+
+    def __init__(self, bursts: Iterable[Burst] = ()) -> None:
+        self._bursts: dict[SatelliteId, deque[tuple[int, Burst]]] = {}
+        for order, burst in enumerate(bursts):
+            self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
+        self._heads = [(its[0][0], satellite) for satellite, its in self._bursts.items()]
+        """A heap: the place of the first burst of each satellite that is not put aside."""
+        self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
+        """With the window that admits none, and what must change before it does."""
+
+    def __bool__(self) -> bool:
+        return bool(self._heads or self._aside)
+
+    def __iter__(self) -> Iterator[Burst]:
+        return (burst for _, burst in sorted(chain.from_iterable(self._bursts.values()), key=itemgetter(0)))
+
+    def first(self) -> Burst | None:
+        """The first of a satellite that is not put aside."""
+        return self._bursts[self._heads[0][1]][0][1] if self._heads else None
+
+    def drop(self, chunks: int) -> None:
+        """So many chunks of ``first`` do not wait any more."""
+        order, satellite = self._heads[0]
+        its = self._bursts[satellite]
+        indices = its[0][1].indices
+        if chunks < len(indices):
+            its[0] = order, Burst(satellite, indices[chunks:])
+            return
+        its.popleft()
+        if its:
+            heapq.heapreplace(self._heads, (its[0][0], satellite))
+        else:
+            heapq.heappop(self._heads)
+            del self._bursts[satellite]
+
+    def put_aside(self, window: Window) -> None:
+        """All of the satellite of ``first``, whose window admits none."""
+        self._aside.append((heapq.heappop(self._heads), window, window.passed_bytes, window.limit_bytes))
+
+    def resume(self, all_of_them: bool) -> None:
+        """Those put aside whose windows have changed are not any more."""
+        if self._aside:
+            aside, self._aside = self._aside, []
+            for each in aside:
+                head, window, passed_bytes, limit_bytes = each
+                if all_of_them or window.passed_bytes != passed_bytes or window.limit_bytes != limit_bytes:
+                    heapq.heappush(self._heads, head)
+                else:
+                    self._aside.append(each)
+
+    def clear(self) -> None:
+        self._bursts.clear()
+        self._heads.clear()
+        self._aside.clear()
 
 
 def _bursts_in_turn(
@@ -402,7 +468,9 @@ class WriteTransfer:
     payloads: Sequence[memoryview]
     acknowledged: bytearray
     missing: int
-    pending: deque[Burst]
+    pending: WaitingBursts
+    checked_suspects: int = 0
+    """``Suspects.added`` when its bursts were last looked at."""
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
@@ -422,7 +490,7 @@ class WriteTransfer:
         payloads = Slices(view, chunk_bytes, range(chunks))
         bursts, satellites = planned(chunks, places, servers, WRITE_BURST_CHUNKS)
         report = TransferReport(len(view), chunks, satellites)
-        return cls(info, packed, payloads, bytearray(chunks), chunks, deque(bursts), report)
+        return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report=report)
 
     def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
         """Packed references and payloads of these chunks."""
@@ -543,7 +611,7 @@ class ReplicatedWrite(WriteTransfer):
         """The write ``one`` with all its copies."""
         chunks, servers = one.info.chunks, one.info.servers
         refs = np.concatenate([_rows(one.refs)] * len(copies))
-        pending: deque[Burst] = deque()
+        pending: list[Burst] = []
         for replica, copy in enumerate(copies):
             first = replica * chunks
             refs[first : first + chunks, REPLICA_OFFSET] = replica
@@ -552,7 +620,9 @@ class ReplicatedWrite(WriteTransfer):
         total = chunks * len(copies)
         one.report.satellites = len({burst.satellite for burst in pending})
         payloads = list(one.payloads) * len(copies)
-        return cls(one.info, refs.tobytes(), payloads, bytearray(total), total, pending, one.report)
+        return cls(
+            one.info, refs.tobytes(), payloads, bytearray(total), total, WaitingBursts(pending), report=one.report
+        )
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
         first = asked[0] - asked[0] % self.info.chunks

@@ -272,8 +272,8 @@ class ChunkService:
             return
         for request in self._unanswered.values():
             for indices, status in ((request.taken, Status.OK), (request.refused, Status.FULL)):
-                for selection in Selection.cover(request.key, indices):
-                    self._outbox.reply(request.header, Op.ACK, selection.pack(), now_s, status)
+                for body in Selection.pack_cover(request.key, indices):
+                    self._outbox.reply(request.header, Op.ACK, body, now_s, status)
         self._unanswered.clear()
 
     # --- All other requests ---

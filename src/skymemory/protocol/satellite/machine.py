@@ -159,6 +159,7 @@ class SatelliteMachine:
             # plan a handover, send bursts and send them again
             (self._migration.next_timer_s, self._migration.send_due),
         )
+        self._due_s = tuple(due_s for due_s, _ in self._timers + self._background_timers)
 
     @property
     def moves(self) -> Moves:
@@ -377,8 +378,8 @@ class SatelliteMachine:
     # --- Timers ---
 
     def next_timer_s(self) -> float | None:
-        timers = self._timers if self._state.timers_wait else self._timers + self._background_timers
-        soonest_s = min([due_s() for due_s, _ in timers])
+        timers = self._due_s[: len(self._timers)] if self._state.timers_wait else self._due_s
+        soonest_s = min([due_s() for due_s in timers])
         return soonest_s if soonest_s < math.inf else None
 
     def handle_timer(self, now_s: float) -> None:

@@ -71,6 +71,8 @@ class VirtualConstellation:
         self.plan = plan
         self.clock = clock_of(plan)
         self._sight = sky_of(plan).sight
+        self._centre = (0, 0), sky_of(plan).centre_at((0, 0))
+        """Moves, and the satellite in the middle of the box at them."""
         self._onboard = plan.torus.living(plan.centre) if plan.access == "onboard" else None
         self._links_s: dict[tuple[Node, Node], float] = {}
         """Of links that were used."""
@@ -111,9 +113,14 @@ class VirtualConstellation:
         satellite = sender if isinstance(sender, SatelliteId) else receiver
         if not isinstance(satellite, SatelliteId) or satellite == self._onboard or self._sight is None:
             return 0.0
-        now_s, sky = self.simulated.now_s, self.simulated.sky
-        centre = sky.centre_at(self.clock.moves(now_s))
-        sight = self._sights.get(receiver if satellite is sender else sender, self._sight)
+        now_s = self.simulated.now_s
+        moves, centre = self.clock.moves(now_s), self._centre[1]
+        if moves != self._centre[0]:
+            centre = self.simulated.sky.centre_at(moves)
+            self._centre = moves, centre
+        sight = self._sight
+        if self._sights:
+            sight = self._sights.get(receiver if satellite is sender else sender, sight)
         return sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
     def connect(self, access: str | None = None, ground: int = 1, place: GroundHost | None = None) -> SimulatedClient:
