@@ -1,0 +1,73 @@
+/* One satellite as a pure state machine: packets and timers in, runs of packets out. No I/O, no allocation, no floating
+ * point: memory and time come from the caller, as do the moves of the box (satellite_moves).
+ *
+ * The twin of skymemory.protocol.satellite: same packets and times in, same packets and state out.
+ */
+#ifndef SKY_SATELLITE_H
+#define SKY_SATELLITE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int64_t sky_us;
+/* Unix time in microseconds. SKY_NEVER: no timer. */
+#define SKY_NEVER INT64_MAX
+
+/* The end of a link: a neighbour's address (shell 0: plane << 12 | slot), or SKY_BEAM | token for a ground host, where the
+ * token (24 bits) is the caller's own name for where packets came from. */
+typedef uint32_t sky_link;
+#define SKY_BEAM 0xFF000000u
+
+/* What moves the box: the count that the clock gives without what operators add, and when it next changes. */
+typedef struct {
+    int32_t slot_moves, plane_moves;
+    sky_us next_us;
+} sky_counted;
+typedef sky_counted (*sky_clock)(void *context, sky_us now);
+
+typedef struct sky_config sky_config; /* config.h */
+typedef struct sky_satellite sky_satellite;
+
+/* Packets of one size (the last may be shorter) that leave by one link. Each is `header_bytes` of `headers`, followed, where
+ * the packet carries a chunk, by the payload's parts. Valid until the next call of this satellite. */
+typedef struct {
+    sky_link link;
+    uint32_t count;
+    uint32_t header_bytes;
+    const uint8_t *headers;
+    const struct sky_payload *payloads; /* count of them, or NULL */
+} sky_run;
+
+/* A chunk's bytes, in the cells of the memory that holds it. */
+struct sky_payload {
+    uint32_t bytes;
+    uint32_t first_cell;
+};
+
+/* Bytes of memory (aligned as malloc's) that a satellite of this configuration needs for its whole life. 0: impossible. */
+size_t sky_satellite_bytes(const sky_config *config);
+/* Begins in `memory`, which must be zeroed. It greets its neighbours: take its runs. */
+sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now);
+
+/* Packets of `segment_bytes` each (the last may be shorter) that came by one link. Never fails: what is malformed is counted. */
+void sky_receive(sky_satellite *, const uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
+
+sky_us sky_next_timer(const sky_satellite *);
+void sky_handle_timer(sky_satellite *, sky_us now);
+/* Background work that was put off while the host is late. */
+bool sky_wants_work(const sky_satellite *);
+void sky_work(sky_satellite *, sky_us now);
+/* How late the host is, measured by the caller as skymemory.protocol.satellite.overload.Lateness has it. */
+void sky_host_late(sky_satellite *, sky_us late_us, sky_us now);
+/* Bytes that were given to the caller and have not left yet. */
+void sky_set_backlog(sky_satellite *, uint64_t bytes);
+
+/* What is to be sent now. Call sky_gather after each event, then sky_next_run until it says false. */
+void sky_gather(sky_satellite *, sky_us now);
+bool sky_next_run(sky_satellite *, sky_run *run);
+
+/* CRC-32 over the whole state that the Python twin has too, in a stated order (state_digest in tests/flight). */
+uint32_t sky_digest(const sky_satellite *);
+
+#endif
