@@ -47,27 +47,54 @@ struct sky_payload {
 
 /* Bytes of memory (aligned as malloc's) that a satellite of this configuration needs for its whole life. 0: impossible. */
 size_t sky_satellite_bytes(const sky_config *config);
-/* Begins in `memory`, which must be zeroed. It greets its neighbours: take its runs. */
+/* Begins in `memory`, which must be zeroed. NULL: too small, or an impossible configuration. */
 sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now);
+/* Asks the neighbours for all they know: to be called once after the start (and sky_satellite_resume). Take its runs. */
+void sky_greet(sky_satellite *, sky_us now);
 
-/* Packets of `segment_bytes` each (the last may be shorter) that came by one link. Never fails: what is malformed is counted. */
-void sky_receive(sky_satellite *, const uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
+/* What a satellite that comes back empty goes on with: the account of its bytes, and how operators had moved the box. */
+typedef struct sky_past {
+    uint64_t set, migrated_in, replaced, evicted, deleted, migrated_out, lost;
+    int64_t pushed_at_ms;
+    int32_t pushed_slot, pushed_plane;
+} sky_past;
+/* What it holds counts as lost. */
+void sky_satellite_past(const sky_satellite *, sky_past *past);
+/* Right after sky_satellite_begin. */
+void sky_satellite_resume(sky_satellite *, const sky_past *past, sky_us now);
+
+/* Packets of `segment_bytes` each (the last may be shorter) that came by one link. Never fails: what is malformed is
+ * counted. The bytes are changed (hops are counted, MACs taken off) and must stay where they are until sky_next_run has
+ * said that there is nothing left: packets in transit leave from there, without a copy. */
+void sky_receive(sky_satellite *, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
 
 sky_us sky_next_timer(const sky_satellite *);
 void sky_handle_timer(sky_satellite *, sky_us now);
 /* Background work that was put off while the host is late. */
 bool sky_wants_work(const sky_satellite *);
 void sky_work(sky_satellite *, sky_us now);
-/* How late the host is, measured by the caller as skymemory.protocol.satellite.overload.Lateness has it. */
+/* The host has handled something `late_us` after it was due: to be told of what was on time, too. */
 void sky_host_late(sky_satellite *, sky_us late_us, sky_us now);
+/* Whether the host is overloaded: then background work waits. */
+bool sky_is_late(const sky_satellite *, sky_us now);
 /* Bytes that were given to the caller and have not left yet. */
 void sky_set_backlog(sky_satellite *, uint64_t bytes);
+/* The caller's own part of the housekeeping: a field of PONG by its number (wire.md). */
+void sky_set_figure(sky_satellite *, unsigned number, int64_t value);
 
 /* What is to be sent now. Call sky_gather after each event, then sky_next_run until it says false. */
 void sky_gather(sky_satellite *, sky_us now);
 bool sky_next_run(sky_satellite *, sky_run *run);
+/* The bytes of one cell of a payload of which `left` are left, how many of them lie here, and the next cell. */
+const uint8_t *sky_cell(const sky_satellite *, uint32_t cell, uint32_t left, uint32_t *bytes, uint32_t *next);
 
-/* CRC-32 over the whole state that the Python twin has too, in a stated order (state_digest in tests/flight). */
-uint32_t sky_digest(const sky_satellite *);
+/* All fields of PONG, by number. */
+#define SKY_HOUSEKEEPING_FIELDS 48U
+void sky_housekeeping(const sky_satellite *, int64_t figures[SKY_HOUSEKEEPING_FIELDS]);
+/* CRC-32 over one part of the state that the Python twin has too, in a stated order (tests/flight/state.py), and over all
+ * parts: sky_digest. */
+enum { SKY_PARTS = 8 };
+uint32_t sky_digest_of(sky_satellite *, unsigned part);
+uint32_t sky_digest(sky_satellite *);
 
 #endif

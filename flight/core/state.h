@@ -31,9 +31,6 @@ typedef struct sky_gossip sky_gossip;
 typedef struct sky_checks sky_checks;
 typedef struct sky_sweep sky_sweep;
 
-/* The transport's own figures of the housekeeping (PONG): by their number there, from this one on. */
-#define SKY_HOUSEKEEPING_FIELDS 48U
-
 struct sky_satellite {
     sky_config config;
     uint32_t here; /* its address */
