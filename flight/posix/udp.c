@@ -17,7 +17,7 @@
 enum { RUNS_A_CALL = 16, PARTS = 1024 /* of a message, as many as the kernel takes */ };
 
 typedef union {
-    struct cmsghdr align;
+    size_t align; /* as a cmsghdr, which ends in an array of no length */
     char bytes[CMSG_SPACE(sizeof(int))];
 } control;
 
@@ -146,7 +146,7 @@ static size_t gather(const udp_outgoing *out, size_t i, struct iovec *parts, siz
         uint32_t bytes = 0;
         if (used == room)
             return 0;
-        const uint8_t *data = sky_cell(out->satellite, cell, left, &bytes, &cell);
+        const uint8_t *data = sky_payload_cell(out->satellite, cell, left, &bytes, &cell);
         parts[used++] = (struct iovec){(void *)(uintptr_t)data, bytes};
         left -= bytes;
     }

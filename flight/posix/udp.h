@@ -18,7 +18,7 @@ enum {
 };
 
 typedef struct {
-    const uint8_t *packets;
+    uint8_t *packets; /* sky_receive changes them */
     size_t bytes, segment_bytes;
     struct sockaddr_in from;
 } udp_arrival;
