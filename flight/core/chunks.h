@@ -9,8 +9,8 @@
 
 #include "arena.h"
 #include "config.h"
-#include "wire/packet.h"
 #include "satellite.h"
+#include "wire/packet.h"
 
 #define SKY_MOST_UNANSWERED 256U
 #define SKY_MOST_UNANSWERED_CHUNKS 4096U

@@ -9,9 +9,10 @@
 
 #include "arena.h"
 #include "config.h"
-#include "wire/packet.h"
+#include "routing.h"
 #include "satellite.h"
 #include "throttle.h"
+#include "wire/packet.h"
 
 typedef struct {
     uint32_t name;
@@ -23,7 +24,7 @@ typedef struct {
     sky_us retry;
     sky_us late, late_until; /* how late it said that its host is, and until when that counts */
     sky_us our_late;         /* how late our host was when it was last asked */
-} sky_neighbour;
+} sky_link_end;
 
 typedef struct {
     uint32_t origin;
@@ -32,13 +33,14 @@ typedef struct {
 
 typedef struct {
     int64_t pushed_at_ms; /* when operators last moved the box, as far as known */
-    sky_neighbour of[4];
+    sky_link_end of[4];
     uint32_t count;
     sky_throttle flooding;
-    sky_news *news; /* declarations still to be flooded: one for each satellite at most */
-    uint8_t *is_news;
+    sky_news *news;    /* declarations still to be flooded, in order: one for each satellite at most */
+    uint32_t *news_at; /* by index of the satellite: place in `news` + 1; 0: not there */
     uint32_t news_count;
-    sky_us refresh;
+    sky_us refresh; /* when our own declaration is repeated; SKY_NEVER: no link of ours is down */
+    uint8_t body[SKY_LINKS_HEAD + SKY_MOST_DECLARATIONS * SKY_DECLARATION_BYTES]; /* of the LINKS that is being made */
 } sky_neighbours;
 
 bool sky_neighbours_new(sky_neighbours *neighbours, sky_arena *arena, const sky_config *config);

@@ -13,33 +13,29 @@
 #include "config.h"
 #include "counters.h"
 #include "placement/locator.h"
-#include "store/memory.h"
-#include "wire/packet.h"
 #include "routing.h"
 #include "satellite.h"
+#include "store/memory.h"
+#include "wire/auth.h"
+#include "wire/packet.h"
 
 #define SKY_MOST_SENDERS 512U
 #define SKY_LEAST_CREDIT_BYTES (128U * 1024U)
-#define SKY_MOST_CREDIT 0xFFFFU
 
 /* Divides what the receive buffer holds among those that send lately. Twin of congestion.Credit; beyond
  * SKY_MOST_SENDERS in half a second further ones do not count. */
 typedef struct {
     uint32_t buffer_bytes, least_bytes, each_bytes;
-    uint32_t senders[2U * SKY_MOST_SENDERS];
-    uint16_t stamps[2U * SKY_MOST_SENDERS]; /* the period in which it was heard */
-    uint16_t period;
+    uint32_t senders[2U * SKY_MOST_SENDERS]; /* hashed */
+    uint32_t periods[2U * SKY_MOST_SENDERS]; /* in which each was heard */
+    uint32_t period;
     uint32_t count, before;
     sky_us until;
 } sky_credit;
 
 typedef struct {
-    sky_link link;
-    uint32_t count;
-    uint32_t header_bytes;
-    const uint8_t *headers;
-    const struct sky_payload *payloads;
-    bool links_run; /* LINKS: leaves after all else, and does not count as traffic */
+    sky_run run;
+    bool is_links; /* LINKS leave after all else, and do not count as traffic */
 } sky_queued;
 
 /* A chunk that leaves, as which copy of it. */
@@ -49,20 +45,24 @@ typedef struct {
 } sky_leaving_chunk;
 
 typedef struct {
-    const sky_config *config;
+    uint32_t here;
     sky_locator *locator;
     sky_router *router;
     sky_counters *counters;
     sky_memory *memory;
+    const sky_authority *authority; /* NULL: no keys */
     sky_credit credit;
     uint16_t sequence;
-    sky_queued *runs;
-    uint32_t run_count, most_runs, next_run;
-    uint8_t *bytes; /* headers and payload lists of the runs */
+    sky_queued *queue;
+    uint32_t count, most;
+    uint32_t traffic;  /* of the queue: until here it was counted as traffic of its links */
+    uint32_t next;     /* the next to be taken; then `links_turn`, and from the start again */
+    bool links_turn;
+    uint8_t *bytes;    /* headers and payload lists of what is queued */
     size_t used, limit;
-    bool payloads_wait;
 } sky_outbox;
 
+/* The parts that it works with are set by the caller. */
 bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *config);
 
 void sky_credit_heard(sky_credit *credit, uint32_t sender, sky_us now);
@@ -93,8 +93,11 @@ uint32_t sky_reply_chunks(sky_outbox *outbox, const sky_header *request, const u
                           sky_link link, sky_us now);
 /* Packets that are complete, where they are: they must stay there until they were taken. */
 void sky_send_by(sky_outbox *outbox, const uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link link);
-/* A ground host's refused command is answered on the link it came by. */
-void sky_refuse(sky_outbox *outbox, const uint8_t *command, sky_link link, sky_us now);
+/* A ground host's refused command is answered on the link it came by: the sky_refuse of the gate, whose context is the
+ * outbox. */
+void sky_send_refusal(void *outbox, const uint8_t *command, size_t bytes, sky_link link, sky_us now);
+/* The next run to be sent; false: there is none, and all that was queued is gone. */
+bool sky_outbox_next(sky_outbox *outbox, sky_run *run);
 /* A sound command of an unknown operation is answered with what this release supports. */
 void sky_unsupported(sky_outbox *outbox, const uint8_t *command, sky_us now);
 

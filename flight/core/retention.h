@@ -9,8 +9,8 @@
 
 #include "arena.h"
 #include "config.h"
-#include "wire/packet.h"
 #include "satellite.h"
+#include "wire/packet.h"
 
 #define SKY_MOST_TRANSFERS 1024U
 
