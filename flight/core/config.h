@@ -72,6 +72,9 @@ struct sky_config {
     uint32_t most_written, most_deleted, most_dead; /* keys remembered: see history.h */
     uint32_t most_departed; /* evicted keys that lrfu remembers */
     uint32_t most_evicted;  /* keys evicted from and not announced yet, if `gossip` */
+    uint32_t most_departures; /* chunks that leave at a time: see handover.h; 0: 1.5 times the chunks, and 64 */
+    uint32_t most_questions, most_subjects, most_asked; /* see questions.h; 0: its defaults */
+    uint32_t most_suspects; /* see sweep.h; 0: its default */
     uint32_t most_leases;   /* of ground hosts, for all keys */
     uint32_t most_expiries;
     uint32_t most_senders, most_forgotten, remembered; /* see auth.h */

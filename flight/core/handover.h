@@ -35,6 +35,7 @@ typedef struct {
     uint32_t older, newer; /* copied: the neighbours in the order of `deletion` */
     uint32_t unanswered;  /* the satellite that did not answer, + 1; 0: it waits for none */
     uint32_t listed, home, rank_home, rank_key, position; /* of a passing list: next, and what it is sorted by */
+    bool used;
 } sky_departure;
 
 /* One place in the queue: the chunks of one burst follow each other. */
@@ -100,7 +101,7 @@ struct sky_handover {
     uint32_t in_flight, most_bursts;
 
     sky_back_off *back_offs;
-    uint32_t used_back_offs, free_back_off, most_back_offs;
+    uint32_t used_back_offs, free_back_off, most_back_offs, back_off_count;
     uint32_t *back_off_buckets;
     uint32_t back_off_mask;
 
@@ -122,6 +123,7 @@ struct sky_handover {
     sky_us heard, cut_until;
     int64_t smoothed_ps; /* round trip */
     bool measured;
+    sky_us timeout, grace;
     uint64_t retransmitted, planned; /* chunks so far */
 };
 
@@ -133,9 +135,8 @@ bool sky_handover_idle(const sky_satellite *satellite);
 bool sky_handover_at_rest(const sky_satellite *satellite);
 /* Whether none of the chunks of a key that are here leaves or awaits deletion. */
 bool sky_handover_is_settled(const sky_satellite *satellite, const uint8_t *key);
-/* The same of some chunks, whether they are here or not. */
-bool sky_handover_settled_chunks(const sky_satellite *satellite, const uint8_t *key, const uint32_t *indices,
-                                 uint32_t count);
+/* The same of one chunk, whether it is here or not. */
+bool sky_handover_is_settled_chunk(const sky_satellite *satellite, const uint8_t *key, uint32_t index);
 /* Our host is on time again, or a link came up: satellites that did not answer may do so now. */
 void sky_handover_retry_unanswered(sky_satellite *satellite, sky_us now);
 sky_us sky_handover_next_deletion(const sky_satellite *satellite);
@@ -151,13 +152,17 @@ void sky_handover_release(sky_handover *handover, uint32_t departure);
 void sky_handover_belongs(sky_handover *handover, const uint8_t *key, uint32_t index);
 /* or elsewhere: then it joins the list, unless it is on its way or copied. */
 void sky_handover_list(sky_handover *handover, uint32_t *list, const uint8_t *key, uint32_t index, uint32_t home);
-/* Queues a list: by home, key and index in the order given, in bursts of one key each. The list is used up. */
-void sky_handover_enqueue_list(sky_handover *handover, uint32_t list, bool by_home);
-/* Queues one chunk for a satellite. */
-void sky_handover_enqueue(sky_handover *handover, uint32_t destination, const uint8_t *key, uint32_t index, int32_t copy);
-/* Queues chunks of one key, ascending, as another copy. */
-void sky_handover_enqueue_copies(sky_handover *handover, uint32_t destination, const uint8_t *key,
-                                 const uint32_t *indices, uint32_t count, int32_t copy);
+/* Puts a departure, with a reference, at the front of a list. */
+void sky_handover_push(sky_handover *handover, uint32_t *list, uint32_t departure);
+/* Takes the first one of a list, with its reference; 0: it is empty. */
+uint32_t sky_handover_pop(sky_handover *handover, uint32_t *list);
+/* Queues a list, in bursts of one home and key each. Homes and keys come in the order in which the list has them first
+ * or, `by_address`, homes by their addresses. The list is used up. */
+void sky_handover_enqueue_list(sky_handover *handover, uint32_t list, bool by_address);
+/* Queues a chunk for a satellite. `in_burst`: 0 for the first of a key and destination; the others of that key, ascending,
+ * join its burst by the same counter. */
+void sky_handover_enqueue(sky_handover *handover, uint32_t destination, const uint8_t *key, uint32_t index, int32_t copy,
+                          uint32_t *in_burst);
 /* Sets the pace of what is queued: the box moves again in `interval` (SKY_NEVER: it does not). */
 void sky_handover_spread(sky_handover *handover, sky_us now, sky_us interval, bool urgent);
 /* A chunk was stored here again: ACKs of the earlier one must not delete it. */
@@ -183,7 +188,7 @@ void sky_handover_heard(sky_handover *handover, sky_burst *burst, sky_us sent, s
 void sky_handover_arrived(sky_handover *handover, sky_burst *burst, uint32_t departure, sky_us now);
 /* The destination did not take the burst (`full`; else no answer, or no route): try again later. */
 void sky_handover_refused(sky_handover *handover, uint32_t request_id, bool full, sky_us now);
-/* The next copied chunk whose grace period is over, with a reference; 0: none. Call until it says so. */
+/* Copied chunks whose grace period is over, each once, except those that have yet to leave as another copy: a list. */
 uint32_t sky_handover_to_delete(sky_handover *handover, sky_us now);
 
 sky_us sky_handover_next_timer(const sky_handover *handover);

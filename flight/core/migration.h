@@ -12,11 +12,9 @@
 sky_migration *sky_migration_new(sky_arena *arena, const sky_config *config, sky_us now);
 
 /* A chunk was stored by SET or MIGRATE (`header`): it stays, or leaves again where the box has moved meanwhile. `ref`: its
- * packed reference as it came. `replaced`: the packed reference of another copy of the same chunk whose place it has
- * taken (only the replica differs), or NULL. Call it for each chunk after it was stored; then, once for all that came
- * together, let leave what may: sky_migration_send_due, unless the handover is idle. */
-void sky_migration_stored(sky_satellite *satellite, const uint8_t *ref, const uint8_t *replaced,
-                          const sky_header *header, sky_us now);
+ * packed reference as it came. Copies whose place it took are the memory's `conflicts`. Call it for each chunk after it was
+ * stored; then, once for all that came together, let leave what may: sky_hand_over, unless the handover is idle. */
+void sky_migration_stored(sky_satellite *satellite, const uint8_t *ref, const sky_header *header, sky_us now);
 /* Have sky_migration_send_due plan the handover. `urgent`: an operator moved the box. */
 void sky_migration_box_moved(sky_satellite *satellite, bool urgent);
 sky_us sky_migration_next_timer(const sky_satellite *satellite);

@@ -86,7 +86,7 @@ void sky_set_figure(sky_satellite *, unsigned number, int64_t value);
 void sky_gather(sky_satellite *, sky_us now);
 bool sky_next_run(sky_satellite *, sky_run *run);
 /* The bytes of one cell of a payload of which `left` are left, how many of them lie here, and the next cell. */
-const uint8_t *sky_cell(const sky_satellite *, uint32_t cell, uint32_t left, uint32_t *bytes, uint32_t *next);
+const uint8_t *sky_payload_cell(const sky_satellite *, uint32_t cell, uint32_t left, uint32_t *bytes, uint32_t *next);
 
 /* All fields of PONG, by number. */
 #define SKY_HOUSEKEEPING_FIELDS 48U
