@@ -53,6 +53,7 @@ typedef struct {
     sky_cell *walk;
     uint64_t *delays;
     uint32_t *by_delay;
+    uint16_t *by_row;
 } sky_placements;
 
 bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_config *config);
