@@ -24,8 +24,6 @@
 #define GOLDEN_SQUARED UINT64_C(1720221985934168)
 #define PHASES (UINT64_C(1) << 52)
 
-static sky_departure *departure_of(const sky_handover *handover, uint32_t id) { return &handover->departures[id - 1U]; }
-
 /* --- The pool of departures: found by key and index, so that all copies of a chunk are in one chain --- */
 
 static uint32_t hash_of(const uint8_t *key, uint32_t more) {
@@ -49,8 +47,8 @@ static uint32_t *bucket_of(const sky_handover *handover, const uint8_t *key, uin
 
 uint32_t sky_handover_find(const sky_handover *handover, const uint8_t *key, uint32_t index, int32_t copy) {
     uint32_t id = *bucket_of(handover, key, index);
-    while (id != 0U && !(departure_of(handover, id)->copy == copy && is_named(departure_of(handover, id), key, index))) {
-        id = departure_of(handover, id)->chain;
+    while (id != 0U && !(sky_departure_of(handover, id)->copy == copy && is_named(sky_departure_of(handover, id), key, index))) {
+        id = sky_departure_of(handover, id)->chain;
     }
     return id;
 }
@@ -63,14 +61,14 @@ static uint32_t obtain(sky_handover *handover, const uint8_t *key, uint32_t inde
     }
     id = handover->free_departure;
     if (id != 0U) {
-        handover->free_departure = departure_of(handover, id)->chain;
+        handover->free_departure = sky_departure_of(handover, id)->chain;
     } else if (handover->used_departures < handover->most_departures) {
         id = ++handover->used_departures;
     } else {
         handover->left_out = true;
         return 0;
     }
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     uint32_t *bucket = bucket_of(handover, key, index);
     memset(departure, 0, sizeof *departure);
     memcpy(departure->key, key, 32);
@@ -86,7 +84,7 @@ static uint32_t obtain(sky_handover *handover, const uint8_t *key, uint32_t inde
 
 /* Frees a departure that nothing speaks of any more. */
 static void tidy(sky_handover *handover, uint32_t id) {
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     if (!departure->used || departure->references != 0U || departure->flights != 0U || departure->queued ||
         departure->renamed != 0U || departure->stray != SKY_NEVER || departure->deletion != SKY_NEVER ||
         departure->unanswered != 0U) {
@@ -94,7 +92,7 @@ static void tidy(sky_handover *handover, uint32_t id) {
     }
     uint32_t *link = bucket_of(handover, departure->key, departure->index);
     while (*link != id) {
-        link = &departure_of(handover, *link)->chain;
+        link = &sky_departure_of(handover, *link)->chain;
     }
     *link = departure->chain;
     departure->used = false;
@@ -103,23 +101,33 @@ static void tidy(sky_handover *handover, uint32_t id) {
 }
 
 void sky_handover_release(sky_handover *handover, uint32_t id) {
-    departure_of(handover, id)->references -= 1U;
+    sky_departure_of(handover, id)->references -= 1U;
     tidy(handover, id);
 }
 
 /* --- Passing lists of departures: each entry has a reference --- */
 
 void sky_handover_push(sky_handover *handover, uint32_t *list, uint32_t id) {
-    departure_of(handover, id)->references += 1U;
-    departure_of(handover, id)->listed = *list;
+    sky_departure_of(handover, id)->references += 1U;
+    sky_departure_of(handover, id)->listed = *list;
     *list = id;
+}
+
+void sky_handover_append(sky_handover *handover, uint32_t *list, uint32_t *last, uint32_t id) {
+    sky_departure_of(handover, id)->listed = 0;
+    if (*last != 0U) {
+        sky_departure_of(handover, *last)->listed = id;
+    } else {
+        *list = id;
+    }
+    *last = id;
 }
 
 uint32_t sky_handover_pop(sky_handover *handover, uint32_t *list) {
     const uint32_t id = *list;
     if (id != 0U) {
-        *list = departure_of(handover, id)->listed;
-        departure_of(handover, id)->listed = 0;
+        *list = sky_departure_of(handover, id)->listed;
+        sky_departure_of(handover, id)->listed = 0;
     }
     return id;
 }
@@ -164,23 +172,23 @@ static uint32_t sorted(sky_handover *handover, uint32_t list, sky_order by) {
             merges += 1U;
             while (right != 0U && left_count < width) {
                 left_count += 1U;
-                right = departure_of(handover, right)->listed;
+                right = sky_departure_of(handover, right)->listed;
             }
             while (left_count > 0U || (right_count > 0U && right != 0U)) {
                 uint32_t next;
                 const bool none_right = right_count == 0U || right == 0U;
-                if (none_right || (left_count > 0U && compare(departure_of(handover, left),
-                                                              departure_of(handover, right), by) <= 0)) {
+                if (none_right || (left_count > 0U && compare(sky_departure_of(handover, left),
+                                                              sky_departure_of(handover, right), by) <= 0)) {
                     next = left;
-                    left = departure_of(handover, left)->listed;
+                    left = sky_departure_of(handover, left)->listed;
                     left_count -= 1U;
                 } else {
                     next = right;
-                    right = departure_of(handover, right)->listed;
+                    right = sky_departure_of(handover, right)->listed;
                     right_count -= 1U;
                 }
                 if (last != 0U) {
-                    departure_of(handover, last)->listed = next;
+                    sky_departure_of(handover, last)->listed = next;
                 } else {
                     list = next;
                 }
@@ -189,7 +197,7 @@ static uint32_t sorted(sky_handover *handover, uint32_t list, sky_order by) {
             rest = right;
         }
         if (last != 0U) {
-            departure_of(handover, last)->listed = 0;
+            sky_departure_of(handover, last)->listed = 0;
         }
         if (merges <= 1U) {
             return list;
@@ -218,8 +226,8 @@ static bool append(sky_handover *handover, uint32_t id, uint32_t destination, bo
     }
     handover->last_place = place;
     handover->queued_bursts += begins_burst ? 1U : 0U;
-    departure_of(handover, id)->references += 1U;
-    departure_of(handover, id)->queued = true;
+    sky_departure_of(handover, id)->references += 1U;
+    sky_departure_of(handover, id)->queued = true;
     return true;
 }
 
@@ -238,7 +246,7 @@ static uint32_t take_place(sky_handover *handover) {
 void sky_handover_enqueue_list(sky_handover *handover, uint32_t list, bool by_address) {
     uint32_t waiting = 0, last = 0, position = 0, id;
     while ((id = sky_handover_pop(handover, &list)) != 0U) {
-        sky_departure *departure = departure_of(handover, id);
+        sky_departure *departure = sky_departure_of(handover, id);
         if (departure->queued) {
             sky_handover_release(handover, id);
             continue;
@@ -246,25 +254,20 @@ void sky_handover_enqueue_list(sky_handover *handover, uint32_t list, bool by_ad
         departure->position = position++;
         departure->rank_home = departure->home;
         departure->rank_key = 0;
-        if (last != 0U) {
-            departure_of(handover, last)->listed = id;
-        } else {
-            waiting = id;
-        }
-        last = id;
+        sky_handover_append(handover, &waiting, &last, id);
     }
     if (!by_address) { /* ranks: where the list has the first of a home, and of a key for it */
         waiting = sorted(handover, waiting, BY_HOME);
         const sky_departure *first = NULL;
-        for (id = waiting; id != 0U; id = departure_of(handover, id)->listed) {
-            sky_departure *departure = departure_of(handover, id);
+        for (id = waiting; id != 0U; id = sky_departure_of(handover, id)->listed) {
+            sky_departure *departure = sky_departure_of(handover, id);
             first = first != NULL && first->home == departure->home ? first : departure;
             departure->rank_home = first->position;
         }
         waiting = sorted(handover, waiting, BY_KEY);
         first = NULL;
-        for (id = waiting; id != 0U; id = departure_of(handover, id)->listed) {
-            sky_departure *departure = departure_of(handover, id);
+        for (id = waiting; id != 0U; id = sky_departure_of(handover, id)->listed) {
+            sky_departure *departure = sky_departure_of(handover, id);
             const bool same = first != NULL && first->home == departure->home &&
                               memcmp(first->key, departure->key, 32) == 0;
             first = same ? first : departure;
@@ -275,7 +278,7 @@ void sky_handover_enqueue_list(sky_handover *handover, uint32_t list, bool by_ad
     uint32_t in_burst = 0;
     const sky_departure *before = NULL;
     while ((id = sky_handover_pop(handover, &waiting)) != 0U) {
-        const sky_departure *departure = departure_of(handover, id);
+        const sky_departure *departure = sky_departure_of(handover, id);
         const bool same = before != NULL && before->home == departure->home &&
                           memcmp(before->key, departure->key, 32) == 0 && in_burst < SKY_BURST_CHUNKS;
         if (append(handover, id, departure->home, !same)) {
@@ -293,7 +296,7 @@ void sky_handover_enqueue(sky_handover *handover, uint32_t destination, const ui
     if (id == 0U) {
         return;
     }
-    if (!departure_of(handover, id)->queued && append(handover, id, destination, *in_burst % SKY_BURST_CHUNKS == 0U)) {
+    if (!sky_departure_of(handover, id)->queued && append(handover, id, destination, *in_burst % SKY_BURST_CHUNKS == 0U)) {
         *in_burst += 1U;
     }
     tidy(handover, id);
@@ -307,22 +310,22 @@ static bool is_sooner(const sky_departure *a, const sky_departure *b) {
 
 static void put(sky_handover *handover, uint32_t at, uint32_t id) {
     handover->heap[at] = id;
-    departure_of(handover, id)->heap_at = at;
+    sky_departure_of(handover, id)->heap_at = at;
 }
 
 static void settle(sky_handover *handover, uint32_t at) {
     const uint32_t id = handover->heap[at];
-    const sky_departure *departure = departure_of(handover, id);
-    while (at > 1U && is_sooner(departure, departure_of(handover, handover->heap[at / 2U]))) {
+    const sky_departure *departure = sky_departure_of(handover, id);
+    while (at > 1U && is_sooner(departure, sky_departure_of(handover, handover->heap[at / 2U]))) {
         put(handover, at, handover->heap[at / 2U]);
         at /= 2U;
     }
     for (uint32_t below = 2U * at; below <= handover->strays; below = 2U * at) {
-        if (below < handover->strays && is_sooner(departure_of(handover, handover->heap[below + 1U]),
-                                                  departure_of(handover, handover->heap[below]))) {
+        if (below < handover->strays && is_sooner(sky_departure_of(handover, handover->heap[below + 1U]),
+                                                  sky_departure_of(handover, handover->heap[below]))) {
             below += 1U;
         }
-        if (!is_sooner(departure_of(handover, handover->heap[below]), departure)) {
+        if (!is_sooner(sky_departure_of(handover, handover->heap[below]), departure)) {
             break;
         }
         put(handover, at, handover->heap[below]);
@@ -332,7 +335,7 @@ static void settle(sky_handover *handover, uint32_t at) {
 }
 
 static void found_again(sky_handover *handover, uint32_t id) { /* it is astray no longer */
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     if (departure->stray == SKY_NEVER) {
         return;
     }
@@ -351,7 +354,7 @@ void sky_handover_stray(sky_handover *handover, const uint8_t *key, uint32_t ind
     if (id == 0U) {
         return;
     }
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     if (departure->stray == SKY_NEVER && !departure->queued) {
         handover->some_leave_as_others = handover->some_leave_as_others || copy != SKY_AS_IT_IS;
         departure->stray = due;
@@ -363,7 +366,7 @@ void sky_handover_stray(sky_handover *handover, const uint8_t *key, uint32_t ind
 }
 
 static void answer_is_known(sky_handover *handover, uint32_t id) {
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     handover->unanswered -= departure->unanswered != 0U ? 1U : 0U;
     departure->unanswered = 0;
 }
@@ -375,18 +378,12 @@ uint32_t sky_handover_strays_due(sky_handover *handover, sky_us now) {
     if (handover->retry_waits) {
         retry(handover, now);
     }
-    while (handover->strays > 0U && departure_of(handover, handover->heap[1])->stray <= now) {
+    while (handover->strays > 0U && sky_departure_of(handover, handover->heap[1])->stray <= now) {
         const uint32_t id = handover->heap[1];
-        departure_of(handover, id)->references += 1U;
-        departure_of(handover, id)->listed = 0;
+        sky_departure_of(handover, id)->references += 1U;
         found_again(handover, id);
         answer_is_known(handover, id);
-        if (last != 0U) {
-            departure_of(handover, last)->listed = id;
-        } else {
-            list = id;
-        }
-        last = id;
+        sky_handover_append(handover, &list, &last, id);
     }
     return list;
 }
@@ -394,17 +391,17 @@ uint32_t sky_handover_strays_due(sky_handover *handover, sky_us now) {
 /* --- Copied: in the order of their deletion, since the grace period is constant --- */
 
 static void end_copied(sky_handover *handover, uint32_t id) {
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     if (departure->deletion == SKY_NEVER) {
         return;
     }
     if (departure->older != 0U) {
-        departure_of(handover, departure->older)->newer = departure->newer;
+        sky_departure_of(handover, departure->older)->newer = departure->newer;
     } else {
         handover->oldest_copied = departure->newer;
     }
     if (departure->newer != 0U) {
-        departure_of(handover, departure->newer)->older = departure->older;
+        sky_departure_of(handover, departure->newer)->older = departure->older;
     } else {
         handover->newest_copied = departure->older;
     }
@@ -414,12 +411,12 @@ static void end_copied(sky_handover *handover, uint32_t id) {
 }
 
 static void begin_copied(sky_handover *handover, uint32_t id, sky_us deletion) {
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     end_copied(handover, id);
     departure->deletion = deletion;
     departure->older = handover->newest_copied;
     if (handover->newest_copied != 0U) {
-        departure_of(handover, handover->newest_copied)->newer = id;
+        sky_departure_of(handover, handover->newest_copied)->newer = id;
     } else {
         handover->oldest_copied = id;
     }
@@ -434,9 +431,9 @@ static bool leaves_as_other(const sky_departure *departure) {
 /* Whether any copy of this chunk has yet to leave as another one. */
 static bool other_copy_leaves(const sky_handover *handover, const sky_departure *copied) {
     uint32_t id = *bucket_of(handover, copied->key, copied->index);
-    while (id != 0U && !(leaves_as_other(departure_of(handover, id)) &&
-                         is_named(departure_of(handover, id), copied->key, copied->index))) {
-        id = departure_of(handover, id)->chain;
+    while (id != 0U && !(leaves_as_other(sky_departure_of(handover, id)) &&
+                         is_named(sky_departure_of(handover, id), copied->key, copied->index))) {
+        id = sky_departure_of(handover, id)->chain;
     }
     return id != 0U;
 }
@@ -446,7 +443,7 @@ static uint32_t leaving_as_others(sky_handover *handover) {
     uint32_t list = 0;
     if (handover->some_leave_as_others) {
         for (uint32_t id = 1; id <= handover->used_departures; id++) {
-            if (leaves_as_other(departure_of(handover, id))) {
+            if (leaves_as_other(sky_departure_of(handover, id))) {
                 sky_handover_push(handover, &list, id);
             }
         }
@@ -458,8 +455,8 @@ static uint32_t leaving_as_others(sky_handover *handover) {
 uint32_t sky_handover_to_delete(sky_handover *handover, sky_us now) {
     uint32_t list = 0, last = 0, id;
     bool any = false;
-    while ((id = handover->oldest_copied) != 0U && departure_of(handover, id)->deletion <= now) {
-        sky_departure *departure = departure_of(handover, id);
+    while ((id = handover->oldest_copied) != 0U && sky_departure_of(handover, id)->deletion <= now) {
+        sky_departure *departure = sky_departure_of(handover, id);
         any = true;
         if (handover->some_leave_as_others && other_copy_leaves(handover, departure)) {
             begin_copied(handover, id, now + handover->grace);
@@ -467,18 +464,12 @@ uint32_t sky_handover_to_delete(sky_handover *handover, sky_us now) {
         }
         end_copied(handover, id);
         departure->references += 1U;
-        departure->listed = 0;
-        if (last != 0U) {
-            departure_of(handover, last)->listed = id;
-        } else {
-            list = id;
-        }
-        last = id;
+        sky_handover_append(handover, &list, &last, id);
     }
     if (any && handover->some_leave_as_others) {
         bool some = false;
         for (id = 1; id <= handover->used_departures && !some; id++) {
-            some = leaves_as_other(departure_of(handover, id));
+            some = leaves_as_other(sky_departure_of(handover, id));
         }
         handover->some_leave_as_others = some;
     }
@@ -558,7 +549,7 @@ static void retry(sky_handover *handover, sky_us now) {
     }
     sky_throttle_done(&handover->retrying, now);
     for (uint32_t id = 1; id <= handover->used_departures && handover->unanswered != 0U; id++) {
-        sky_departure *departure = departure_of(handover, id);
+        sky_departure *departure = sky_departure_of(handover, id);
         if (!departure->used || departure->unanswered == 0U) {
             continue;
         }
@@ -659,7 +650,7 @@ sky_burst *sky_handover_burst(sky_handover *handover, uint32_t request_id) {
 }
 
 static void carry_no_more(sky_handover *handover, uint32_t id) {
-    departure_of(handover, id)->flights -= 1U;
+    sky_departure_of(handover, id)->flights -= 1U;
     tidy(handover, id);
 }
 
@@ -678,7 +669,7 @@ static void take_out(sky_handover *handover, sky_burst *burst, uint32_t id) {
         if (burst->departures[i] != id) {
             burst->departures[kept++] = burst->departures[i];
         } else {
-            departure_of(handover, id)->flights -= 1U;
+            sky_departure_of(handover, id)->flights -= 1U;
         }
     }
     burst->count = kept;
@@ -698,9 +689,9 @@ void sky_handover_refused(sky_handover *handover, uint32_t request_id, bool full
         return;
     }
     if (burst->count != 0U) {
-        const sky_us due = back_off(handover, burst->destination, departure_of(handover, burst->departures[0])->key, now);
+        const sky_us due = back_off(handover, burst->destination, sky_departure_of(handover, burst->departures[0])->key, now);
         for (uint32_t i = 0; i < burst->count; i++) {
-            sky_departure *departure = departure_of(handover, burst->departures[i]);
+            sky_departure *departure = sky_departure_of(handover, burst->departures[i]);
             sky_handover_stray(handover, departure->key, departure->index, departure->copy, due);
             if (!full) {
                 handover->unanswered += departure->unanswered == 0U ? 1U : 0U;
@@ -724,7 +715,7 @@ static bool is_sent_again(sky_handover *handover, sky_burst *burst, sky_us late,
     }
     if (burst->plan != handover->plans) { /* planned for the box before it moved */
         for (uint32_t i = 0; i < burst->count; i++) {
-            const sky_departure *departure = departure_of(handover, burst->departures[i]);
+            const sky_departure *departure = sky_departure_of(handover, burst->departures[i]);
             sky_handover_stray(handover, departure->key, departure->index, departure->copy, now);
         }
         sky_handover_end(handover, burst);
@@ -761,13 +752,13 @@ static uint32_t begin_burst(sky_handover *handover, sky_us late, sky_us now) {
     do {
         const uint32_t queued = take_place(handover);
         uint32_t id = queued;
-        if (departure_of(handover, queued)->renamed != 0U) {
-            id = departure_of(handover, queued)->renamed;
-            departure_of(handover, queued)->renamed = 0;
-            departure_of(handover, id)->references -= 1U;
+        if (sky_departure_of(handover, queued)->renamed != 0U) {
+            id = sky_departure_of(handover, queued)->renamed;
+            sky_departure_of(handover, queued)->renamed = 0;
+            sky_departure_of(handover, id)->references -= 1U;
         }
-        departure_of(handover, id)->flights += 1U;
-        departure_of(handover, id)->queued = false;
+        sky_departure_of(handover, id)->flights += 1U;
+        sky_departure_of(handover, id)->queued = false;
         burst->departures[burst->count++] = id;
         sky_handover_release(handover, queued);
     } while (handover->first_place != 0U && !handover->places[handover->first_place - 1U].begins_burst &&
@@ -844,7 +835,7 @@ void sky_handover_heard(sky_handover *handover, sky_burst *burst, sky_us sent, s
 
 void sky_handover_arrived(sky_handover *handover, sky_burst *burst, uint32_t id, sky_us now) {
     take_out(handover, burst, id);
-    if (departure_of(handover, id)->copy == SKY_AS_IT_IS) {
+    if (sky_departure_of(handover, id)->copy == SKY_AS_IT_IS) {
         begin_copied(handover, id, now + handover->grace);
     }
     tidy(handover, id);
@@ -863,7 +854,7 @@ void sky_handover_keep(sky_handover *handover, const uint8_t *key, uint32_t inde
     end_copied(handover, id);
     found_again(handover, id);
     answer_is_known(handover, id);
-    for (uint32_t i = 0; i < handover->in_flight && departure_of(handover, id)->flights != 0U; i++) {
+    for (uint32_t i = 0; i < handover->in_flight && sky_departure_of(handover, id)->flights != 0U; i++) {
         take_out(handover, &handover->bursts[i], id);
     }
     tidy(handover, id);
@@ -876,7 +867,7 @@ void sky_handover_leave_as(sky_handover *handover, const uint8_t *key, uint32_t 
         sky_handover_stray(handover, key, index, replica, 0);
         return;
     }
-    sky_departure *departure = departure_of(handover, id);
+    sky_departure *departure = sky_departure_of(handover, id);
     if (departure->deletion != SKY_NEVER) { /* it has arrived already */
         end_copied(handover, id);
     } else if (departure->flights != 0U || (departure->queued && departure->renamed == 0U)) {
@@ -887,8 +878,8 @@ void sky_handover_leave_as(sky_handover *handover, const uint8_t *key, uint32_t 
         if (departure->flights == 0U) {
             departure->queued = false;
             departure->renamed = other;
-            departure_of(handover, other)->queued = true;
-            departure_of(handover, other)->references += 1U;
+            sky_departure_of(handover, other)->queued = true;
+            sky_departure_of(handover, other)->references += 1U;
             return;
         }
         for (uint32_t i = 0; i < handover->in_flight; i++) {
@@ -896,7 +887,7 @@ void sky_handover_leave_as(sky_handover *handover, const uint8_t *key, uint32_t 
             for (uint32_t j = 0; j < burst->count; j++) {
                 if (burst->departures[j] == id) {
                     burst->departures[j] = other;
-                    departure_of(handover, other)->flights += 1U;
+                    sky_departure_of(handover, other)->flights += 1U;
                     carry_no_more(handover, id);
                     return;
                 }
@@ -916,10 +907,10 @@ uint32_t sky_handover_clear(sky_handover *handover) {
         sky_burst *burst = &handover->bursts[i];
         uint32_t kept = 0;
         for (uint32_t j = 0; j < burst->count; j++) {
-            if (departure_of(handover, burst->departures[j])->copy == SKY_AS_IT_IS) {
+            if (sky_departure_of(handover, burst->departures[j])->copy == SKY_AS_IT_IS) {
                 burst->departures[kept++] = burst->departures[j];
             } else {
-                departure_of(handover, burst->departures[j])->flights -= 1U; /* the list keeps it */
+                sky_departure_of(handover, burst->departures[j])->flights -= 1U; /* the list keeps it */
             }
         }
         burst->count = kept;
@@ -937,7 +928,7 @@ uint32_t sky_handover_clear(sky_handover *handover) {
         sky_handover_release(handover, take_place(handover));
     }
     for (uint32_t id = 1; id <= handover->used_departures; id++) {
-        sky_departure *departure = departure_of(handover, id);
+        sky_departure *departure = sky_departure_of(handover, id);
         if (!departure->used) {
             continue;
         }
@@ -970,8 +961,8 @@ void sky_handover_belongs(sky_handover *handover, const uint8_t *key, uint32_t i
 
 void sky_handover_list(sky_handover *handover, uint32_t *list, const uint8_t *key, uint32_t index, uint32_t home) {
     const uint32_t id = obtain(handover, key, index, SKY_AS_IT_IS);
-    if (id != 0U && departure_of(handover, id)->flights == 0U && departure_of(handover, id)->deletion == SKY_NEVER) {
-        departure_of(handover, id)->home = home;
+    if (id != 0U && sky_departure_of(handover, id)->flights == 0U && sky_departure_of(handover, id)->deletion == SKY_NEVER) {
+        sky_departure_of(handover, id)->home = home;
         sky_handover_push(handover, list, id);
     }
 }
@@ -995,7 +986,7 @@ static bool settles(const sky_handover *handover, const uint8_t *key) {
     }
     for (uint32_t i = 0; i < handover->in_flight; i++) {
         const sky_burst *burst = &handover->bursts[i];
-        if (burst->count != 0U && memcmp(departure_of(handover, burst->departures[0])->key, key, 32) == 0) {
+        if (burst->count != 0U && memcmp(sky_departure_of(handover, burst->departures[0])->key, key, 32) == 0) {
             return false;
         }
     }
@@ -1004,8 +995,8 @@ static bool settles(const sky_handover *handover, const uint8_t *key) {
 
 static bool stays(const sky_handover *handover, const uint8_t *key, uint32_t index) {
     const uint32_t id = sky_handover_find(handover, key, index, SKY_AS_IT_IS);
-    return id == 0U || !(departure_of(handover, id)->queued || departure_of(handover, id)->stray != SKY_NEVER ||
-                         departure_of(handover, id)->deletion != SKY_NEVER);
+    return id == 0U || !(sky_departure_of(handover, id)->queued || sky_departure_of(handover, id)->stray != SKY_NEVER ||
+                         sky_departure_of(handover, id)->deletion != SKY_NEVER);
 }
 
 bool sky_handover_is_settled_chunk(const sky_satellite *satellite, const uint8_t *key, uint32_t index) {
@@ -1030,7 +1021,7 @@ sky_us sky_handover_next_deletion(const sky_satellite *satellite) {
     const sky_handover *handover = satellite->handover;
     return handover->oldest_copied == 0U
                ? SKY_NEVER
-               : departure_of(handover, handover->oldest_copied)->deletion + DELETED_TOGETHER_US;
+               : sky_departure_of(handover, handover->oldest_copied)->deletion + DELETED_TOGETHER_US;
 }
 
 static sky_us sooner(sky_us a, sky_us b) { return a < b ? a : b; }
@@ -1041,10 +1032,10 @@ sky_us sky_handover_next_timer(const sky_handover *handover) {
         soonest = sooner(soonest, handover->bursts[i].deadline);
     }
     if (handover->oldest_copied != 0U) {
-        soonest = sooner(soonest, departure_of(handover, handover->oldest_copied)->deletion + DELETED_TOGETHER_US);
+        soonest = sooner(soonest, sky_departure_of(handover, handover->oldest_copied)->deletion + DELETED_TOGETHER_US);
     }
     if (handover->strays != 0U) {
-        soonest = sooner(soonest, departure_of(handover, handover->heap[1])->stray);
+        soonest = sooner(soonest, sky_departure_of(handover, handover->heap[1])->stray);
     }
     if (handover->retry_waits) {
         soonest = sooner(soonest, handover->retrying.open_us);

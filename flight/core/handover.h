@@ -143,6 +143,9 @@ sky_us sky_handover_next_deletion(const sky_satellite *satellite);
 
 /* --- For migration.c, sweep.c and checks.c --- */
 
+static inline sky_departure *sky_departure_of(const sky_handover *handover, uint32_t id) {
+    return &handover->departures[id - 1U];
+}
 uint32_t sky_handover_find(const sky_handover *handover, const uint8_t *key, uint32_t index, int32_t copy);
 /* Empties the plan, of what is not under way. What was to leave as another copy comes first in the list that it
  * returns, sorted, each with a reference that the caller gives back (sky_handover_release). */
@@ -154,6 +157,8 @@ void sky_handover_belongs(sky_handover *handover, const uint8_t *key, uint32_t i
 void sky_handover_list(sky_handover *handover, uint32_t *list, const uint8_t *key, uint32_t index, uint32_t home);
 /* Puts a departure, with a reference, at the front of a list. */
 void sky_handover_push(sky_handover *handover, uint32_t *list, uint32_t departure);
+/* The same at its end, of one that has a reference already. */
+void sky_handover_append(sky_handover *handover, uint32_t *list, uint32_t *last, uint32_t departure);
 /* Takes the first one of a list, with its reference; 0: it is empty. */
 uint32_t sky_handover_pop(sky_handover *handover, uint32_t *list);
 /* Queues a list, in bursts of one home and key each. Homes and keys come in the order in which the list has them first
