@@ -106,15 +106,8 @@ bool sky_outbox_next(sky_outbox *outbox, sky_run *run) {
 
 void sky_send_by(sky_outbox *outbox, const uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link link) {
     const size_t size = bytes < segment_bytes ? bytes : segment_bytes;
-    const size_t last = bytes % size;
-    sky_run run = {link, (uint32_t)(bytes / size), (uint32_t)size, packets, NULL};
-    if (run.count > 0U) {
-        enqueue(outbox, &run, false);
-    }
-    if (last != 0U) {
-        const sky_run rest = {link, 1U, (uint32_t)last, packets + (bytes - last), NULL};
-        enqueue(outbox, &rest, false);
-    }
+    const sky_run run = {link, (uint32_t)sky_run_count(bytes, size), (uint32_t)size, (uint32_t)bytes, packets, NULL};
+    enqueue(outbox, &run, false);
 }
 
 /* --- Headers --- */
@@ -178,7 +171,7 @@ static void send_one(sky_outbox *outbox, const sky_header *header, const uint8_t
         }
         end += (size_t)SKY_MAC_BYTES;
     }
-    const sky_run run = {link, 1U, (uint32_t)end, packet, NULL};
+    const sky_run run = {link, 1U, (uint32_t)end, (uint32_t)end, packet, NULL};
     enqueue(outbox, &run, is_links);
 }
 
@@ -242,7 +235,9 @@ static uint32_t send_bulk(sky_outbox *outbox, const sky_header *header, const ui
         const uint32_t next_bytes =
             last ? 0U : sky_chunk_bytes(&memory->chunks[copies != NULL ? copies[each + 1U].chunk : chunks[each + 1U]]);
         if (last || payloads[each].bytes < payloads[begun].bytes || next_bytes > payloads[begun].bytes) {
-            const sky_run run = {link, each + 1U - begun, (uint32_t)width, rows + begun * width, payloads + begun};
+            const uint32_t packets = each + 1U - begun;
+            const sky_run run = {link,        packets, (uint32_t)width, packets * (uint32_t)width, rows + begun * width,
+                                 payloads + begun};
             enqueue(outbox, &run, false);
             begun = each + 1U;
         }

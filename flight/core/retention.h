@@ -16,22 +16,21 @@
 
 /* A RETAIN on its way to the satellite that has the chunks now, repeated until acknowledged. */
 typedef struct {
-    uint32_t request_id; /* 0: free */
+    uint32_t request_id;
     uint32_t there;
-    uint8_t what;
-    uint8_t attempts;
-    int64_t until_ms;
+    uint64_t until_ms;
     sky_us due;
-    uint8_t key[32];
-    uint16_t next; /* in the order of `due`: index + 1 */
+    uint8_t key[SKY_KEY_BYTES];
+    uint8_t what, attempts;
+    uint16_t older, newer; /* in the order of `due`, or `newer` of those that are free: index + 1; 0: none */
 } sky_transfer;
 
 typedef struct {
-    uint64_t lease_bytes; /* that may be leased */
+    uint64_t lease_bytes; /* that may be leased, beside what is pinned */
     sky_us next;          /* no pin, lease or expiry ends before */
     sky_transfer *transfers;
-    uint16_t first, last, free;
-    uint32_t next_request_id;
+    uint16_t oldest, latest, free, touched;
+    uint32_t next_request_id; /* not in the range of handovers: an UNREACHABLE for a RETAIN must end no burst */
 } sky_retention;
 
 bool sky_retention_new(sky_retention *retention, sky_arena *arena, const sky_config *config);

@@ -27,14 +27,17 @@ typedef struct {
 typedef sky_counted (*sky_clock)(void *context, sky_us now);
 
 typedef struct sky_config sky_config; /* config.h */
+typedef struct sky_ring sky_ring;
 typedef struct sky_satellite sky_satellite;
 
-/* Packets of one size (the last may be shorter) that leave by one link. Each is `header_bytes` of `headers`, followed, where
- * the packet carries a chunk, by the payload's parts. Valid until the next call of this satellite. */
+/* Packets of one size (the last may be shorter) that leave by one link. Each is `header_bytes` of `headers` (of which there
+ * are `headers_bytes` in all), followed, where the packet carries a chunk, by its payload. Valid until the next call of this
+ * satellite that is not sky_next_run. */
 typedef struct {
     sky_link link;
     uint32_t count;
     uint32_t header_bytes;
+    uint32_t headers_bytes;
     const uint8_t *headers;
     const struct sky_payload *payloads; /* count of them, or NULL */
 } sky_run;
@@ -68,11 +71,12 @@ void sky_satellite_resume(sky_satellite *, const sky_past *past, sky_us now);
  * said that there is nothing left: packets in transit leave from there, without a copy. */
 void sky_receive(sky_satellite *, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
 
-sky_us sky_next_timer(const sky_satellite *);
+sky_us sky_next_timer(sky_satellite *);
 void sky_handle_timer(sky_satellite *, sky_us now);
-/* Background work that was put off while the host is late. */
+/* Background work that was put off while the host is late: one piece of it. Take its runs before the next. Bytes of packets
+ * that were processed, if it was packets. */
 bool sky_wants_work(const sky_satellite *);
-void sky_work(sky_satellite *, sky_us now);
+size_t sky_work(sky_satellite *, sky_us now);
 /* The host has handled something `late_us` after it was due: to be told of what was on time, too. */
 void sky_host_late(sky_satellite *, sky_us late_us, sky_us now);
 /* Whether the host is overloaded: then background work waits. */
@@ -88,13 +92,30 @@ bool sky_next_run(sky_satellite *, sky_run *run);
 /* The bytes of one cell of a payload of which `left` are left, how many of them lie here, and the next cell. */
 const uint8_t *sky_payload_cell(const sky_satellite *, uint32_t cell, uint32_t left, uint32_t *bytes, uint32_t *next);
 
+/* Its count of the moves of the box. */
+void sky_satellite_moves(const sky_satellite *, int32_t *slot_moves, int32_t *plane_moves);
+/* Other keys from now on; nothing where there were none at the start. */
+void sky_set_keys(sky_satellite *, const sky_ring *ring);
+
 /* All fields of PONG, by number. */
 #define SKY_HOUSEKEEPING_FIELDS 48U
-void sky_housekeeping(const sky_satellite *, int64_t figures[SKY_HOUSEKEEPING_FIELDS]);
-/* CRC-32 over one part of the state that the Python twin has too, in a stated order (tests/flight/state.py), and over all
- * parts: sky_digest. */
-enum { SKY_PARTS = 8 };
-uint32_t sky_digest_of(sky_satellite *, unsigned part);
+void sky_housekeeping(const sky_satellite *, int64_t figures[SKY_HOUSEKEEPING_FIELDS], sky_us now);
+/* The state that the Python twin has too, part by part in a stated order (tests/flight/state.py), as bytes to a sink; and
+ * the CRC-32 of all of them. */
+enum {
+    SKY_PART_MOVES,
+    SKY_PART_COUNTERS,
+    SKY_PART_FIGURES,
+    SKY_PART_CHUNKS,
+    SKY_PART_PROMISES,
+    SKY_PART_ORDER,
+    SKY_PART_LINKS,
+    SKY_PART_OUTBOX,
+    SKY_PART_HISTORY,
+    SKY_PARTS
+};
+typedef void (*sky_sink)(void *context, const uint8_t *bytes, size_t count);
+void sky_state(sky_satellite *, unsigned part, sky_sink sink, void *context);
 uint32_t sky_digest(sky_satellite *);
 
 #endif
