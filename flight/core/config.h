@@ -25,11 +25,11 @@ typedef struct {
 } sky_secret;
 
 /* By ascending time of use. */
-typedef struct {
+struct sky_ring {
     uint32_t count; /* 0: no authentication */
     bool every_packet; /* answers have MACs too */
     sky_secret keys[SKY_MOST_KEYS_IN_RING];
-} sky_ring;
+};
 
 struct sky_config {
     /* Where it is. Gaps and seams are refused in this release. */
