@@ -979,7 +979,6 @@ bool sky_handover_at_rest(const sky_satellite *satellite) {
     return sky_handover_idle(satellite) && satellite->handover->oldest_copied == 0U;
 }
 
-/* Whether chunks of a key can be settled one by one while this satellite is not at rest. */
 static bool settles(const sky_handover *handover, const uint8_t *key) {
     if (handover->moved || handover->left_out || handover->some_leave_as_others) {
         return false;
@@ -997,6 +996,10 @@ static bool stays(const sky_handover *handover, const uint8_t *key, uint32_t ind
     const uint32_t id = sky_handover_find(handover, key, index, SKY_AS_IT_IS);
     return id == 0U || !(sky_departure_of(handover, id)->queued || sky_departure_of(handover, id)->stray != SKY_NEVER ||
                          sky_departure_of(handover, id)->deletion != SKY_NEVER);
+}
+
+bool sky_handover_settles_key(const sky_satellite *satellite, const uint8_t *key) {
+    return settles(satellite->handover, key);
 }
 
 bool sky_handover_is_settled_chunk(const sky_satellite *satellite, const uint8_t *key, uint32_t index) {

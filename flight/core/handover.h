@@ -135,6 +135,8 @@ bool sky_handover_idle(const sky_satellite *satellite);
 bool sky_handover_at_rest(const sky_satellite *satellite);
 /* Whether none of the chunks of a key that are here leaves or awaits deletion. */
 bool sky_handover_is_settled(const sky_satellite *satellite, const uint8_t *key);
+/* Whether chunks of a key can be settled one by one while this satellite is not at rest. */
+bool sky_handover_settles_key(const sky_satellite *satellite, const uint8_t *key);
 /* The same of one chunk, whether it is here or not. */
 bool sky_handover_is_settled_chunk(const sky_satellite *satellite, const uint8_t *key, uint32_t index);
 /* Our host is on time again, or a link came up: satellites that did not answer may do so now. */
