@@ -24,7 +24,7 @@ typedef struct {
     sky_us complete_since; /* since when `written` has every key */
     sky_keymap dead;       /* settings that were dropped last as dead */
     uint8_t (*dead_settings)[12];
-    uint32_t most_written, most_deleted, most_dead;
+    uint32_t most_dead;
 } sky_history;
 
 bool sky_history_new(sky_history *history, sky_arena *arena, const sky_config *config);

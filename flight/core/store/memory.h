@@ -102,9 +102,9 @@ typedef struct {
     uint32_t *next_cell;
     uint32_t cell_bytes, most_cells, touched_cells, freed_cells, used_cells;
     /* While hold_freed is set freed cells are kept apart and not used again: what is queued to be sent must stay.
-     * sky_memory_release_freed ends that. There are SKY_HELD_CELL_BYTES of cells beyond the budget for it. */
+     * sky_memory_release_freed ends that. There are 80 KiB of cells beyond the budget for it. */
     bool hold_freed;
-    uint32_t held_first, held_last;
+    uint32_t held_first, held_last, held_cells;
 
     sky_lease *leases;
     uint32_t most_leases, touched_leases, freed_leases;
