@@ -42,14 +42,17 @@ void sky_mac_strip(uint8_t *packet, size_t bytes);
 
 /* --- Replays --- */
 
-enum { SKY_REMEMBERED = 2048, SKY_MAX_SENDERS = 256, SKY_MAX_FORGOTTEN = 4096 };
-
 typedef struct sky_replay sky_replay;
 
+typedef struct {
+    uint16_t key_id;
+    uint32_t ground, source; /* the source counts between satellites, where `ground` is 0 */
+} sky_sender;
+
+/* Refuses what was made before `start`. NULL while the arena only counts. */
 sky_replay *sky_replay_new(sky_arena *arena, const sky_config *config, sky_us start);
-/* Whether this authentic, recent command is seen for the first time; it is then remembered. `sender`: key id, ground host
- * and, where that is 0, the address of a satellite. */
-bool sky_replay_first(sky_replay *replay, uint16_t key_id, uint32_t ground, uint32_t source, uint64_t number);
+/* Whether this authentic, recent command is seen for the first time; it is then remembered. */
+bool sky_replay_first(sky_replay *replay, const sky_sender *sender, sky_us sent, uint16_t sequence);
 
 /* --- The gate --- */
 
@@ -64,12 +67,11 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
 void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring);
 const sky_authority *sky_gate_authority(const sky_gate *gate);
 
-/* Admits packets of one link, in place: those for this satellite without their MACs. Gives them as runs of which each has
- * one destination and operation, in order, by sky_gate_next. */
+/* Admits packets of one link, in place: those for this satellite without their MACs. Gives them as runs, in order, by
+ * sky_gate_next. The bytes must stay until then. */
 void sky_gate_admit(sky_gate *gate, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
 bool sky_gate_next(sky_gate *gate, uint8_t **packets, size_t *bytes, size_t *segment_bytes);
-/* Whether an authentic command for this satellite was among them: only then is the other end known. Ask after the last
- * sky_gate_next. */
+/* Whether an authentic command for this satellite was among them: only then is the other end known. */
 bool sky_gate_commanded(const sky_gate *gate);
 
 #endif
