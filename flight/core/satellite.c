@@ -51,7 +51,7 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
 }
 
 size_t sky_satellite_bytes(const sky_config *config) {
-    sky_arena arena = {NULL, 0U, 0U};
+    sky_arena arena = {NULL, 0U, 0U, 0U};
     sky_satellite counted;
     if (sky_config_error(config) != NULL) {
         return 0U;
@@ -62,7 +62,7 @@ size_t sky_satellite_bytes(const sky_config *config) {
 }
 
 sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now) {
-    sky_arena arena = {memory, bytes, 0U};
+    sky_arena arena = {memory, bytes, 0U, 0U};
     if (sky_config_error(config) != NULL || sizeof(sky_satellite) > bytes) {
         return NULL;
     }
