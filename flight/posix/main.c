@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "crc.h" /* the native helper's */
 #include "host.h"
 
 static const char *option(int count, char **words, const char *name) {
@@ -27,6 +28,7 @@ int main(int count, char **words) {
         (void)puts("skymemory-flight, wire format 1");
         return 0;
     }
+    sky_crc_init();
     if (config == NULL) {
         (void)fprintf(stderr, "usage: skymemory-flight satellite --config FILE [--supervisor-fd N]; `skymemory satellite "
                               "--satellite c` writes the file and starts it\n");
