@@ -40,7 +40,7 @@ typedef struct {
     uint32_t *news_at; /* by index of the satellite: place in `news` + 1; 0: not there */
     uint32_t news_count;
     sky_us refresh; /* when our own declaration is repeated; SKY_NEVER: no link of ours is down */
-    uint8_t body[SKY_LINKS_HEAD + SKY_MOST_DECLARATIONS * SKY_DECLARATION_BYTES]; /* of the LINKS that is being made */
+    uint8_t *body; /* of the LINKS that is being made */
 } sky_neighbours;
 
 bool sky_neighbours_new(sky_neighbours *neighbours, sky_arena *arena, const sky_config *config);

@@ -41,7 +41,9 @@ bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *conf
     const size_t limit = config->outbox_bytes;
     sky_queued *queue = sky_take(arena, MOST_RUNS, sizeof *queue);
     uint8_t *bytes = sky_take(arena, limit, 1U);
-    if (queue == NULL || bytes == NULL) {
+    uint32_t *senders = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *senders);
+    uint32_t *periods = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *periods);
+    if (queue == NULL || bytes == NULL || senders == NULL || periods == NULL) {
         return false;
     }
     outbox->here = config->address;
@@ -49,6 +51,8 @@ bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *conf
     outbox->most = MOST_RUNS;
     outbox->bytes = bytes;
     outbox->limit = limit;
+    outbox->credit.senders = senders;
+    outbox->credit.periods = periods;
     outbox->credit.buffer_bytes = config->credit_bytes;
     outbox->credit.each_bytes = config->credit_bytes;
     outbox->credit.least_bytes =

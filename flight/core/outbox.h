@@ -26,8 +26,8 @@
  * SKY_MOST_SENDERS in half a second further ones do not count. */
 typedef struct {
     uint32_t buffer_bytes, least_bytes, each_bytes;
-    uint32_t senders[2U * SKY_MOST_SENDERS]; /* hashed */
-    uint32_t periods[2U * SKY_MOST_SENDERS]; /* in which each was heard */
+    uint32_t *senders; /* hashed: room for 2 SKY_MOST_SENDERS */
+    uint32_t *periods; /* in which each was heard */
     uint32_t period;
     uint32_t count, before;
     sky_us until;

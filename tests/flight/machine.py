@@ -57,7 +57,7 @@ def compiler() -> str:
 def build() -> Path:
     """The core, as ``make -C flight core`` compiles it, and the shim as one library; made anew where a source has changed."""
     cc = compiler()
-    _run(("make", "-s", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
+    _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
     objects = [ROOT / "build" / path.relative_to(ROOT).with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
     shim, made = Path(__file__).with_name("shim.c"), BUILD / "libflight.so"
     newest_s = max(path.stat().st_mtime for path in (shim, *objects, *CORE.glob("**/*.h")))
