@@ -26,6 +26,8 @@ Choice = Literal["python", "c", "mixed"]
 """Of a constellation's: ``mixed`` has every second host in C."""
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 DAEMON = "skymemory-flight"
+DAEMON_SETTING = "SKYMEMORY_FLIGHT"
+"""Environment variable with the path of another build of it."""
 _SHARE_UNITS = 65_536
 FORMAT_VERSION = 1
 
@@ -47,11 +49,13 @@ def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
 
 
 def daemon_path() -> Path:
-    """The daemon that ``make flight`` installs beside Python, or that is in the PATH.
+    """The daemon that ``make flight`` installs beside Python, or that is in the PATH; or ``$SKYMEMORY_FLIGHT``.
 
     Raises:
         ConstellationError: it was not built.
     """
+    if chosen := os.environ.get(DAEMON_SETTING):
+        return Path(chosen)
     beside = Path(sys.executable).with_name(DAEMON)
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(DAEMON)
     if found is None:
