@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from skymemory import native
 from skymemory.constellation.torus import RoutingMode, SatelliteId, Torus
+from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing, SecretKey
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
@@ -81,7 +82,7 @@ class Duel:
         self.case = case
         self.torus = Torus(case.planes, case.slots)
         self.here = SatelliteId(case.planes // 2, case.slots // 2)
-        sky = SkyMap(self.torus, self.here, 0.004, 0.002)
+        self.sky = sky = SkyMap(self.torus, self.here, 0.004, 0.002)
         clock = MoveClock(
             epoch_s=case.start_s,
             slot_period_s=case.slot_period_s,
@@ -238,8 +239,11 @@ class Duel:
         r = self.random
         value, chunk_bytes, tag = self.value(key, fresh)
         total = max(1, -(-len(value) // chunk_bytes))
-        server = r.randrange(min(tag.servers, total))
         replica = r.choice((0, 0, 0, 1)) if self.case.eviction.replicas > 1 else 0
+        server = r.randrange(min(tag.servers, total))
+        ours = self.ours(tag, replica)
+        if ours is not None and ours < total and r.random() < 0.7:
+            server = ours
         found = []
         for index in range(server, total, tag.servers):
             payload = value[index * chunk_bytes : (index + 1) * chunk_bytes]
@@ -250,18 +254,39 @@ class Duel:
             found = r.sample(found, r.randrange(1, len(found) + 1))
         return found
 
+    def ours(self, tag: PlacementTag, replica: int) -> int | None:
+        """The server of this placement that belongs here now."""
+        if tag.servers > self.torus.size:
+            return None
+        placement = self.sky.placement(tag.strategy, tag.servers)
+        try:
+            places = [
+                placement.locate(server, (tag.slot_moves, tag.plane_moves), self.python.moves, replica)
+                for server in range(tag.servers)
+            ]
+        except InvalidInput:  # a box too small for this copy
+            return None
+        return places.index(self.here) if self.here in places else None
+
     def run_of(self, op: Op, chunks: list[tuple[bytes, bytes]], source: Address, ground: int) -> list[bytes]:
         request_id = self.random.randrange(1, 1 << 32)
         return [
             self.signed(
-                _sealed_chunk(self.header(op, source, ground, request_id=request_id), ref, payload, self.take_sequence()),
+                _sealed_chunk(
+                    self.header(op, source, ground, request_id=request_id), ref, payload, self.take_sequence()
+                ),
                 payload,
             )
             for ref, payload in chunks
         ]
 
     def give_run(self, packets: list[bytes], source: LinkEnd) -> None:
-        """In runs of equal length, as receive offload makes them."""
+        """In runs of equal length, as receive offload makes them; now and then one packet of them is damaged."""
+        if packets and self.random.random() < 0.04:
+            at = self.random.randrange(len(packets))
+            spoilt = bytearray(packets[at])
+            spoilt[self.random.randrange(len(spoilt))] ^= 0x10
+            packets = [*packets[:at], bytes(spoilt), *packets[at + 1 :]]
         while packets:
             size, count = len(packets[0]), 1
             while count < len(packets) and len(packets[count]) == size and count < 64:
@@ -319,7 +344,9 @@ class Duel:
         self.from_ground(Op.FORGET, messages.pack_forget(self.settings(), self.random.choice((0.0, 0.5, 4.3, 20.0))))
 
     def list(self) -> None:
-        self.from_ground(Op.LIST, messages.pack_list(self.random.choice((bytes(32), self.key())), self.random.choice((1, 5, 90))))
+        self.from_ground(
+            Op.LIST, messages.pack_list(self.random.choice((bytes(32), self.key())), self.random.choice((1, 5, 90)))
+        )
 
     def ping(self) -> None:
         self.from_ground(Op.PING, b"")
@@ -342,7 +369,9 @@ class Duel:
         r = self.random
         region = Region(self.torus.satellite(r.randrange(self.torus.size)), *(r.randrange(3) for _ in range(4)))
         source = r.choice(self.neighbours)
-        notice = Notice(Address(*source), r.randrange(50), region, r.randrange(6), r.random() < 0.5, tuple(self.settings()))
+        notice = Notice(
+            Address(*source), r.randrange(50), region, r.randrange(6), r.random() < 0.5, tuple(self.settings())
+        )
         self.from_satellite(Op.NOTICE, notice.pack())
 
     def check(self) -> None:
@@ -367,8 +396,10 @@ class Duel:
         if r.random() < 0.05:
             pushed, pushed_at_ms = (pushed[0] + r.randrange(-2, 3), pushed[1]), int(self.now_s * 1e3) + r.randrange(9)
         late_s = r.choice((0.0, 0.0, 0.0, 0.3)) if self.case.lateness else 0.0
-        body = LinksBody(r.random() < 0.5, pushed, pushed_at_ms, declarations, late_s)
-        self.from_satellite(Op.LINKS, body.pack())
+        body = LinksBody(r.random() < 0.5, pushed, pushed_at_ms, declarations, late_s).pack()
+        source = r.choice(self.neighbours)
+        packet = self.packet(Op.LINKS, body, Address(*source))
+        self.give(packet, len(packet), source if r.random() < 0.95 else r.choice((*self.neighbours, self.grounds[7])))
 
     def transit(self) -> None:
         r = self.random
@@ -413,7 +444,11 @@ class Duel:
         r = self.random
         op = r.choice((*Op, 0x0E, 0x3F, 0x7F))
         ground, source = self.ground_source()
-        packet = bytearray(build_packet(self.header(Op.PING, source, ground), r.randbytes(r.choice((0, 4, 44, 72, 120))), 1, self.now_s))
+        packet = bytearray(
+            build_packet(
+                self.header(Op.PING, source, ground), r.randbytes(r.choice((0, 4, 44, 72, 120))), 1, self.now_s
+            )
+        )
         packet[6] = packet[COMMAND_BYTES + 1] = int(op)
         for at in (3, 28, 32, 4, 8):
             if not r.randrange(4):
@@ -421,8 +456,8 @@ class Duel:
             native.seal_headers(packet, len(packet), COMMAND_BYTES)
         self.give(bytes(packet), len(packet), r.choice((*self.neighbours, self.grounds[ground])))
 
-    def answer(self) -> None:
-        """Answer some of what the machine has sent to other satellites."""
+    def answer(self, truly: bool = False) -> None:
+        """Answer some of what the machine has sent to other satellites; ``truly``: as one that works well."""
         r = self.random
         if not self.sent:
             return
@@ -436,8 +471,12 @@ class Duel:
             return
         if header.source != Address(*self.here) or header.destination.shell:
             return
-        moves = r.choice((self.python.moves, self.python.moves, (header.slot_moves + 1, header.plane_moves)))
-        op, body, status, flags = self.answer_to(header, packet.body if packet else memoryview(data)[COMMAND_BYTES + SKY_BYTES :])
+        moves = self.python.moves
+        if not truly and r.random() < 0.3:
+            moves = header.slot_moves + 1, header.plane_moves
+        op, body, status, flags = self.answer_to(
+            truly, header, packet.body if packet else memoryview(data)[COMMAND_BYTES + SKY_BYTES :]
+        )
         if op is None:
             return
         answer = SkyHeader(
@@ -461,18 +500,19 @@ class Duel:
         came = there if op is Op.LINKS else r.choice((*self.neighbours, *([there] if there in self.neighbours else [])))
         self.give(whole, len(whole), came)
 
-    def answer_to(self, header: SkyHeader, body: memoryview) -> tuple[Op | None, bytes, Status, int]:
+    def answer_to(self, truly: bool, header: SkyHeader, body: memoryview) -> tuple[Op | None, bytes, Status, int]:
         r = self.random
         flags = FLAG_SETTLED if r.random() < 0.8 else 0
         if header.op is Op.MIGRATE:
-            if r.random() < 0.1:
+            if not truly and r.random() < 0.1:
                 return Op.UNREACHABLE, b"", Status.NO_ROUTE, 0
             ref = ChunkRef.unpack(body[:CHUNK_REF_BYTES])
-            status = Status.FULL if r.random() < 0.1 else Status.OK
-            first, rest = ref.index % ref.tag.servers, range(ref.index % ref.tag.servers, ref.chunks, ref.tag.servers)
-            indices = [ref.index] if r.random() < 0.3 else list(rest)
-            assert first >= 0
+            status = Status.FULL if not truly and r.random() < 0.1 else Status.OK
+            rest = range(ref.index % ref.tag.servers, ref.chunks, ref.tag.servers)
+            indices = [ref.index] if not truly and r.random() < 0.3 else list(rest)
             return Op.ACK, Selection.cover(ref.key, indices)[0].pack(), status, 0
+        if header.op is Op.RETAIN and r.random() < 0.3:
+            return Op.UNSUPPORTED, messages.OURS.pack_unsupported(Op.RETAIN), Status.OK, 0
         if header.op is Op.RETAIN:
             return Op.RETAINED, messages.pack_retained([messages.Kept.DONE]), Status.OK, 0
         if header.op is Op.HAS:
@@ -505,6 +545,17 @@ class Duel:
         """The transport has much to send, or nothing."""
         backlog = self.random.choice((0, 0, 1 << 30))
         self.python.backlog_bytes = self.c.backlog_bytes = backlog
+
+    def doze(self) -> None:
+        """Much time passes."""
+        self.advance(self.random.choice((300, 2000, 14_000)))
+
+    def settle(self) -> None:
+        """What the machine sends is answered at once, until its handovers come to rest."""
+        for _ in range(30):
+            while self.sent and self.random.random() < 0.97:
+                self.answer(truly=True)
+            self.advance(12)
 
     def step(self) -> None:
         (name,) = self.random.choices(list(_EVENTS), weights=self.weights)
@@ -543,8 +594,10 @@ _EVENTS = {
     "be_late": 3,
     "work": 4,
     "pile_up": 1,
+    "doze": 1,
+    "settle": 1,
 }
-_CALM = {"evict": 0, "forget": 0, "notice": 0, "damaged": 1, "hostile": 1, "answer": 80, "retain": 2, "migrate": 3}
+_CALM = {"evict": 0, "forget": 0, "notice": 0, "damaged": 1, "hostile": 1, "answer": 80, "retain": 2, "migrate": 3, "settle": 6}
 
 
 def _sealed_chunk(header: SkyHeader, ref: bytes, payload: bytes, sequence: int) -> bytes:
