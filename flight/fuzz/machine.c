@@ -1,8 +1,10 @@
 /* libFuzzer: a whole satellite. The input is its configuration and a sequence of events: packets by some link, time that
  * passes, timers, background work, an overloaded host, keys that change. All that it sends is read, and sent back to it now
  * and then as another's. */
+#define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "config.h"
 #include "satellite.h"
@@ -149,11 +151,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     other = config.ring;
     const size_t needed = sky_satellite_bytes(&config);
+    /* Pages that read as zeros until they are written: most of the pools is not used by one input. */
     if (memory == NULL)
-        memory = malloc(MEMORY);
-    if (memory == NULL || needed == 0 || needed > MEMORY)
+        memory = mmap(NULL, MEMORY, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || needed == 0 || needed > MEMORY || madvise(memory, MEMORY, MADV_DONTNEED) != 0)
         return 0;
-    memset(memory, 0, needed);
     sky_satellite *satellite = sky_satellite_begin(memory, needed, &config, now);
     if (satellite == NULL)
         return 0;
