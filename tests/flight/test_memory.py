@@ -21,16 +21,22 @@ from skymemory.protocol.wire import ChunkRef, PlacementTag
 
 KEYS = [zlib.crc32(bytes([number])).to_bytes(4, "big") * 8 for number in range(7)]
 LISTS = {"by key": 0, "pins": 1, "leases": 2, "expiries": 3}
-VERBS = {name: number for number, name in enumerate(("touch", "refresh", "remove", "pin", "unpin", "remove_key", "lease"))}
+VERBS = {
+    name: number for number, name in enumerate(("touch", "refresh", "remove", "pin", "unpin", "remove_key", "lease"))
+}
 RELEASE, END_LEASE, EXPIRE, RELABEL, FIND_LEASE, LATEST = 7, 8, 9, 10, 11, 12
 NEVER_US = (1 << 63) - 1
 
 
-def ref_of(key: bytes, index: int, chunks: int, length: int, servers: int, setting: int, replica: int, payload: bytes) -> bytes:
+def ref_of(
+    key: bytes, index: int, chunks: int, length: int, servers: int, setting: int, replica: int, payload: bytes
+) -> bytes:
     """A chunk of a value: ``setting`` decides its bytes and moves."""
     value_bytes = max(length, (chunks - 1) * length + (length if index == chunks - 1 else length // 2))
     tag = PlacementTag(3, servers, index % servers, setting % 3 - 1, setting % 2, replica)
-    return ChunkRef(key, index, chunks, length, zlib.crc32(payload), max(value_bytes, chunks - 1), 1000 + setting, tag).pack()
+    return ChunkRef(
+        key, index, chunks, length, zlib.crc32(payload), max(value_bytes, chunks - 1), 1000 + setting, tag
+    ).pack()
 
 
 class Both:
@@ -52,7 +58,16 @@ class Both:
             policy = LeastRecentlyAndFrequentlyUsed(departed)
         self.twin = ChunkStore(limit_bytes, policy, pin_share / 65536, gossip, self.counters)
         self.lib = library()
-        settings_of = (limit_bytes, REPLACEMENTS.index(replacement), pin_share, gossip, most_chunks, 0, cell_bytes, departed)
+        settings_of = (
+            limit_bytes,
+            REPLACEMENTS.index(replacement),
+            pin_share,
+            gossip,
+            most_chunks,
+            0,
+            cell_bytes,
+            departed,
+        )
         self.it = self.lib.parts_memory(numbers(settings_of))
         self.out = numbers([0] * 3)
 
@@ -106,7 +121,9 @@ class Both:
             found = self.page(lib.parts_list, 5, width=104)
             assert [(record[:32], record[32:]) for record in found] == list(twin.evicted.items())
         noted = [(record[:72], record[72]) for record in self.page(lib.parts_conflicts, width=73)]
-        expected = [(twin.shares[key][index][0], before[61]) for (key, index), before in twin.conflicts if key in twin.shares]
+        expected = [
+            (twin.shares[key][index][0], before[61]) for (key, index), before in twin.conflicts if key in twin.shares
+        ]
         assert noted == expected
         twin.conflicts.clear()
         record, payload = (ctypes.c_uint8 * 36)(), (ctypes.c_uint8 * 70000)()
@@ -125,10 +142,22 @@ class Both:
 
 geometry = st.tuples(st.integers(1, 6), st.sampled_from([1, 40, 64, 100, 150]), st.integers(1, 3))
 one_put = st.tuples(
-    st.just("put"), st.sampled_from(KEYS), st.integers(0, 5), geometry, st.integers(0, 3), st.integers(0, 2), st.booleans()
+    st.just("put"),
+    st.sampled_from(KEYS),
+    st.integers(0, 5),
+    geometry,
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.booleans(),
 )
 run = st.tuples(
-    st.just("run"), st.sampled_from(KEYS), st.integers(0, 5), geometry, st.integers(0, 3), st.integers(0, 2), st.booleans()
+    st.just("run"),
+    st.sampled_from(KEYS),
+    st.integers(0, 5),
+    geometry,
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.booleans(),
 )
 plain = st.tuples(
     st.sampled_from(["touch", "refresh", "unpin", "end_lease", "remove_key", "presence"]), st.sampled_from(KEYS)
@@ -151,7 +180,10 @@ def step(both: Both, verb: str, key: bytes, *rest: Any) -> None:
             length = chunks
         part = range(index % servers, chunks, servers) if verb == "run" else [index]
         payloads = [bytes([setting, at]) * (length // 2) + bytes(length % 2) for at in part]
-        refs = [ref_of(key, at, chunks, length, servers, setting, replica, payload) for at, payload in zip(part, payloads, strict=True)]
+        refs = [
+            ref_of(key, at, chunks, length, servers, setting, replica, payload)
+            for at, payload in zip(part, payloads, strict=True)
+        ]
         if verb == "put" or not both.put_run(refs, payloads, migrated):
             for ref, payload in zip(refs, payloads, strict=True):
                 both.put(ref, payload, migrated)
@@ -202,7 +234,9 @@ def step(both: Both, verb: str, key: bytes, *rest: Any) -> None:
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 @settings(max_examples=80)
-@given(steps, st.sampled_from([900, 1700, 5000]), st.sampled_from([1 << 14, 1 << 15, 1 << 16]), st.sampled_from([64, 96]))
+@given(
+    steps, st.sampled_from([900, 1700, 5000]), st.sampled_from([1 << 14, 1 << 15, 1 << 16]), st.sampled_from([64, 96])
+)
 def test_the_memory_does_what_its_twin_does(
     replacement: str, calls: list[Any], limit_bytes: int, pin_share: int, cell_bytes: int
 ) -> None:
@@ -222,7 +256,9 @@ def test_the_memory_is_the_same_after_each_of_many_calls(replacement: str) -> No
             verb, key = rng.choice(kinds), rng.choice(KEYS)
             if verb in ("put", "run"):
                 shape = rng.randint(1, 6), rng.choice([1, 40, 64, 100, 150]), rng.randint(1, 3)
-                step(both, verb, key, rng.randint(0, 5), shape, rng.randint(0, 3), rng.randint(0, 2), rng.random() < 0.3)
+                step(
+                    both, verb, key, rng.randint(0, 5), shape, rng.randint(0, 3), rng.randint(0, 2), rng.random() < 0.3
+                )
             else:
                 step(both, verb, key, rng.randint(0, 5), rng.randint(0, 4))
             both.compare()
@@ -256,7 +292,11 @@ def test_freed_cells_that_are_held_stay_as_they_are() -> None:
         figures = (ctypes.c_uint64 * 18)()
         both.lib.parts_hold(both.it, 1)
         both.lib.parts_get(both.it, (0).to_bytes(32, "big"), 3, *room)
-        assert both.verb(VERBS["remove_key"], (0).to_bytes(32, "big"), 2) == both.twin.remove_key((0).to_bytes(32, "big")) == 12
+        assert (
+            both.verb(VERBS["remove_key"], (0).to_bytes(32, "big"), 2)
+            == both.twin.remove_key((0).to_bytes(32, "big"))
+            == 12
+        )
         fill(both, range(1, 2))
         both.lib.parts_figures(both.it, figures)
         assert figures[10] == 72, "36 of what is held, 36 of what came"
@@ -310,7 +350,9 @@ def test_a_policy_ranks_as_its_twin_through_very_many_events(replacement: str, s
 def compare_policies(replacement: str, events: int, keys: int, departed: int, seed: int) -> None:
     """Keys come, are used by a skewed law, held, removed, and evicted by each policy's own choice."""
     lib, rng = library(), random.Random(seed)
-    twin: Replacement = LeastRecentlyAndFrequentlyUsed(departed) if replacement == "lrfu" else replacement_named(replacement)
+    twin: Replacement = (
+        LeastRecentlyAndFrequentlyUsed(departed) if replacement == "lrfu" else replacement_named(replacement)
+    )
     it = lib.parts_ranking(numbers([REPLACEMENTS.index(replacement), keys + 2, departed]))
     names = [number.to_bytes(4, "big") * 8 for number in range(keys * 3)]
     here: set[bytes] = set()
@@ -386,10 +428,14 @@ def test_what_was_written_and_deleted_is_remembered_alike(events: list[tuple[str
             lib.parts_recall(it, 2 if verb == "deleted" else 3, key, its, now_us)
         for at, each in enumerate(KEYS):
             for back_us in (0, 500_000, 3_000_000, 10_000_000, 10_000_001):
-                assert lib.parts_recall(it, 5, each, None, now_us - back_us) == twin.was_written_since(each, (now_us - back_us) / 1e6)
+                assert lib.parts_recall(it, 5, each, None, now_us - back_us) == twin.was_written_since(
+                    each, (now_us - back_us) / 1e6
+                )
             for ref in refs[at]:
                 for ahead_us in (-1_000_000, 0, 999_999, 1_000_000):
-                    assert lib.parts_recall(it, 6, ref, None, now_us + ahead_us) == twin.is_deleted(ref, (now_us + ahead_us) / 1e6)
+                    assert lib.parts_recall(it, 6, ref, None, now_us + ahead_us) == twin.is_deleted(
+                        ref, (now_us + ahead_us) / 1e6
+                    )
                 assert lib.parts_recall(it, 7, each, setting_of(ref), 0) == (twin.dead.get(each) == setting_of(ref))
 
 

@@ -140,7 +140,9 @@ words = st.sampled_from([0, 1, 2, 3, 4, 5, 90, 100, 130, 180, 181, 360, 361, 655
 parts = st.one_of(
     st.binary(max_size=48),
     words.map(lambda word: word.to_bytes(4, "big")),
-    st.tuples(words, words).map(lambda pair: (pair[0] & 0xFFFF).to_bytes(2, "big") + (pair[1] & 0xFFFF).to_bytes(2, "big")),
+    st.tuples(words, words).map(
+        lambda pair: (pair[0] & 0xFFFF).to_bytes(2, "big") + (pair[1] & 0xFFFF).to_bytes(2, "big")
+    ),
     st.integers(0, 70).map(bytes),
 )
 
@@ -153,7 +155,9 @@ parts = st.one_of(
     st.sampled_from([0, 1, 2, 3, 5]),
     st.sampled_from([0, 5, -1, 1 << 30, -(1 << 30), (1 << 30) + 1, -(1 << 31)]),
 )
-def test_any_sealed_packet_gets_the_verdict_of_the_twin(op: int, body: bytes, flags: int, status: int, moves: int) -> None:
+def test_any_sealed_packet_gets_the_verdict_of_the_twin(
+    op: int, body: bytes, flags: int, status: int, moves: int
+) -> None:
     header = SkyHeader(Op.PING, Address(1, 2), Address(3, 4, 0xFF), 7, 9)
     packet = bytearray(build_packet(header, body, 3, 0.0))
     packet[6] = packet[9] = op
@@ -176,7 +180,12 @@ BODY_HINTS = st.sampled_from([packet[60 if not packet[0] & 0x10 else 52 :] for p
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(sorted(BODIES)), BODY_HINTS, st.lists(st.tuples(st.integers(0, 400), words), max_size=4), st.integers(-2, 40))
+@given(
+    st.sampled_from(sorted(BODIES)),
+    BODY_HINTS,
+    st.lists(st.tuples(st.integers(0, 400), words), max_size=4),
+    st.integers(-2, 40),
+)
 def test_any_body_gets_the_verdict_of_the_twin(op: int, hint: bytes, writes: list[tuple[int, int]], more: int) -> None:
     body = bytearray(hint + bytes(more) if more >= 0 else hint[:more])
     for at, word in writes:
@@ -225,7 +234,9 @@ def test_the_time_of_telemetry_is_that_of_the_twin(time_us: int, sequence: int) 
 
 indices = st.one_of(
     st.lists(st.integers(0, 400), min_size=1, max_size=60, unique=True).map(sorted),
-    st.tuples(st.integers(0, 99), st.integers(1, 12), st.integers(1, 50)).map(lambda t: list(range(t[0], t[0] + t[1] * t[2], t[1]))),
+    st.tuples(st.integers(0, 99), st.integers(1, 12), st.integers(1, 50)).map(
+        lambda t: list(range(t[0], t[0] + t[1] * t[2], t[1]))
+    ),
     st.lists(st.integers(0, (1 << 32) - 2), min_size=1, max_size=5, unique=True).map(sorted),
 )
 

@@ -32,7 +32,12 @@ MOVES: list[dict[str, Any]] = json.loads((VECTORS / "moves.json").read_text("utf
 def packed(tag: PlacementTag) -> bytes:
     server = (tag.server + 1) & 0xFFFF
     moves = (part.to_bytes(4, "big", signed=True) for part in (tag.slot_moves, tag.plane_moves))
-    return tag.servers.to_bytes(2, "big") + server.to_bytes(2, "big") + bytes([tag.strategy, tag.replica, 0, 0]) + b"".join(moves)
+    return (
+        tag.servers.to_bytes(2, "big")
+        + server.to_bytes(2, "big")
+        + bytes([tag.strategy, tag.replica, 0, 0])
+        + b"".join(moves)
+    )
 
 
 def placing(torus: tuple[int, int], centre: tuple[int, int], delays_ps: tuple[int, int]) -> Any:
@@ -91,7 +96,12 @@ def test_layouts_and_places_are_those_of_the_twin(
 
 def test_what_cannot_be_placed_is_nowhere() -> None:
     it = placing((5, 19), (2, 9), (1, 1))
-    for tag in (PlacementTag(0, 3, 0, 0, 0), PlacementTag(6, 3, 0, 0, 0), PlacementTag(1, 96, 0, 0, 0), PlacementTag(1, 0, 0, 0, 0)):
+    for tag in (
+        PlacementTag(0, 3, 0, 0, 0),
+        PlacementTag(6, 3, 0, 0, 0),
+        PlacementTag(1, 96, 0, 0, 0),
+        PlacementTag(1, 0, 0, 0, 0),
+    ):
         assert library().parts_locate(it, packed(tag), 0, 0) == NOWHERE
 
 
@@ -102,7 +112,10 @@ def test_more_layouts_than_are_kept_are_computed_again() -> None:
             for name, code in STRATEGY_CODES.items():
                 twin = Placement.of(name, servers, Torus(5, 19), SatelliteId(2, 9), 7e-12, 3e-12)
                 tag = PlacementTag(code, servers, servers - 1, 3, 4)
-                assert library().parts_locate(it, packed(tag), 10, -6) == Address(*twin.locate(servers - 1, (3, 4), (10, -6))).pack()
+                assert (
+                    library().parts_locate(it, packed(tag), 10, -6)
+                    == Address(*twin.locate(servers - 1, (3, 4), (10, -6))).pack()
+                )
 
 
 @settings(max_examples=150)
@@ -117,7 +130,10 @@ def test_the_torus_is_that_of_the_twin(shape: tuple[int, int], data: Any) -> Non
         assert lib.parts_neighbour(*shape, at, direction) == Address(*neighbour).pack()
     for alternate, mode in enumerate(("greedy", "alternate")):
         for came, axis in enumerate((None, "slot", "plane")):
-            assert lib.parts_next_hop(*shape, at, to, alternate, came) == Address(*torus.next_hop(here, there, mode, axis)).pack()
+            assert (
+                lib.parts_next_hop(*shape, at, to, alternate, came)
+                == Address(*torus.next_hop(here, there, mode, axis)).pack()
+            )
 
 
 # --- Clock ---
@@ -129,7 +145,9 @@ def counted(clock: Any, time_us: int) -> tuple[int, int, int]:
     return tuple(out)
 
 
-def clock_in_c(preset: str, version: int, epoch_s: float, scale: float, latitude_deg: float, longitude_deg: float) -> Any:
+def clock_in_c(
+    preset: str, version: int, epoch_s: float, scale: float, latitude_deg: float, longitude_deg: float
+) -> Any:
     found = library().parts_clock(
         preset.encode(), version, (ctypes.c_double * 4)(epoch_s, scale, latitude_deg, longitude_deg)
     )
@@ -146,7 +164,9 @@ def test_moves_are_those_of_the_vectors(entry: dict[str, Any]) -> None:
     _, twin = clock_by_code(entry)
     clock = clock_in_c(entry["preset"], 1, 1_000_000.0, 60.0, *entry["host"])
     now_us = round((1_000_000.0 + entry["time_s"] / 60.0) * 1e6)
-    assert list(counted(clock, round((1_000_000.0 + entry["time_s"] / 60.0) * 1e6))[:2]) == list(twin.moves(now_us / 1e6))
+    assert list(counted(clock, round((1_000_000.0 + entry["time_s"] / 60.0) * 1e6))[:2]) == list(
+        twin.moves(now_us / 1e6)
+    )
     exact = clock_in_c(entry["preset"], 1, 0.0, 1.0, *entry["host"])
     assert list(counted(exact, round(entry["time_s"] * 1e6))[:2]) == entry["moves"]
 
@@ -202,7 +222,13 @@ def test_a_clock_of_scale_0_stands_still_and_a_stranger_is_refused() -> None:
     st.sampled_from([(0, 0), (0, 0), (2, -1)]),
 )
 def test_where_a_chunk_can_have_been_left(
-    periods: tuple[float, float], since_s: int, slots_ago: int, planes_ago: int, strategy: Strategy, servers: int, pushed: tuple[int, int]
+    periods: tuple[float, float],
+    since_s: int,
+    slots_ago: int,
+    planes_ago: int,
+    strategy: Strategy,
+    servers: int,
+    pushed: tuple[int, int],
 ) -> None:
     lib, epoch_s = library(), 1_700_000_000.0
     twin = MoveClock(epoch_s, *periods, 1.0, pushed)
@@ -224,10 +250,14 @@ def test_where_a_chunk_can_have_been_left(
     st.lists(st.tuples(st.integers(0, 40), st.integers(-12000, 12000), st.integers(-40, 40)), min_size=1, max_size=40),
     st.sampled_from([(4.0, 10.0), (0.25, 5.0)]),
 )
-def test_the_locator_follows_and_is_pushed_as_the_twin(steps: list[tuple[int, int, int]], periods: tuple[float, float]) -> None:
+def test_the_locator_follows_and_is_pushed_as_the_twin(
+    steps: list[tuple[int, int, int]], periods: tuple[float, float]
+) -> None:
     lib, epoch_s = library(), 1_700_000_000.0
     now_us = 1_700_000_000_000_000
-    twin = Locator(SatelliteId(2, 9), SkyMap(Torus(5, 19), SatelliteId(2, 9)), MoveClock(epoch_s, *periods, 1.0), now_us / 1e6)
+    twin = Locator(
+        SatelliteId(2, 9), SkyMap(Torus(5, 19), SatelliteId(2, 9)), MoveClock(epoch_s, *periods, 1.0), now_us / 1e6
+    )
     clock = lib.parts_clock(b"", 0, (ctypes.c_double * 4)(epoch_s, 1.0, *periods))
     it = lib.parts_locator(numbers([5, 19, 2, 9, 1, 1, 0, 0, clock, now_us]))
     out = numbers([0] * 7)
@@ -243,7 +273,11 @@ def test_the_locator_follows_and_is_pushed_as_the_twin(steps: list[tuple[int, in
         interval_us = round(twin.interval_s(now_us / 1e6) * 1e6)
         assert tuple(out)[:5] == (*twin.moves, *twin.before, round(twin.next_timer_s() * 1e6))
         assert out[6] == changed and abs(out[5] - interval_us) <= 1
-        for tag in (PlacementTag(3, 10, wait % 10, slots, planes), PlacementTag(1, 96, 0, 0, 0), PlacementTag(2, 5, wait % 5, 1, 2, 1)):
+        for tag in (
+            PlacementTag(3, 10, wait % 10, slots, planes),
+            PlacementTag(1, 96, 0, 0, 0),
+            PlacementTag(2, 5, wait % 5, 1, 2, 1),
+        ):
             ref = bytes(56) + packed(tag)
             try:
                 home = Address(*twin.home(ref)).pack()
@@ -262,4 +296,7 @@ def test_link_delays_of_the_plan_are_those_of_the_page() -> None:
     it = placing((72, 22), tuple(sky.centre), delays_ps)
     for server in range(30):
         tag = PlacementTag(4, 30, server, 3, 4)
-        assert library().parts_locate(it, packed(tag), 20, -7) == Address(*placement.locate(server, (3, 4), (20, -7))).pack()
+        assert (
+            library().parts_locate(it, packed(tag), 20, -7)
+            == Address(*placement.locate(server, (3, 4), (20, -7))).pack()
+        )

@@ -223,7 +223,7 @@ class SatelliteGate:
         self._refuse = refuse
         self._window = ReplayWindow(microseconds(now_s - START_GRACE_S))
         self._commanded = False
-        self._answered_to_s = now_s
+        self._answered_to_us = microseconds(now_s)
         """When all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
     @property
@@ -326,10 +326,11 @@ class SatelliteGate:
             self._refuse(sound[0], source, now_s)
 
     def _may_answer(self, now_s: float) -> bool:
-        answered_to_s = max(self._answered_to_s, now_s) + 1 / REFUSALS_PER_S
-        if answered_to_s > now_s + 1.0:
+        now_us = microseconds(now_s)
+        answered_to_us = max(self._answered_to_us, now_us) + 1_000_000 // REFUSALS_PER_S
+        if answered_to_us > now_us + 1_000_000:
             return False
-        self._answered_to_s = answered_to_s
+        self._answered_to_us = answered_to_us
         return True
 
 
