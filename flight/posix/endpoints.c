@@ -96,14 +96,28 @@ sky_link endpoints_link(endpoints *all, const struct sockaddr_in *address) {
     return SKY_BEAM | (sky_link)all->uses[place - 1] << PLACE_BITS | (place - 1);
 }
 
+static void write_address(uint64_t key, struct sockaddr_in *address) {
+    memset(address, 0, sizeof *address);
+    address->sin_family = AF_INET;
+    address->sin_port = (in_port_t)(key & 0xFFFFU);
+    address->sin_addr.s_addr = (in_addr_t)(key >> 16);
+}
+
+bool endpoints_satellite(const endpoints *all, sky_link satellite, struct sockaddr_in *address) {
+    for (unsigned at = 0; at <= all->mask; at++) {
+        if (all->satellites[at].key != 0 && all->satellites[at].link == satellite) {
+            write_address(all->satellites[at].key, address);
+            return true;
+        }
+    }
+    return false;
+}
+
 bool endpoints_ground(const endpoints *all, sky_link link, struct sockaddr_in *address) {
     const unsigned place = link & (PLACES - 1U);
     const uint64_t key = all->hosts[place];
     if (key == 0 || ((link & 0xFFFFFFU) >> PLACE_BITS) != all->uses[place])
         return false;
-    memset(address, 0, sizeof *address);
-    address->sin_family = AF_INET;
-    address->sin_port = (in_port_t)(key & 0xFFFFU);
-    address->sin_addr.s_addr = (in_addr_t)(key >> 16);
+    write_address(key, address);
     return true;
 }

@@ -17,6 +17,8 @@ endpoints *endpoints_new(unsigned satellites);
 void endpoints_add(endpoints *all, sky_link satellite, const struct sockaddr_in *address);
 /* Whose packets come from there; a ground host that is not known gets a token. */
 sky_link endpoints_link(endpoints *all, const struct sockaddr_in *address);
+/* Where a satellite listens: for who has no table of his own. Not for every packet: it looks at all of them. */
+bool endpoints_satellite(const endpoints *all, sky_link satellite, struct sockaddr_in *address);
 /* Where packets of a ground host's link go; false: nobody known. */
 bool endpoints_ground(const endpoints *all, sky_link link, struct sockaddr_in *address);
 
