@@ -163,31 +163,32 @@ static bool same_value(const uint8_t *a, const uint8_t *b) {
                   (size_t)SKY_REF_BYTES - (size_t)SKY_REF_VALUE_BYTES_AT) == 0;
 }
 
-/* The chunks of a run whose packets are sound, of one request and one value on one server, ascending; 0: they are not. */
-static uint32_t open_run(sky_incoming *incoming, const uint8_t *packets, size_t bytes, size_t segment_bytes) {
-    uint32_t count = 0U, last = 0U;
-    for (size_t at = 0U; at < bytes; at += segment_bytes) {
-        const uint8_t *packet = packets + at;
-        const size_t size = bytes - at < segment_bytes ? bytes - at : segment_bytes;
+/* The chunks of a run whose packets are sound, of one request and one value on one server (those of `first`), and ascending
+ * from `count` others on; gives how many there are then, or `count` if they are not all so. */
+static uint32_t open_run(sky_incoming *incoming, uint32_t count, const sky_packets *run, const uint8_t *first) {
+    uint32_t opened = count, last = count > 0U ? sky_ref_index(incoming[count - 1U].ref) + 1U : 0U;
+    for (size_t at = 0U; at < run->bytes; at += run->segment_bytes) {
+        const uint8_t *packet = run->packets + at;
+        const size_t size = run->bytes - at < run->segment_bytes ? run->bytes - at : run->segment_bytes;
         const uint8_t *ref = packet + REF_AT;
-        if (count == SKY_MOST_INCOMING || sky_packet_verify(packet, size) != SKY_SOUND ||
+        if (opened == SKY_MOST_INCOMING || sky_packet_verify(packet, size) != SKY_SOUND ||
             (packet[0] & SKY_COMMAND_BIT) == 0U || !sky_op_carries(packet[AT_COMMAND(SKY_OP_AT)]) ||
             (packet[AT_COMMAND(SKY_FLAGS_AT)] & SKY_FLAG_AUTHENTICATED) != 0U ||
-            memcmp(packet + SKY_COMMAND_BYTES, packets + SKY_COMMAND_BYTES, JOURNEY_BYTES) != 0 ||
-            !same_value(ref, packets + REF_AT)) {
-            return 0U;
+            memcmp(packet + SKY_COMMAND_BYTES, first + SKY_COMMAND_BYTES, JOURNEY_BYTES) != 0 ||
+            !same_value(ref, first + REF_AT)) {
+            return count;
         }
         sky_ref parsed;
         if (!sky_ref_parse(ref, &parsed) || parsed.index + 1U <= last) {
-            return 0U;
+            return count;
         }
         last = parsed.index + 1U;
-        incoming[count].ref = ref;
-        incoming[count].payload = packet + PAYLOAD_AT;
-        incoming[count].bytes = (uint32_t)(size - PAYLOAD_AT);
-        count++;
+        incoming[opened].ref = ref;
+        incoming[opened].payload = packet + PAYLOAD_AT;
+        incoming[opened].bytes = (uint32_t)(size - PAYLOAD_AT);
+        opened++;
     }
-    return count;
+    return opened;
 }
 
 static bool any_outdated(sky_satellite *satellite, const sky_incoming *incoming, uint32_t count) {
@@ -220,34 +221,42 @@ static void store_incoming(sky_satellite *satellite, sky_unanswered *request, ui
     }
 }
 
-bool sky_chunks_store_run(sky_satellite *satellite, const uint8_t *packets, size_t bytes, size_t segment_bytes,
-                          sky_link source, sky_us now) {
+uint32_t sky_chunks_store_runs(sky_satellite *satellite, const sky_packets *runs, uint32_t count, sky_link source,
+                               sky_us now) {
     sky_chunks *chunks = &satellite->chunks;
-    if (bytes < (size_t)SKY_COMMAND_PREFIX_BYTES || segment_bytes < PAYLOAD_AT ||
-        (packets[0] & SKY_COMMAND_BIT) == 0U ||
+    const uint8_t *packets = runs->packets;
+    uint32_t taken = 0U, opened = 0U;
+    if (runs->bytes < (size_t)SKY_COMMAND_PREFIX_BYTES || (packets[0] & SKY_COMMAND_BIT) == 0U ||
         (packets[AT_COMMAND(SKY_OP_AT)] != SKY_SET && packets[AT_COMMAND(SKY_OP_AT)] != SKY_MIGRATE) ||
         sky_load32(packets + AT_COMMAND(SKY_DESTINATION_AT)) != satellite->here) {
-        return false;
+        return 0U;
     }
-    const uint32_t count = open_run(chunks->incoming, packets, bytes, segment_bytes);
-    if (count == 0U) {
-        return false;
+    while (taken < count && runs[taken].segment_bytes >= PAYLOAD_AT) {
+        const uint32_t before = opened;
+        opened = open_run(chunks->incoming, opened, &runs[taken], packets);
+        if (opened == before) {
+            break;
+        }
+        taken++;
+    }
+    if (taken == 0U) {
+        return 0U;
     }
     if (source >= SKY_BEAM) { /* answers to this ground host leave by the link that it was heard on */
         sky_router_remember(&satellite->router, sky_load32(packets + AT_COMMAND(SKY_GROUND_AT)), source);
     }
-    make_room(satellite, count, now);
+    make_room(satellite, opened, now);
     const uint8_t *ref = packets + REF_AT;
     sky_unanswered *request = request_of(satellite, packets, now);
     if (request == NULL || sky_locator_home(&satellite->locator, ref) == SKY_NOWHERE) {
-        sky_count(&satellite->counters, SKY_packets_malformed, count);
+        sky_count(&satellite->counters, SKY_packets_malformed, opened);
     } else if (request->header.op != SKY_MIGRATE ||
                !sky_history_is_deleted(&satellite->history, ref, now - chunks->waited)) {
-        store_incoming(satellite, request, count, now);
+        store_incoming(satellite, request, opened, now);
     } else {
         /* deleted a moment ago: dropped without a word */
     }
-    return true;
+    return taken;
 }
 
 /* --- Acknowledgements --- */

@@ -17,6 +17,12 @@
 #define SKY_MOST_UNANSWERED_CHUNKS 4096U
 #define SKY_MOST_INCOMING 544U /* the shortest packets with a chunk that one run of 65,535 bytes can have */
 
+/* A run: packets of `segment_bytes` each, the last maybe shorter. */
+typedef struct {
+    uint8_t *packets;
+    size_t bytes, segment_bytes;
+} sky_packets;
+
 /* Chunks of one key and request, acknowledged together when packets are next sent. Where there is no room to note one more,
  * all are acknowledged at once. */
 typedef struct {
@@ -47,10 +53,10 @@ typedef struct {
 
 bool sky_chunks_new(sky_chunks *chunks, sky_arena *arena, const sky_config *config);
 
-/* A run of sound SETs or MIGRATEs of one request and value for this satellite: nearly all bytes that it receives. False: it
- * is no such run, and nothing was done. */
-bool sky_chunks_store_run(sky_satellite *satellite, const uint8_t *packets, size_t bytes, size_t segment_bytes,
-                          sky_link source, sky_us now);
+/* Runs of sound SETs or MIGRATEs of one request and value for this satellite: nearly all bytes that it receives. How many of
+ * the runs, from the first on, these were; 0: nothing was done. */
+uint32_t sky_chunks_store_runs(sky_satellite *satellite, const sky_packets *runs, uint32_t count, sky_link source,
+                               sky_us now);
 /* One SET or MIGRATE packet whose checksums are right. */
 void sky_chunks_set(sky_satellite *satellite, const uint8_t *packet, size_t bytes, sky_us now);
 /* A plain GET by our own beam of chunks that are all here. False: it is none, and nothing was done. */

@@ -28,6 +28,7 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
     config = &satellite->config;
     satellite->here = config->address;
     satellite->scratch = sky_take(arena, SCRATCH_BYTES, 1U);
+    satellite->sifted = sky_take(arena, MOST_ADMITTED, sizeof *satellite->sifted);
     if (config->ring.count > 0U) {
         satellite->admitted = sky_take(arena, MOST_ADMITTED, sizeof *satellite->admitted);
         satellite->gate =
@@ -394,13 +395,11 @@ static void receive_journey(sky_satellite *satellite, sky_packets run, sky_link 
     }
 }
 
-static void process(sky_satellite *satellite, const sky_packets *run, sky_link source, sky_us now) {
+static void process_one(sky_satellite *satellite, const sky_packets *run, sky_link source, sky_us now) {
     const size_t count = run->segment_bytes > 0U ? sky_run_count(run->bytes, run->segment_bytes) : 1U;
     sky_count(&satellite->counters, SKY_packets_received, count);
     if (run->segment_bytes < (size_t)SKY_COMMAND_PREFIX_BYTES) {
         sky_count(&satellite->counters, SKY_packets_malformed, count > 0U ? count : 1U);
-    } else if (sky_chunks_store_run(satellite, run->packets, run->bytes, run->segment_bytes, source, now)) {
-        hand_over_unless_idle(satellite, now);
     } else if (run->bytes == run->segment_bytes && satellite->backlog_bytes <= satellite->config.backlog_bytes &&
                sky_chunks_answer_get(satellite, run->packets, run->bytes, source, now)) {
         /* it was answered */
@@ -416,39 +415,57 @@ static void process(sky_satellite *satellite, const sky_packets *run, sky_link s
     }
 }
 
-/* While the host is late background packets wait; the others are processed. */
-static void sift(sky_satellite *satellite, const sky_packets *run, sky_link source, sky_us now) {
-    if (run->segment_bytes == 0U || sky_same_journey(run->packets, run->bytes, run->segment_bytes)) {
-        if (run->segment_bytes > 0U && sky_is_background(run->packets, run->bytes)) {
-            sky_postponed_keep(&satellite->postponed, run->packets, run->bytes, run->segment_bytes, source, now);
-        } else {
-            process(satellite, run, source, now);
+static void process(sky_satellite *satellite, const sky_packets *runs, uint32_t count, sky_link source, sky_us now) {
+    uint32_t at = 0U;
+    while (at < count) {
+        const uint32_t taken = sky_chunks_store_runs(satellite, &runs[at], count - at, source, now);
+        for (uint32_t each = at; each < at + taken; each++) {
+            sky_count(&satellite->counters, SKY_packets_received,
+                      sky_run_count(runs[each].bytes, runs[each].segment_bytes));
         }
-        return;
+        if (taken > 0U) {
+            hand_over_unless_idle(satellite, now);
+        } else {
+            process_one(satellite, &runs[at], source, now);
+        }
+        at += taken > 0U ? taken : 1U;
     }
-    for (size_t at = 0U; at < run->bytes; at += run->segment_bytes) {
+}
+
+/* A run, or the packets of one with several journeys: background packets are kept, the others are added to `sifted`. */
+static uint32_t sift(sky_satellite *satellite, const sky_packets *run, uint32_t count, sky_link source, sky_us now) {
+    const bool whole = run->segment_bytes < (size_t)SKY_COMMAND_PREFIX_BYTES ||
+                       sky_same_journey(run->packets, run->bytes, run->segment_bytes);
+    size_t at = 0U;
+    do {
         const size_t left = run->bytes - at;
-        const size_t size = left < run->segment_bytes ? left : run->segment_bytes;
-        const sky_packets one = {run->packets + at, size, size};
-        if (sky_is_background(one.packets, size)) {
-            sky_postponed_keep(&satellite->postponed, one.packets, size, size, source, now);
+        const size_t size = whole || left < run->segment_bytes ? left : run->segment_bytes;
+        const sky_packets part = {run->packets + at, size, whole ? run->segment_bytes : size};
+        if (part.segment_bytes > 0U && sky_is_background(part.packets, size)) {
+            sky_postponed_keep(&satellite->postponed, part.packets, size, part.segment_bytes, source, now);
+        } else if (count < MOST_ADMITTED) {
+            satellite->sifted[count] = part;
+            count++;
         } else {
-            process(satellite, &one, source, now);
+            sky_count(&satellite->counters, SKY_pools_full, 1U); /* more than a datagram's bytes can hold */
         }
-    }
+        at += size;
+    } while (at < run->bytes);
+    return count;
 }
 
 static void process_all(sky_satellite *satellite, const sky_packets *runs, uint32_t count, sky_link source, sky_us now) {
     const bool late = sky_is_late(satellite, now);
-    const bool some_wait = late || satellite->postponed.runs > 0U;
     satellite->was_late = satellite->was_late || late;
-    for (uint32_t each = 0U; each < count; each++) {
-        if (some_wait) {
-            sift(satellite, &runs[each], source, now);
-        } else {
-            process(satellite, &runs[each], source, now);
-        }
+    if (!late && satellite->postponed.runs == 0U) {
+        process(satellite, runs, count, source, now);
+        return;
     }
+    uint32_t left = 0U;
+    for (uint32_t each = 0U; each < count; each++) {
+        left = sift(satellite, &runs[each], left, source, now);
+    }
+    process(satellite, satellite->sifted, left, source, now);
 }
 
 void sky_receive(sky_satellite *satellite, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source,
@@ -577,7 +594,7 @@ size_t sky_work(sky_satellite *satellite, sky_us now) {
     run.bytes = sky_postponed_take(&satellite->postponed, run.packets, &run.segment_bytes, &source, &came, now);
     if (run.bytes > 0U) {
         satellite->chunks.waited = now - came;
-        process(satellite, &run, source, now);
+        process(satellite, &run, 1U, source, now);
         satellite->chunks.waited = 0;
     }
     return run.bytes;

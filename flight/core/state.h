@@ -31,12 +31,6 @@ typedef struct sky_gossip sky_gossip;
 typedef struct sky_checks sky_checks;
 typedef struct sky_sweep sky_sweep;
 
-/* Packets of `segment_bytes` each, the last maybe shorter. */
-typedef struct {
-    uint8_t *packets;
-    size_t bytes, segment_bytes;
-} sky_packets;
-
 struct sky_satellite {
     sky_config config;
     uint32_t here; /* its address */
@@ -67,7 +61,8 @@ struct sky_satellite {
     sky_us check;
     uint64_t healed;  /* the link state's, when packets were last taken: a change means that a link came up */
     uint8_t *scratch; /* a postponed run while it is processed, and until what it made was taken */
-    sky_packets *admitted; /* runs that the gate has let pass, until they are processed */
+    sky_packets *admitted; /* runs that the gate has let pass, */
+    sky_packets *sifted;   /* and those of them that need not wait, until they are processed */
 };
 
 /* Whether this satellite has done all that is due: no move that it has not followed, no timers or packets that wait (one
