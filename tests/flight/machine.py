@@ -113,6 +113,8 @@ def library() -> ctypes.CDLL:
         "shim_indices": (u32, (it, u8, buffer, u32)),
         "shim_put": (ctypes.c_int, (it, u8, u8, u32)),
         "shim_remove": (ctypes.c_int, (it, u8, u32)),
+        "shim_evict": (ctypes.c_int, (it, u8, u32)),
+        "shim_set_limit": (void, (it, ctypes.c_uint64)),
         "shim_remove_key": (u32, (it, u8)),
         "shim_promises": (void, (it, u8, numbers)),
         "shim_is_up": (ctypes.c_int, (it, u32, u32)),
@@ -451,7 +453,14 @@ class FlightStore:
         self.leases = _Promises(self, 2)
 
     used_bytes = property(lambda self: self._machine.value(0))
-    limit_bytes = property(lambda self: self._machine.value(1))
+    @property
+    def limit_bytes(self) -> int:
+        return int(self._machine.value(1))
+
+    @limit_bytes.setter
+    def limit_bytes(self, size_bytes: int) -> None:
+        self._machine.lib.shim_set_limit(self._machine.it, size_bytes)
+
     pinned_bytes = property(lambda self: self._machine.value(2))
     leased_bytes = property(lambda self: self._machine.value(3))
 
@@ -504,6 +513,9 @@ class FlightStore:
 
     def remove(self, name: tuple[bytes, int]) -> bool:
         return bool(self._machine.lib.shim_remove(self._machine.it, name[0], name[1]))
+
+    def _evict(self, victim: tuple[bytes, int]) -> None:
+        self._machine.lib.shim_evict(self._machine.it, victim[0], victim[1])
 
     def remove_key(self, key: bytes) -> int:
         return int(self._machine.lib.shim_remove_key(self._machine.it, key))

@@ -259,6 +259,23 @@ int shim_put(sky_satellite *satellite, const uint8_t *ref, const uint8_t *payloa
     return sky_memory_put(&satellite->memory, &chunk, false).stored ? 1 : 0;
 }
 
+/* As for want of room: what the memory does with its victim. */
+int shim_evict(sky_satellite *satellite, const uint8_t *key, uint32_t index) {
+    sky_memory *memory = &satellite->memory;
+    const uint32_t chunk = sky_memory_find(memory, key, index);
+    if (chunk != 0 && memory->record_evicted) {
+        const uint32_t known = sky_keymap_find(&memory->evicted, key);
+        const uint32_t entry = known != 0 ? known : sky_keymap_add(&memory->evicted, key);
+        memcpy(memory->evicted_refs + (size_t)entry * SKY_REF_BYTES, memory->chunks[chunk].ref, SKY_REF_BYTES);
+    }
+    if (chunk != 0) {
+        sky_memory_remove(memory, chunk, SKY_EVICTED_FOR_ROOM);
+    }
+    return chunk != 0 ? 1 : 0;
+}
+
+void shim_set_limit(sky_satellite *satellite, uint64_t bytes) { satellite->memory.limit_bytes = bytes; }
+
 int shim_remove(sky_satellite *satellite, const uint8_t *key, uint32_t index) {
     const uint32_t chunk = sky_memory_find(&satellite->memory, key, index);
     if (chunk != 0) {
