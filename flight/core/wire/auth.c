@@ -172,8 +172,11 @@ static uint64_t number_of(const sky_replay *replay, sky_us sent, uint16_t sequen
 
 sky_replay *sky_replay_new(sky_arena *arena, const sky_config *config, sky_us start) {
     sky_replay *const replay = sky_take(arena, 1, sizeof(sky_replay));
-    sky_replay counting, *const its = replay != NULL ? replay : &counting;
-    (void)memset(its, 0, sizeof *its);
+    sky_replay counting, *its = &counting;
+    (void)memset(&counting, 0, sizeof counting);
+    if (replay != NULL) {
+        its = replay;
+    }
     its->start = start;
     its->floor = ((uint64_t)1 << SEQUENCE_BITS) - 1U;
     its->remembered = config->remembered;
