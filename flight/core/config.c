@@ -63,6 +63,9 @@ const char *sky_config_error(const sky_config *config) {
         error = "memory: expected 1 TiB at most";
     } else if (config->cell_bytes < 64U || config->cell_bytes > 65536U) {
         error = "cells: expected 64 to 65536 bytes";
+    } else if (config->memory_bytes / config->cell_bytes > (uint64_t)INT32_MAX / 2U ||
+               sky_config_chunks(config) > (uint32_t)INT32_MAX / 4U) {
+        error = "memory: too many cells or chunks, expected 2^30 at most";
     } else if (config->typical_chunk_bytes < 1U || config->typical_chunk_bytes > SKY_MAX_CHUNK_BYTES) {
         error = "typical chunk: expected 1 to 65375 bytes";
     } else if (config->replacement > SKY_LRFU) {

@@ -307,6 +307,22 @@ def test_freed_cells_that_are_held_stay_as_they_are() -> None:
         both.compare()
 
 
+def test_while_freed_cells_are_held_nothing_is_evicted_in_vain() -> None:
+    with Both(20_000, "lru", most_chunks=4, cell_bytes=64) as both:
+        both.lib.parts_hold(both.it, 1)
+        refused = []
+        for number in range(200):
+            payload, out = bytes(1500), numbers([0] * 3)
+            ref = ref_of(KEYS[number % 2], 0, 1, 1500, 1, number % 4, 0, payload)
+            both.lib.parts_put(both.it, ref, payload, 1500, 0, out)
+            refused.append(not out[0])
+            assert out[2] == 0
+        assert refused.index(True) > 50 and all(refused[refused.index(True) :])
+        both.lib.parts_hold(both.it, 0)
+        both.lib.parts_put(both.it, ref_of(KEYS[0], 0, 1, 1500, 1, 0, 0, payload), payload, 1500, 0, out)
+        assert out[0] == 1
+
+
 def test_where_chunks_end_before_the_budget_others_are_evicted() -> None:
     """A pool of ours: the twin has no such bound."""
     both = Both(1 << 20, "lru", most_chunks=4, cell_bytes=64)

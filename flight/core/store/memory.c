@@ -575,7 +575,8 @@ sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bo
     share = sky_memory_share(memory, ref);
     while (room && (!has_entry(memory) || free_cells(memory) < cells_of(memory, chunk->bytes) ||
                     (share == 0U && memory->keys.count == memory->keys.capacity))) {
-        room = evict(memory, ref);
+        /* While freed cells are held nothing that is evicted gives any. */
+        room = !(memory->hold_freed && free_cells(memory) < cells_of(memory, chunk->bytes)) && evict(memory, ref);
         outcome.evicted += room ? 1U : 0U;
         share = sky_memory_share(memory, ref);
     }
