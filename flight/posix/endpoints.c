@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* 16,384 hosts at once; a token's other 10 bits count the uses of its place. */
-enum { PLACE_BITS = 14, PLACES = 1 << PLACE_BITS, USES = 1 << (24 - PLACE_BITS) };
+/* 16,384 hosts at once; a token's other 10 bits count the uses of its place, and are never all set: that is no link. */
+enum { PLACE_BITS = 14, PLACES = 1 << PLACE_BITS, USES = (1 << (24 - PLACE_BITS)) - 1 };
 
 typedef struct {
     uint64_t key; /* 0: free */
