@@ -7,7 +7,7 @@
 void sky_config_defaults(sky_config *config) {
     (void)memset(config, 0, sizeof *config);
     config->typical_chunk_bytes = 6144;
-    config->cell_bytes = 2048;
+    config->cell_bytes = 1024;
     config->replacement = SKY_LRFU;
     config->credit_bytes = 1U << 20;
     config->backlog_bytes = 64U << 20;

@@ -6,8 +6,10 @@
  * share leaves, and are used again then.
  *
  * Payloads are in *cells* of one size, chained: no memory is lost to holes, whatever the sizes. A chunk's cells are handed
- * out as they lie (sky_memory_cell): nothing is copied to send it. Freed cells are handed out again in the order of their
- * addresses, so that a chunk's cells nearly always lie side by side.
+ * out as they lie (sky_memory_cell): nothing is copied to send it. Freed cells are handed out again in the order in which they
+ * were, so that those of a chunk mostly lie side by side and are given as one. A cell has 1,024 bytes, a sixth of the default
+ * chunk: larger ones cost memory where chunks are of any size (a quarter more at 2,048, three quarters at 6,144), and cells
+ * that no chunk can ever fill; smaller ones only cost more pieces a packet, 0.05 us each.
  *
  * Pools: chunks, shares, cells (as many as the budget can need), leases, expiries. Where a pool is full the answer is that
  * of a full memory (FULL), or that of the twin's own bound (a lease or an expiry is refused).
