@@ -22,8 +22,8 @@
 #define SKY_APP_CONFIG "/cf/skymemory.conf"
 #define SKY_APP_COMMAND_MID 0x18C0
 #define SKY_APP_TELEMETRY_MID 0x08C0
-#define SKY_APP_BUS (SKY_BEAM | 0xFFFFFFU) /* the link of what comes by the software bus: no token of endpoints.h */
-#define SKY_APP_PIPE_DEPTH 64
+#define SKY_APP_BUS (SKY_BEAM | 0xFFFFFEU) /* the link of what comes by the software bus: no token of endpoints.h */
+#define SKY_APP_PIPE_DEPTH 32
 #define SKY_APP_HOUSEKEEPING_MS 10000
 #define SKY_APP_MOST 40 /* satellites: OSAL has 50 descriptors by default */
 #define SKY_APP_STACK 262144
@@ -308,7 +308,7 @@ static bool SKY_App_Init(char reason[512])
     if (SKY_App.its.mine_count > SKY_APP_MOST || SKY_App.its.delayed || SKY_App.its.keys_path[0] != '\0')
         return false;
     SKY_App.endpoints = endpoints_new(SKY_App.its.mine_count + SKY_App.its.others_count);
-    strcpy(reason, "no memory, or no socket");
+    strcpy(reason, "no memory, socket, pipe or task");
     if (SKY_App.endpoints == NULL || OS_MutSemCreate(&SKY_App.mutex, "SKY_CORE", 0) != OS_SUCCESS)
         return false;
     for (i = 0; i < SKY_App.its.others_count; i++)
