@@ -1,4 +1,4 @@
-"""The satellite in C behind the interface of ``SatelliteMachine``: for the simulated transport, and for tests that compare.
+"""The satellite in C behind the interface of ``SatelliteMachine``, for the simulated transport and for comparison.
 
 ``FlightMachine`` takes the arguments of ``SatelliteMachine`` and is used in its place (``SimulatedConstellation``'s
 ``machine``). The library is compiled once from ``flight/core`` and ``shim.c``, into ``build/flight/tests``.
@@ -28,7 +28,7 @@ from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
 from skymemory.protocol.satellite.memory import CAUSES, StoredChunk
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import SatelliteConfig
-from skymemory.protocol.wire import Address, Buffer, LinkEnd, SegmentBatch
+from skymemory.protocol.wire import Buffer, LinkEnd, SegmentBatch
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flight" / "core"
@@ -55,7 +55,7 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The core, as ``make -C flight core`` compiles it, and the shim as one library; made anew where a source has changed."""
+    """The core, as ``make -C flight core`` compiles it, and the shim: one library, anew where a source has changed."""
     cc = compiler()
     _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
     objects = [ROOT / "build" / path.relative_to(ROOT).with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
@@ -364,7 +364,7 @@ class FlightCounters(Counters):
 
     def __init__(self, machine: FlightMachine) -> None:
         super().__init__()
-        self._machine = weakref.proxy(machine)
+        self._machine = machine
 
     def get(self, name: str, label: str = "") -> int:
         number = counter_names().get(name)
@@ -383,7 +383,7 @@ class FlightLedger:
     """The account of bytes of one satellite."""
 
     def __init__(self, machine: FlightMachine) -> None:
-        self._machine = weakref.proxy(machine)
+        self._machine = machine
 
     def values(self) -> list[int]:
         found = (ctypes.c_uint64 * 7)()
@@ -416,7 +416,7 @@ class _Promises(Mapping[bytes, float]):
         return until_us / 1e6
 
     def __iter__(self) -> Iterator[bytes]:
-        return (key for key in self._store.keys() if self._store.promises(key)[self._which])
+        return (key for key in self._store.order() if self._store.promises(key)[self._which])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -445,7 +445,7 @@ class FlightStore:
     """The memory of a satellite in C, as far as tests and transports look into it."""
 
     def __init__(self, machine: FlightMachine) -> None:
-        self._machine = weakref.proxy(machine)
+        self._machine = machine
         self._ledger = FlightLedger(machine)
         self.shares = _Shares(self)
         self.pins = _Promises(self, 0)
@@ -453,6 +453,7 @@ class FlightStore:
         self.leases = _Promises(self, 2)
 
     used_bytes = property(lambda self: self._machine.value(0))
+
     @property
     def limit_bytes(self) -> int:
         return int(self._machine.value(1))
@@ -523,7 +524,7 @@ class FlightStore:
 
 class FlightHandover:
     def __init__(self, machine: FlightMachine) -> None:
-        self._machine = weakref.proxy(machine)
+        self._machine = machine
 
     idle = property(lambda self: bool(self._machine.value(5)))
     at_rest = property(lambda self: bool(self._machine.value(6)))
@@ -544,7 +545,7 @@ class _LinkState:
 
 class FlightNeighbours:
     def __init__(self, machine: FlightMachine) -> None:
-        self._machine = weakref.proxy(machine)
+        self._machine = machine
         self.links = _LinkState(self._machine)
 
     pushed_at_ms = property(lambda self: self._machine.value(11))
@@ -562,7 +563,3 @@ class FlightNeighbours:
 
     def heard(self, neighbour: SatelliteId, now_s: float) -> None:
         self._machine.lib.sky_neighbour_heard(self._machine.it, packed(neighbour), us(now_s))
-
-
-def address_of(satellite: SatelliteId) -> Address:
-    return Address(satellite.plane, satellite.slot)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.flight.machine import FlightMachine, counter_names, us
+
 from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.wire import Address
-from tests.flight.machine import FlightMachine, counter_names, us
 
 NOT_OF_THE_TWIN = ("outbox_full", "pools_full")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.flight.traffic import Case, Duel
 
 from skymemory.protocol.satellite.state import EvictionConfig
-from tests.flight.traffic import Case, Duel
 
 _ALL = EvictionConfig.of(["gossip", "periodic", "migration"])
 _COPIES = EvictionConfig.of(["gossip-plane", "periodic", "migration"], sweep_s=5.0, replicas=2)
