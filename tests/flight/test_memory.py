@@ -357,10 +357,14 @@ def test_a_policy_ranks_as_its_twin_through_many_events() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("keys", "departed"), [(600, 200), (60, 16_384), (8, 6)])
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
-def test_a_policy_ranks_as_its_twin_through_very_many_events(replacement: str, seed: int) -> None:
-    compare_policies(replacement, events=150_000, keys=600, departed=200, seed=seed)
+def test_a_policy_ranks_as_its_twin_through_very_many_events(
+    replacement: str, keys: int, departed: int, seed: int
+) -> None:
+    """With 8 keys the twin's worths reach the end of floats, and are rescaled, several times."""
+    compare_policies(replacement, events=150_000, keys=keys, departed=departed, seed=seed)
 
 
 def compare_policies(replacement: str, events: int, keys: int, departed: int, seed: int) -> None:
