@@ -133,7 +133,7 @@ class RunDirectory:
         return self.path / OUTAGES_NAME
 
     def write_kinds(self, kinds: Mapping[str, Kind]) -> None:
-        """Notes what the satellites of each host are written in, for whoever starts a host again; Python's are left
+        """Records what the satellites of each host are written in, for when one is started again; Python's are left
         out.
         """
         write_private(self.path / KINDS_NAME, json.dumps(dict(kinds)) + "\n")
