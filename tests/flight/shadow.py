@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from tests.flight.machine import FlightMachine, counter_names, us, us_from
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -21,7 +24,6 @@ from skymemory.protocol.satellite import machine as python_machine
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import SatelliteConfig
 from skymemory.protocol.wire import Buffer, LinkEnd, SegmentBatch
-from tests.flight.machine import FlightMachine, counter_names, us, us_from
 
 PythonMachine = python_machine.SatelliteMachine
 TOLERATED_US = 2
@@ -29,6 +31,9 @@ TOLERATED_US = 2
 
 
 _STEP_S = 1e-11
+_COUNTERS_EVERY = 16
+"""Events: to look at all counters costs more than the event."""
+_NEVER_FULL = ("outbox_full", "pools_full")
 
 
 class Divergence(AssertionError):
@@ -61,12 +66,12 @@ class ShadowMachine:
     ) -> None:
         now_s = _whole(now_s)
         lateness = lateness or Lateness()
-        self._count, self._now_s = 0, now_s
+        self._count, self._compared, self._now_s = 0, 0, now_s
         self.python = PythonMachine(config, sky, clock, now_s, lateness, transport_figures)
         self.shadow = FlightMachine(config, sky, clock, now_s, lateness, transport_figures)
         self.store = _Store(self)
         self.neighbours = _Neighbours(self)
-        self.events: list[tuple[str, Any]] = []
+        self.events: deque[tuple[str, Any]] = deque(maxlen=8)
         """The latest events, for the report of a difference."""
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +100,7 @@ class ShadowMachine:
         return now_s + self._count * _STEP_S
 
     def _did(self, what: str, about: Any = None) -> None:
-        self.events = [*self.events[-20:], (what, about)]
+        self.events.append((what, about))
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
@@ -104,7 +109,7 @@ class ShadowMachine:
         now_s = _whole(now_s)
         copies = [(memoryview(bytearray(view)), size) for view, size in runs]
         for view, size in runs:
-            self._did("receive", (now_s, source, size, bytes(view[:size])[:140].hex()))
+            self._did("receive", (now_s, source, size, bytes(view[:140]).hex()))
         self.python.receive_runs(runs, source, self._python_s(now_s))
         for view, size in copies:
             self.shadow.receive_batch(view, size, source, now_s)
@@ -136,7 +141,8 @@ class ShadowMachine:
             )
             self.fail(
                 f"packet {at} of {len(ours)} and {len(theirs)} at {now_s}: "
-                f"{_shown(ours[at : at + 1])} is {_shown(theirs[at : at + 1])}, from byte {_first(ours[at:], theirs[at:])}"
+                f"{_shown(ours[at : at + 1])} is {_shown(theirs[at : at + 1])}, "
+                f"from byte {_first(ours[at:], theirs[at:])}"
             )
         self.compare(now_s)
         return batches
@@ -152,38 +158,41 @@ class ShadowMachine:
             self.fail(f"next timer {ours!r} is {theirs!r}")
         return max(ours_us, theirs_us) / 1e6
 
-    def compare(self, now_s: float) -> None:
-        """What is cheap to look at after every event."""
+    def compare(self, now_s: float, whole: bool = False) -> None:
+        """What is cheap to look at after every event; the counters after some, and with ``whole``."""
         ours, theirs = self.python, self.shadow
-        figures = {
-            "moves": (ours.moves, theirs.moves),
+        figures: dict[str, tuple[Any, Any]] = {
             "used_bytes": (ours.store.used_bytes, theirs.store.used_bytes),
-            "pinned_bytes": (ours.store.pinned_bytes, theirs.store.pinned_bytes),
-            "chunks": (len(ours.store), len(theirs.store)),
-            "idle": (ours.handover.idle, theirs.handover.idle),
             "at_rest": (ours.handover.at_rest, theirs.handover.at_rest),
-            "retransmitted": (ours.handover.retransmitted, theirs.handover.retransmitted),
-            "wants_work": (ours.wants_work, theirs.wants_work),
-            "hidden_work": (ours.hidden_work, theirs.hidden_work),
         }
-        for name in counter_names():
-            if name not in ("outbox_full", "pools_full"):
-                figures[name] = ours.counters.get(name), theirs.counters.get(name)
+        self._compared += 1
+        if whole or self._compared % _COUNTERS_EVERY == 0:
+            figures |= {
+                "moves": (ours.moves, theirs.moves),
+                "chunks": (len(ours.store), len(theirs.store)),
+                "pinned_bytes": (ours.store.pinned_bytes, theirs.store.pinned_bytes),
+                "idle": (ours.handover.idle, theirs.handover.idle),
+                "retransmitted": (ours.handover.retransmitted, theirs.handover.retransmitted),
+                "wants_work": (ours.wants_work, theirs.wants_work),
+                "hidden_work": (ours.hidden_work, theirs.hidden_work),
+            }
+            names = counter_names().keys() - _NEVER_FULL
+            figures |= {name: (ours.counters.get(name), theirs.counters.get(name)) for name in names}
+            figures |= {name: (0, theirs.counters.get(name)) for name in _NEVER_FULL}
         wrong = {name: pair for name, pair in figures.items() if pair[0] != pair[1]}
-        if theirs.counters.get("outbox_full") or theirs.counters.get("pools_full"):
-            wrong["full"] = theirs.counters.get("outbox_full"), theirs.counters.get("pools_full")
         if wrong:
             self.fail(f"at {now_s}: {wrong}")
 
-    def compare_store(self) -> None:
-        """All chunks, in the order of eviction."""
+    def compare_all(self, now_s: float) -> None:
+        """The counters, and all chunks in the order of eviction."""
+        self.compare(now_s, whole=True)
         ours = [(name, tuple(chunk)) for name, chunk in self.python.store.items()]
         theirs = [(name, tuple(chunk)) for name, chunk in self.shadow.store.items()]
         if ours != theirs:
             self.fail("other chunks, or another order of eviction")
 
     def fail(self, what: str) -> None:
-        said = "\n".join(f"  {name} {about}" for name, about in self.events[-8:])
+        said = "\n".join(f"  {name} {about}" for name, about in self.events)
         raise Divergence(f"satellite {self.python.config.address}: {what}; before:\n{said}")
 
 
