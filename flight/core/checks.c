@@ -241,7 +241,7 @@ bool sky_checks_receive(sky_satellite *satellite, const sky_header *header, cons
 
 /* --- CHECKED --- */
 
-static void proof_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+static void proof_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                        bool settled, sky_us now);
 
 bool sky_checks_answered(sky_satellite *satellite, const sky_header *header, const uint8_t *body, size_t bytes,
@@ -260,13 +260,13 @@ bool sky_checks_answered(sky_satellite *satellite, const sky_header *header, con
         const bool same_moves = sky_moves_equal(theirs, satellite->locator.moves);
         const bool settled = (header->flags & SKY_FLAG_SETTLED) != 0U;
         if (question.purpose == SKY_FOR_PROOF) {
-            proof_told(satellite, &question, found, same_moves, settled, now);
+            proof_checked(satellite, &question, found, same_moves, settled, now);
         } else if (question.purpose == SKY_FOR_GOSSIP) {
-            sky_gossip_told(satellite, &question, found, same_moves, now);
+            sky_gossip_checked(satellite, &question, found, same_moves, now);
         } else if (question.purpose == SKY_FOR_SWEEP) {
-            sky_sweep_told(satellite, &question, found, same_moves, now);
+            sky_sweep_checked(satellite, &question, found, same_moves, now);
         } else {
-            sky_repair_told(satellite, &question, found, same_moves);
+            sky_repair_checked(satellite, &question, found, same_moves);
         }
     }
     sky_question_end(questions, &question);
@@ -275,7 +275,7 @@ bool sky_checks_answered(sky_satellite *satellite, const sky_header *header, con
 
 /* --- Proofs of loss --- */
 
-/* Tells the owner what is certain. */
+/* The owner learns what is certain. */
 static void proved(sky_satellite *satellite, const sky_case *of, bool lost, sky_us now) {
     if (of->owner == SKY_FOR_SWEEP) {
         sky_sweep_proved(satellite, of->ref, lost, now);
@@ -306,7 +306,7 @@ static void judge(sky_satellite *satellite, uint32_t id, sky_us now) {
     }
 }
 
-static void proof_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+static void proof_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                        bool settled, sky_us now) {
     sky_questions *questions = &satellite->checks->questions;
     uint32_t entry = question->first;

@@ -316,7 +316,7 @@ static void prove_doubtful(sky_satellite *satellite, sky_us now) {
     sky_proofs_send(satellite, now);
 }
 
-void sky_gossip_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+void sky_gossip_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                      sky_us now) {
     sky_questions *questions = &satellite->checks->questions;
     uint32_t entry = question->first;

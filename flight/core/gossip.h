@@ -28,7 +28,7 @@ bool sky_gossip_receive(sky_satellite *satellite, const sky_header *header, cons
 /* A chunk of the value of this packed reference is lost, or all in question exist. */
 void sky_gossip_proved(sky_satellite *satellite, const uint8_t *ref, bool lost, sky_us now);
 /* The answer to questions of gossip. */
-void sky_gossip_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+void sky_gossip_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                      sky_us now);
 /* Drops the chunks of a dead value (44 bytes: key and setting), unless its key may have been stored again since the loss was
  * noticed; whether it did. */

@@ -90,8 +90,8 @@ void sky_migration_box_moved(sky_satellite *satellite, bool urgent) {
 static sky_us plan_from(const sky_migration *migration) { return migration->urgent ? migration->planning.open_us : 0; }
 
 sky_us sky_migration_next_timer(const sky_satellite *satellite) {
-    const sky_us soonest = sky_handover_next_timer(satellite->handover), plan = plan_from(satellite->migration);
-    return satellite->handover->moved && plan < soonest ? plan : soonest;
+    const sky_us soonest = sky_handover_next_timer(satellite->handover), planned = plan_from(satellite->migration);
+    return satellite->handover->moved && planned < soonest ? planned : soonest;
 }
 
 /* Sends the chunk, if it is still here, to where its copy `replica` belongs. */

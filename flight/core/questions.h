@@ -1,4 +1,4 @@
-/* What this satellite has asked others (CHECK, HAS) and not been told yet.
+/* What this satellite has asked others (CHECK, HAS) and not heard of yet.
  *
  * A *subject* is one thing that several satellites are asked: all chunks of one server of a value. Subjects of one value may
  * share a *case*: what is concluded from all their answers. Questions are gathered in a *batch* by the satellite that they
@@ -40,7 +40,7 @@ typedef struct {
     uint8_t ref[SKY_REF_BYTES]; /* packed reference of a chunk of the value */
     sky_us asked;
     int32_t slot_moves, plane_moves; /* when it was asked */
-    sky_purpose owner;          /* SKY_FOR_SWEEP or SKY_FOR_GOSSIP: who is told of the proof */
+    sky_purpose owner;          /* SKY_FOR_SWEEP or SKY_FOR_GOSSIP: who learns of the proof */
     uint32_t first;             /* of its subjects */
     uint32_t open;              /* subjects that are not closed */
     uint32_t references;        /* those of its subjects, and of a passing list */

@@ -26,7 +26,7 @@ typedef struct {
 /* How far a sweep over all keys has come. */
 typedef struct {
     uint8_t key[SKY_KEY_BYTES];
-    bool some; /* false: it begins anew */
+    bool some; /* false: it begins again */
 } sky_swept;
 
 struct sky_sweep {
@@ -309,7 +309,7 @@ static uint32_t examine(sky_satellite *satellite, uint32_t first, uint32_t end, 
     return left;
 }
 
-void sky_sweep_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+void sky_sweep_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                     sky_us now) {
     sky_questions *questions = &satellite->checks->questions;
     uint32_t entry = question->first;
@@ -380,7 +380,7 @@ static uint32_t page_begin(const sky_satellite *satellite, const sky_swept *swep
     return swept->some ? sky_memory_after(&satellite->memory, swept->key) : 0U;
 }
 
-/* A sweep has come to this key, by its number + 1; 0: it begins anew. */
+/* A sweep has come to this key, by its number + 1; 0: it begins again. */
 static void swept_to(const sky_satellite *satellite, sky_swept *swept, uint32_t end) {
     swept->some = end != 0U;
     if (end != 0U) {
@@ -598,7 +598,7 @@ static void mend(sky_satellite *satellite, uint32_t share, const sky_whole *whol
     }
 }
 
-void sky_repair_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves) {
+void sky_repair_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves) {
     sky_questions *questions = &satellite->checks->questions;
     sky_sweep *sweep = satellite->sweep;
     uint32_t entry = question->first;

@@ -38,8 +38,8 @@ void sky_sweep_hold_back(sky_satellite *satellite, uint32_t request_id, sky_us n
 /* A chunk of the value of this packed reference is lost, or all in question exist. */
 void sky_sweep_proved(sky_satellite *satellite, const uint8_t *ref, bool lost, sky_us now);
 /* Answers to the CHECKs of the sweep, and of the repair. */
-void sky_sweep_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
+void sky_sweep_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves,
                     sky_us now);
-void sky_repair_told(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves);
+void sky_repair_checked(sky_satellite *satellite, const sky_question *question, const uint8_t *found, bool same_moves);
 
 #endif

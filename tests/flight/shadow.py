@@ -1,10 +1,12 @@
 """Both satellites at once: each event goes to the Python machine and to that in C, and all that they do is compared.
 
-``ShadowMachine`` stands in for ``SatelliteMachine``; the Python one's packets are those that leave. Times are rounded to
-whole microseconds, as C counts. Python's are later by a few picoseconds each time: so what is due at the very time of an
-event is due in both, whatever the rounding of its sums. As a pytest plugin (``-p tests.flight.shadow``) it puts itself, or the satellite in C
-alone, in place of every satellite that tests make, as the environment variable ``SATELLITES`` says: ``both`` (default),
-``c``, ``half`` (in C those whose plane and slot have an even sum).
+``ShadowMachine`` stands in for ``SatelliteMachine``; the Python one's packets are those that leave. Times are rounded
+to whole microseconds, as C counts. Python's are later by a few picoseconds each time: so what is due at the very time
+of an event is due in both, whatever the rounding of its sums.
+
+As a pytest plugin (``-p tests.flight.shadow``) it puts itself, or the satellite in C alone, in place of every satellite
+that tests make, as the environment variable ``SATELLITES`` says: ``both`` (default), ``c``, ``half`` (in C those whose
+plane and slot have an even sum).
 """
 
 from __future__ import annotations
