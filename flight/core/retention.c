@@ -194,9 +194,9 @@ static void end_due(sky_satellite *satellite, sky_us now) {
 /* --- Promises follow the chunks --- */
 
 static void append(sky_retention *retention, uint16_t at) {
-    sky_transfer *transfer = &retention->transfers[at - 1U];
-    transfer->older = retention->latest;
-    transfer->newer = 0U;
+    sky_transfer *added = &retention->transfers[at - 1U];
+    added->older = retention->latest;
+    added->newer = 0U;
     if (retention->latest != 0U) {
         retention->transfers[retention->latest - 1U].newer = at;
     } else {
@@ -206,16 +206,16 @@ static void append(sky_retention *retention, uint16_t at) {
 }
 
 static void detach(sky_retention *retention, uint16_t at) {
-    const sky_transfer *transfer = &retention->transfers[at - 1U];
-    if (transfer->older != 0U) {
-        retention->transfers[transfer->older - 1U].newer = transfer->newer;
+    const sky_transfer *gone = &retention->transfers[at - 1U];
+    if (gone->older != 0U) {
+        retention->transfers[gone->older - 1U].newer = gone->newer;
     } else {
-        retention->oldest = transfer->newer;
+        retention->oldest = gone->newer;
     }
-    if (transfer->newer != 0U) {
-        retention->transfers[transfer->newer - 1U].older = transfer->older;
+    if (gone->newer != 0U) {
+        retention->transfers[gone->newer - 1U].older = gone->older;
     } else {
-        retention->latest = transfer->older;
+        retention->latest = gone->older;
     }
 }
 
