@@ -264,6 +264,33 @@ def test_the_memory_is_the_same_after_each_of_many_calls(replacement: str) -> No
             both.compare()
 
 
+def test_chunks_of_one_value_are_judged_by_what_is_still_to_come() -> None:
+    """Of any lengths, also such as contradict the length of their value: the same verdict as the twin's."""
+    rng = random.Random(11)
+    for limit_bytes in (400, 700, 1100):
+        with Both(limit_bytes, "lru") as both:
+            for _ in range(400):
+                key, index, length = rng.choice(KEYS[:3]), rng.randrange(5), rng.choice([1, 40, 60, 150])
+                tag = PlacementTag(3, 2, index % 2, 0, 0, rng.choice([0, 0, 1]))
+                value_bytes, payload = rng.choice([160, 300, 600]), rng.randbytes(length)
+                ref = ChunkRef(key, index, 5, length, zlib.crc32(payload), value_bytes, 7, tag).pack()
+                both.put(ref, payload)
+                if rng.random() < 0.05:
+                    step(both, rng.choice(["pin", "unpin", "remove_key"]), key, 5, 1)
+                both.compare()
+
+
+def test_a_pin_ends_only_beyond_its_share_of_the_memory() -> None:
+    with Both(1000, "lrfu", pin_share=1 << 15) as both:
+        for index, pinned in enumerate((True, True, False)):
+            payload = bytes(250 - 72)
+            both.put(ref_of(KEYS[0], index, 3, len(payload), 1, 0, 0, payload), payload)
+            if index == 0:
+                step(both, "pin", KEYS[0], 5)
+            assert (KEYS[0] in both.twin.pins) == pinned, "500 of 500 bytes are not too many"
+            both.compare()
+
+
 def fill(both: Both, values: Iterable[int], chunks: int = 12, length: int = 6144, servers: int = 1) -> None:
     for value in values:
         key = value.to_bytes(32, "big")
@@ -374,7 +401,7 @@ def compare_policies(replacement: str, events: int, keys: int, departed: int, se
         LeastRecentlyAndFrequentlyUsed(departed) if replacement == "lrfu" else replacement_named(replacement)
     )
     it = lib.parts_ranking(numbers([REPLACEMENTS.index(replacement), keys + 2, departed]))
-    names = [number.to_bytes(4, "big") * 8 for number in range(keys * 3)]
+    names = [number.to_bytes(4, "big") * 8 for number in range(1, keys * 3 + 1)]
     here: set[bytes] = set()
     held: set[bytes] = set()
     out = (ctypes.c_uint32 * (keys + 2))()
@@ -408,6 +435,16 @@ def compare_policies(replacement: str, events: int, keys: int, departed: int, se
         if event % max(1, events // 200) == 0:
             count = lib.parts_ranked(it, out)
             assert list(out[:count]) == [int.from_bytes(each[:4], "big") for each in twin.order()], event
+            now_held: list[bytes] = []
+            while (victim := twin.victim()) is not None:  # all victims, one after the other
+                assert lib.parts_rank(it, 7, bytes(32)) == int.from_bytes(victim[:4], "big"), event
+                twin.hold(victim)
+                lib.parts_rank(it, 5, victim)
+                now_held.append(victim)
+            assert lib.parts_rank(it, 7, bytes(32)) == -1
+            for each in now_held:
+                twin.free(each)
+                lib.parts_rank(it, 6, each)
     if isinstance(twin, LeastRecentlyAndFrequentlyUsed):
         assert abs(lib.parts_mean_return(it) - twin.half_life / 2) < 1e-6 * twin.half_life
 

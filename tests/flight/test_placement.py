@@ -219,7 +219,7 @@ def test_a_clock_of_scale_0_stands_still_and_a_stranger_is_refused() -> None:
     st.integers(0, 300),
     st.sampled_from(STRATEGIES),
     st.integers(1, 20),
-    st.sampled_from([(0, 0), (0, 0), (2, -1)]),
+    st.sampled_from([(0, 0), (0, 0), (2, -1), (0, 3)]),
 )
 def test_where_a_chunk_can_have_been_left(
     periods: tuple[float, float],
