@@ -195,6 +195,24 @@ def test_any_body_gets_the_verdict_of_the_twin(op: int, hint: bytes, writes: lis
     assert library().sky_body_check(op, exact(bytes(body)), len(body)) == body_verdict(op, memoryview(bytes(body)))
 
 
+def test_checks_and_presences_at_their_bounds_get_the_verdict_of_the_twin() -> None:
+    verdicts = set()
+    for number in (0, 1, 3, 4, 5):
+        for servers in (0, 3, 4, 65535):
+            for chunks in (0, 3, 4):
+                for length in (0, 65_375, 65_376):
+                    share = servers.to_bytes(2, "big") + number.to_bytes(2, "big")
+                    check_body = (
+                        bytes([0, 1, 0, 0]) + bytes(44) + share + chunks.to_bytes(4, "big") + length.to_bytes(4, "big")
+                    )
+                    presence = number.to_bytes(4, "big") + chunks.to_bytes(4, "big") + bytes(12) + share + bytes(12)
+                    for op, body in ((Op.CHECK, check_body), (Op.PRESENCE, bytes([0, 1, 0, 0]) + presence)):
+                        verdict = library().sky_body_check(op, exact(body), len(body))
+                        assert verdict == body_verdict(op, memoryview(body))
+                        verdicts.add((op, verdict))
+    assert len(verdicts) == 4
+
+
 @settings(max_examples=200)
 @given(st.sampled_from(PLAIN), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=3))
 def test_headers_are_read_alike(packet: bytes, writes: list[tuple[int, int]]) -> None:
