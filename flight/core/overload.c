@@ -42,10 +42,9 @@ sky_us sky_lateness_at(const sky_lateness *lateness, sky_us now) {
     if (lateness->worst == 0 || now <= lateness->worst_at) {
         return lateness->worst;
     }
-    /* Rounded up: while it fades it is never nothing. */
     const uint64_t since = (uint64_t)(now - lateness->worst_at);
     if (since >> FADE_BITS != 0U) {
-        return 1;
+        return 0;
     }
     uint64_t share = UINT64_C(1) << 32;
     for (unsigned bit = 0; bit < (unsigned)FADE_BITS; bit++) {
@@ -53,7 +52,7 @@ sky_us sky_lateness_at(const sky_lateness *lateness, sky_us now) {
             share = share * FADES[bit] >> 32;
         }
     }
-    return (sky_us)(((uint64_t)lateness->worst * share + UINT32_MAX) >> 32) + (share == 0U ? 1 : 0);
+    return (sky_us)(((uint64_t)lateness->worst * share + (UINT64_C(1) << 31)) >> 32);
 }
 
 bool sky_lateness_is_late(const sky_lateness *lateness, sky_us now) {

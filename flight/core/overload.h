@@ -24,7 +24,7 @@ typedef struct {
 void sky_lateness_begin(sky_lateness *lateness);
 /* An event was handled `late` after it was due. To be told of events on time, too. */
 void sky_lateness_measured(sky_lateness *lateness, sky_us late, sky_us now);
-/* The longest recent wait, decaying, rounded up to a microsecond. */
+/* The longest recent wait, decaying, to a microsecond. */
 sky_us sky_lateness_at(const sky_lateness *lateness, sky_us now);
 bool sky_lateness_is_late(const sky_lateness *lateness, sky_us now);
 
