@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
+.PHONY: help flight flight-fuzz flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -157,6 +157,27 @@ $(ENDS:%=%/.installed): .venv-%/.installed: pyproject.toml tools/bounds.py $(VEN
 test-bounds: $(ENDS:%=%/.installed) ## the router's tests with the lowest and the newest of what it depends on, five minutes
 	@for end in $(ENDS); do echo "== $$end"; \
 	  PYTHONPATH=src $$end/bin/python -m pytest -m "not slow" -p no:cacheprovider tests/router $(ARGS); done
+
+# The satellite in C: build/flight/, and the daemon beside the environment's Python, where `--satellite c` looks for it.
+# One call of the compiler a core: a whole build takes seconds.
+flight: $(VENV)/.made ## the satellite in C, for --satellite c (needs cc; SANITIZE=1: with ASan and UBSan, in another folder)
+	@command -v $${CC:-cc} >/dev/null || { echo "no C compiler ($${CC:-cc}): the satellite in C needs one, such as Debian's gcc" >&2; exit 1; }
+	@$(MAKE) -s -j$$(nproc) -C flight $(if $(SANITIZE),SANITIZE=1)
+	@install -m 755 build/flight$(if $(SANITIZE),-sanitized)/skymemory-flight $(BIN)/skymemory-flight
+	@echo "built $$(ls build/flight$(if $(SANITIZE),-sanitized)/{libskyflight.so,skymemory-flight} | xargs); installed $(BIN)/skymemory-flight"
+
+test-flight: $(VENV)/.installed-dev ## the satellite in C against the one in Python, sanitized and not, with daemons; five minutes
+	@$(MAKE) -s -j$$(nproc) -C flight
+	@$(MAKE) -s -j$$(nproc) -C flight SANITIZE=1
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -rs tests/flight $(ARGS)
+	@SKYMEMORY_FLIGHT=$(CURDIR)/build/flight-sanitized/skymemory-flight $(BIN)/python -m pytest -n 2 --dist worksteal \
+	  -k "not Contract" tests/flight/test_daemon.py
+
+flight-fuzz: $(VENV)/.installed-dev ## libFuzzer on the satellite in C, ASan and UBSan (needs clang; ARGS="-runs=1000000", default a minute each)
+	@$(BIN)/python -m tests.flight.fuzz $(ARGS)
+
+flight-cfs: ## the satellite in C as an app of NASA's cFS, built outside this folder (needs CFS_ROOT: a cFS tree)
+	@flight/cfs/build
 
 fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, newly drawn, about six minutes (ARGS="--inputs 200000 --seed 1")
 	@$(BIN)/python -m tests.fuzz $(ARGS)

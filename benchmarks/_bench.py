@@ -24,6 +24,7 @@ import skymemory
 from skymemory import native
 from skymemory.constellation.presets import preset_named
 from skymemory.store.base import Store
+from skymemory.testbed.flight import Choice, kinds_for
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import start_on_free_ports, stop
@@ -79,7 +80,7 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
 
 @contextmanager
 def constellation(
-    preset: str = "testbed-19x5", hosts: int = 5, **options: Any
+    preset: str = "testbed-19x5", hosts: int = 5, satellite: Choice = "python", **options: Any
 ) -> Iterator[tuple[ConstellationPlan, Path]]:
     """A constellation of processes on free ports; stopped and gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="skymemory-bench-"))
@@ -91,6 +92,7 @@ def constellation(
             directory,
             lambda ports: make_plan(preset, hosts=local_hosts(preset, hosts, ports), **options),
             preset_named(preset).torus.size,
+            kinds=kinds_for(satellite, make_plan(preset, hosts=local_hosts(preset, hosts, 26_000), **options)),
         )
         yield started.plan, folder
     finally:

@@ -83,6 +83,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
+def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
+    """``--satellite``: what a constellation's satellites are written in."""
+    parser.add_argument(
+        "--satellite",
+        choices=("python", "c", "mixed"),
+        default="python",
+        help="run satellites in Python, those in C that `make flight` builds, or in C on every second host (mixed)",
+    )
+
+
 def check_serving_installed() -> None:
     """Raises ``MissingExtra`` where an engine cannot serve; imports nothing of it."""
     from skymemory.engine.inputs import check_engine_installed

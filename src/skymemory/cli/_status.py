@@ -118,6 +118,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
                 "name": host.name,
                 "state": host.state,
                 "pid": host.pid,
+                "satellite": host.kind,
                 "memory_bytes": host.memory_bytes,
                 "satellites": satellites,
                 "answering": answering,
@@ -193,14 +194,15 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         f"{'up to ' if plan.by_size else ''}{plan.servers} servers by {plan.strategy}; access {plan.access}; "
         f"delay {_delay_text(plan.delay_scale)}"
     )
-    print(f"{'host':<10}{'planes':<10}{'ports':<14}{'process':<16}{'memory':<12}satellites that answer")
+    print(f"{'host':<10}{'planes':<10}{'ports':<14}{'process':<16}{'in':<8}{'memory':<12}satellites that answer")
     for share, host in zip(plan.hosts, report.hosts, strict=True):
         answering, satellites = report.answering(host.name)
         planes = f"{share.planes[0]}" if len(share.planes) == 1 else f"{share.planes[0]}-{share.planes[-1]}"
         ports = f"{share.base_port}-{share.ports(plan.slots_per_plane)[-1]}"
         process = f"{host.state} {host.pid}" if host.state == "running" else host.state
         memory = format_size(host.memory_bytes) if host.memory_bytes is not None else "-"
-        print(f"{host.name:<10}{planes:<10}{ports:<14}{process:<16}{memory:<12}{answering} of {satellites}")
+        kind = {"c": "C", "python": "Python", None: "-"}[host.kind]
+        print(f"{host.name:<10}{planes:<10}{ports:<14}{process:<16}{kind:<8}{memory:<12}{answering} of {satellites}")
     if any(report.answers.values()):
         moves = pushed_moves(report.answers.values())
         print(

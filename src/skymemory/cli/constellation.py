@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.cli import layout
-from skymemory.cli._options import add_json, add_run_dir, argument, duration, fraction, size
+from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
-from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml
+from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml, write_private
 from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="first UDP port, one per satellite from here; auto: find free ones (default: 26000)",
     )
     add("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the constellation")
+    add_satellite_kind(up)
     add_run_dir(up)
 
     status = verbs.add_parser("status", help="show which hosts run, which satellites answer and what they hold")
@@ -120,6 +121,19 @@ def _add_satellite(subparsers: Subparsers) -> None:
     add("--insecure", action="store_true", help="listen on a non-loopback address although the plan has no MACs")
     add_run_dir(parser)
     add("--supervisor-fd", type=int, help=argparse.SUPPRESS)
+    add(
+        "--satellite",
+        choices=("python", "c"),
+        default="python",
+        help="run satellites in Python, or those in C that `make flight` builds (default: python)",
+    )
+    add(
+        "--write-config",
+        type=Path,
+        metavar="FILE",
+        help="only write the configuration of the daemon in C, to run `skymemory-flight satellite --config FILE` "
+        "where there is no Python",
+    )
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -319,6 +333,7 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
     """Start the constellation of the options and print that it is up."""
     from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
+    from skymemory.testbed.flight import kinds_for
     from skymemory.testbed.plan import DEFAULT_BASE_PORT, DEFAULT_HOSTS, local_hosts
     from skymemory.testbed.supervisor import start, start_on_free_ports
 
@@ -331,7 +346,8 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
 
     # Before any process is started: this computer may be too slow for the moves of a clock this fast.
     check_time_scale(plan_at(args.base_port or DEFAULT_BASE_PORT))
-    how: dict[str, Any] = {"foreground": args.foreground, "confirm": confirm_all_answer, "gate": gate}
+    kinds = kinds_for(args.satellite, plan_at(args.base_port or DEFAULT_BASE_PORT))
+    how: dict[str, Any] = {"foreground": args.foreground, "confirm": confirm_all_answer, "gate": gate, "kinds": kinds}
     if args.base_port is None:
         started = start_on_free_ports(directory, plan_at, torus.cells, **how)
     else:
@@ -525,6 +541,7 @@ def _attach(args: argparse.Namespace) -> int:
 
 
 def _run_satellite(args: argparse.Namespace) -> int:
+    from skymemory.testbed.flight import share_text
     from skymemory.testbed.host_process import run_host
     from skymemory.testbed.plan import check_ip
     from skymemory.testbed.plan_file import load_plan
@@ -532,14 +549,19 @@ def _run_satellite(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan)
     if args.listen is not None:
         check_ip(args.listen, "--listen")
+    host = plan.host_named(args.host)
+    if args.write_config is not None:
+        write_private(args.write_config, share_text(plan, host, args.listen))
+        return 0
     run_host(
         plan,
-        plan.host_named(args.host),
+        host,
         listen=args.listen,
         say=print,
         directory=_directory(args) if args.run_dir else None,
         supervisor_fd=args.supervisor_fd,
         insecure=args.insecure,
+        kind=args.satellite,
     )
     return 0
 

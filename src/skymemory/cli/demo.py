@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skymemory.cli._options import argument, check_serving_installed, size
+from skymemory.cli._options import add_satellite_kind, argument, check_serving_installed, size
 from skymemory.config import suggestion
 from skymemory.errors import InvalidInput
 
@@ -63,6 +63,7 @@ def _add_motion(others: Subparsers) -> None:
     add = motion.add_argument
     add("--seconds", type=float, default=36.0, metavar="N", help="duration (default: 36)")
     add("--speed", type=float, default=160.0, metavar="X", help="speed of the clock, times real time (default: 160)")
+    add_satellite_kind(motion)
     add("--no-color", action="store_true", help="draw without colours (NO_COLOR does the same)")
     add("--seed", type=int, metavar="N", default=0, help="seed of the values' bytes (default: 0)")
     add("--json", action="store_true", help="print the report as one JSON object, progress on standard error")

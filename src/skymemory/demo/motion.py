@@ -29,7 +29,8 @@ from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, store_of
 from skymemory.testbed.control import Housekeeping, confirm_all_answer, ping_all
-from skymemory.testbed.plan import ConstellationPlan, HostShare, local_hosts, make_plan
+from skymemory.testbed.flight import Choice, kinds_for
+from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Child, SignalGate, Started, end_children, revive, start_on_free_ports
 from skymemory.units import format_duration, format_size
@@ -420,24 +421,30 @@ class _Flight:
 
 
 @contextmanager
-def _constellation(speed: float, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
+def _constellation(speed: float, satellite: Choice, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
     """A testbed whose processes end with this one, however it ends; its directory is removed."""
+
+    def plan_at(ports: Ports | int) -> ConstellationPlan:
+        return make_plan(
+            hosts=local_hosts(DEFAULT_PRESET, 5, ports),
+            servers=preset_named(DEFAULT_PRESET).servers,
+            epoch_s=time.time(),
+            time_scale=speed,
+        )
+
+    kinds = kinds_for(satellite, plan_at(DEFAULT_BASE_PORT))
     with temporary_run_directory("motion-") as folder:
         directory = RunDirectory(folder)
         started: Started | None = None
         try:
             started = start_on_free_ports(
                 directory,
-                lambda ports: make_plan(
-                    hosts=local_hosts(DEFAULT_PRESET, 5, ports),
-                    servers=preset_named(DEFAULT_PRESET).servers,
-                    epoch_s=time.time(),
-                    time_scale=speed,
-                ),
+                plan_at,
                 preset_named(DEFAULT_PRESET).torus.size,
                 foreground=True,
                 confirm=confirm_all_answer,
                 gate=gate,
+                kinds=kinds,
             )
             yield started, directory
         finally:
@@ -568,7 +575,7 @@ def run_motion(args: argparse.Namespace) -> int:
     with SignalGate() as gate:
         screen = Screen(stream, frame_width(slots), time.monotonic())
         try:
-            with _constellation(args.speed, gate) as (started, directory):
+            with _constellation(args.speed, args.satellite, gate) as (started, directory):
                 report = _demonstrate(args, started, directory, gate, screen)
         finally:
             screen.close()

@@ -4,7 +4,7 @@
  * added to what stands D bits further on. Sixteen bytes are left in the end; the tables finish them.
  * Source of the method: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009.
  */
-#include "fast.h"
+#include "crc.h"
 
 #include <string.h>
 

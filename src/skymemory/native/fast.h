@@ -5,21 +5,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stddef.h>
-#include <stdint.h>
+#include "crc.h"
 
 /* Below this many bytes a loop is faster than releasing the interpreter lock. */
 #define SKY_RELEASE_BYTES 16384
-
-/* crc.c */
-#define SKY_POLYNOMIAL 0xEDB88320u
-#define SKY_ONE 0x80000000u /* the polynomial 1: bit 31 is the coefficient of x^0 */
-uint32_t sky_multiply(uint32_t a, uint32_t b);
-uint32_t sky_power_of_x(uint64_t exponent);
-void sky_crc_init(void);
-const char *sky_crc_kind(void);
-int sky_crc_select(const char *kind);
-uint32_t sky_crc32(uint32_t crc, const uint8_t *data, size_t size);
 
 /* crc_calls.c */
 uint32_t sky_crc32_join(const uint8_t *crcs, size_t chunks, size_t chunk_bytes, size_t size);

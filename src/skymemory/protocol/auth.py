@@ -35,6 +35,7 @@ from skymemory.protocol.wire import (
     Op,
     SegmentBatch,
     header_start,
+    microseconds,
 )
 
 FLAG_AUTHENTICATED = 0x01
@@ -78,7 +79,7 @@ class Authority:
             return batch
         keys, key_id = self.mac_keys, self.ring.active(now_s).key_id
         sky = COMMAND_BYTES if command else TELEMETRY_BYTES
-        time_us, width = int(now_s * 1e6) if command else 0, batch.header_bytes
+        time_us, width = microseconds(now_s) if command else 0, batch.header_bytes
         try:
             signed = native.sign_packets(batch.headers, width, sky, keys[key_id], key_id, time_us)
         except ValueError as error:
@@ -220,9 +221,9 @@ class SatelliteGate:
         self._our_beam = Address(here.plane, here.slot, GROUND_SHELL).pack().to_bytes(4, "big")
         self._counters = counters
         self._refuse = refuse
-        self._window = ReplayWindow(int((now_s - START_GRACE_S) * 1e6))
+        self._window = ReplayWindow(microseconds(now_s - START_GRACE_S))
         self._commanded = False
-        self._answered_to_s = now_s
+        self._answered_to_us = microseconds(now_s)
         """When all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
     @property
@@ -232,7 +233,7 @@ class SatelliteGate:
 
     def guard(self, now_s: float) -> native.Guard:
         """What ``native.serve`` needs to check GETs and SETs by our own beam, until the machine is next called."""
-        return self._authority.mac_keys, int(now_s * 1e6), _MAX_SKEW_US, self._are_first
+        return self._authority.mac_keys, microseconds(now_s), _MAX_SKEW_US, self._are_first
 
     def _are_first(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
@@ -244,10 +245,12 @@ class SatelliteGate:
         admitted: list[Run] = []
         self._commanded = False
         for view, size in runs:
-            if size > 0 and native.same_journey(view, size):
+            if size <= 0:
+                admitted.append((view, size))  # malformed: the machine counts it
+            elif native.same_journey(view, size):
                 self._admit(view, size, source, now_s, admitted)
             else:
-                for at in range(0, len(view), size) if size > 0 else ():
+                for at in range(0, len(view), size):
                     self._admit(view[at : at + size], size, source, now_s, admitted)
         return admitted, self._commanded
 
@@ -297,7 +300,8 @@ class SatelliteGate:
 
     def _authentic(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
         """1 for each packet that is authentic and new; the others are counted."""
-        times = native.check_macs(view, size, COMMAND_BYTES, self._authority.mac_keys, int(now_s * 1e6), _MAX_SKEW_US)
+        keys, now_us = self._authority.mac_keys, microseconds(now_s)
+        times = native.check_macs(view, size, COMMAND_BYTES, keys, now_us, _MAX_SKEW_US)
         authentic = bytes(sent_us is not None for sent_us in times)
         keep = bytearray(authentic)
         for number, sent_us in enumerate(times):
@@ -322,10 +326,11 @@ class SatelliteGate:
             self._refuse(sound[0], source, now_s)
 
     def _may_answer(self, now_s: float) -> bool:
-        answered_to_s = max(self._answered_to_s, now_s) + 1 / REFUSALS_PER_S
-        if answered_to_s > now_s + 1.0:
+        now_us = microseconds(now_s)
+        answered_to_us = max(self._answered_to_us, now_us) + 1_000_000 // REFUSALS_PER_S
+        if answered_to_us > now_us + 1_000_000:
             return False
-        self._answered_to_s = answered_to_s
+        self._answered_to_us = answered_to_us
         return True
 
 

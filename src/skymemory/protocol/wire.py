@@ -87,12 +87,19 @@ def command_fields(
 def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
     """The first 16 bytes of a telemetry packet of ``total_bytes`` bytes in all; time in seconds of our epoch."""
     _check(apid, total_bytes, TELEMETRY_BYTES)
-    seconds = int(time_s)
-    fraction = int((time_s - seconds) * 65536)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
-    return _TELEMETRY.pack(
-        0x0800 | apid, count, total_bytes - PRIMARY_BYTES - 1, seconds & 0xFFFFFFFF, fraction & 0xFFFF, 0
-    )
+    return _TELEMETRY.pack(0x0800 | apid, count, total_bytes - PRIMARY_BYTES - 1, *telemetry_time(time_s), 0)
+
+
+def microseconds(time_s: float) -> int:
+    """A time in whole microseconds: what packets say is computed from these, alike in every implementation."""
+    return round(time_s * 1e6)
+
+
+def telemetry_time(time_s: float) -> tuple[int, int]:
+    """The time of a telemetry header: seconds, and a fraction in 1/65,536."""
+    seconds, rest_us = divmod(microseconds(time_s), 1_000_000)
+    return seconds & 0xFFFFFFFF, (rest_us << 16) // 1_000_000
 
 
 def parse_header(data: Buffer) -> PacketHeader:
@@ -416,7 +423,7 @@ class SkyHeader(NamedTuple):
 
 def since_s(echo_us: int, now_s: float) -> float | None:
     """Time since the request whose timestamp is echoed; None if implausible."""
-    elapsed_us = (int(now_s * 1e6) - echo_us) & 0xFFFFFFFF
+    elapsed_us = (microseconds(now_s) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
 
 

@@ -12,9 +12,10 @@ from contextlib import suppress
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.testbed.connect import host_spec
 from skymemory.testbed.control import read_outages
+from skymemory.testbed.flight import become_daemon, daemon_path, share_text
 from skymemory.testbed.key_file import LOOK_S, KeyFollower
 from skymemory.testbed.plan import ConstellationPlan, HostShare, check_exposure, follower_of
-from skymemory.testbed.run_directory import RunDirectory, check_host_ports
+from skymemory.testbed.run_directory import Kind, RunDirectory, check_host_ports
 from skymemory.testbed.supervisor import READY, STAY
 from skymemory.transport.udp_host import UdpHost, serve_host
 
@@ -126,18 +127,26 @@ def run_host(
     directory: RunDirectory | None = None,
     supervisor_fd: int | None = None,
     insecure: bool = False,
+    kind: Kind = "python",
 ) -> None:
-    """Serves ``host`` of ``plan`` until it is stopped. With a ``directory``, records the process in it.
+    """Serves ``host`` of ``plan`` until it is stopped. With a ``directory``, records the process in it. With ``kind``
+    ``c`` this process becomes the daemon, and the call does not return.
 
     Raises ``InvalidInput`` if other computers could command it without a key, unless ``insecure``.
     """
     # Recorded before the sockets are bound: `down` must find this process even if it hangs there.
     check_exposure(plan, host, listen, insecure)
+    share = ""
+    if kind == "c":
+        daemon_path()  # before anything is recorded
+        share = share_text(plan, host, listen, directory.pid_path(host.name) if directory is not None else None)
     if directory is not None:
         earlier = directory.read_record(host.name)
         if earlier is not None and earlier.alive and earlier.pid != os.getpid():
             raise ConstellationError(f"{host.name} already runs as process {earlier.pid}, in {directory.path}")
-        directory.write_record(host.name, os.getpid())
+        directory.write_record(host.name, os.getpid(), kind)
+    if kind == "c":
+        become_daemon(share, host, directory.path if directory is not None else None, supervisor_fd)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve(plan, host, listen, supervisor_fd, say, directory))

@@ -18,12 +18,12 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
 from skymemory.files import read_bounded, write_private
@@ -34,9 +34,13 @@ from skymemory.testbed.plan_file import load_plan, save_plan
 PLAN_NAME = "constellation.json"
 INDEX_NAME = "index"
 OUTAGES_NAME = "outages.json"
+KINDS_NAME = "satellites.json"
 KEYS_NAME = "keys"
 LOG_TAIL_BYTES = 2048
+Kind = Literal["python", "c"]
+"""What the satellites of a host are written in."""
 _MAX_PID_FILE_BYTES = 4096
+_MAX_KINDS_BYTES = 1 << 20
 _POLL_S = 0.02
 
 
@@ -81,6 +85,7 @@ class ProcessRecord:
 
     pid: int
     start: str
+    kind: Kind = "python"
 
     @property
     def alive(self) -> bool:
@@ -126,6 +131,22 @@ class RunDirectory:
     def outages_path(self) -> Path:
         """Disabled satellites."""
         return self.path / OUTAGES_NAME
+
+    def write_kinds(self, kinds: Mapping[str, Kind]) -> None:
+        """Records what the satellites of each host are written in, for when one is started again; Python's are left
+        out.
+        """
+        write_private(self.path / KINDS_NAME, json.dumps(dict(kinds)) + "\n")
+
+    def kind_of(self, host: str) -> Kind:
+        """What the satellites of ``host`` are written in when it is started here."""
+        try:
+            found = json.loads(read_bounded(self.path / KINDS_NAME, _MAX_KINDS_BYTES))
+        except FileNotFoundError:
+            return "python"
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"{self.path / KINDS_NAME}: not JSON: {error}") from error
+        return "c" if isinstance(found, dict) and found.get(host) == "c" else "python"
 
     @property
     def keys_path(self) -> Path:
@@ -219,12 +240,12 @@ class RunDirectory:
             )
         return plan
 
-    def write_record(self, host: str, pid: int) -> None:
+    def write_record(self, host: str, pid: int, kind: Kind = "python") -> None:
         """Records that process ``pid`` serves ``host``."""
         start = process_start(pid)
         if start is None:
             raise ConstellationError(f"process {pid} of {host} has already ended")
-        write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start}) + "\n")
+        write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start, "kind": kind}) + "\n")
 
     def read_record(self, host: str) -> ProcessRecord | None:
         """The recorded process of ``host``, alive or not; None without a record. If the file is damaged, the running
@@ -238,7 +259,7 @@ class RunDirectory:
             found = None
         match found:
             case {"pid": int(pid), "start": str(start)} if pid > 1:
-                return ProcessRecord(pid, start)
+                return ProcessRecord(pid, start, "c" if found.get("kind") == "c" else "python")
         return self.running().get(host)
 
     def running(self) -> dict[str, ProcessRecord]:
@@ -293,6 +314,8 @@ class RunDirectory:
             f"{INDEX_NAME}.new",
             OUTAGES_NAME,
             f".{OUTAGES_NAME}.*",
+            KINDS_NAME,
+            f".{KINDS_NAME}.*",
             KEYS_NAME,
             f".{KEYS_NAME}.*",
         )

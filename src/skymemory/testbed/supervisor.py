@@ -28,6 +28,7 @@ from skymemory.errors import ConstellationError
 from skymemory.store.sky.shared_index import create_journal
 from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports
 from skymemory.testbed.run_directory import (
+    Kind,
     PortTaken,
     ProcessRecord,
     RunDirectory,
@@ -60,13 +61,16 @@ class AlreadyRunning(ConstellationError):
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State of a host's process: ``running``, ``dead``, or ``elsewhere`` (not started here)."""
+    """State of a host's process: ``running``, ``dead``, or ``elsewhere`` (not started here). ``kind``: what its
+    satellites are written in, where it runs.
+    """
 
     name: str
     state: str
     pid: int | None
     memory_bytes: int | None
     log_tail: str
+    kind: Kind | None = None
 
 
 @dataclass(slots=True)
@@ -146,8 +150,9 @@ def start(
     foreground: bool = False,
     confirm: Confirm | None = None,
     gate: SignalGate | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Starts every host of ``plan`` here; returns when all listen.
+    """Starts every host of ``plan`` here; returns when all listen. ``kinds``: of the hosts that are not Python's.
 
     Then ``confirm`` is called; if it raises, all are stopped. With ``foreground`` the children stay attached, to be
     watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``.
@@ -165,6 +170,8 @@ def start(
             undo.callback(end_children, children)
             directory.sweep()
             directory.write_plan(plan)
+            if kinds:
+                directory.write_kinds(kinds)
             create_journal(directory.index_path)
             for host in plan.hosts:
                 gate.check()
@@ -214,12 +221,13 @@ def start_on_free_ports(
     foreground: bool = False,
     confirm: Confirm | None = None,
     gate: SignalGate | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
     """``start`` on free ports, with other ports if another process takes them first."""
     for attempt in range(FREE_PORT_ATTEMPTS):
         plan = plan_at(free_ports(satellites, attempt=attempt))
         try:
-            return start(directory, plan, foreground=foreground, confirm=confirm, gate=gate)
+            return start(directory, plan, foreground=foreground, confirm=confirm, gate=gate, kinds=kinds)
         except PortTaken:
             if attempt == FREE_PORT_ATTEMPTS - 1:
                 raise
@@ -263,7 +271,7 @@ def inspect(directory: RunDirectory) -> list[HostState]:
     for host in directory.read_plan().hosts:
         record = directory.read_record(host.name)
         if record is not None and record.alive:
-            states.append(HostState(host.name, "running", record.pid, resident_bytes(record.pid), ""))
+            states.append(HostState(host.name, "running", record.pid, resident_bytes(record.pid), "", record.kind))
         elif record is None and not host.is_loopback:
             states.append(HostState(host.name, "elsewhere", None, None, ""))
         else:
@@ -359,6 +367,7 @@ def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line
         str(directory.path),
         "--supervisor-fd",
         str(line_fd),
+        *(("--satellite", "c") if directory.kind_of(host.name) == "c" else ()),
     ]
 
 

@@ -48,6 +48,8 @@ GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way seconds from one end of a link to the other."""
+Machine = Callable[[SatelliteConfig, SkyMap, MoveClock, float, Lateness | None], SatelliteMachine]
+"""Makes a satellite, of its own configuration, or one with the same interface (the satellite in C)."""
 _MAX_RUN_SEGMENTS = 64
 _NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
@@ -138,11 +140,13 @@ class SimulatedConstellation:
         limits: HostLimits | None = None,
         queues: LinkQueues | None = None,
         buffer_bytes: int = AMPLE_BYTES,
+        machine: Machine | None = None,
     ) -> None:
         """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks``:
         the wrong clocks of some satellites. ``authority`` is the satellites'; a client's is in its config. ``limits``
         None: work takes no time, and no buffer overflows. ``queues``: what links carry; None: all, at once.
-        ``buffer_bytes``: what each receiver offers to those that send to it, where there are no ``limits``.
+        ``buffer_bytes``: what each receiver offers to those that send to it, where there are no ``limits``. ``machine``
+        makes the satellites; None: ``SatelliteMachine``.
 
         Raises:
             InvalidInput: both ``limits`` and ``queues``.
@@ -167,6 +171,7 @@ class SimulatedConstellation:
         self._authority = authority
         self._limits = limits
         self._buffer_bytes = buffer_bytes
+        self._new_machine: Machine = machine or SatelliteMachine
         self.queues = queues
         self._arrivals: list[_Arrival | tuple[float, int, _Train, int]] = []
         self._order = count()
@@ -216,7 +221,7 @@ class SimulatedConstellation:
                 config, credit_bytes=self._limits.buffer_bytes // 2, neighbour_timeout_s=PATIENCE_S + 2 * longest_s
             )
         clock, lateness = self._clocks.get(here, self.clock), self._lateness.get(here)
-        return SatelliteMachine(config, self.sky, clock, self.now_s, lateness)
+        return self._new_machine(config, self.sky, clock, self.now_s, lateness)
 
     def kill(self, satellite: SatelliteId) -> None:
         """From now on it neither receives nor sends; its memory is lost. Packets sent already arrive."""

@@ -40,6 +40,7 @@ from skymemory.protocol.wire import (
     SegmentBatch,
     Status,
     command_fields,
+    microseconds,
     prefixed_batch,
     single,
 )
@@ -305,7 +306,7 @@ class InFlight:
         """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
         outer = command_fields(op, sequence, COMMAND_PREFIX_BYTES + 1)
         ends = _wire_address(satellite), _GROUND | _wire_address(beam), self._ground, request_id
-        journey = HOP_LIMIT, 0, 0, int(now_s * 1e6) & 0xFFFFFFFF
+        journey = HOP_LIMIT, 0, 0, microseconds(now_s) & 0xFFFFFFFF
         return _COMMAND_PREFIX.pack(*outer, VERSION, op, 0, Status.OK, *ends, *journey, *moves, self._credit, 0, 0)
 
     def _take_id(self) -> int:

@@ -361,7 +361,7 @@ class LossProofs:
             fresh = 0
             for index, others in case.left.items():
                 check = Check(ref.key, setting_of(packed), ref.chunks, index, ref.chunks, ref.length_bytes)
-                for place in others:
+                for place in sorted(others):
                     asked = by_place.setdefault(place, [])
                     fresh += len(asked) % MAX_CHECKS_PER_PACKET == 0
                     asked.append((case, check))

@@ -27,7 +27,7 @@ from skymemory.protocol.messages import KEY_BYTES, MAX_DEAD_PER_PACKET, Dead, jo
 from skymemory.protocol.satellite.checks import Answer, Check, Checks, Found, LossProofs, Replicas
 from skymemory.protocol.satellite.memory import setting_of
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, Packet
+from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, Packet, microseconds
 
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _GROUND_NOTIFIED = 0x01
@@ -104,7 +104,7 @@ class Gossip:
         self._replicas = Replicas(state) if config.replicas > 1 else None
         self._evicted: dict[bytes, bytes] = {} if state.store.evicted is None else state.store.evicted
         self._due_s = math.inf
-        self._number = int(now_s * 1000) & 0xFFFFFFFF
+        self._number = microseconds(now_s) // 1000 & 0xFFFFFFFF
         """A restarted satellite must not repeat numbers that others have seen of it."""
         self._seen: OrderedDict[tuple[Address, int], None] = OrderedDict()
 

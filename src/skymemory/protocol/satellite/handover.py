@@ -75,6 +75,7 @@ _MOST_GROUPED = 4
 """Where bursts would leave more often than every ``_GROUP_S``, up to this many leave together. Sent singly they cost
 every satellite on their way nearly twice the processor time; together they delay a reader by less than that.
 """
+_ROUNDING = 1e-9
 _GOLDEN = 0.6180339887498949
 
 
@@ -207,7 +208,7 @@ class Handover:
                         leaving.setdefault(name[0], []).append((destination, name))
         # In the order of eviction, so that chunks have the same order where they arrive.
         for key in store.order() if leaving else ():
-            for destination in dict.fromkeys(to for to, _ in leaving.get(key, ())):
+            for destination in sorted({to for to, _ in leaving.get(key, ())}):
                 self.enqueue(destination, (name for to, name in leaving[key] if to == destination))
         return others
 
@@ -453,6 +454,8 @@ class Handover:
         times = [burst.deadline_s for burst in self._in_flight.values()]
         if self._copied:
             times.append(self.next_deletion_s())
+        while self._stray_times and self._strays.get(self._stray_times[0][1]) != self._stray_times[0][0]:
+            heapq.heappop(self._stray_times)  # it was stored again, or is due at another time
         if self._stray_times:
             times.append(self._stray_times[0][0])
         if self._retry_waits:
@@ -503,7 +506,7 @@ class Pacer:
         bursts, time_s = max(1, bursts), SPREAD_SHARE * interval_s
         spread_s = 0.0 if urgent else SPREAD_S
         self.gap_s = min(max(spread_s / bursts, self._usual_gap_s), time_s / bursts, _MOST_GAP_S)
-        self._left = self.group = max(1, min(_MOST_GROUPED, int(_GROUP_S / self.gap_s)))
+        self._left = self.group = max(1, min(_MOST_GROUPED, int(_GROUP_S / self.gap_s + _ROUNDING)))
         self.step_s = self.gap_s * bursts / -(-bursts // self.group)
         self.next_s = now_s + self._phase * self.step_s
 

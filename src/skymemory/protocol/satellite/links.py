@@ -23,7 +23,7 @@ from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.satellite.overload import LATE_S
 from skymemory.protocol.satellite.routing import MAX_DECLARATIONS, REFRESH_S, Declaration, LinksBody
 from skymemory.protocol.satellite.state import SatelliteState
-from skymemory.protocol.wire import Address, Packet
+from skymemory.protocol.wire import Address, Packet, microseconds
 
 _FRESH_S = 0.2
 """A neighbour heard from this recently is not probed."""
@@ -234,7 +234,7 @@ class Neighbours:
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
         """Flood which of our links are down now, with a time later than ``outdo_ms``."""
         # Later than all our earlier declarations, even if the clock was set back.
-        made_ms = max(int(now_s * 1e3), self.links.made_ms(self._here) + 1, outdo_ms + 1)
+        made_ms = max(microseconds(now_s) // 1000, self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
         self._refresh_s = now_s + REFRESH_S if ours.down else math.inf
         if self.links.learn(ours, now_s, at_once=True):

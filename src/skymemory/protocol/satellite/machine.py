@@ -52,6 +52,7 @@ from skymemory.protocol.wire import (
     UnknownOperation,
     destination_of,
     header_start,
+    microseconds,
     parse_packet,
 )
 
@@ -482,7 +483,7 @@ class SatelliteMachine:
             self._outbox.reply(packet.header, Op.UNREACHABLE, b"", now_s, Status.REFUSED)
             return
         self._locator.push_to(pushed)
-        self.neighbours.pushed_at_ms = int(now_s * 1e3)
+        self.neighbours.pushed_at_ms = microseconds(now_s) // 1000
         self._follow_moves(now_s, pushed=True)
         self._outbox.reply(packet.header, Op.ADVANCED, messages.pack_moves(*self._locator.pushed), now_s)
         self._hand_over(now_s)

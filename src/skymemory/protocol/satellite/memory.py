@@ -434,8 +434,8 @@ def latest_index(share: Share) -> int:
     settings = {ref[_SET_MOVES] for ref, _ in share.values()}
     if len(settings) == 1:
         return min(share)
-    latest = max(settings, key=lambda moves: sum(_MOVES.unpack(moves)))
-    return min(index for index, (ref, _) in share.items() if ref[_SET_MOVES] == latest)
+    latest = max(sum(_MOVES.unpack(moves)) for moves in settings)
+    return min(index for index, (ref, _) in share.items() if sum(_MOVES.unpack(ref[_SET_MOVES])) == latest)
 
 
 def latest_ref(share: Share) -> bytes:

@@ -31,7 +31,9 @@ from skymemory.protocol.wire import (
     Status,
     build_packet,
     bulk_batch,
+    microseconds,
     single,
+    telemetry_time,
 )
 
 _LEAST_CREDIT_BYTES = 128 * 1024
@@ -114,9 +116,7 @@ class Outbox:
 
     def terms(self, now_s: float) -> native.AnswerTerms:
         """The header fields of an answer that come neither from the request nor from the chunks."""
-        seconds = int(now_s)
-        fraction = int((now_s - seconds) * 65536)
-        return *self._locator.moves, self._credit_units(), seconds & 0xFFFFFFFF, fraction, self._sequence
+        return *self._locator.moves, self._credit_units(), *telemetry_time(now_s), self._sequence
 
     def sent(self, packets: int) -> None:
         """Count packets that left by ``terms``: the sequence continues after them."""
@@ -146,7 +146,7 @@ class Outbox:
 
     def migrate(self, there: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
         """MIGRATE: one packet per chunk, to another satellite."""
-        header = self._header(Op.MIGRATE, Address(*there), request_id, int(now_s * 1e6) & 0xFFFFFFFF)
+        header = self._header(Op.MIGRATE, Address(*there), request_id, microseconds(now_s) & 0xFFFFFFFF)
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:

@@ -52,10 +52,11 @@ class Lateness:
             self._worst_s, self._worst_at_s = late_s, now_s
 
     def at(self, now_s: float) -> float:
-        """The longest recent wait in seconds, decaying."""
+        """The longest recent wait in seconds, decaying; to a microsecond, so that it ends."""
         if not self._worst_s:
             return 0.0
-        return self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
+        wait_s = self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
+        return round(wait_s * 1e6) / 1e6
 
     def is_late(self, now_s: float) -> bool:
         """Whether the host is overloaded."""

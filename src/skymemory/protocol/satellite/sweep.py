@@ -142,14 +142,14 @@ class Sweep:
         moves, before = self._locator.moves, self._locator.before
         if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
             return
-        leaving = [
+        leaving = {
             name[0]
             for tag, names in names_by_tag(self._store.shares).items()
             if self._locator.home_of_tag(tag) != self._here
             for name in names
-        ]
+        }
         for distance in _DISTANCES:
-            self._examine(dict.fromkeys(leaving), distance, now_s, before)
+            self._examine(sorted(leaving), distance, now_s, before)
         if self._asking:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
@@ -306,7 +306,7 @@ class Sweep:
             if setting_of(its_ref) == setting_of(packed):
                 server = index % ref.tag.servers
                 held[server] = held.get(server, 0) + 1
-        return next((server for server, count in held.items() if count < _chunks_of(server, ref)), None)
+        return min((server for server, count in held.items() if count < _chunks_of(server, ref)), default=None)
 
     def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
         """The satellites of that server now and before; none if this satellite is one of them."""
@@ -456,10 +456,10 @@ class ReplicaRepair:
         latest = latest_ref(share)
         servers = ChunkRef.unpack(latest).tag.servers
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, (ref, _) in share.items():
+        for index, (ref, _) in sorted(share.items()):
             if setting_of(ref) == setting_of(latest):
                 groups.setdefault((index % servers, ref[REPLICA_OFFSET]), []).append(index)
-        checks = {name: (Check.of(latest, name[0]), indices) for name, indices in groups.items()}
+        checks = {name: (Check.of(latest, name[0]), indices) for name, indices in sorted(groups.items())}
         return {name: one for name, one in checks.items() if len(one[1]) == one[0].expected}
 
     def _send_lacking(self, answer: Answer, now_s: float) -> None:

@@ -45,7 +45,7 @@ from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import check_access, clock_of, expected_round_trip_s, settings_of, shell_of, sky_of
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.simulated import Node, SimulatedClient, SimulatedConstellation
+from skymemory.transport.simulated import Machine, Node, SimulatedClient, SimulatedConstellation
 
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
 """Of what is kept in a folder; another one when a change of the code changes results."""
@@ -59,7 +59,8 @@ _BOTH: tuple[Direction, Direction] = ("get", "set")
 class VirtualConstellation:
     """All satellites of a plan in virtual time, in one process, with link delays by its geometry at every moment.
 
-    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks``: of satellites with wrong clocks.
+    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks``: of satellites with wrong clocks. ``machine`` makes
+    the satellites (default: ``SatelliteMachine``).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class VirtualConstellation:
         plan: ConstellationPlan,
         faults: FaultInjector | None = None,
         clocks: Mapping[SatelliteId, MoveClock] | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.plan = plan
         self.clock = clock_of(plan)
@@ -91,6 +93,7 @@ class VirtualConstellation:
             queues=None
             if plan.links is None
             else LinkQueues(plan.links, plan.epoch_s, self._elevation_deg, self._place_of, self._onboard),
+            machine=machine,
         )
 
     def _elevation_deg(self, satellite: SatelliteId, host: Node, now_s: float) -> float:

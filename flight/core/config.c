@@ -1,0 +1,90 @@
+#include "config.h"
+
+#include <string.h>
+
+#include "wire/packet.h"
+
+void sky_config_defaults(sky_config *config) {
+    (void)memset(config, 0, sizeof *config);
+    config->typical_chunk_bytes = 6144;
+    config->cell_bytes = 1024;
+    config->replacement = SKY_LRFU;
+    config->credit_bytes = 1U << 20;
+    config->backlog_bytes = 64U << 20;
+    config->outbox_bytes = 512U << 10;
+    config->sweep = 30 * 1000000;
+    config->notice_hold = 50000;
+    config->confirm = 2 * 1000000;
+    config->pin_share = 1U << 15;
+    config->replicas = 1;
+    config->slot_link_ps = 1000000000000U; /* a second: the twin's, where nothing is known */
+    config->plane_link_ps = 1000000000000U;
+    config->neighbour_timeout = 50000;
+    config->handover_window = 32;
+    config->handover_timeout = 100000;
+    config->handover_grace = 1000000;
+    config->handover_gap = 2000;
+    config->most_written = 1U << 16;
+    config->most_deleted = 1U << 14;
+    config->most_dead = 4096;
+    config->most_departed = 16384;
+    config->most_evicted = 4096;
+    config->most_leases = 16384;
+    config->most_expiries = 1U << 16;
+    config->most_senders = 256;
+    config->most_forgotten = 4096;
+    config->remembered = 2048;
+}
+
+uint32_t sky_config_chunks(const sky_config *config) {
+    uint32_t chunks = config->most_chunks;
+    if (chunks == 0U) {
+        const uint64_t each = (uint64_t)config->typical_chunk_bytes + SKY_REF_BYTES;
+        const uint64_t fit = config->memory_bytes / each + 1024U;
+        chunks = fit < INT32_MAX ? (uint32_t)fit : (uint32_t)INT32_MAX;
+    }
+    return chunks;
+}
+
+uint32_t sky_config_keys(const sky_config *config) {
+    return config->most_keys != 0U ? config->most_keys : sky_config_chunks(config);
+}
+
+const char *sky_config_error(const sky_config *config) {
+    const uint32_t plane = config->address >> 12, slot = config->address & 0xFFFU;
+    const char *error = NULL;
+    if (config->planes < 1U || config->planes > 4096U || config->slots < 1U || config->slots > 4096U) {
+        error = "planes and slots: expected 1 to 4096";
+    } else if (plane >= config->planes || slot >= config->slots) {
+        error = "the address is not on the torus";
+    } else if (config->centre_plane >= config->planes || config->centre_slot >= config->slots) {
+        error = "the centre is not on the torus";
+    } else if (config->memory_bytes > (uint64_t)1 << 40) {
+        error = "memory: expected 1 TiB at most";
+    } else if (config->cell_bytes < 64U || config->cell_bytes > 65536U) {
+        error = "cells: expected 64 to 65536 bytes";
+    } else if (config->memory_bytes / config->cell_bytes > (uint64_t)INT32_MAX / 2U ||
+               sky_config_chunks(config) > (uint32_t)INT32_MAX / 4U) {
+        error = "memory: too many cells or chunks, expected 2^30 at most";
+    } else if (config->typical_chunk_bytes < 1U || config->typical_chunk_bytes > SKY_MAX_CHUNK_BYTES) {
+        error = "typical chunk: expected 1 to 65375 bytes";
+    } else if (config->replacement > SKY_LRFU) {
+        error = "replacement: expected lru, lfuda or lrfu";
+    } else if (config->pin_share > 65536U) {
+        error = "pin share: expected at most 65536, which is all";
+    } else if (config->replicas < 1U || config->replicas > 255U) {
+        error = "replicas: expected 1 to 255";
+    } else if (config->slot_link_ps < 1U || config->plane_link_ps < 1U ||
+               config->slot_link_ps > (uint64_t)1 << 46 || config->plane_link_ps > (uint64_t)1 << 46) {
+        error = "link delays: expected 1 ps to 70 s";
+    } else if (config->ring.count > SKY_MOST_KEYS_IN_RING) {
+        error = "keys in a ring: expected 16 at most";
+    } else if (config->most_written < 1U || config->most_deleted < 1U || config->most_dead < 1U ||
+               config->most_departed < 1U || config->most_senders < 1U || config->most_forgotten < 1U ||
+               config->remembered < 1U) {
+        error = "what is remembered: expected 1 or more of each";
+    } else {
+        /* sound */
+    }
+    return error;
+}

@@ -1,0 +1,99 @@
+#include "store/keymap.h"
+
+#include <string.h>
+
+#include "wire/bytes.h"
+
+bool sky_keymap_new(sky_keymap *map, sky_arena *arena, uint32_t capacity) {
+    uint32_t buckets = 1;
+    while (buckets < capacity && buckets < 1U << 31) {
+        buckets *= 2U;
+    }
+    map->nodes = sky_take(arena, (size_t)capacity + 1U, sizeof *map->nodes);
+    map->buckets = sky_take(arena, buckets, sizeof *map->buckets);
+    map->mask = buckets - 1U;
+    map->capacity = capacity;
+    return map->nodes != NULL && map->buckets != NULL;
+}
+
+/* Keys are hashes already, as far as clients are honest; the mixing takes in all of the 32 bytes. */
+static uint32_t bucket_of(const sky_keymap *map, const uint8_t *key) {
+    uint64_t mixed = 0;
+    for (uint32_t at = 0; at < 32U; at += 8U) {
+        mixed = (mixed ^ sky_load64(key + at)) * 0x9E3779B97F4A7C15U;
+        mixed ^= mixed >> 32;
+    }
+    return (uint32_t)(mixed & 0xFFFFFFFFU) & map->mask;
+}
+
+uint32_t sky_keymap_find(const sky_keymap *map, const uint8_t *key) {
+    uint32_t entry = map->count == 0U ? 0U : map->buckets[bucket_of(map, key)];
+    while (entry != 0U && memcmp(map->nodes[entry].key, key, 32) != 0) {
+        entry = map->nodes[entry].chain;
+    }
+    return entry;
+}
+
+static void append(sky_keymap *map, uint32_t entry) {
+    map->nodes[entry].older = map->last;
+    map->nodes[entry].newer = 0;
+    if (map->last != 0U) {
+        map->nodes[map->last].newer = entry;
+    } else {
+        map->first = entry;
+    }
+    map->last = entry;
+}
+
+static void detach(sky_keymap *map, uint32_t entry) {
+    const uint32_t older = map->nodes[entry].older, newer = map->nodes[entry].newer;
+    if (older != 0U) {
+        map->nodes[older].newer = newer;
+    } else {
+        map->first = newer;
+    }
+    if (newer != 0U) {
+        map->nodes[newer].older = older;
+    } else {
+        map->last = older;
+    }
+}
+
+uint32_t sky_keymap_add(sky_keymap *map, const uint8_t *key) {
+    uint32_t entry = map->freed;
+    uint32_t *bucket;
+    if (entry != 0U) {
+        map->freed = map->nodes[entry].chain;
+    } else if (map->touched < map->capacity) {
+        map->touched++;
+        entry = map->touched;
+    } else {
+        return 0;
+    }
+    (void)memcpy(map->nodes[entry].key, key, 32);
+    bucket = &map->buckets[bucket_of(map, key)];
+    map->nodes[entry].chain = *bucket;
+    *bucket = entry;
+    append(map, entry);
+    map->count++;
+    return entry;
+}
+
+void sky_keymap_remove(sky_keymap *map, uint32_t entry) {
+    uint32_t *link = &map->buckets[bucket_of(map, map->nodes[entry].key)];
+    while (*link != entry) {
+        link = &map->nodes[*link].chain;
+    }
+    *link = map->nodes[entry].chain;
+    detach(map, entry);
+    map->nodes[entry].chain = map->freed;
+    map->freed = entry;
+    map->count--;
+}
+
+void sky_keymap_to_end(sky_keymap *map, uint32_t entry) {
+    if (map->last != entry) {
+        detach(map, entry);
+        append(map, entry);
+    }
+}

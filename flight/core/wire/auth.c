@@ -1,0 +1,568 @@
+#include "wire/auth.h"
+
+#include <string.h>
+
+#include "store/keymap.h"
+#include "wire/crc.h"
+
+static const uint8_t PURPOSE[] = "skymemory packets 1";
+static const sky_us MAX_SKEW_US = 30 * 1000000, START_GRACE_US = 1000000, REFUSAL_US = 1000000 / 100;
+enum { MOST_PACKETS = SKY_MAX_PACKET_BYTES / SKY_COMMAND_PREFIX_BYTES + 2, SEQUENCE_BITS = 14, LARGEST_SIGNED_CHUNK = SKY_MAX_CHUNK_BYTES - SKY_MAC_BYTES };
+
+/* --- MACs --- */
+
+void sky_authority_begin(sky_authority *authority, const sky_ring *ring) {
+    (void)memset(authority, 0, sizeof *authority);
+    authority->count = ring->count;
+    authority->every_packet = ring->every_packet;
+    for (uint32_t i = 0; i < ring->count; i++) {
+        sky_hmac_key by_secret;
+        sky_sha inner;
+        uint8_t derived[SKY_SHA_BYTES];
+        sky_hmac_begin(&by_secret, ring->keys[i].secret);
+        inner = by_secret.inner;
+        sky_sha_take(&inner, PURPOSE, sizeof PURPOSE - 1U);
+        sky_hmac_end(&by_secret, &inner, derived);
+        authority->keys[i].id = ring->keys[i].id;
+        authority->keys[i].from = ring->keys[i].from;
+        sky_hmac_begin(&authority->keys[i].hmac, derived);
+    }
+}
+
+bool sky_authority_signs(const sky_authority *authority, uint8_t op) {
+    return authority->count != 0U && (sky_op_is_command(op) || authority->every_packet);
+}
+
+/* Over the high half of the time and the packet up to the MAC, with its CRC and what forwarders change as zero. */
+static void mac_of(const sky_mac_key *key, uint32_t time_high, const uint8_t *packet, size_t end,
+                   uint8_t mac[SKY_MAC_BYTES]) {
+    uint8_t head[4 + SKY_TELEMETRY_PREFIX_BYTES], digest[SKY_SHA_BYTES];
+    const size_t sky = sky_header_start(packet), prefix = sky + SKY_HEADER_BYTES;
+    sky_sha inner = key->hmac.inner;
+    sky_store32(head, time_high);
+    (void)memcpy(head + 4, packet, prefix);
+    (void)memset(head + 4 + sky + SKY_HOP_LIMIT_AT, 0, SKY_MUTABLE_END - SKY_HOP_LIMIT_AT);
+    (void)memset(head + 4 + sky + SKY_CRC_AT, 0, SKY_HEADER_BYTES - SKY_CRC_AT);
+    sky_sha_take(&inner, head, 4U + prefix);
+    sky_sha_take(&inner, packet + prefix, end - prefix);
+    sky_hmac_end(&key->hmac, &inner, digest);
+    (void)memcpy(mac, digest, SKY_MAC_BYTES);
+}
+
+/* The key in use: the latest whose time has come; where none has, the first. */
+static const sky_mac_key *active(const sky_authority *authority, sky_us now) {
+    uint32_t at = authority->count - 1U;
+    while (at > 0U && authority->keys[at].from > now) {
+        at--;
+    }
+    return &authority->keys[at];
+}
+
+bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now) {
+    const sky_mac_key *const key = active(authority, now);
+    const bool command = (packet[0] & SKY_COMMAND_BIT) != 0U;
+    const uint64_t time = command && now > 0 ? (uint64_t)now : 0U;
+    const uint32_t length = sky_load16(packet + 4) + (uint32_t)SKY_MAC_BYTES;
+    uint8_t *const sky = packet + sky_header_start(packet);
+    if (length + 7U > SKY_MAX_PACKET_BYTES) {
+        return false;
+    }
+    sky_store16(packet + 4, length);
+    sky[SKY_FLAGS_AT] = (uint8_t)(sky[SKY_FLAGS_AT] | SKY_FLAG_AUTHENTICATED);
+    sky_store16(sky + SKY_KEY_ID_AT, key->id);
+    if (command) {
+        sky_store32(sky + SKY_TIMESTAMP_AT, (uint32_t)(time & 0xFFFFFFFFU));
+    }
+    mac_of(key, (uint32_t)(time >> 32), packet, end, packet + end);
+    sky_packet_seal(packet, end + SKY_MAC_BYTES);
+    return true;
+}
+
+size_t sky_mac_end(const uint8_t *packet, size_t bytes) {
+    const size_t sky = bytes > 0U ? sky_header_start(packet) : 0U, prefix = sky + SKY_HEADER_BYTES;
+    size_t end = 0;
+    if (bytes >= prefix + SKY_MAC_BYTES && (packet[sky + SKY_FLAGS_AT] & SKY_FLAG_AUTHENTICATED) != 0U) {
+        end = bytes;
+        if (sky_op_carries(packet[sky + SKY_OP_AT])) {
+            end = prefix + SKY_REF_BYTES + SKY_MAC_BYTES;
+            if (end > bytes || bytes - end > LARGEST_SIGNED_CHUNK) {
+                end = 0;
+            }
+        }
+    }
+    return end;
+}
+
+bool sky_authority_check(const sky_authority *authority, const uint8_t *packet, size_t bytes, sky_us now, sky_us skew,
+                         sky_us *sent) {
+    const size_t end = sky_mac_end(packet, bytes);
+    const sky_mac_key *key = NULL;
+    uint8_t expected[SKY_MAC_BYTES], wrong = 0;
+    uint32_t id;
+    *sent = 0;
+    if (end == 0U) {
+        return false;
+    }
+    if ((packet[0] & SKY_COMMAND_BIT) != 0U) { /* the low half of the time is sent; the high half is that nearest to now */
+        const uint32_t low = sky_load32(packet + SKY_COMMAND_BYTES + SKY_TIMESTAMP_AT) - (uint32_t)((uint64_t)now & 0xFFFFFFFFU);
+        const sky_us ahead = (sky_us)low - (low >= 1U << 31 ? (sky_us)1 << 32 : 0);
+        if ((ahead < 0 ? -ahead : ahead) > skew) {
+            return false;
+        }
+        *sent = now + ahead;
+    }
+    id = sky_load16(packet + sky_header_start(packet) + SKY_KEY_ID_AT);
+    for (uint32_t i = 0; i < authority->count; i++) {
+        if (authority->keys[i].id == id) {
+            key = &authority->keys[i];
+        }
+    }
+    if (key == NULL) {
+        return false;
+    }
+    mac_of(key, (uint32_t)((uint64_t)*sent >> 32 & 0xFFFFFFFFU), packet, end - SKY_MAC_BYTES, expected);
+    for (uint32_t i = 0; i < SKY_MAC_BYTES; i++) { /* all of it, whatever differs: the time tells nothing */
+        wrong |= (uint8_t)(expected[i] ^ packet[end - SKY_MAC_BYTES + i]);
+    }
+    return wrong == 0U;
+}
+
+void sky_mac_strip(uint8_t *packet, size_t bytes) {
+    const size_t end = sky_mac_end(packet, bytes), head = end - SKY_MAC_BYTES;
+    uint8_t *const sky = packet + sky_header_start(packet);
+    (void)memmove(packet + head, packet + end, bytes - end);
+    sky_store16(packet + 4, (uint32_t)(bytes - SKY_MAC_BYTES - 7U));
+    sky[SKY_FLAGS_AT] = (uint8_t)(sky[SKY_FLAGS_AT] & ~(uint32_t)SKY_FLAG_AUTHENTICATED);
+    sky_store16(sky + SKY_KEY_ID_AT, 0);
+    sky_packet_seal(packet, head);
+}
+
+/* --- Replays ---
+ *
+ * A command's number is its time, counted from the receiver's start, and its sequence count. Of each sender two generations of
+ * numbers are remembered, ascending: when one is full the other is forgotten, and its greatest number becomes the floor up to
+ * which all counts as seen. Numbers nearly always come in order: then nothing is searched or moved. */
+
+typedef struct {
+    uint32_t count;
+    uint64_t *numbers;
+} generation;
+
+typedef struct {
+    uint64_t floor, newest;
+    generation of[2];
+    uint32_t recent; /* which of them is being filled */
+} seen;
+
+struct sky_replay {
+    sky_us start;
+    uint64_t floor;
+    uint32_t remembered; /* numbers in a generation */
+    sky_keymap senders;  /* by key id, ground host and source, padded to a key */
+    seen *seen;
+    uint64_t *numbers; /* 2 * remembered for each sender */
+    sky_keymap forgotten;
+    uint64_t *newest; /* of each forgotten one */
+};
+
+/* Ascends with time; above 0 from the start on. */
+static uint64_t number_of(const sky_replay *replay, sky_us sent, uint16_t sequence) {
+    return sent < replay->start ? 0U : ((uint64_t)(sent - replay->start) + 1U) << SEQUENCE_BITS | (sequence & 0x3FFFU);
+}
+
+sky_replay *sky_replay_new(sky_arena *arena, const sky_config *config, sky_us start) {
+    sky_replay *const replay = sky_take(arena, 1, sizeof(sky_replay));
+    sky_replay counting, *its = &counting;
+    (void)memset(&counting, 0, sizeof counting);
+    if (replay != NULL) {
+        its = replay;
+    }
+    its->start = start;
+    its->floor = ((uint64_t)1 << SEQUENCE_BITS) - 1U;
+    its->remembered = config->remembered;
+    (void)sky_keymap_new(&its->senders, arena, config->most_senders);
+    (void)sky_keymap_new(&its->forgotten, arena, config->most_forgotten + 1U);
+    its->seen = sky_take(arena, (size_t)config->most_senders + 1U, sizeof *its->seen);
+    its->newest = sky_take(arena, (size_t)config->most_forgotten + 2U, sizeof *its->newest);
+    its->numbers = sky_take(arena, ((size_t)config->most_senders + 1U) * 2U * config->remembered, sizeof *its->numbers);
+    return its->numbers != NULL ? replay : NULL;
+}
+
+/* How many numbers of a generation are below this one. */
+static uint32_t below(const generation *its, uint64_t number) {
+    uint32_t low = 0, high = its->count;
+    if (high != 0U && its->numbers[high - 1U] < number) {
+        low = high; /* nearly always */
+    }
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2U;
+        if (its->numbers[middle] < number) {
+            low = middle + 1U;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+static bool has(const generation *its, uint64_t number) {
+    const uint32_t at = below(its, number);
+    return at < its->count && its->numbers[at] == number;
+}
+
+static uint64_t greater(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+/* Keep only the newest number of the sender heard longest ago; beyond the bound, raise the floor of all instead. */
+static void forget_sender(sky_replay *replay) {
+    static const uint64_t PASSED = (uint64_t)(2 * 30 * 1000000) << SEQUENCE_BITS;
+    const uint32_t sender = replay->senders.first;
+    const uint64_t newest = replay->seen[sender].newest, passed = newest > PASSED ? newest - PASSED : 0U;
+    uint32_t entry = sky_keymap_find(&replay->forgotten, sky_keymap_key(&replay->senders, sender));
+    if (entry == 0U) {
+        entry = sky_keymap_add(&replay->forgotten, sky_keymap_key(&replay->senders, sender));
+    }
+    replay->newest[entry] = newest;
+    sky_keymap_remove(&replay->senders, sender);
+    while (replay->forgotten.count >= replay->forgotten.capacity || replay->newest[replay->forgotten.first] < passed) {
+        replay->floor = greater(replay->floor, replay->newest[replay->forgotten.first]);
+        sky_keymap_remove(&replay->forgotten, replay->forgotten.first);
+    }
+}
+
+static seen *seen_of(sky_replay *replay, const uint8_t name[32]) {
+    uint32_t sender = sky_keymap_find(&replay->senders, name);
+    if (sender == 0U) {
+        const uint32_t before = sky_keymap_find(&replay->forgotten, name);
+        uint64_t floor = replay->floor;
+        seen *its;
+        if (before != 0U) {
+            floor = greater(floor, replay->newest[before]);
+            sky_keymap_remove(&replay->forgotten, before);
+        }
+        if (replay->senders.count == replay->senders.capacity) {
+            forget_sender(replay);
+        }
+        sender = sky_keymap_add(&replay->senders, name);
+        its = &replay->seen[sender];
+        (void)memset(its, 0, sizeof *its);
+        its->floor = floor;
+        its->newest = floor;
+        for (uint32_t i = 0; i < 2U; i++) {
+            its->of[i].numbers = replay->numbers + ((size_t)sender * 2U + i) * replay->remembered;
+        }
+    } else {
+        sky_keymap_to_end(&replay->senders, sender);
+    }
+    return &replay->seen[sender];
+}
+
+bool sky_replay_first(sky_replay *replay, const sky_sender *sender, sky_us sent, uint16_t sequence) {
+    const uint64_t number = number_of(replay, sent, sequence);
+    uint8_t name[SKY_KEY_BYTES] = {0};
+    seen *its;
+    generation *recent, *other;
+    uint32_t at;
+    sky_store16(name, sender->key_id);
+    sky_store32(name + 2, sender->ground);
+    sky_store32(name + 6, sender->ground != 0U ? 0U : sender->source);
+    its = seen_of(replay, name);
+    recent = &its->of[its->recent];
+    other = &its->of[1U - its->recent];
+    if (number <= its->floor || has(recent, number) || has(other, number)) {
+        return false;
+    }
+    at = below(recent, number);
+    (void)memmove(recent->numbers + at + 1U, recent->numbers + at, (recent->count - at) * sizeof *recent->numbers);
+    recent->numbers[at] = number;
+    recent->count++;
+    its->newest = greater(its->newest, number);
+    if (recent->count >= replay->remembered) {
+        if (other->count != 0U) {
+            its->floor = greater(its->floor, other->numbers[other->count - 1U]);
+        }
+        other->count = 0;
+        its->recent = 1U - its->recent;
+    }
+    return true;
+}
+
+/* --- The gate --- */
+
+struct sky_gate {
+    sky_authority authority;
+    sky_counters *counters;
+    sky_refuse refuse;
+    void *context;
+    sky_replay *replay;
+    uint32_t here, beam;
+    sky_us answered_to; /* when all refusals answered so far would have been sent, at 100 a second */
+    bool commanded;
+    /* What was admitted, and how much of that was given. */
+    struct {
+        uint8_t *packets;
+        size_t bytes, segment;
+    } runs[MOST_PACKETS];
+    uint32_t count, given;
+    bool keep[MOST_PACKETS], ours[MOST_PACKETS]; /* of the packets that are being judged */
+    sky_us sent[MOST_PACKETS];
+};
+
+sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters *counters, sky_refuse refuse,
+                       void *context, sky_us now) {
+    sky_gate *const gate = sky_take(arena, 1, sizeof(sky_gate));
+    sky_replay *const replay = sky_replay_new(arena, config, now - START_GRACE_US);
+    if (gate == NULL || replay == NULL) {
+        return NULL;
+    }
+    (void)memset(gate, 0, sizeof *gate);
+    sky_authority_begin(&gate->authority, &config->ring);
+    gate->counters = counters;
+    gate->refuse = refuse;
+    gate->context = context;
+    gate->replay = replay;
+    gate->here = config->address;
+    gate->beam = (uint32_t)SKY_GROUND_SHELL << 24 | config->address;
+    gate->answered_to = now;
+    return gate;
+}
+
+void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(&gate->authority, ring); }
+
+const sky_authority *sky_gate_authority(const sky_gate *gate) { return &gate->authority; }
+
+bool sky_gate_commanded(const sky_gate *gate) { return gate->commanded; }
+
+/* --- Admission ---
+ *
+ * Packets are judged in groups of one journey: one operation from one sender for one destination. */
+
+typedef struct {
+    uint8_t *packets;
+    size_t bytes, segment;
+    sky_link source;
+    sky_us now;
+} group;
+
+static size_t count_of(const group *its) { return sky_run_count(its->bytes, its->segment); }
+
+static uint8_t *packet_of(const group *its, size_t n, size_t *bytes) {
+    const size_t at = n * its->segment;
+    *bytes = its->bytes - at < its->segment ? its->bytes - at : its->segment;
+    return its->packets + at;
+}
+
+static bool is_beam(sky_link link) { return (link & SKY_BEAM) == SKY_BEAM; }
+
+static void admit(sky_gate *gate, uint8_t *packets, size_t bytes, size_t segment) {
+    if (gate->count < MOST_PACKETS) {
+        gate->runs[gate->count].packets = packets;
+        gate->runs[gate->count].bytes = bytes;
+        gate->runs[gate->count].segment = segment;
+        gate->count++;
+    } else {
+        sky_count(gate->counters, SKY_pools_full, 1);
+    }
+}
+
+static bool may_answer(sky_gate *gate, sky_us now) {
+    const sky_us to = (gate->answered_to > now ? gate->answered_to : now) + REFUSAL_US;
+    const bool may = to <= now + 1000000;
+    if (may) {
+        gate->answered_to = to;
+    }
+    return may;
+}
+
+/* Counts a packet that is not authentic: damaged, or refused. */
+static bool count_wrong(sky_gate *gate, const uint8_t *packet, size_t bytes) {
+    const bool sound = sky_packet_verify(packet, bytes) == SKY_SOUND;
+    sky_count(gate->counters, SKY_packets_received, 1);
+    sky_count(gate->counters, sound ? SKY_packets_refused : SKY_packets_malformed, 1);
+    return sound;
+}
+
+/* Counts the packets from `first` to `end` that are not `kept`; answers the first sound command of a ground host. */
+static void turn_away(sky_gate *gate, const group *its, size_t first, size_t end, const bool *kept) {
+    bool answered = false;
+    for (size_t n = first; n < end; n++) {
+        if (!kept[n]) {
+            size_t bytes;
+            const uint8_t *const packet = packet_of(its, n, &bytes);
+            if (count_wrong(gate, packet, bytes) && !answered) {
+                answered = true;
+                if ((packet[0] & SKY_COMMAND_BIT) != 0U && is_beam(its->source) && may_answer(gate, its->now)) {
+                    gate->refuse(gate->context, packet, bytes, its->source, its->now);
+                }
+            }
+        }
+    }
+}
+
+/* Keeps of the commands from `first` to `end` those that are authentic and new. */
+static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_t end) {
+    bool all = true;
+    for (size_t n = first; n < end; n++) {
+        size_t bytes;
+        const uint8_t *const packet = packet_of(its, n, &bytes);
+        sky_us sent = 0;
+        gate->keep[n] = sky_authority_check(&gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
+        gate->sent[n] = sent;
+        all = all && gate->keep[n];
+    }
+    if (!all) {
+        turn_away(gate, its, first, end, gate->keep);
+    }
+    for (size_t n = first; n < end; n++) {
+        if (gate->keep[n]) {
+            size_t bytes;
+            const uint8_t *const packet = packet_of(its, n, &bytes), *const sky = packet + SKY_COMMAND_BYTES;
+            const sky_sender sender = {sky_load16(sky + SKY_KEY_ID_AT), sky_load32(sky + SKY_GROUND_AT),
+                                       sky_load32(sky + SKY_SOURCE_AT)};
+            gate->keep[n] = sky_replay_first(gate->replay, &sender, gate->sent[n], sky_load16(packet + 2));
+            if (!gate->keep[n]) {
+                sky_count(gate->counters, SKY_packets_received, 1);
+                sky_count(gate->counters, SKY_packets_replayed, 1);
+            }
+        }
+    }
+}
+
+/* Commands by our beam. One made for another satellite's beam was overheard there: it is refused, since its answers would go
+ * to the host that repeats it here. */
+static void keep_from_ground(sky_gate *gate, const group *its, size_t count) {
+    bool all = true;
+    for (size_t n = 0; n < count; n++) {
+        size_t bytes;
+        const uint8_t *const packet = packet_of(its, n, &bytes);
+        gate->ours[n] = sky_load32(packet + SKY_COMMAND_BYTES + SKY_SOURCE_AT) == gate->beam;
+        all = all && gate->ours[n];
+    }
+    if (all) {
+        keep_authentic(gate, its, 0, count);
+    } else {
+        for (size_t n = 0; n < count; n++) {
+            if (gate->ours[n]) {
+                keep_authentic(gate, its, n, n + 1U);
+            } else {
+                gate->keep[n] = false;
+                turn_away(gate, its, n, n + 1U, gate->keep);
+            }
+        }
+    }
+}
+
+static void keep_answers(sky_gate *gate, const group *its, size_t count) {
+    for (size_t n = 0; n < count; n++) {
+        size_t bytes;
+        sky_us sent;
+        const uint8_t *const packet = packet_of(its, n, &bytes);
+        gate->keep[n] = sky_authority_check(&gate->authority, packet, bytes, 0, 0, &sent);
+        if (!gate->keep[n]) {
+            (void)count_wrong(gate, packet, bytes);
+        }
+    }
+}
+
+/* The kept packets as one run, without their MACs, moved together where they lie. */
+static void admit_plain(sky_gate *gate, const group *its, size_t count) {
+    const size_t segment = (its->segment < its->bytes ? its->segment : its->bytes) - SKY_MAC_BYTES;
+    size_t written = 0;
+    for (size_t n = 0; n < count; n++) {
+        if (gate->keep[n]) {
+            size_t bytes;
+            uint8_t *const packet = packet_of(its, n, &bytes);
+            sky_mac_strip(packet, bytes);
+            (void)memmove(its->packets + written, packet, bytes - SKY_MAC_BYTES);
+            written += bytes - SKY_MAC_BYTES;
+        }
+    }
+    if (written != 0U) {
+        admit(gate, its->packets, written, segment);
+    }
+}
+
+/* The kept packets as they are. */
+static void admit_kept(sky_gate *gate, const group *its, size_t count) {
+    bool all = true;
+    for (size_t n = 0; n < count; n++) {
+        all = all && gate->keep[n];
+    }
+    if (all) {
+        admit(gate, its->packets, its->bytes, its->segment);
+    } else {
+        for (size_t n = 0; n < count; n++) {
+            if (gate->keep[n]) {
+                size_t bytes;
+                uint8_t *const packet = packet_of(its, n, &bytes);
+                admit(gate, packet, bytes, bytes);
+            }
+        }
+    }
+}
+
+static void judge(sky_gate *gate, const group *its) {
+    const size_t count = count_of(its);
+    bool to_me, command, kept = false;
+    if (its->bytes < sky_header_start(its->packets) + SKY_HEADER_BYTES) {
+        admit(gate, its->packets, its->bytes, its->segment); /* malformed: the machine counts it */
+        return;
+    }
+    to_me = sky_load32(its->packets + sky_header_start(its->packets) + SKY_DESTINATION_AT) == gate->here;
+    command = (its->packets[0] & SKY_COMMAND_BIT) != 0U;
+    if (is_beam(its->source)) {
+        if (command) {
+            keep_from_ground(gate, its, count);
+        } else { /* ground hosts send no answers: one that does would have them taken for another's */
+            (void)memset(gate->keep, 0, count * sizeof gate->keep[0]);
+            turn_away(gate, its, 0, count, gate->keep);
+        }
+    } else if (to_me && command) {
+        keep_authentic(gate, its, 0, count);
+        for (size_t n = 0; n < count; n++) {
+            kept = kept || gate->keep[n];
+        }
+        gate->commanded = gate->commanded || kept;
+    } else if (to_me && gate->authority.every_packet) {
+        keep_answers(gate, its, count);
+    } else {
+        admit(gate, its->packets, its->bytes, its->segment);
+        return;
+    }
+    if (to_me) {
+        admit_plain(gate, its, count);
+    } else {
+        admit_kept(gate, its, count);
+    }
+}
+
+void sky_gate_admit(sky_gate *gate, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now) {
+    group whole = {packets, bytes, segment_bytes, source, now};
+    gate->commanded = false;
+    gate->count = 0;
+    gate->given = 0;
+    if (segment_bytes < SKY_COMMAND_PREFIX_BYTES || bytes == 0U) { /* malformed: the machine counts it */
+        admit(gate, packets, bytes, segment_bytes);
+    } else if (bytes > SKY_MAX_PACKET_BYTES) { /* no transport gives so much at once */
+        sky_count(gate->counters, SKY_packets_received, count_of(&whole));
+        sky_count(gate->counters, SKY_packets_malformed, count_of(&whole));
+    } else if (sky_same_journey(packets, bytes, segment_bytes)) {
+        judge(gate, &whole);
+    } else {
+        for (size_t n = 0; n < count_of(&whole); n++) {
+            group one = {NULL, 0, segment_bytes, source, now};
+            one.packets = packet_of(&whole, n, &one.bytes);
+            judge(gate, &one);
+        }
+    }
+}
+
+bool sky_gate_next(sky_gate *gate, uint8_t **packets, size_t *bytes, size_t *segment_bytes) {
+    const bool more = gate->given < gate->count;
+    if (more) {
+        *packets = gate->runs[gate->given].packets;
+        *bytes = gate->runs[gate->given].bytes;
+        *segment_bytes = gate->runs[gate->given].segment;
+        gate->given++;
+    }
+    return more;
+}

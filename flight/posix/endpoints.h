@@ -1,0 +1,25 @@
+/* Who is where: the satellites' addresses, which stay, and the ground hosts heard lately, by tokens of our own.
+ *
+ * A token is a place in a table and how often that place was used before: that of a host which was forgotten names nobody.
+ */
+#ifndef SKY_POSIX_ENDPOINTS_H
+#define SKY_POSIX_ENDPOINTS_H
+
+#include <netinet/in.h>
+#include <stdbool.h>
+
+#include "satellite.h"
+
+typedef struct endpoints endpoints;
+
+/* NULL: out of memory. */
+endpoints *endpoints_new(unsigned satellites);
+void endpoints_add(endpoints *all, sky_link satellite, const struct sockaddr_in *address);
+/* Whose packets come from there; a ground host that is not known gets a token. */
+sky_link endpoints_link(endpoints *all, const struct sockaddr_in *address);
+/* Where a satellite listens: for who has no table of his own. Not for every packet: it looks at all of them. */
+bool endpoints_satellite(const endpoints *all, sky_link satellite, struct sockaddr_in *address);
+/* Where packets of a ground host's link go; false: nobody known. */
+bool endpoints_ground(const endpoints *all, sky_link link, struct sockaddr_in *address);
+
+#endif

@@ -1,0 +1,786 @@
+#define _GNU_SOURCE
+#include "host.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include "endpoints.h"
+#include "key_file.h"
+#include "outages.h"
+#include "overload.h"
+#include "parcels.h"
+#include "udp.h"
+#include "wall_clock.h"
+
+enum {
+    RECEIVE_ROUNDS = 4, /* batches taken from one socket before the others get their turn; one if the host is late */
+    BACKLOGS = 4, /* at this many times its bound, a satellite's backlog takes no more */
+    EVENTS = 256,
+    ERRORS_KEPT = 8192,
+    FAULTS_INJECTED = 18, /* numbers of fields of PONG */
+    DELAY_ERROR_P99_US = 19,
+};
+#define BEAT_US 100000
+#define LOOK_US 250000          /* for changed keys, and to bind again what could not be bound */
+#define FIGURES_US 500000
+#define LEAST_SLICE_US 1000     /* of background work at a time: a request that comes meanwhile waits this long */
+#define MOST_SLICE_US 20000
+#define MOST_PARCEL_BYTES ((size_t)256 << 20) /* in memory between satellites, and as many again held for their delay */
+
+typedef struct {
+    sky_satellite *core; /* NULL: disabled */
+    void *memory;
+    size_t memory_bytes;
+    const share_satellite *is;
+    int fd;
+    unsigned life;
+    bool works; /* waits for a slice of background work */
+    sky_us full_since; /* since when its socket always had more than one batch; SKY_NEVER */
+    sky_us timer, alarm; /* what the core asked for, and when that is due */
+    size_t place;        /* in the heap of timers */
+    parcel_queue backlog;
+    uint64_t dropped; /* packets, for want of room */
+    bool lived;
+    sky_past past;
+} satellite;
+
+typedef struct {
+    share *its;
+    int epoll, timer, signals, line;
+    wall_clock clock;
+    sky_us armed; /* when the timer fires, by the running clock */
+    satellite *all;
+    unsigned count;
+    int32_t *index; /* of a satellite of this host, by address; -1 */
+    const struct sockaddr_in **peers; /* of the others, by address */
+    endpoints *endpoints;
+    unsigned *heap; /* satellites by timer */
+    size_t timers;
+    parcel_queue arriving;
+    delay_line held;
+    sky_us beat, look, figures, rested;
+    unsigned *working; /* ring of satellites with background work, each once */
+    unsigned work_first, work_count;
+    bool retry; /* a satellite that should come back could not be bound */
+    char trouble[256];
+    file_state keys_seen;
+    sky_ring ring;
+    int64_t pushed_at_ms;
+    int32_t pushed_slot, pushed_plane; /* as satellites that died here knew it: with all dead nobody is left to ask */
+    uint32_t errors_us[ERRORS_KEPT];
+    uint64_t released;
+    bool stop;
+} host;
+
+/* What a host says, for its log. */
+static void say(const host *h, const char *words) {
+    (void)printf("%s: %s\n", h->its->name, words);
+    (void)fflush(stdout);
+}
+
+static sky_us now_us(const host *h) {
+    return wall_clock_now(&h->clock);
+}
+
+/* --- Timers of satellites: a heap, in which each knows its place --- */
+
+static bool sooner(const host *h, unsigned a, unsigned b) {
+    return h->all[a].alarm < h->all[b].alarm;
+}
+
+static void put(host *h, size_t at, unsigned which) {
+    h->heap[at] = which;
+    h->all[which].place = at;
+}
+
+static void settle(host *h, size_t at) {
+    const unsigned which = h->heap[at];
+    for (; at > 0 && sooner(h, which, h->heap[(at - 1) / 2]); at = (at - 1) / 2)
+        put(h, at, h->heap[(at - 1) / 2]);
+    for (size_t child = 2 * at + 1; child < h->timers; child = 2 * at + 1) {
+        if (child + 1 < h->timers && sooner(h, h->heap[child + 1], h->heap[child]))
+            child++;
+        if (!sooner(h, h->heap[child], which))
+            break;
+        put(h, at, h->heap[child]);
+        at = child;
+    }
+    put(h, at, which);
+}
+
+static void set_timer(host *h, unsigned which, sky_us due, sky_us now) {
+    satellite *s = &h->all[which];
+    if (due == s->timer)
+        return;
+    s->timer = due;
+    s->alarm = due == SKY_NEVER || due > now ? due : now;
+    settle(h, s->place);
+}
+
+/* --- How late the host is --- */
+
+static void measured(host *h, sky_us late, sky_us now) {
+    for (unsigned i = 0; i < h->count; i++) {
+        if (h->all[i].core != NULL)
+            sky_host_late(h->all[i].core, late, now);
+    }
+}
+
+/* Reports lateness only: that the loop is on time is reported by its regular beat. */
+static void late_by(host *h, sky_us late, sky_us now) {
+    if (late > SKY_LATE_US)
+        measured(h, late, now);
+}
+
+/* --- Out --- */
+
+static void after(host *h, unsigned which, sky_us now);
+
+static void watch(const host *h, const satellite *s, bool writable) {
+    struct epoll_event event = {.events = EPOLLIN | (writable ? EPOLLOUT : 0U)};
+    event.data.u64 = (uint64_t)(s - h->all);
+    (void)epoll_ctl(h->epoll, EPOLL_CTL_MOD, s->fd, &event);
+}
+
+static parcel *new_parcel(const host *h, unsigned to, size_t bytes, size_t segment_bytes) {
+    parcel *one = malloc(sizeof *one + bytes);
+    if (one == NULL)
+        return NULL;
+    one->next = NULL;
+    one->to = to;
+    one->life = h->all[to].life;
+    one->leaves = false;
+    one->source = 0;
+    one->bytes = bytes;
+    one->segment_bytes = segment_bytes;
+    return one;
+}
+
+/* Copies packets of `out` from `first` on, as many as one run carries. NULL: no memory. */
+static parcel *copy(const host *h, unsigned to, const udp_outgoing *out, size_t first, size_t *count) {
+    size_t bytes = 0;
+    *count = udp_run_length(out, first);
+    for (size_t i = first; i < first + *count; i++)
+        bytes += udp_packet_bytes(out, i);
+    parcel *one = new_parcel(h, to, bytes, udp_packet_bytes(out, first));
+    if (one != NULL)
+        (void)udp_flatten(out, first, *count, one->packets);
+    return one;
+}
+
+/* Queues what the kernel did not take. Beyond a bound it is dropped, as on any full link, and retransmitted. */
+static void wait_to_send(host *h, unsigned which, const udp_outgoing *out, size_t first, const struct sockaddr_in *to) {
+    satellite *s = &h->all[which];
+    for (size_t count = 0; first < out->count; first += count) {
+        parcel *one = NULL;
+        if (s->backlog.bytes <= BACKLOGS * h->its->config.backlog_bytes)
+            one = copy(h, which, out, first, &count);
+        if (one == NULL) {
+            s->dropped += out->count - first;
+            break;
+        }
+        if (s->backlog.first == NULL)
+            watch(h, s, true);
+        one->endpoint = *to;
+        parcels_add(&s->backlog, one);
+    }
+    sky_set_backlog(s->core, s->backlog.bytes);
+}
+
+static void transmit(host *h, unsigned which, const udp_outgoing *out, const struct sockaddr_in *to) {
+    satellite *s = &h->all[which];
+    const size_t sent = s->backlog.first != NULL ? 0 : udp_send(s->fd, to, out);
+    if (sent < out->count)
+        wait_to_send(h, which, out, sent, to);
+}
+
+static udp_outgoing outgoing_of(const parcel *one) {
+    const udp_outgoing out = {one->packets, one->bytes, one->segment_bytes, NULL, NULL,
+                              (one->bytes + one->segment_bytes - 1) / one->segment_bytes};
+    return out;
+}
+
+static void writable(host *h, unsigned which) {
+    satellite *s = &h->all[which];
+    while (s->backlog.first != NULL) {
+        parcel *one = s->backlog.first;
+        const udp_outgoing out = outgoing_of(one);
+        const size_t sent = udp_send(s->fd, &one->endpoint, &out);
+        if (sent < out.count) {
+            /* What is left begins at a later packet. */
+            const size_t gone = sent * one->segment_bytes;
+            memmove(one->packets, one->packets + gone, one->bytes - gone);
+            one->bytes -= gone;
+            s->backlog.bytes -= gone;
+            break;
+        }
+        free(parcels_take(&s->backlog));
+    }
+    if (s->backlog.first == NULL)
+        watch(h, s, false);
+    sky_set_backlog(s->core, s->backlog.bytes);
+}
+
+/* Sends one run of a satellite: by its socket, in memory to another of this host, or after the delay of its link. */
+static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
+    satellite *s = &h->all[which];
+    const share *its = h->its;
+    const udp_outgoing out = {run->headers, run->headers_bytes, run->header_bytes, run->payloads, s->core, run->count};
+    const bool beam = (run->link & SKY_BEAM) == SKY_BEAM;
+    struct sockaddr_in ground;
+    const struct sockaddr_in *to = &ground;
+    int32_t local = -1;
+    sky_us hold = 0;
+    if (beam) {
+        if (!endpoints_ground(h->endpoints, run->link, &ground)) {
+            s->dropped += run->count;
+            return;
+        }
+    } else {
+        local = h->index[run->link];
+        to = h->peers[run->link];
+        if (local >= 0 && h->all[local].core == NULL)
+            return; /* as to a socket that is closed */
+    }
+    if (its->delayed && beam) {
+        int32_t slot_moves = 0;
+        int32_t plane_moves = 0;
+        sky_satellite_moves(s->core, &slot_moves, &plane_moves);
+        hold = share_beam_us(its, s->is->address, slot_moves, plane_moves);
+    } else if (its->delayed) {
+        hold = share_hop_us(its, s->is->address, run->link);
+    }
+    if (!its->delayed && local < 0) {
+        transmit(h, which, &out, to);
+        return;
+    }
+    size_t count = 0;
+    for (size_t first = 0; first < out.count; first += count) {
+        parcel *one = NULL;
+        if ((its->delayed ? h->held.bytes : h->arriving.bytes) < MOST_PARCEL_BYTES)
+            one = copy(h, local >= 0 ? (unsigned)local : which, &out, first, &count);
+        if (one == NULL) {
+            s->dropped += out.count - first;
+            return;
+        }
+        one->leaves = local < 0;
+        if (local >= 0)
+            one->source = s->is->address;
+        else
+            one->endpoint = *to;
+        if (!its->delayed)
+            parcels_add(&h->arriving, one);
+        else if (!delay_hold(&h->held, one, now + hold))
+            s->dropped += count;
+    }
+}
+
+static void want_work(host *h, unsigned which) {
+    if (h->all[which].works)
+        return;
+    h->all[which].works = true;
+    h->working[(h->work_first + h->work_count++) % h->count] = which;
+}
+
+/* Sends the satellite's packets, and sets its timer. */
+static void after(host *h, unsigned which, sky_us now) {
+    satellite *s = &h->all[which];
+    sky_run run;
+    if (s->core == NULL)
+        return;
+    sky_gather(s->core, now);
+    while (sky_next_run(s->core, &run))
+        depart(h, which, &run, now);
+    set_timer(h, which, sky_next_timer(s->core), now);
+    if (sky_wants_work(s->core))
+        want_work(h, which);
+}
+
+/* --- In --- */
+
+/* Hands over what has arrived in memory, and what that makes, until nothing is left. */
+static void deliver(host *h) {
+    for (parcel *one = parcels_take(&h->arriving); one != NULL; one = parcels_take(&h->arriving)) {
+        satellite *s = &h->all[one->to];
+        if (s->core != NULL && s->life == one->life) {
+            const sky_us now = now_us(h);
+            sky_receive(s->core, one->packets, one->bytes, one->segment_bytes, one->source, now);
+            after(h, one->to, now); /* packets in transit leave from the parcel */
+        }
+        free(one);
+    }
+}
+
+/* What came by a beam waits as long as light takes. */
+static void hold_beam(host *h, unsigned which, const udp_arrival *arrival, sky_link source, sky_us now) {
+    satellite *s = &h->all[which];
+    int32_t slot_moves = 0;
+    int32_t plane_moves = 0;
+    parcel *one = NULL;
+    if (h->held.bytes < MOST_PARCEL_BYTES)
+        one = new_parcel(h, which, arrival->bytes, arrival->segment_bytes);
+    if (one == NULL) {
+        s->dropped++;
+        return;
+    }
+    memcpy(one->packets, arrival->packets, arrival->bytes);
+    one->source = source;
+    sky_satellite_moves(s->core, &slot_moves, &plane_moves);
+    if (!delay_hold(&h->held, one, now + share_beam_us(h->its, s->is->address, slot_moves, plane_moves)))
+        s->dropped++;
+}
+
+static void readable(host *h, unsigned which) {
+    satellite *s = &h->all[which];
+    udp_arrival arrivals[UDP_SLOTS];
+    const sky_us now = now_us(h);
+    const unsigned rounds = sky_is_late(s->core, now) ? 1 : RECEIVE_ROUNDS;
+    for (unsigned round = 0; round < rounds; round++) {
+        const unsigned count = udp_receive(s->fd, arrivals);
+        for (unsigned i = 0; i < count; i++) {
+            const udp_arrival *arrival = &arrivals[i];
+            const sky_link source = endpoints_link(h->endpoints, &arrival->from);
+            if (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM)
+                hold_beam(h, which, arrival, source, now_us(h));
+            else
+                sky_receive(s->core, arrival->packets, arrival->bytes, arrival->segment_bytes, source, now_us(h));
+        }
+        /* Before the buffer is used again: packets in transit leave from it. */
+        after(h, which, now_us(h));
+        if (count == 0 || (count == 1 && arrivals[0].bytes <= arrivals[0].segment_bytes)) {
+            s->full_since = SKY_NEVER; /* nothing, or a single datagram and no stream: answer at once */
+            return;
+        }
+    }
+    if (s->full_since != SKY_NEVER)
+        late_by(h, now - s->full_since, now);
+    if (!udp_has_more(s->fd))
+        s->full_since = SKY_NEVER;
+    else if (s->full_since == SKY_NEVER)
+        s->full_since = now;
+}
+
+static void release_due(host *h) {
+    const sky_us first = delay_next(&h->held);
+    sky_us now = now_us(h);
+    if (first > now)
+        return;
+    late_by(h, now - first, now);
+    for (sky_us due = first; due <= now; due = delay_next(&h->held)) {
+        parcel *one = delay_take(&h->held);
+        const satellite *s = &h->all[one->to];
+        now = now_us(h);
+        h->errors_us[h->released++ % ERRORS_KEPT] = now - due < UINT32_MAX ? (uint32_t)(now - due) : UINT32_MAX;
+        if (!one->leaves) {
+            parcels_add(&h->arriving, one);
+            deliver(h);
+            continue;
+        }
+        if (s->core != NULL && s->life == one->life) {
+            const udp_outgoing out = outgoing_of(one);
+            transmit(h, one->to, &out, &one->endpoint);
+        }
+        free(one);
+    }
+}
+
+/* --- Satellites that begin, die, and come back --- */
+
+static bool launch(host *h, unsigned which) {
+    satellite *s = &h->all[which];
+    sky_config config = h->its->config;
+    uint32_t receive_bytes = 0;
+    uint32_t send_bytes = 0;
+    const int fd = udp_open(&s->is->endpoint, &receive_bytes, &send_bytes);
+    if (fd < 0)
+        return false;
+    if (which == 0 && receive_bytes < 2U * UDP_BUFFER_BYTES && !s->lived)
+        say(h, "the kernel grants smaller receive buffers than 4 MiB: raise net.core.rmem_max; bursts may be lost and "
+               "retransmitted");
+    config.address = s->is->address;
+    config.credit_bytes = receive_bytes / 2;
+    config.ring = h->ring;
+    s->memory_bytes = sky_satellite_bytes(&config);
+    /* Zeros that take no memory before they are touched; huge pages would take it all at once. */
+    s->memory = s->memory_bytes == 0 ? MAP_FAILED
+                                     : mmap(NULL, s->memory_bytes, PROT_READ | PROT_WRITE,
+                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const sky_us now = now_us(h);
+    if (s->memory != MAP_FAILED) {
+        (void)madvise(s->memory, s->memory_bytes, MADV_NOHUGEPAGE);
+        s->core = sky_satellite_begin(s->memory, s->memory_bytes, &config, now);
+    }
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = which};
+    if (s->core == NULL || epoll_ctl(h->epoll, EPOLL_CTL_ADD, fd, &event) < 0) {
+        if (s->memory != MAP_FAILED)
+            (void)munmap(s->memory, s->memory_bytes);
+        s->core = NULL;
+        (void)close(fd);
+        errno = ENOMEM;
+        return false;
+    }
+    s->fd = fd;
+    s->life++;
+    s->full_since = SKY_NEVER;
+    parcels_begin(&s->backlog);
+    if (h->pushed_at_ms != 0 && h->pushed_at_ms > s->past.pushed_at_ms) {
+        s->past.pushed_at_ms = h->pushed_at_ms;
+        s->past.pushed_slot = h->pushed_slot;
+        s->past.pushed_plane = h->pushed_plane;
+    }
+    if (s->lived)
+        sky_satellite_resume(s->core, &s->past, now);
+    sky_greet(s->core, now);
+    return true;
+}
+
+static void kill_satellite(host *h, unsigned which) {
+    satellite *s = &h->all[which];
+    sky_satellite_past(s->core, &s->past);
+    s->lived = true;
+    if (s->past.pushed_at_ms >= h->pushed_at_ms) {
+        h->pushed_at_ms = s->past.pushed_at_ms;
+        h->pushed_slot = s->past.pushed_slot;
+        h->pushed_plane = s->past.pushed_plane;
+    }
+    (void)close(s->fd);
+    s->fd = -1;
+    for (parcel *one = parcels_take(&s->backlog); one != NULL; one = parcels_take(&s->backlog))
+        free(one);
+    s->core = NULL;
+    s->life++;
+    (void)munmap(s->memory, s->memory_bytes);
+    set_timer(h, which, SKY_NEVER, 0);
+}
+
+typedef struct {
+    const host *h;
+    bool *dead;
+} dead_set;
+
+static void mark_dead(void *context, sky_link address) {
+    const dead_set *set = context;
+    const unsigned planes = set->h->its->config.planes;
+    const unsigned slots = set->h->its->config.slots;
+    if (address >> 12 < planes && (address & 0xFFFU) < slots && set->h->index[address] >= 0)
+        set->dead[set->h->index[address]] = true;
+}
+
+/* Applies the file of disabled satellites. One that should come back and whose port is taken is tried again: a search for
+ * free ports binds each of them for a moment. */
+static void follow_outages(host *h) {
+    char trouble[256] = "";
+    dead_set set = {h, calloc(h->count, sizeof(bool))};
+    h->retry = false;
+    if (set.dead == NULL)
+        return;
+    if (h->its->outages_path[0] == '\0' || outages_read(h->its->outages_path, mark_dead, &set, trouble)) {
+        for (unsigned i = 0; i < h->count; i++) {
+            if (h->all[i].core != NULL && set.dead[i])
+                kill_satellite(h, i);
+        }
+        for (unsigned i = 0; i < h->count; i++) {
+            if (h->all[i].core != NULL || set.dead[i])
+                continue;
+            if (launch(h, i))
+                after(h, i, now_us(h));
+            else
+                (void)snprintf(trouble, sizeof trouble, "port %u: %s", (unsigned)ntohs(h->all[i].is->endpoint.sin_port),
+                               strerror(errno));
+        }
+    }
+    free(set.dead);
+    h->retry = trouble[0] != '\0';
+    if (h->retry && strcmp(trouble, h->trouble) != 0) {
+        char words[300];
+        (void)snprintf(words, sizeof words, "%s; trying again", trouble);
+        say(h, words);
+    }
+    (void)snprintf(h->trouble, sizeof h->trouble, "%s", trouble);
+}
+
+static void follow_keys(host *h) {
+    char reason[256];
+    sky_ring ring;
+    if (h->its->keys_path[0] == '\0' || !file_changed(h->its->keys_path, &h->keys_seen))
+        return;
+    if (!key_file_read(h->its->keys_path, h->its->every_packet, &ring, reason)) {
+        char words[300];
+        (void)snprintf(words, sizeof words, "%s; still using the previous keys", reason);
+        say(h, words);
+        return;
+    }
+    h->ring = ring;
+    for (unsigned i = 0; i < h->count; i++) {
+        if (h->all[i].core != NULL)
+            sky_set_keys(h->all[i].core, &h->ring);
+    }
+}
+
+/* --- Time --- */
+
+static int ascending(const void *a, const void *b) {
+    const uint32_t one = *(const uint32_t *)a;
+    const uint32_t other = *(const uint32_t *)b;
+    return one < other ? -1 : one > other;
+}
+
+static void report_figures(host *h) {
+    static uint32_t sorted[ERRORS_KEPT];
+    const size_t count = h->released < ERRORS_KEPT ? (size_t)h->released : ERRORS_KEPT;
+    if (count == 0)
+        return;
+    memcpy(sorted, h->errors_us, count * sizeof *sorted);
+    qsort(sorted, count, sizeof *sorted, ascending);
+    for (unsigned i = 0; i < h->count; i++) {
+        if (h->all[i].core != NULL)
+            sky_set_figure(h->all[i].core, DELAY_ERROR_P99_US, sorted[(count - 1) * 99 / 100]);
+    }
+}
+
+static void alarms(host *h) {
+    sky_us now = now_us(h);
+    while (h->timers > 0 && h->all[h->heap[0]].alarm <= now) {
+        const unsigned which = h->heap[0];
+        satellite *s = &h->all[which];
+        late_by(h, now - s->alarm, now);
+        s->timer = s->alarm = SKY_NEVER;
+        settle(h, 0);
+        sky_handle_timer(s->core, now);
+        after(h, which, now);
+        deliver(h);
+        /* Each once a turn: a timer that is due again at once must not keep sockets waiting. */
+        if (s->alarm <= now) {
+            s->alarm = now + 1;
+            settle(h, s->place);
+        }
+        if (h->heap[0] == which)
+            break;
+    }
+    now = now_us(h);
+    if (now >= h->beat) {
+        (void)wall_clock_follow(&h->clock);
+        now = now_us(h);
+        measured(h, now - h->beat, now);
+        h->beat = now + BEAT_US;
+    }
+    if (now >= h->look) {
+        follow_keys(h);
+        if (h->retry)
+            follow_outages(h);
+        h->look = now + LOOK_US;
+    }
+    if (h->its->delayed && now >= h->figures) {
+        report_figures(h);
+        h->figures = now + FIGURES_US;
+    }
+}
+
+/* A slice of background work: a fifth of the time since the last one, within bounds. */
+static void work(host *h) {
+    const sky_us began = running_us();
+    sky_us slice = (began - h->rested) / 4;
+    slice = slice < LEAST_SLICE_US ? LEAST_SLICE_US : slice > MOST_SLICE_US ? MOST_SLICE_US : slice;
+    while (h->work_count > 0 && running_us() < began + slice) {
+        const unsigned which = h->working[h->work_first];
+        h->work_first = (h->work_first + 1) % h->count;
+        h->work_count--;
+        h->all[which].works = false;
+        if (h->all[which].core == NULL)
+            continue;
+        sky_work(h->all[which].core, now_us(h));
+        after(h, which, now_us(h));
+        deliver(h);
+    }
+    h->rested = running_us();
+}
+
+static void arm(host *h) {
+    sky_us due = h->beat < h->look ? h->beat : h->look;
+    if (h->timers > 0 && h->all[h->heap[0]].alarm < due)
+        due = h->all[h->heap[0]].alarm;
+    if (delay_next(&h->held) < due)
+        due = delay_next(&h->held);
+    sky_us at = due - h->clock.offset_us;
+    at = at < 1 ? 1 : at;
+    if (at == h->armed)
+        return;
+    h->armed = at;
+    const struct itimerspec setting = {.it_value = {.tv_sec = at / 1000000, .tv_nsec = at % 1000000 * 1000}};
+    (void)timerfd_settime(h->timer, TFD_TIMER_ABSTIME, &setting, NULL);
+}
+
+/* --- The process --- */
+
+enum { TIMER_EVENT = 1 << 30, SIGNAL_EVENT, LINE_EVENT };
+
+static bool watch_fd(const host *h, int fd, unsigned name) {
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = name};
+    return fd >= 0 && epoll_ctl(h->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+static void hear_supervisor(host *h) {
+    char words[8] = "";
+    const ssize_t got = recv(h->line, words, sizeof words, 0);
+    if (got != 5 || memcmp(words, "stay\n", 5) != 0)
+        h->stop = true;
+    (void)close(h->line);
+    h->line = -1;
+}
+
+static void hear_signals(host *h) {
+    struct signalfd_siginfo info;
+    while (read(h->signals, &info, sizeof info) == (ssize_t)sizeof info) {
+        if (info.ssi_signo == SIGHUP)
+            follow_outages(h);
+        else
+            h->stop = true;
+    }
+}
+
+static bool prepare(host *h) {
+    const share *its = h->its;
+    const size_t addresses = (size_t)its->config.planes << 12;
+    sigset_t signals;
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+        files.rlim_cur = files.rlim_max; /* a socket each */
+        (void)setrlimit(RLIMIT_NOFILE, &files);
+    }
+    h->count = its->mine_count;
+    h->all = calloc(h->count, sizeof *h->all);
+    h->heap = calloc(h->count, sizeof *h->heap);
+    h->working = calloc(h->count, sizeof *h->working);
+    h->index = malloc(addresses * sizeof *h->index);
+    h->peers = calloc(addresses, sizeof *h->peers);
+    h->endpoints = endpoints_new(its->mine_count + its->others_count);
+    if (h->all == NULL || h->heap == NULL || h->working == NULL || h->index == NULL || h->peers == NULL ||
+        h->endpoints == NULL)
+        return false;
+    memset(h->index, 0xFF, addresses * sizeof *h->index); /* -1 */
+    for (unsigned i = 0; i < its->others_count; i++) {
+        h->peers[its->others[i].address] = &its->others[i].endpoint;
+        endpoints_add(h->endpoints, its->others[i].address, &its->others[i].endpoint);
+    }
+    for (unsigned i = 0; i < h->count; i++) {
+        h->all[i].is = &its->mine[i];
+        h->all[i].fd = -1;
+        h->all[i].timer = h->all[i].alarm = SKY_NEVER;
+        h->index[its->mine[i].address] = (int32_t)i;
+        endpoints_add(h->endpoints, its->mine[i].address, &its->mine[i].endpoint);
+        put(h, i, i);
+    }
+    h->timers = h->count;
+    parcels_begin(&h->arriving);
+    (void)sigemptyset(&signals);
+    (void)sigaddset(&signals, SIGTERM);
+    (void)sigaddset(&signals, SIGINT);
+    (void)sigaddset(&signals, SIGHUP);
+    if (sigprocmask(SIG_BLOCK, &signals, NULL) < 0 || signal(SIGPIPE, SIG_IGN) == SIG_ERR)
+        return false;
+    h->epoll = epoll_create1(EPOLL_CLOEXEC);
+    h->timer = timerfd_create(CLOCK_BOOTTIME, TFD_NONBLOCK | TFD_CLOEXEC);
+    h->signals = signalfd(-1, &signals, SFD_NONBLOCK | SFD_CLOEXEC);
+    wall_clock_begin(&h->clock);
+    return h->epoll >= 0 && watch_fd(h, h->timer, TIMER_EVENT) && watch_fd(h, h->signals, SIGNAL_EVENT) &&
+           (h->line < 0 || watch_fd(h, h->line, LINE_EVENT));
+}
+
+static bool begin(host *h) {
+    char words[300];
+    const char *error = NULL;
+    if (h->its->keys_path[0] != '\0') {
+        (void)file_changed(h->its->keys_path, &h->keys_seen);
+        if (!key_file_read(h->its->keys_path, h->its->every_packet, &h->ring, words)) {
+            say(h, words);
+            return false;
+        }
+    }
+    sky_config config = h->its->config;
+    config.address = h->its->mine[0].address;
+    config.credit_bytes = UDP_BUFFER_BYTES;
+    config.ring = h->ring;
+    error = sky_config_error(&config);
+    if (error != NULL) {
+        say(h, error);
+        return false;
+    }
+    for (unsigned i = 0; i < h->count; i++) {
+        if (!launch(h, i)) {
+            (void)snprintf(words, sizeof words, "cannot serve its satellites: port %u: %s",
+                           (unsigned)ntohs(h->all[i].is->endpoint.sin_port), strerror(errno));
+            say(h, words);
+            return false;
+        }
+    }
+    for (unsigned i = 0; i < h->count; i++)
+        after(h, i, now_us(h));
+    deliver(h);
+    follow_outages(h);
+    (void)snprintf(words, sizeof words, "%u satellites listen", h->count);
+    say(h, words);
+    if (h->line >= 0)
+        (void)send(h->line, "ready\n", 6, MSG_NOSIGNAL);
+    return true;
+}
+
+static void turn(host *h) {
+    static struct epoll_event events[EVENTS];
+    arm(h);
+    const int count = epoll_wait(h->epoll, events, EVENTS, h->work_count > 0 ? 0 : -1);
+    for (int i = 0; i < count && !h->stop; i++) {
+        const uint64_t name = events[i].data.u64;
+        if (name == TIMER_EVENT) {
+            uint64_t fired = 0;
+            (void)!read(h->timer, &fired, sizeof fired);
+            h->armed = 0;
+        } else if (name == SIGNAL_EVENT) {
+            hear_signals(h);
+        } else if (name == LINE_EVENT) {
+            hear_supervisor(h);
+        } else if (h->all[name].core != NULL) {
+            if (events[i].events & EPOLLOUT)
+                writable(h, (unsigned)name);
+            if (events[i].events & (EPOLLIN | EPOLLERR))
+                readable(h, (unsigned)name);
+        }
+        deliver(h);
+    }
+    if (h->its->delayed)
+        release_due(h);
+    alarms(h);
+    if (h->work_count > 0)
+        work(h);
+}
+
+int host_serve(share *its, int supervisor_fd) {
+    static host whole; /* for the life of the process */
+    host *h = &whole;
+    h->its = its;
+    h->line = supervisor_fd;
+    if (!prepare(h)) {
+        say(h, strerror(errno));
+        return 1;
+    }
+    if (!begin(h))
+        return 1;
+    h->beat = now_us(h) + BEAT_US;
+    h->rested = running_us();
+    while (!h->stop)
+        turn(h);
+    /* After a crash the record stays, so that `status` can distinguish a crash from a stop. */
+    if (its->record_path[0] != '\0')
+        (void)unlink(its->record_path);
+    return 0;
+}

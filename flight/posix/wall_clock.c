@@ -1,0 +1,32 @@
+#define _GNU_SOURCE
+#include "wall_clock.h"
+
+#include <time.h>
+
+#define STEP_US 1000000 /* a wall clock further ahead than this was set; less is drift, and its correction */
+
+static int64_t read_us(clockid_t which) {
+    struct timespec at = {0, 0};
+    (void)clock_gettime(which, &at);
+    return (int64_t)at.tv_sec * 1000000 + at.tv_nsec / 1000;
+}
+
+int64_t running_us(void) {
+    return read_us(CLOCK_BOOTTIME);
+}
+
+void wall_clock_begin(wall_clock *clock) {
+    clock->offset_us = read_us(CLOCK_REALTIME) - running_us();
+}
+
+int64_t wall_clock_now(const wall_clock *clock) {
+    return running_us() + clock->offset_us;
+}
+
+bool wall_clock_follow(wall_clock *clock) {
+    const int64_t offset_us = read_us(CLOCK_REALTIME) - running_us();
+    if (offset_us - clock->offset_us < STEP_US)
+        return false;
+    clock->offset_us = offset_us;
+    return true;
+}

@@ -1,0 +1,182 @@
+"""Hosts whose satellites are in C: the daemon of ``flight/posix``, and the flat text that it reads of a plan.
+
+The daemon needs neither JSON nor geometry: where satellites listen, how far they are, how fast the box moves are
+numbers in lines of words, computed here from the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn, get_args
+
+from skymemory.constellation.sight import BoxSight
+from skymemory.constellation.torus import SatelliteId
+from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.testbed.connect import clock_of, shell_of
+from skymemory.testbed.plan import ConstellationPlan, HostShare
+from skymemory.testbed.run_directory import OUTAGES_NAME, Kind
+from skymemory.transport.udp_host import PATIENCE_S
+
+Choice = Literal["python", "c", "mixed"]
+"""Of a constellation's: ``mixed`` has every second host in C."""
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+DAEMON = "skymemory-flight"
+DAEMON_SETTING = "SKYMEMORY_FLIGHT"
+"""Environment variable with the path of another build of it."""
+_SHARE_UNITS = 65_536
+FORMAT_VERSION = 1
+
+
+def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
+    """Which of the hosts have satellites in C; the others are left out."""
+    return {host.name: "c" for at, host in enumerate(hosts) if choice == "c" or (choice == "mixed" and at % 2 == 1)}
+
+
+def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
+    """``kinds_of`` the plan's hosts; raises, before anything is started, where they cannot be."""
+    kinds = kinds_of(choice, plan.hosts)
+    if kinds:
+        daemon_path()
+        check_plan(plan)
+    elif choice != "python":
+        raise InvalidInput("--satellite mixed with one host process: expected at least two, or --satellite c")
+    return kinds
+
+
+def daemon_path() -> Path:
+    """The daemon that ``make flight`` installs beside Python, or that is in the PATH; or ``$SKYMEMORY_FLIGHT``.
+
+    Raises:
+        ConstellationError: it was not built.
+    """
+    if chosen := os.environ.get(DAEMON_SETTING):
+        return Path(chosen)
+    beside = Path(sys.executable).with_name(DAEMON)
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which(DAEMON)
+    if found is None:
+        raise ConstellationError(f"no {DAEMON} beside {sys.executable}: build the satellite in C with `make flight`")
+    return Path(found)
+
+
+def check_plan(plan: ConstellationPlan) -> None:
+    """Raises ``InvalidInput`` for what satellites in C do not do in this release."""
+    preset = plan.constellation
+    refused = {
+        "rates, outages and weather of links (--links)": plan.links is not None,
+        "injected faults (--loss, --duplicate, --reorder, --corrupt)": plan.faults.any,
+        "a host that moves (--host-path)": bool(plan.ground.waypoints),
+        "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
+        "links through the Earth": plan.delay_scale > 0 and preset.fixed_centre is None and plan.sight().any_blocked,
+        "delays of real orbits (use --delay off)": plan.delay_scale > 0 and preset.fixed_centre is None,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise InvalidInput(f"satellites in C cannot simulate {'; '.join(found)}: use --satellite python")
+
+
+def _us(seconds: float) -> int:
+    """Never early."""
+    return math.ceil(seconds * 1e6)
+
+
+def _delays(plan: ConstellationPlan) -> Iterator[str]:
+    """How long light takes over links and beams, by the plan's scale; nothing where it is 0."""
+    if not plan.delay_scale:
+        return
+    shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
+    sight = BoxSight(shell, torus)
+    yield f"slot-delay-us {_us(shell.isl_one_way_s('slot') * scale)}"
+    for plane in range(torus.planes):
+        yield f"plane-delay-us {plane} {_us(shell.plane_link_one_way_s(plane) * scale)}"
+    centre = SatelliteId(0, 0)
+    for one in torus.satellites():
+        yield f"beam-delay-us {one.plane} {one.slot} {_us(sight.one_way_s(one, centre, 0.0) * scale)}"
+    if plan.access == "onboard":
+        yield "onboard 1"
+
+
+def _clock(plan: ConstellationPlan) -> Iterator[str]:
+    clock = clock_of(plan)
+    yield f"pushed {clock.pushed[0]} {clock.pushed[1]}"
+    if not clock.time_scale:
+        return
+    if clock.track is None:
+        yield f"clock periods {clock.epoch_s!r} {clock.time_scale!r} {clock.slot_period_s!r} {clock.plane_period_s!r}"
+        return
+    (plane, slot), (plane_rate, slot_rate) = clock.track.cell(0.0), clock.track.rates
+    yield f"clock track {clock.epoch_s!r} {clock.time_scale!r} {plane!r} {slot!r} {plane_rate!r} {slot_rate!r}"
+
+
+def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = None, record: Path | None = None) -> str:
+    """The configuration of the daemon that serves ``host``; ``record``: its pid file, in the run directory.
+
+    Raises:
+        InvalidInput: a plan that satellites in C cannot serve, or a path with a line break.
+    """
+    check_plan(plan)
+    shell, eviction = shell_of(plan), plan.memory_policy.satellites(plan.replicas)
+    longest_s = max(shell.isl_one_way_s("slot"), *map(shell.plane_link_one_way_s, range(plan.planes)))
+    links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
+    lines = [
+        f"skymemory-flight {FORMAT_VERSION}",
+        f"name {host.name}",
+        f"torus {plan.planes} {plan.slots_per_plane}",
+        f"centre {plan.centre.plane} {plan.centre.slot}",
+        f"memory-bytes {plan.memory_per_satellite_bytes}",
+        f"chunk-bytes {plan.chunk_bytes}",
+        f"replacement {plan.memory_policy.replacement}",
+        f"eviction {eviction.gossip:d} {eviction.plane_only:d} {eviction.periodic:d} {eviction.migration:d}",
+        f"sweep-us {round(eviction.sweep_s * 1e6)}",
+        f"notice-hold-us {round(eviction.notice_hold_s * 1e6)}",
+        f"confirm-us {round(eviction.confirm_s * 1e6)}",
+        f"pin-share {round(eviction.pin_share * _SHARE_UNITS)}",
+        f"replicas {plan.replicas}",
+        f"slot-link-ps {round(links_s[0] * 1e12)}",
+        f"plane-link-ps {round(links_s[1] * 1e12)}",
+        f"neighbour-timeout-us {_us(PATIENCE_S + 2 * longest_s * plan.delay_scale)}",
+        *_clock(plan),
+        *_delays(plan),
+    ]
+    if plan.auth != "off":
+        lines += [f"every-packet {plan.auth == 'every':d}", f"keys {_path(Path(plan.keys_file))}"]
+    if record is not None:
+        lines += [f"outages {_path(record.with_name(OUTAGES_NAME))}", f"record {_path(record)}"]
+    mine = dict(plan.addresses_of(host))
+    for one, (ip, port) in plan.addresses().items():
+        word, address = ("satellite", listen or ip) if one in mine else ("peer", ip)
+        lines.append(f"{word} {one.plane} {one.slot} {address} {port}")
+    return "\n".join(lines) + "\n"
+
+
+def _path(path: Path) -> str:
+    text = str(path.absolute())
+    if "\n" in text:
+        raise InvalidInput(f"{text!r}: a path with a line break cannot be given to {DAEMON}")
+    return text
+
+
+def become_daemon(text: str, host: HostShare, run_dir: Path | None, supervisor_fd: int | None) -> NoReturn:
+    """Replaces this process by the daemon: its pid, and with it the record of the process, stays.
+
+    Raises:
+        ConstellationError: it was not built, or cannot be run.
+    """
+    daemon = daemon_path()
+    # In memory, and not as a file that had to be removed; the daemon opens it by the number of its descriptor.
+    config_fd = os.memfd_create("share", 0)
+    os.write(config_fd, text.encode())
+    words = [DAEMON, "satellite", "--host", host.name, "--config", f"/proc/self/fd/{config_fd}"]
+    if run_dir is not None:
+        words += ["--run-dir", str(run_dir)]
+    if supervisor_fd is not None:
+        words += ["--supervisor-fd", str(supervisor_fd)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(daemon, words)
+    except OSError as error:
+        raise ConstellationError(f"cannot run {daemon}: {error.strerror}") from error

@@ -1,0 +1,42 @@
+"""The satellite in C does what the Python satellite does: the same packets and the same state, event by event."""
+
+from __future__ import annotations
+
+import pytest
+from tests.flight.traffic import Case, Duel
+
+from skymemory.protocol.satellite.state import EvictionConfig
+
+_ALL = EvictionConfig.of(["gossip", "periodic", "migration"])
+_COPIES = EvictionConfig.of(["gossip-plane", "periodic", "migration"], sweep_s=5.0, replicas=2)
+CASES = {
+    "plain": Case(),
+    "lru": Case(replacement="lru", routing="alternate"),
+    "lfuda": Case(replacement="lfuda", planes=2, slots=3),
+    "policies": Case(eviction=_ALL, memory_bytes=30_000),
+    "copies": Case(eviction=_COPIES),
+    "late": Case(lateness=True, eviction=_ALL),
+    "keys": Case(authority=True),
+    "every_packet": Case(authority=True, every_packet=True, start_s=1_735_689_600.0),
+    "still": Case(time_scale=0.0, start_s=1_735_689_600.0),
+    "moving": Case(slot_period_s=2.5, memory_bytes=60_000, calm=True),
+    "still_copies": Case(time_scale=0.0, memory_bytes=100_000, calm=True, eviction=_COPIES),
+    "moving_copies": Case(slot_period_s=3.0, memory_bytes=60_000, calm=True, eviction=_COPIES),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_traffic(name: str) -> None:
+    Duel(CASES[name], seed=1).run(350)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", CASES)
+def test_a_million_packets(name: str) -> None:
+    """All cases together give 10^6 packets."""
+    packets, seed = 0, 100
+    while packets < 1_000_000 / len(CASES):
+        duel = Duel(CASES[name], seed)
+        duel.run(12_000)
+        packets, seed = packets + duel.packets, seed + 1
