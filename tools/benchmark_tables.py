@@ -560,7 +560,8 @@ def _against_the_bound() -> str:
         bound, model = spreads[access, "of_bound"], spreads[access, "of_model"]
         cells = sum("operation" in row and access in (row["access"], "all") for row in rows)
         numbers = [bound["least"], bound["median"], bound["most"], model["median"], model["most"]]
-        made.append([f"`{access}`" if access != "all" else access, str(cells), *(f"{number:.3f}" for number in numbers)])
+        name = access if access == "all" else f"`{access}`"
+        made.append([name, str(cells), *(f"{number:.3f}" for number in numbers)])
     return table(made)
 
 

@@ -59,8 +59,8 @@ _BOTH: tuple[Direction, Direction] = ("get", "set")
 class VirtualConstellation:
     """All satellites of a plan in virtual time, in one process, with link delays by its geometry at every moment.
 
-    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks``: of satellites with wrong clocks. ``machine`` makes
-    the satellites (default: ``SatelliteMachine``).
+    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks``: of satellites with wrong clocks. ``machine``
+    makes the satellites (default: ``SatelliteMachine``).
     """
 
     def __init__(
