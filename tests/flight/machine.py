@@ -55,7 +55,7 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The core, as ``make -C flight core`` compiles it, and the shim: one library, anew where a source has changed."""
+    """The core, as ``make -C flight core`` compiles it, and the shim: one library, compiled again where a source has changed."""
     cc = compiler()
     _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
     objects = [ROOT / "build" / path.relative_to(ROOT).with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
@@ -227,7 +227,7 @@ class FlightMachine:
         self.lateness = lateness or Lateness()
         self.backlog_bytes = 0
         self._figures = transport_figures
-        self._told_late = (0.0, -math.inf, math.inf)
+        self._passed_late = (0.0, -math.inf, math.inf)
         self._clock = _callback(clock) if clock.time_scale > 0 else None
         values = settings_of(config, sky, clock)
         numbers = (ctypes.c_int64 * len(values))(*values)
@@ -270,13 +270,13 @@ class FlightMachine:
         found = self._links.get(link)
         return SatelliteId(link >> 12, link & 0xFFF) if found is None else found
 
-    def _tell(self) -> None:
+    def _pass_figures(self) -> None:
         """What only the caller knows: how late the host is, and what waits there."""
         late = self.lateness
-        told = late._worst_s, late._worst_at_s, late._on_time_s
-        if told != self._told_late:
-            self._told_late = told
-            self.lib.shim_set_lateness(self.it, *map(us, told))
+        passed = late._worst_s, late._worst_at_s, late._on_time_s
+        if passed != self._passed_late:
+            self._passed_late = passed
+            self.lib.shim_set_lateness(self.it, *map(us, passed))
         self.lib.sky_set_backlog(self.it, self.backlog_bytes)
         if self._figures is not dict:
             for name, value in self._figures().items():
@@ -291,7 +291,7 @@ class FlightMachine:
         return self.value(9), self.value(7), self.value(10)
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        self._tell()
+        self._pass_figures()
         size = len(data)
         buffer = (ctypes.c_uint8 * max(1, size)).from_buffer_copy(bytes(data) or b"\0")
         self._inputs.append(buffer)
@@ -302,7 +302,7 @@ class FlightMachine:
             self.receive_batch(view, segment_bytes, source, now_s)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
-        self._tell()
+        self._pass_figures()
         out, runs = _scratch()
         self.lib.sky_gather(self.it, us(now_s))
         count = self.lib.shim_take(self.it, out, _OUT_BYTES, runs, _MOST_RUNS)
@@ -323,7 +323,7 @@ class FlightMachine:
         return None if found >= NEVER_US else found / 1e6
 
     def handle_timer(self, now_s: float) -> None:
-        self._tell()
+        self._pass_figures()
         self.lib.sky_handle_timer(self.it, us(now_s))
 
     @property
@@ -332,7 +332,7 @@ class FlightMachine:
 
     def work(self, now_s: float) -> native.Run | None:
         """The transport counts the packets that are processed; here only their bytes are known."""
-        self._tell()
+        self._pass_figures()
         size = int(self.lib.sky_work(self.it, us(now_s)))
         return (memoryview(bytes(size)), size) if size else None
 
@@ -343,7 +343,7 @@ class FlightMachine:
         """None: likewise."""
 
     def housekeeping(self) -> dict[str, int]:
-        self._tell()
+        self._pass_figures()
         figures = (ctypes.c_int64 * len(HOUSEKEEPING_FIELDS))()
         self.lib.sky_housekeeping(self.it, figures, 0)
         return self.counters.as_dict() | dict(zip(HOUSEKEEPING_FIELDS, figures, strict=True))
@@ -555,7 +555,7 @@ class FlightNeighbours:
         return self._machine.value(12), self._machine.value(13)
 
     def greet(self, now_s: float) -> None:
-        self._machine._tell()
+        self._machine._pass_figures()
         self._machine.lib.sky_greet(self._machine.it, us(now_s))
 
     def used(self, link: LinkEnd, now_s: float) -> None:

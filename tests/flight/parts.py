@@ -33,7 +33,7 @@ def _compiler() -> str:
 
 
 def _build() -> Path:
-    """Compiled anew, file by file, where something is newer."""
+    """Compiled, file by file, where something is newer."""
     sanitized = _SANITIZE if os.environ.get("FLIGHT_SANITIZE") else ()
     folder = BUILD / ("parts-sanitized" if sanitized else "parts")
     folder.mkdir(parents=True, exist_ok=True)

@@ -40,12 +40,12 @@ def _chunks(machine: SatelliteMachine, other: FlightMachine) -> bytes:
 
 
 def _promises(machine: SatelliteMachine, other: FlightMachine) -> bytes:
-    store, told = machine.store, b""
+    store, packed = machine.store, b""
     for key in sorted({*store.pins, *store.expiries, *store.leases}):
         holders = store.leases.get(key, {})
         untils = sum(us(until_s) ^ ground for ground, until_s in holders.items())
-        told += key + _numbers(us(store.pins.get(key, 0.0)), us(store.expiries.get(key, 0.0)), len(holders), untils)
-    return told
+        packed += key + _numbers(us(store.pins.get(key, 0.0)), us(store.expiries.get(key, 0.0)), len(holders), untils)
+    return packed
 
 
 def _order(machine: SatelliteMachine, other: FlightMachine) -> bytes:
@@ -54,13 +54,13 @@ def _order(machine: SatelliteMachine, other: FlightMachine) -> bytes:
 
 def _links(machine: SatelliteMachine, other: FlightMachine) -> bytes:
     neighbours, links = machine.neighbours, machine.neighbours.links
-    told = b""
+    packed = b""
     for name, neighbour in neighbours._neighbours.items():
-        told += _numbers(Address(*name).pack(), neighbour.down)
-    told += b"".join(links._packed.values())
+        packed += _numbers(Address(*name).pack(), neighbour.down)
+    packed += b"".join(links._packed.values())
     for ground, end in machine._router._grounds.items():
-        told += _numbers(ground, other.link(end))
-    return told + _numbers(links.satellites_searched)
+        packed += _numbers(ground, other.link(end))
+    return packed + _numbers(links.satellites_searched)
 
 
 def _outbox(machine: SatelliteMachine, other: FlightMachine) -> bytes:
@@ -80,12 +80,12 @@ def _outbox(machine: SatelliteMachine, other: FlightMachine) -> bytes:
 
 
 def _history(machine: SatelliteMachine, other: FlightMachine) -> bytes:
-    history, told = machine._state.history, b""
+    history, packed = machine._state.history, b""
     for key, at_s in history._written.items():
-        told += key + _numbers(us(at_s))
+        packed += key + _numbers(us(at_s))
     for key, (until_s, setting) in history._deleted.items():
-        told += key + _numbers(us(until_s)) + (setting or bytes(12))
-    return told + b"".join(key + setting for key, setting in history.dead.items())
+        packed += key + _numbers(us(until_s)) + (setting or bytes(12))
+    return packed + b"".join(key + setting for key, setting in history.dead.items())
 
 
 _PARTS = {

@@ -70,9 +70,9 @@ def read(client: SimulatedClient, values: dict[bytes, tuple[bytes, ValueInfo]]) 
 
 def check_ledgers(simulated: SimulatedConstellation) -> None:
     for satellite in simulated.satellites.values():
-        told = satellite.store.ledger.figures()
-        came = told.pop("bytes_set") + told.pop("bytes_migrated_in")
-        assert came == satellite.store.used_bytes + sum(told.values())
+        figures = satellite.store.ledger.figures()
+        came = figures.pop("bytes_set") + figures.pop("bytes_migrated_in")
+        assert came == satellite.store.used_bytes + sum(figures.values())
 
 
 @pytest.mark.parametrize("kind", MACHINES)

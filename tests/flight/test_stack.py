@@ -31,8 +31,8 @@ def _graph(folder: Path) -> tuple[dict[str, int], dict[str, set[str]]]:
     """Bytes of stack and callees of every function."""
     sizes: dict[str, int] = {}
     calls: dict[str, set[str]] = {}
-    for told in folder.glob("*.ci"):
-        for line in told.read_text().splitlines():
+    for graph in folder.glob("*.ci"):
+        for line in graph.read_text().splitlines():
             names = re.findall(r'(?:title|sourcename|targetname): "([^"]+)"', line)
             if line.startswith("node:") and (size := re.search(r"\\n(\d+) bytes", line)):
                 sizes[names[0]] = int(size[1])

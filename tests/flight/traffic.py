@@ -620,7 +620,7 @@ def _packets(batches: list[tuple[object, LinkEnd]]) -> list[tuple[LinkEnd, bytes
     return [(link, bytes(data)) for batch, link in batches for data in batch.datagrams()]  # type: ignore[attr-defined]
 
 
-def _told(packet: tuple[LinkEnd, bytes]) -> str:
+def _named(packet: tuple[LinkEnd, bytes]) -> str:
     link, data = packet
     start = header_start(memoryview(data))
     op = data[start + 1] if len(data) > start + 1 else -1
@@ -631,10 +631,10 @@ def _told(packet: tuple[LinkEnd, bytes]) -> str:
 def _first_difference(ours: list[tuple[LinkEnd, bytes]], theirs: list[tuple[LinkEnd, bytes]]) -> str:
     for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
-            return f"packet {number}:\n  {_told(one)}\n  {_told(other)}"
+            return f"packet {number}:\n  {_named(one)}\n  {_named(other)}"
     longer = ours if len(ours) > len(theirs) else theirs
     which = "Python" if longer is ours else "C"
-    return f"{len(ours)} and {len(theirs)} packets; only {which}: {_told(longer[min(len(ours), len(theirs))])}"
+    return f"{len(ours)} and {len(theirs)} packets; only {which}: {_named(longer[min(len(ours), len(theirs))])}"
 
 
 def _first_bytes(ours: bytes, theirs: bytes) -> str:
