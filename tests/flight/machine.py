@@ -55,7 +55,7 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The core, as ``make -C flight core`` compiles it, and the shim, in one library; compiled again as sources change."""
+    """The core, as ``make -C flight core`` compiles it, and the shim, in one library; compiled as sources change."""
     cc = compiler()
     _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
     objects = [ROOT / "build" / path.relative_to(ROOT).with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
