@@ -574,6 +574,24 @@ def _against_sockets() -> str:
     return table(made)
 
 
+def _flight() -> str:
+    return columns(
+        "flight",
+        ("satellites", _text("satellites")),
+        ("read MB/s", _number("read_MB_s")),
+        ("×", _number("read_x", 2)),
+        ("write MB/s", _number("write_MB_s")),
+        ("×", _number("write_x", 2)),
+        ("s/GB read", _number("read_s_per_gb", 2)),
+        ("×", _number("read_s_per_gb_x", 2)),
+        ("s/GB written", _number("write_s_per_gb", 2)),
+        ("×", _number("write_s_per_gb_x", 2)),
+        ("MB idle", _number("idle_bytes", 1, 1e-6)),
+        ("beside the store", _number("beside_store_bytes", 1, 1e-6)),
+        where=lambda row: bool(row["section"] == "path"),
+    )
+
+
 def _motion() -> str:
     return columns(
         "motion",
@@ -819,6 +837,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "access": _access,
     "against the bound": _against_the_bound,
     "against sockets": _against_sockets,
+    "satellites in C": _flight,
     "motion": _motion,
     "prediction": _prediction,
     "loading": _loading,
