@@ -413,7 +413,6 @@ void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t
     const sky_layout *layout = sky_layout_of(satellite->locator.placements, value.strategy, value.servers);
     const uint32_t id = layout != NULL ? sky_case_begin(questions, ref, owner, now) : 0U;
     if (id == 0U) {
-        sky_count(&satellite->counters, SKY_pools_full, layout != NULL ? 1U : 0U);
         return;
     }
     uint32_t fresh = 0;
@@ -427,7 +426,6 @@ void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t
         check.server = (uint16_t)indices[i];
         const uint32_t subject = sky_subject_begin(questions, &check, id);
         if (subject == 0U) {
-            sky_count(&satellite->counters, SKY_pools_full, 1);
             break; /* one chunk that is lost suffices */
         }
         sky_subject_of(questions, subject)->left = (int32_t)places.count;
@@ -436,8 +434,6 @@ void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t
             const uint32_t before = sky_batch_asked(questions, &questions->proofs, place);
             if (sky_batch_ask(questions, &questions->proofs, place, subject)) {
                 fresh += before % SKY_MOST_CHECKS == 0U ? 1U : 0U;
-            } else {
-                sky_count(&satellite->counters, SKY_pools_full, 1);
             }
         }
     }

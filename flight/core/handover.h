@@ -85,6 +85,7 @@ typedef struct {
 } sky_pacer;
 
 struct sky_handover {
+    uint64_t hash_seed[2];
     sky_departure *departures;
     uint32_t most_departures, used_departures, free_departure;
     uint32_t *buckets;
@@ -125,6 +126,7 @@ struct sky_handover {
     bool measured;
     sky_us timeout, grace;
     uint64_t retransmitted, planned; /* chunks so far */
+    uint64_t pools_full; /* how often a chunk was left out */
 };
 
 sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_us now);

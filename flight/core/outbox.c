@@ -2,8 +2,9 @@
 
 #include <string.h>
 
+#include "store/hash.h"
+
 #define SENDERS_PERIOD_US 500000
-#define MOST_RUNS 2048U
 /* A header of telemetry, a chunk reference and a MAC: of each packet with a payload. */
 #define MOST_BULK_BYTES ((size_t)SKY_TELEMETRY_PREFIX_BYTES + (size_t)SKY_REF_BYTES + (size_t)SKY_MAC_BYTES)
 
@@ -15,7 +16,7 @@
 
 void sky_credit_heard(sky_credit *credit, uint32_t sender, sky_us now) {
     const uint32_t mask = 2U * SKY_MOST_SENDERS - 1U;
-    uint32_t at = (sender * 0x9E3779B1U) >> 22 & mask;
+    uint32_t at = sky_hash_word(credit->hash_seed, sender) & mask;
     if (now >= credit->until) {
         credit->before = now < credit->until + SENDERS_PERIOD_US ? credit->count : 0U;
         credit->count = 0U;
@@ -39,7 +40,7 @@ void sky_credit_heard(sky_credit *credit, uint32_t sender, sky_us now) {
 
 bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *config) {
     const size_t limit = config->outbox_bytes;
-    sky_queued *queue = sky_take(arena, MOST_RUNS, sizeof *queue);
+    sky_queued *queue = sky_take(arena, config->most_runs, sizeof *queue);
     uint8_t *bytes = sky_take(arena, limit, 1U);
     uint32_t *senders = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *senders);
     uint32_t *periods = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *periods);
@@ -48,9 +49,11 @@ bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *conf
     }
     outbox->here = config->address;
     outbox->queue = queue;
-    outbox->most = MOST_RUNS;
+    outbox->most = config->most_runs;
     outbox->bytes = bytes;
     outbox->limit = limit;
+    outbox->credit.hash_seed[0] = config->hash_seed[0];
+    outbox->credit.hash_seed[1] = config->hash_seed[1];
     outbox->credit.senders = senders;
     outbox->credit.periods = periods;
     outbox->credit.buffer_bytes = config->credit_bytes;

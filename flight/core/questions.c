@@ -24,6 +24,7 @@ uint32_t sky_case_begin(sky_questions *questions, const uint8_t *ref, sky_purpos
     } else if (questions->used_cases < questions->most_cases) {
         id = ++questions->used_cases;
     } else {
+        questions->pools_full += 1U;
         return 0;
     }
     sky_case *begun = sky_case_of(questions, id);
@@ -56,6 +57,7 @@ uint32_t sky_subject_begin(sky_questions *questions, const sky_check *check, uin
     } else if (questions->used_subjects < questions->most_subjects) {
         id = ++questions->used_subjects;
     } else {
+        questions->pools_full += 1U;
         return 0;
     }
     sky_subject *begun = sky_subject_of(questions, id);
@@ -132,6 +134,7 @@ bool sky_batch_ask(sky_questions *questions, sky_batch *batch, uint32_t place, u
     } else if (questions->used_asked < questions->most_asked) {
         entry = ++questions->used_asked;
     } else {
+        questions->pools_full += 1U;
         return false;
     }
     questions->asked[entry - 1U].subject = subject;
@@ -171,7 +174,7 @@ static void ask(sky_satellite *satellite, sky_questions *questions, const sky_qu
     } else if (questions->used_questions < questions->most_questions) {
         id = ++questions->used_questions;
     } else {
-        sky_count(&satellite->counters, SKY_pools_full, 1);
+        questions->pools_full += 1U;
         give_back(questions, page->first, page->count);
         return;
     }

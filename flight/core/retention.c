@@ -12,7 +12,7 @@
 #define FIRST_REQUEST_ID 0x40000000U
 
 bool sky_retention_new(sky_retention *retention, sky_arena *arena, const sky_config *config) {
-    sky_transfer *transfers = sky_take(arena, SKY_MOST_TRANSFERS, sizeof *transfers);
+    sky_transfer *transfers = sky_take(arena, config->most_transfers, sizeof *transfers);
     if (transfers == NULL) {
         return false;
     }
@@ -20,6 +20,7 @@ bool sky_retention_new(sky_retention *retention, sky_arena *arena, const sky_con
     retention->lease_bytes = config->memory_bytes / 4U;
     retention->next = SKY_NEVER;
     retention->transfers = transfers;
+    retention->most = (uint16_t)config->most_transfers;
     retention->next_request_id = FIRST_REQUEST_ID;
     return true;
 }
@@ -251,7 +252,7 @@ static void transfer(sky_satellite *satellite, uint32_t there, uint8_t what, uin
     if (retention->free != 0U) {
         at = retention->free;
         retention->free = retention->transfers[at - 1U].newer;
-    } else if (retention->touched < SKY_MOST_TRANSFERS) {
+    } else if (retention->touched < retention->most) {
         at = ++retention->touched;
     } else {
         sky_count(&satellite->counters, SKY_pools_full, 1U);

@@ -232,7 +232,6 @@ static bool examine_key(sky_satellite *satellite, uint32_t share, uint32_t dista
     const sky_check asked = {latest, latest, 0, (uint16_t)server, sky_expected(value.chunks, value.servers, server), 0};
     const uint32_t subject = sky_subject_begin(questions, &asked, 0);
     if (subject == 0U) {
-        sky_count(&satellite->counters, SKY_pools_full, 1);
         return true;
     }
     sky_subject_of(questions, subject)->left = (int32_t)count;
@@ -264,7 +263,6 @@ static bool examine_copies(sky_satellite *satellite, uint32_t share, uint32_t di
         *asked += others;
         const uint32_t subject = sky_subject_begin(questions, &check, 0);
         if (subject == 0U) {
-            sky_count(&satellite->counters, SKY_pools_full, 1);
             continue;
         }
         sky_subject_of(questions, subject)->left = (int32_t)others;

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,6 +37,13 @@ BUILD = ROOT / "build" / "flight" / "tests"
 NEVER_US = (1 << 63) - 1
 PARTS = ("moves", "counters", "figures", "chunks", "promises", "order", "links", "outbox", "history")
 """Parts of the state, as ``sky_state`` numbers them."""
+
+BOUNDS = (
+    *("departures", "questions", "subjects", "asked", "suspects", "leases", "expiries", "evicted", "conflicts"),
+    *("outbox_bytes", "runs", "transfers", "ground_hosts", "back_offs", "postponed_bytes", "chunks", "keys"),
+    "hash_seed",
+)
+"""Bounds of the pools (and the seed of hashes), as ``shim.c`` numbers them; 0: the default."""
 
 _STRICT = ("-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 _BEAM = 0xFF000000
@@ -160,7 +168,9 @@ def packed(satellite: SatelliteId) -> int:
     return satellite.plane << 12 | satellite.slot
 
 
-def settings_of(config: SatelliteConfig, sky: SkyMap, clock: MoveClock) -> list[int]:
+def settings_of(
+    config: SatelliteConfig, sky: SkyMap, clock: MoveClock, bounds: Mapping[str, int] = MappingProxyType({})
+) -> list[int]:
     """The configuration as ``shim_begin`` takes it."""
     eviction, torus = config.eviction, sky.torus
     slot_s, plane_s = sky._links_s
@@ -195,6 +205,7 @@ def settings_of(config: SatelliteConfig, sky: SkyMap, clock: MoveClock) -> list[
         us(config.handover_grace_s),
         us(config.handover_gap_s),
         config.authority is not None and config.authority.every_packet,
+        *(bounds.get(name, 0) for name in BOUNDS),
     ]
 
 
@@ -221,7 +232,10 @@ class FlightMachine:
         now_s: float,
         lateness: Lateness | None = None,
         transport_figures: Callable[[], dict[str, int]] = dict,
+        bounds: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """``bounds``: of pools, by their names in ``BOUNDS``."""
+        assert set(bounds) <= set(BOUNDS), bounds
         self.lib = library()
         self.config = config
         self.lateness = lateness or Lateness()
@@ -229,7 +243,7 @@ class FlightMachine:
         self._figures = transport_figures
         self._passed_late = (0.0, -math.inf, math.inf)
         self._clock = _callback(clock) if clock.time_scale > 0 else None
-        values = settings_of(config, sky, clock)
+        values = settings_of(config, sky, clock, bounds)
         numbers = (ctypes.c_int64 * len(values))(*values)
         ring = config.authority.ring.keys if config.authority is not None else ()
         keys = (ctypes.c_int64 * (2 * len(ring) + 1))(*(n for key in ring for n in (key.key_id, us(key.from_s))))

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "checks.h"
 #include "handover.h"
 #include "state.h"
 #include "wire/crc.h"
@@ -23,6 +24,19 @@ static sky_counted counted(void *context, sky_us now) {
     int64_t found[3];
     head->counted(now, found);
     return (sky_counted){(int32_t)found[0], (int32_t)found[1], found[2]};
+}
+
+/* Bounds of the pools by number, 0: as they are by default; as machine.py's BOUNDS. */
+static void bound(const int64_t *v, sky_config *c) {
+    uint32_t *const bounds[] = {&c->most_departures, &c->most_questions, &c->most_subjects,  &c->most_asked,
+                                &c->most_suspects,   &c->most_leases,    &c->most_expiries,  &c->most_evicted,
+                                &c->most_conflicts,  &c->outbox_bytes,   &c->most_runs,      &c->most_transfers,
+                                &c->most_ground_hosts, &c->most_back_offs, &c->postponed_bytes, &c->most_chunks,
+                                &c->most_keys};
+    for (unsigned each = 0; each < sizeof bounds / sizeof *bounds; each++) {
+        *bounds[each] = v[each] != 0 ? (uint32_t)v[each] : *bounds[each];
+    }
+    c->hash_seed[0] = (uint64_t)v[sizeof bounds / sizeof *bounds];
 }
 
 static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *secrets, uint32_t count, sky_config *c) {
@@ -58,6 +72,7 @@ static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *se
     c->handover_grace = v[28];
     c->handover_gap = v[29];
     c->ring.every_packet = v[30] != 0;
+    bound(v + 31, c);
     c->ring.count = count;
     for (uint32_t each = 0; each < count; each++) {
         c->ring.keys[each].id = (uint16_t)keys[2 * each];
@@ -179,15 +194,19 @@ int64_t shim_value(sky_satellite *s, uint32_t which) {
     case 17: return s->outbox.count;
     case 18: return s->timers_wait ? 1 : 0;
     case 19: return s->outbox.sequence;
+    case 20: return s->retention.oldest;
+    case 21: return s->router.count;
+    case 22: return (int64_t)s->postponed.dropped;
+    case 23: return s->handover->back_off_count;
     default: return 0;
     }
 }
 
 int64_t shim_counter(const sky_satellite *satellite, uint32_t which) {
-    const uint64_t more = which == SKY_pins_refused  ? satellite->memory.pins_refused
-                          : which == SKY_pools_full ? satellite->memory.pools_full
-                                                    : 0;
-    return which < SKY_COUNTER_COUNT ? (int64_t)(satellite->counters.of[which] + more) : -1;
+    const uint64_t more = which == SKY_pins_refused ? satellite->memory.pins_refused : 0;
+    return which == SKY_pools_full     ? (int64_t)sky_pools_full(satellite)
+           : which < SKY_COUNTER_COUNT ? (int64_t)(satellite->counters.of[which] + more)
+                                       : -1;
 }
 
 const char *shim_counter_name(uint32_t which) {
