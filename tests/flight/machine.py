@@ -33,7 +33,6 @@ from skymemory.protocol.wire import Buffer, LinkEnd, SegmentBatch
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flight" / "core"
-BUILD = ROOT / "build" / "flight" / "tests"
 NEVER_US = (1 << 63) - 1
 PARTS = ("moves", "counters", "figures", "chunks", "promises", "order", "links", "outbox", "history")
 """Parts of the state, as ``sky_state`` numbers them."""
@@ -63,17 +62,23 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The core, as ``make -C flight core`` compiles it, and the shim: one library, compiled again where a source is newer."""
-    cc = compiler()
-    _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
-    objects = [ROOT / "build" / path.relative_to(ROOT).with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
-    shim, made = Path(__file__).with_name("shim.c"), BUILD / "libflight.so"
+    """The core, as ``make -C flight core`` compiles it, and the shim: one library, compiled where a source is newer.
+
+    ``FLIGHT_SANITIZE=1`` compiles both with ASan and UBSan; then ``LD_PRELOAD`` must name the compiler's libasan.
+    """
+    cc, sanitize = compiler(), bool(os.environ.get("FLIGHT_SANITIZE"))
+    extra = ("SANITIZE=1",) if sanitize else ()
+    _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}", *extra))
+    folder = ROOT / "build" / ("flight-sanitized" if sanitize else "flight")
+    objects = [folder / path.relative_to(ROOT / "flight").with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
+    shim, made = Path(__file__).with_name("shim.c"), folder / "tests" / "libflight.so"
     newest_s = max(path.stat().st_mtime for path in (shim, *objects, *CORE.glob("**/*.h")))
     if not made.exists() or made.stat().st_mtime < newest_s:
-        BUILD.mkdir(parents=True, exist_ok=True)
+        made.parent.mkdir(parents=True, exist_ok=True)
         part = made.with_suffix(f".{os.getpid()}")
         options = (*_STRICT, "-O2", "-fPIC", "-shared", f"-I{CORE}", "-o", str(part))
-        _run((cc, *options, str(shim), *map(str, objects), "-lm"))
+        checked = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined") if sanitize else ()
+        _run((cc, *options, *checked, str(shim), *map(str, objects), "-lm"))
         part.replace(made)
     return made
 
@@ -94,6 +99,7 @@ def library() -> ctypes.CDLL:
         "sky_receive": (void, (it, buffer, size, size, u32, i64)),
         "sky_next_timer": (i64, (it,)),
         "sky_handle_timer": (void, (it, i64)),
+        "sky_is_late": (ctypes.c_bool, (it, i64)),
         "sky_wants_work": (ctypes.c_bool, (it,)),
         "sky_work": (size, (it, i64)),
         "sky_greet": (void, (it, i64)),
@@ -122,6 +128,8 @@ def library() -> ctypes.CDLL:
         "shim_put": (ctypes.c_int, (it, u8, u8, u32)),
         "shim_remove": (ctypes.c_int, (it, u8, u32)),
         "shim_evict": (ctypes.c_int, (it, u8, u32)),
+        "shim_bucket": (i64, (it, u8, u32)),
+        "shim_longest_chain": (u32, (it,)),
         "shim_set_limit": (void, (it, ctypes.c_uint64)),
         "shim_remove_key": (u32, (it, u8)),
         "shim_promises": (void, (it, u8, numbers)),

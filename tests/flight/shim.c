@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "handover.h"
 #include "state.h"
+#include "store/hash.h"
 #include "wire/crc.h"
 
 typedef void (*counted_in_python)(int64_t now, int64_t *counted);
@@ -331,4 +332,35 @@ int shim_is_up(const sky_satellite *satellite, uint32_t here, uint32_t there) {
         }
     }
     return 1;
+}
+
+/* In which bucket a chunk of the memory lies: of its key, and of itself. */
+int64_t shim_bucket(const sky_satellite *satellite, const uint8_t *key, uint32_t index) {
+    const sky_memory *memory = &satellite->memory;
+    const uint32_t share = sky_memory_share(memory, key);
+    const uint32_t of_key = sky_hash_key(memory->keys.seed, key, 0U) & memory->keys.mask;
+    return (int64_t)of_key << 32 | (sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask);
+}
+
+static uint32_t longest(const uint32_t *buckets, uint32_t count, uint32_t (*next)(const void *, uint32_t), const void *of) {
+    uint32_t most = 0;
+    for (uint32_t each = 0; each < count; each++) {
+        uint32_t length = 0;
+        for (uint32_t at = buckets[each]; at != 0; at = next(of, at)) {
+            length++;
+        }
+        most = length > most ? length : most;
+    }
+    return most;
+}
+
+static uint32_t next_key(const void *map, uint32_t at) { return ((const sky_keymap *)map)->nodes[at].chain; }
+static uint32_t next_chunk(const void *memory, uint32_t at) { return ((const sky_memory *)memory)->chunks[at].chain; }
+
+/* The longest chain of the memory's two tables. */
+uint32_t shim_longest_chain(const sky_satellite *satellite) {
+    const sky_memory *memory = &satellite->memory;
+    const uint32_t keys = longest(memory->keys.buckets, memory->keys.mask + 1U, next_key, &memory->keys);
+    const uint32_t chunks = longest(memory->buckets, memory->mask + 1U, next_chunk, memory);
+    return keys > chunks ? keys : chunks;
 }

@@ -550,6 +550,12 @@ uint32_t sky_memory_take_conflicts(sky_memory *memory, sky_conflict *conflicts, 
     return count;
 }
 
+/* Whether a pool has no room for a chunk of so many bytes of a share (0: a new one). */
+static bool lacks(const sky_memory *memory, uint32_t share, uint32_t bytes) {
+    return !has_entry(memory) || free_cells(memory) < cells_of(memory, bytes) ||
+           (share == 0U && memory->keys.count == memory->keys.capacity);
+}
+
 sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bool migrated) {
     const uint64_t size = size_of(chunk->bytes);
     const uint8_t *const ref = chunk->ref;
@@ -576,15 +582,14 @@ sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bo
     }
     /* The twin has no end of chunks, keys and cells: where ours ends the memory is full. */
     share = sky_memory_share(memory, ref);
-    while (room && (!has_entry(memory) || free_cells(memory) < cells_of(memory, chunk->bytes) ||
-                    (share == 0U && memory->keys.count == memory->keys.capacity))) {
+    while (room && lacks(memory, share, chunk->bytes)) {
         /* While freed cells are held nothing that is evicted gives any. */
         room = !(memory->hold_freed && free_cells(memory) < cells_of(memory, chunk->bytes)) && evict(memory, ref);
         outcome.evicted += room ? 1U : 0U;
+        memory->pools_full++;
         share = sky_memory_share(memory, ref);
     }
     if (!room) {
-        memory->pools_full++;
         if (share != 0U) {
             tidy(memory, share, false);
         }

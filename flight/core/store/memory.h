@@ -87,7 +87,7 @@ typedef struct {
     uint64_t limit_bytes, used_bytes, pinned_bytes, pin_limit_bytes, leased_bytes;
     sky_ledger ledger;
     uint64_t pins_refused; /* pins that ended since their keys grew too large */
-    uint64_t pools_full;   /* chunks refused for want of a chunk, a share or cells; conflicts and evictions not noted */
+    uint64_t pools_full;   /* chunks refused or evicted for want of a chunk, a share or cells; conflicts and evictions not noted */
 
     sky_keymap keys;    /* the shares, in the order in which their keys came */
     sky_share *shares;  /* by number in `keys` */
