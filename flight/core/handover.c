@@ -65,8 +65,8 @@ static uint32_t obtain(sky_handover *handover, const uint8_t *key, uint32_t inde
     }
     sky_departure *departure = sky_departure_of(handover, id);
     uint32_t *bucket = bucket_of(handover, key, index);
-    memset(departure, 0, sizeof *departure);
-    memcpy(departure->key, key, 32);
+    (void)memset(departure, 0, sizeof *departure);
+    (void)memcpy(departure->key, key, 32);
     departure->index = index;
     departure->copy = copy;
     departure->stray = SKY_NEVER;
@@ -486,7 +486,7 @@ static uint32_t *find_back_off(const sky_handover *handover, uint32_t destinatio
 
 static void forget_back_offs(sky_handover *handover) {
     if (handover->used_back_offs != 0U) {
-        memset(handover->back_off_buckets, 0, ((size_t)handover->back_off_mask + 1U) * sizeof(uint32_t));
+        (void)memset(handover->back_off_buckets, 0, ((size_t)handover->back_off_mask + 1U) * sizeof(uint32_t));
     }
     handover->used_back_offs = 0;
     handover->free_back_off = 0;
@@ -525,7 +525,7 @@ static sky_us back_off(sky_handover *handover, uint32_t destination, const uint8
         } else {
             id = ++handover->used_back_offs;
         }
-        memcpy(back_off_of(handover, id)->key, key, 32);
+        (void)memcpy(back_off_of(handover, id)->key, key, 32);
         back_off_of(handover, id)->destination = destination;
         back_off_of(handover, id)->chain = 0;
         *link = id;
@@ -655,7 +655,7 @@ void sky_handover_end(sky_handover *handover, sky_burst *burst) {
     }
     const size_t at = (size_t)(burst - handover->bursts);
     handover->in_flight -= 1U;
-    memmove(burst, burst + 1, (handover->in_flight - at) * sizeof *burst);
+    (void)memmove(burst, burst + 1, (handover->in_flight - at) * sizeof *burst);
 }
 
 static void take_out(sky_handover *handover, sky_burst *burst, uint32_t id) {
@@ -735,7 +735,7 @@ static bool is_sent_again(sky_handover *handover, sky_burst *burst, sky_us late,
 
 static uint32_t begin_burst(sky_handover *handover, sky_us late, sky_us now) {
     sky_burst *burst = &handover->bursts[handover->in_flight++];
-    memset(burst, 0, sizeof *burst);
+    (void)memset(burst, 0, sizeof *burst);
     burst->request_id = handover->next_request_id;
     burst->destination = handover->places[handover->first_place - 1U].destination;
     burst->plan = handover->plans;
@@ -789,7 +789,7 @@ uint32_t sky_handover_bursts_to_send(sky_handover *handover, uint32_t *due, sky_
 static void adjust(sky_handover *handover, uint32_t destination, sky_us round_trip) {
     const uint32_t mask = 2U * SKY_REMEMBERED_TRIPS - 1U;
     if (handover->trip_count > SKY_REMEMBERED_TRIPS) {
-        memset(handover->trips, 0, 2U * SKY_REMEMBERED_TRIPS * sizeof *handover->trips);
+        (void)memset(handover->trips, 0, 2U * SKY_REMEMBERED_TRIPS * sizeof *handover->trips);
         handover->trip_count = 0;
     }
     uint32_t at = sky_hash_word(handover->hash_seed, destination) & mask;

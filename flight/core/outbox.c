@@ -122,7 +122,7 @@ void sky_send_by(sky_outbox *outbox, const uint8_t *packets, size_t bytes, size_
 static sky_header header_of(const sky_outbox *outbox, uint8_t op, uint32_t destination, uint32_t request_id) {
     const uint32_t credit = outbox->credit.each_bytes / (uint32_t)SKY_CREDIT_UNIT_BYTES;
     sky_header header;
-    memset(&header, 0, sizeof header);
+    (void)memset(&header, 0, sizeof header);
     header.op = op;
     header.hop_limit = SKY_HOP_LIMIT;
     header.destination = destination;
@@ -168,7 +168,7 @@ static void send_one(sky_outbox *outbox, const sky_header *header, const uint8_t
     }
     size_t end = sky_packet_begin(packet, header, bytes, sequence, now);
     if (bytes > 0U) {
-        memcpy(packet + end, body, bytes);
+        (void)memcpy(packet + end, body, bytes);
     }
     end += bytes;
     sky_packet_seal(packet, end);
@@ -221,12 +221,12 @@ static uint32_t send_bulk(sky_outbox *outbox, const sky_header *header, const ui
     const uint32_t taken = take_rows(outbox, count, width, &rows, &payloads);
     uint8_t template[MOST_BULK_BYTES];
     uint32_t begun = 0U;
-    sky_packet_begin(template, header, (size_t)SKY_REF_BYTES, 0U, now);
+    (void)sky_packet_begin(template, header, (size_t)SKY_REF_BYTES, 0U, now);
     for (uint32_t each = 0U; each < taken; each++) {
         const sky_chunk *chunk = &memory->chunks[copies != NULL ? copies[each].chunk : chunks[each]];
         uint8_t *row = rows + each * width;
-        memcpy(row, template, prefix);
-        memcpy(row + prefix, chunk->ref, (size_t)SKY_REF_BYTES);
+        (void)memcpy(row, template, prefix);
+        (void)memcpy(row + prefix, chunk->ref, (size_t)SKY_REF_BYTES);
         if (copies != NULL) {
             row[prefix + (size_t)SKY_REF_REPLICA_AT] = copies[each].replica;
         }
@@ -303,7 +303,7 @@ void sky_send_refusal(void *outbox, const uint8_t *command, size_t bytes, sky_li
 void sky_unsupported(sky_outbox *outbox, const uint8_t *command, sky_us now) {
     uint8_t known[SKY_HEADER_BYTES], body[SKY_UNSUPPORTED_BYTES];
     sky_header request;
-    memcpy(known, command + SKY_COMMAND_BYTES, sizeof known);
+    (void)memcpy(known, command + SKY_COMMAND_BYTES, sizeof known);
     known[SKY_OP_AT] = SKY_PING; /* any known operation, so that the header can be parsed */
     if (sky_header_parse(known, &request) == SKY_SOUND) {
         sky_unsupported_build(body, command[SKY_COMMAND_BYTES + SKY_OP_AT], OUR_OPERATIONS, OUR_CODECS);

@@ -31,6 +31,8 @@ void sky_lateness_measured(sky_lateness *lateness, sky_us late, sky_us now) {
         lateness->on_time = now;
     } else if (lateness->on_time == SKY_NEVER) {
         lateness->on_time = now - late;
+    } else {
+        /* late already */
     }
     if (late > 0 && late >= sky_lateness_at(lateness, now)) {
         lateness->worst = late < MOST_LATE_US ? late : MOST_LATE_US;
@@ -82,7 +84,7 @@ bool sky_postponed_new(sky_postponed *postponed, sky_arena *arena, const sky_con
     if (ring == NULL) {
         return false;
     }
-    memset(postponed, 0, sizeof *postponed);
+    (void)memset(postponed, 0, sizeof *postponed);
     postponed->ring = ring;
     postponed->most = most;
     postponed->ring_bytes = bytes;
@@ -96,15 +98,15 @@ static size_t ring_at(const sky_postponed *postponed, size_t at) {
 static void ring_write(sky_postponed *postponed, const void *from, size_t bytes) {
     const size_t at = ring_at(postponed, postponed->first + postponed->used);
     const size_t straight = bytes < postponed->ring_bytes - at ? bytes : postponed->ring_bytes - at;
-    memcpy(postponed->ring + at, from, straight);
-    memcpy(postponed->ring, (const uint8_t *)from + straight, bytes - straight);
+    (void)memcpy(postponed->ring + at, from, straight);
+    (void)memcpy(postponed->ring, (const uint8_t *)from + straight, bytes - straight);
     postponed->used += bytes;
 }
 
 static void ring_read(const sky_postponed *postponed, size_t at, void *to, size_t bytes) {
     const size_t straight = bytes < postponed->ring_bytes - at ? bytes : postponed->ring_bytes - at;
-    memcpy(to, postponed->ring + at, straight);
-    memcpy((uint8_t *)to + straight, postponed->ring, bytes - straight);
+    (void)memcpy(to, postponed->ring + at, straight);
+    (void)memcpy((uint8_t *)to + straight, postponed->ring, bytes - straight);
 }
 
 static uint64_t packets_of(const run_head *head) {

@@ -28,8 +28,8 @@ uint32_t sky_case_begin(sky_questions *questions, const uint8_t *ref, sky_purpos
         return 0;
     }
     sky_case *begun = sky_case_of(questions, id);
-    memset(begun, 0, sizeof *begun);
-    memcpy(begun->ref, ref, SKY_REF_BYTES);
+    (void)memset(begun, 0, sizeof *begun);
+    (void)memcpy(begun->ref, ref, SKY_REF_BYTES);
     begun->asked = now;
     begun->owner = owner;
     return id;
@@ -61,9 +61,9 @@ uint32_t sky_subject_begin(sky_questions *questions, const sky_check *check, uin
         return 0;
     }
     sky_subject *begun = sky_subject_of(questions, id);
-    memset(begun, 0, sizeof *begun);
-    memcpy(begun->key, check->key, SKY_KEY_BYTES);
-    memcpy(begun->setting, check->setting, SKY_SETTING_BYTES);
+    (void)memset(begun, 0, sizeof *begun);
+    (void)memcpy(begun->key, check->key, SKY_KEY_BYTES);
+    (void)memcpy(begun->setting, check->setting, SKY_SETTING_BYTES);
     begun->servers = check->servers;
     begun->server = check->server;
     begun->chunks = check->chunks;
@@ -199,7 +199,7 @@ static void ask(sky_satellite *satellite, sky_questions *questions, const sky_qu
     for (uint32_t i = 0; i < question->count; i++) {
         const sky_subject *subject = sky_subject_of(questions, questions->asked[entry - 1U].subject);
         if (presence) {
-            memcpy(record, subject->key, SKY_KEY_BYTES);
+            (void)memcpy(record, subject->key, SKY_KEY_BYTES);
             record += SKY_KEY_BYTES;
         } else {
             const sky_check check = {subject->key, subject->setting, subject->servers, subject->server, subject->chunks,
@@ -226,7 +226,7 @@ void sky_batch_send(sky_satellite *satellite, sky_batch *batch, sky_purpose purp
         uint32_t entry = place->first, left = place->count;
         while (left != 0U) {
             sky_question page;
-            memset(&page, 0, sizeof page);
+            (void)memset(&page, 0, sizeof page);
             page.place = place->place;
             page.purpose = purpose;
             page.until = now + answer_us;

@@ -20,7 +20,7 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     if (edge == NULL) {
         return false;
     }
-    memset(router, 0, sizeof *router);
+    (void)memset(router, 0, sizeof *router);
     router->torus.planes = config->planes;
     router->torus.slots = config->slots;
     router->here = config->address;
@@ -228,7 +228,7 @@ static sky_link onward(sky_router *router, uint32_t there, sky_axis came) {
     uint8_t *hop = &router->hops[(size_t)sky_torus_index(router->torus, there) * 3U + (size_t)came];
     if (router->changes != router->links.changes) {
         router->changes = router->links.changes;
-        memset(router->hops, 0, cells * 3U);
+        (void)memset(router->hops, 0, cells * 3U);
     }
     if (*hop == 0U) {
         const uint32_t greedy = sky_next_hop(router->torus, router->here, there, router->alternate, came);

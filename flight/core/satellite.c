@@ -57,7 +57,7 @@ size_t sky_satellite_bytes(const sky_config *config) {
     if (sky_config_error(config) != NULL) {
         return 0U;
     }
-    memset(&counted, 0, sizeof counted);
+    (void)memset(&counted, 0, sizeof counted);
     (void)place(&arena, &counted, config, 0);
     return arena.used < SIZE_MAX / 4U ? arena.used : 0U;
 }
@@ -355,7 +355,7 @@ static size_t keep_sound(sky_packets *run) {
             bad++;
         } else {
             if (kept != at) {
-                memmove(run->packets + kept, run->packets + at, size);
+                (void)memmove(run->packets + kept, run->packets + at, size);
             }
             kept += size;
         }
