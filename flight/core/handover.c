@@ -12,6 +12,7 @@
 #define PS 1000000LL                  /* picoseconds in a microsecond */
 #define MOST_ATTEMPTS 12U
 #define RETRY_US 10000000LL
+#define LEFT_OUT_US 1000000LL /* until what a full pool left out is planned again */
 #define MOST_RETRY_US 160000000LL
 #define DELETED_TOGETHER_US 50000LL
 #define MOST_TIMEOUT_US 2000000LL
@@ -764,7 +765,7 @@ static uint32_t begin_burst(sky_handover *handover, sky_us late, sky_us now) {
 uint32_t sky_handover_bursts_to_send(sky_handover *handover, uint32_t *due, sky_us late, sky_us now) {
     uint32_t count = 0;
     if (handover->left_out && handover->replan == SKY_NEVER) {
-        handover->replan = now + RETRY_US;
+        handover->replan = now + LEFT_OUT_US;
     }
     late = late < MOST_TIMEOUT_US ? late : MOST_TIMEOUT_US;
     for (uint32_t i = 0; i < handover->in_flight;) {

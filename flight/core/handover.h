@@ -5,7 +5,7 @@
  *
  * Three fixed pools, sized by the configuration: departures (a chunk by its name: key, index, and as which copy it
  * leaves), places in the queue, and back-offs. Where the first two are full, a chunk is left out: it stays here, is
- * answered from here, nothing counts as settled until the next plan, which is made after SKY_RETRY_US or when the box
+ * answered from here, nothing counts as settled until the next plan, which is made after a second or when the box
  * moves (`pools_full` counts). Where the back-offs are full all are forgotten, as in the twin: retries come sooner.
  */
 #ifndef SKY_HANDOVER_H

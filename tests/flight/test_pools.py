@@ -292,6 +292,22 @@ def test_a_full_table_of_keys_refuses_or_evicts() -> None:
     one.compare_states()
 
 
+def test_what_a_full_pool_of_departures_leaves_out_follows() -> None:
+    """Five chunks must leave and two find room: meanwhile nothing is settled; the others leave before the next move."""
+    one = Squeezed(Case(slot_period_s=20.0, memory_bytes=1 << 20), 1, {"departures": 2})
+    for n in range(1, 6):
+        stored(one, bytes([n]) * 32)
+    one.advance(64 * 20)  # the box moves
+    assert one.c.counters.get("pools_full") > 0
+    assert not one.c.handover.idle
+    for _ in range(15 * 8):  # the box rests
+        one.answer_handovers()
+        one.advance(8)
+    assert len(one.c.store) == 0
+    assert one.c.handover.at_rest
+    assert one.c.counters.get("chunks_migrated_out") == 5
+
+
 def retained(one: Squeezed, what: Retain, keys: list[bytes], ground: int) -> list[int]:
     packet = one.packet(Op.RETAIN, pack_retain(what, one.now_s + 50.0, keys), Address(*one.here, 0xFF), ground)
     one.sent = []
