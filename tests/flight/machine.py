@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import shutil
@@ -33,6 +34,7 @@ from skymemory.protocol.wire import Buffer, LinkEnd, SegmentBatch
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flight" / "core"
+BUILDS = ROOT / "build"
 NEVER_US = (1 << 63) - 1
 PARTS = ("moves", "counters", "figures", "chunks", "promises", "order", "links", "outbox", "history")
 """Parts of the state, as ``sky_state`` numbers them."""
@@ -66,10 +68,17 @@ def build() -> Path:
 
     ``FLIGHT_SANITIZE=1`` compiles both with ASan and UBSan; then ``LD_PRELOAD`` must name the compiler's libasan.
     """
+    BUILDS.mkdir(exist_ok=True)
+    with (BUILDS / "flight-tests.lock").open("w") as lock:  # processes of one test run
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build()
+
+
+def _build() -> Path:
     cc, sanitize = compiler(), bool(os.environ.get("FLIGHT_SANITIZE"))
     extra = ("SANITIZE=1",) if sanitize else ()
     _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}", *extra))
-    folder = ROOT / "build" / ("flight-sanitized" if sanitize else "flight")
+    folder = BUILDS / ("flight-sanitized" if sanitize else "flight")
     objects = [folder / path.relative_to(ROOT / "flight").with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
     shim, made = Path(__file__).with_name("shim.c"), folder / "tests" / "libflight.so"
     newest_s = max(path.stat().st_mtime for path in (shim, *objects, *CORE.glob("**/*.h")))

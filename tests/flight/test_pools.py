@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import random
+import struct
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from tests.flight.machine import BOUNDS, FlightMachine
@@ -19,10 +22,12 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Retain, Selection, pack_presences, pack_retain, unpack_retained
+from skymemory.protocol.satellite.checks import Found, pack_found
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig, SatelliteConfig
 from skymemory.protocol.wire import (
     COMMAND_BYTES,
+    FLAG_SETTLED,
     SKY_BYTES,
     Address,
     ChunkRef,
@@ -253,13 +258,13 @@ def alone(**bounds: int) -> Squeezed:
     return Squeezed(Case(time_scale=0.0, memory_bytes=1 << 20), 1, bounds)
 
 
-def chunks_of(one: Squeezed, key: bytes, count: int, replica: int = 0) -> list[tuple[bytes, bytes]]:
+def chunks_of(one: Squeezed, key: bytes, count: int, replica: int = 0, moves: int = 0) -> list[tuple[bytes, bytes]]:
     """``count`` chunks of 100 bytes: what belongs here, as the first copy, of a value on two satellites."""
-    ours = one.ours(PlacementTag(1, 2, 0, 0, 0, 0), 0)
+    ours = one.ours(PlacementTag(1, 2, 0, moves, 0, 0), 0)
     assert ours is not None
     value, found = bytes(200 * count), []
     for index in range(ours, 2 * count, 2):
-        tag = PlacementTag(1, 2, ours, 0, 0, replica)
+        tag = PlacementTag(1, 2, ours, moves, 0, replica)
         ref = ChunkRef(key, index, 2 * count, 100, zlib.crc32(bytes(100)), len(value), zlib.crc32(value), tag)
         found.append((ref.pack(), bytes(100)))
     return found
@@ -387,6 +392,102 @@ def test_the_ground_host_heard_longest_ago_is_forgotten() -> None:
         one.give(packet, len(packet), one.grounds[ground])
         assert operations(one)[-1] is Op.PONG
     assert one.c.value(21) == 2
+
+
+def test_a_ground_host_is_answered_where_it_was_heard_last() -> None:
+    one = alone()
+    for ground, link in ((7, 7), (8, 8), (7, 9)):
+        packet = one.packet(Op.PING, b"", Address(*one.here, 0xFF), ground)
+        one.give(packet, len(packet), one.grounds[link])
+        assert one.sent[-1][0] == one.grounds[link]
+
+
+def test_what_waits_to_be_sent_keeps_its_bytes() -> None:
+    """A chunk is read and replaced before its answer was taken: the answer has the bytes that it names."""
+    one = alone()
+    key = bytes([6]) * 32
+    stored(one, key)
+    (index,) = one.c.store.indices(key)
+    get = one.packet(Op.GET, Selection.of(key, [index], 1).pack(), Address(*one.here, 0xFF), 7)
+    other = b"\xa5" * 100
+    ref = replace(ChunkRef.unpack(chunks_of(one, key, 1)[0][0]), crc=zlib.crc32(other))
+    (setting,) = one.run_of(Op.SET, [(ref.pack(), other)], Address(*one.here, 0xFF), 7)
+    for packet in (get, setting, setting):
+        one.c.receive_batch(packet, len(packet), one.grounds[7], one.now_s)
+    one.sent = []
+    one.compare("three packets")
+    (data,) = [data for _, data in one.sent if data[17] == Op.DATA]
+    assert data[-100:] == bytes(100)
+    assert one.c.store.peek((key, index)).payload == other  # type: ignore[union-attr]
+
+
+class Doubting(Squeezed):
+    """A satellite that has half of its chunks of a value, and asks whether the others are anywhere."""
+
+    def __init__(self, bounds: Mapping[str, int]) -> None:
+        super().__init__(Case(time_scale=0.0, memory_bytes=1 << 20, eviction=ALL), 1, bounds)
+        self.key = bytes([7]) * 32
+        chunks = chunks_of(self, self.key, 2, moves=-3)  # it may have been left on the way
+        (packet,) = self.run_of(Op.SET, chunks[:1], Address(*self.here, 0xFF), 7)
+        self.give(packet, len(packet), self.grounds[7])
+        self.checks = 0
+
+    def answer_checks(self, flags: int) -> None:
+        """Nothing is anywhere; ``flags`` say whether that is settled."""
+        sent, self.sent = self.sent, []
+        for _, data in sent:
+            if not (data[0] & 0x10 and data[COMMAND_BYTES + 1] == Op.CHECK):
+                continue
+            self.checks += 1
+            header = SkyHeader.unpack(memoryview(data), COMMAND_BYTES)
+            (count,) = struct.unpack_from(">H", data, COMMAND_BYTES + SKY_BYTES)
+            there, ours, asked = header.destination, Address(*self.here), header.timestamp_us
+            answer = SkyHeader(Op.CHECKED, ours, there, 0, header.request_id, timestamp_us=asked, flags=flags)
+            whole = build_packet(answer, pack_found([Found.LACKING] * count), 1, self.now_s)
+            self.give(whole, len(whole), self.neighbours[0])
+
+    def go_on(self, ticks: int, flags: int | None) -> None:
+        for _ in range(ticks):
+            self.advance(1)
+            if flags is not None:
+                self.answer_checks(flags)
+
+
+def test_a_loss_is_proved_by_settled_answers_of_all() -> None:
+    one = Doubting({})
+    one.go_on(64 * 12, 0)
+    assert one.checks > 0
+    assert len(one.c.store) == 1
+    one.go_on(64 * 12, FLAG_SETTLED)
+    assert len(one.c.store) == 0
+
+
+@pytest.mark.parametrize("name", ["asked", "questions", "subjects"])
+def test_no_loss_is_proved_while_a_pool_is_full(name: str) -> None:
+    """Where not every place can be asked the value stays, whatever the others answer."""
+    one = Doubting({name: 1})
+    if name != "subjects":
+        one.go_on(64 * 30, FLAG_SETTLED)
+        assert one.c.counters.get("pools_full") > 0
+        assert len(one.c.store) == 1
+    else:  # one chunk that is lost suffices
+        one.go_on(64 * 30, FLAG_SETTLED)
+        assert len(one.c.store) == 0
+
+
+def test_a_suspicion_is_confirmed_four_times_at_most() -> None:
+    """Answers that settle nothing: then the suspicion ends, until a sweep finds the gap again."""
+    one = Doubting({})
+    rounds: list[float] = []
+    while len(rounds) < 5 and one.now_s < 60.0:
+        before = one.checks
+        one.go_on(1, 0)
+        if one.checks > before and (not rounds or one.now_s - rounds[-1] > 0.5):
+            rounds.append(one.now_s)
+    between = [later - earlier for earlier, later in pairwise(rounds)]
+    confirm_s = one.case.eviction.confirm_s
+    assert between[:3] == pytest.approx([confirm_s] * 3, abs=0.1)
+    assert between[3] > 1.5 * confirm_s
 
 
 def test_postponed_packets_beyond_the_bound_are_dropped_and_counted() -> None:
