@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help flight flight-fuzz flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
+.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -175,6 +175,11 @@ test-flight: $(VENV)/.installed-dev ## the satellite in C against the one in Pyt
 
 flight-fuzz: $(VENV)/.installed-dev ## libFuzzer on the satellite in C, ASan and UBSan (needs clang; ARGS="-runs=1000000", default a minute each)
 	@$(BIN)/python -m tests.flight.fuzz $(ARGS)
+
+flight-misra: ## MISRA C:2012 in the satellite's core, beyond the deviations of flight/core/misra.txt (needs cppcheck; a minute)
+	@if ! command -v cppcheck >/dev/null; then echo "skipped: cppcheck is not here"; else \
+	  cppcheck --addon=misra --std=c99 -q -j$$(nproc) -Iflight/core --suppressions-list=flight/core/misra.txt --error-exitcode=1 \
+	    --template='{file}:{line}: {id}' flight/core && echo "no finding beyond flight/core/misra.txt"; fi
 
 flight-cfs: ## the satellite in C as an app of NASA's cFS, built outside this folder (needs CFS_ROOT: a cFS tree)
 	@flight/cfs/build

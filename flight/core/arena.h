@@ -13,6 +13,7 @@ typedef struct {
     uint8_t *memory;
     size_t bytes, used; /* of them, `low` from below */
     size_t low;
+    uint64_t hash_seed[2]; /* of the maps that are taken from it */
 } sky_arena;
 
 #define SKY_SMALL_POOL 2048U

@@ -13,7 +13,7 @@
 sky_checks *sky_checks_new(sky_arena *arena, const sky_config *config, sky_us now) {
     (void)now;
     sky_questions counted; /* while the arena only counts */
-    memset(&counted, 0, sizeof counted);
+    (void)memset(&counted, 0, sizeof counted);
     const uint32_t satellites = (uint32_t)config->planes * config->slots;
     sky_checks *checks = sky_take(arena, 1, sizeof *checks);
     uint32_t *places = sky_take(arena, 4U * (size_t)satellites, sizeof *places);
@@ -39,7 +39,7 @@ uint32_t sky_expected(uint32_t chunks, uint32_t servers, uint32_t server) {
 sky_check sky_check_of(const uint8_t *ref, uint32_t server, uint8_t setting[SKY_SETTING_BYTES]) {
     sky_ref value;
     sky_check check;
-    memset(&value, 0, sizeof value);
+    (void)memset(&value, 0, sizeof value);
     (void)sky_ref_parse(ref, &value); /* it was checked when it was stored */
     sky_ref_setting(ref, setting);
     check.key = ref;
@@ -109,7 +109,7 @@ uint32_t sky_replicas_not_whole(sky_satellite *satellite, const uint8_t *ref, bo
     sky_ref value;
     uint8_t setting[SKY_SETTING_BYTES];
     uint32_t count = 0;
-    memset(&value, 0, sizeof value);
+    (void)memset(&value, 0, sizeof value);
     (void)sky_ref_parse(ref, &value);
     const sky_layout *layout = sky_layout_of(satellite->locator.placements, value.strategy, value.servers);
     const uint32_t share = sky_memory_share(&satellite->memory, ref);
@@ -134,7 +134,7 @@ uint32_t sky_replicas_to_ask(sky_satellite *satellite, uint32_t share, uint32_t 
     uint16_t *servers = satellite->checks->servers;
     uint32_t count = sky_replicas_not_whole(satellite, ref, before == NULL), index;
     sky_ref value;
-    memset(&value, 0, sizeof value);
+    (void)memset(&value, 0, sizeof value);
     (void)sky_ref_parse(ref, &value);
     const uint32_t ring = value.servers < value.chunks ? value.servers : value.chunks;
     const uint16_t further = (uint16_t)((value.server + distance) % ring);
@@ -152,7 +152,7 @@ uint32_t sky_replicas_others(sky_satellite *satellite, const uint8_t *ref, uint3
                              uint32_t *places) {
     uint32_t count = 0;
     sky_ref value;
-    memset(&value, 0, sizeof value);
+    (void)memset(&value, 0, sizeof value);
     (void)sky_ref_parse(ref, &value);
     const sky_moves set = {value.slot_moves, value.plane_moves}, now = satellite->locator.moves;
     const sky_layout *layout = sky_layout_of(satellite->locator.placements, value.strategy, value.servers);
@@ -342,8 +342,8 @@ static sky_known_places places_of(sky_satellite *satellite, const sky_layout *la
     const sky_moves set = {value->slot_moves, value->plane_moves};
     sky_known_places known;
     sky_moves moves;
-    memset(&known, 0, sizeof known);
-    memset(checks->marks, 0, satellites);
+    (void)memset(&known, 0, sizeof known);
+    (void)memset(checks->marks, 0, satellites);
     sky_moves_since_begin(&checks->since, &satellite->locator, layout, set, now);
     while (sky_moves_since_next(&checks->since, &satellite->locator, &moves)) {
         for (uint32_t replica = 0; replica < satellite->config.replicas; replica++) {
@@ -385,7 +385,7 @@ static sky_known_places lookup_places(sky_satellite *satellite, const sky_layout
         return checks->known[at];
     }
     sky_known_places found = places_of(satellite, layout, value, server, now);
-    memcpy(found.tag, tag, SKY_TAG_BYTES);
+    (void)memcpy(found.tag, tag, SKY_TAG_BYTES);
     found.server = server;
     if (at < SKY_MOST_KNOWN_PLACES) {
         checks->known[at] = found;
@@ -413,7 +413,6 @@ void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t
     const sky_layout *layout = sky_layout_of(satellite->locator.placements, value.strategy, value.servers);
     const uint32_t id = layout != NULL ? sky_case_begin(questions, ref, owner, now) : 0U;
     if (id == 0U) {
-        sky_count(&satellite->counters, SKY_pools_full, layout != NULL ? 1U : 0U);
         return;
     }
     uint32_t fresh = 0;
@@ -427,7 +426,6 @@ void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t
         check.server = (uint16_t)indices[i];
         const uint32_t subject = sky_subject_begin(questions, &check, id);
         if (subject == 0U) {
-            sky_count(&satellite->counters, SKY_pools_full, 1);
             break; /* one chunk that is lost suffices */
         }
         sky_subject_of(questions, subject)->left = (int32_t)places.count;
@@ -436,8 +434,6 @@ void sky_proofs_add(sky_satellite *satellite, const uint8_t *ref, const uint32_t
             const uint32_t before = sky_batch_asked(questions, &questions->proofs, place);
             if (sky_batch_ask(questions, &questions->proofs, place, subject)) {
                 fresh += before % SKY_MOST_CHECKS == 0U ? 1U : 0U;
-            } else {
-                sky_count(&satellite->counters, SKY_pools_full, 1);
             }
         }
     }

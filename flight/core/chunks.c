@@ -48,12 +48,12 @@ static sky_unanswered *request_of(sky_satellite *satellite, const uint8_t *packe
         sky_chunks_acknowledge(satellite, now);
     }
     sky_unanswered *found = &chunks->requests[chunks->request_count];
-    memset(found, 0, sizeof *found);
+    (void)memset(found, 0, sizeof *found);
     if (sky_header_parse(sky, &found->header) != SKY_SOUND) {
         return NULL;
     }
-    memcpy(found->journey, sky, JOURNEY_BYTES);
-    memcpy(found->key, key, SKY_KEY_BYTES);
+    (void)memcpy(found->journey, sky, JOURNEY_BYTES);
+    (void)memcpy(found->key, key, SKY_KEY_BYTES);
     chunks->request_count++;
     if (found->header.op == SKY_SET) {
         sky_credit_heard(&satellite->outbox.credit, found->header.ground, now);
@@ -363,7 +363,7 @@ bool sky_chunks_answer_get(sky_satellite *satellite, const uint8_t *packet, size
         return false;
     }
     sky_header header;
-    memset(&header, 0, sizeof header);
+    (void)memset(&header, 0, sizeof header);
     header.source = sky_load32(sky + SKY_SOURCE_AT);
     header.ground = sky_load32(sky + SKY_GROUND_AT);
     header.request_id = sky_load32(sky + SKY_REQUEST_AT);
@@ -385,8 +385,8 @@ static void reply_missing(sky_satellite *satellite, const sky_header *header, co
     const uint32_t steps = last - first + 1U;
     const size_t bytes = sky_selection_bytes(steps);
     uint8_t *body = chunks->body;
-    memset(body, 0, bytes);
-    memcpy(body, selection->key, SKY_KEY_BYTES);
+    (void)memset(body, 0, bytes);
+    (void)memcpy(body, selection->key, SKY_KEY_BYTES);
     sky_store32(body + 32, selection->first + first * selection->stride + 1U);
     sky_store32(body + 36, selection->stride);
     sky_store32(body + 40, steps);
@@ -409,7 +409,7 @@ bool sky_chunks_get(sky_satellite *satellite, const sky_header *header, const ui
     }
     const uint32_t share = sky_memory_share(memory, selection.key);
     uint32_t step = 0U, index = 0U, count = 0U, missed = 0U, first = 0U, last = 0U;
-    memset(chunks->missing, 0, (selection.count + 7U) / 8U);
+    (void)memset(chunks->missing, 0, (selection.count + 7U) / 8U);
     while (sky_selection_next(&selection, &step, &index)) {
         const uint32_t at = step - 1U;
         const uint32_t chunk = share != 0U ? sky_memory_chunk(memory, share, index) : 0U;
@@ -525,7 +525,7 @@ bool sky_chunks_list(sky_satellite *satellite, const sky_header *header, const u
         uint8_t *record = answer + SKY_LIST_HEAD + count * (size_t)SKY_LISTED_BYTES;
         sky_presence presence;
         sky_memory_presence(memory, key, &presence);
-        memcpy(record, key, SKY_KEY_BYTES);
+        (void)memcpy(record, key, SKY_KEY_BYTES);
         sky_presence_build(record + SKY_KEY_BYTES, &presence);
         count++;
     }

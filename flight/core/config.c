@@ -31,6 +31,12 @@ void sky_config_defaults(sky_config *config) {
     config->most_evicted = 4096;
     config->most_leases = 16384;
     config->most_expiries = 1U << 16;
+    config->most_back_offs = 4096; /* the twin's are 65,536 */
+    config->most_conflicts = 1024;
+    config->most_transfers = 1024;
+    config->most_ground_hosts = 4096;
+    config->most_runs = 2048;
+    config->postponed_bytes = 1U << 20;
     config->most_senders = 256;
     config->most_forgotten = 4096;
     config->remembered = 2048;
@@ -79,6 +85,14 @@ const char *sky_config_error(const sky_config *config) {
         error = "link delays: expected 1 ps to 70 s";
     } else if (config->ring.count > SKY_MOST_KEYS_IN_RING) {
         error = "keys in a ring: expected 16 at most";
+    } else if (config->most_back_offs < 1U || config->most_back_offs > UINT16_MAX || config->most_conflicts < 1U ||
+               config->most_conflicts > UINT16_MAX || config->most_transfers < 1U ||
+               config->most_transfers >= UINT16_MAX || config->most_ground_hosts < 1U ||
+               config->most_ground_hosts >= UINT16_MAX || config->most_runs < 1U || config->most_runs > UINT16_MAX) {
+        error = "back-offs, conflicts, transfers, ground hosts and runs: expected 1 to 65534 of each";
+    } else if (config->outbox_bytes < 16384U || config->postponed_bytes < 65536U ||
+               config->postponed_bytes > (uint32_t)1 << 30) {
+        error = "outbox: expected 16384 bytes or more; postponed: 65536 bytes to 1 GiB";
     } else if (config->most_written < 1U || config->most_deleted < 1U || config->most_dead < 1U ||
                config->most_departed < 1U || config->most_senders < 1U || config->most_forgotten < 1U ||
                config->remembered < 1U) {

@@ -77,7 +77,16 @@ struct sky_config {
     uint32_t most_suspects; /* see sweep.h; 0: its default */
     uint32_t most_leases;   /* of ground hosts, for all keys */
     uint32_t most_expiries;
+    uint32_t most_back_offs;  /* satellites not to be asked again yet, for a key each */
+    uint32_t most_conflicts;  /* chunks replaced by another copy, in one run of packets */
+    uint32_t most_transfers;  /* RETAINs under way to other satellites */
+    uint32_t most_ground_hosts; /* heard lately; beyond it the one heard longest ago is forgotten */
+    uint32_t most_runs;       /* of packets that wait to be sent */
+    uint32_t postponed_bytes; /* of packets that wait while the host is late; beyond it the oldest are dropped */
     uint32_t most_senders, most_forgotten, remembered; /* see auth.h */
+
+    /* Of all hashes of what clients choose: secret, drawn at the start, so that nobody makes chains long; 0 in tests. */
+    uint64_t hash_seed[2];
 };
 
 /* The defaults of the twin; the rest is zero. */

@@ -30,7 +30,7 @@ struct sky_gossip {
 
 sky_gossip *sky_gossip_new(sky_arena *arena, const sky_config *config, sky_us now) {
     sky_keymap counted;
-    memset(&counted, 0, sizeof counted);
+    (void)memset(&counted, 0, sizeof counted);
     sky_gossip *gossip = sky_take(arena, 1, sizeof *gossip);
     sky_region *regions = sky_take(arena, config->gossip ? config->most_evicted + 1U : 1U, sizeof *regions);
     const bool whole = sky_keymap_new(gossip != NULL ? &gossip->seen : &counted, arena, REMEMBERED_NOTICES);
@@ -50,7 +50,7 @@ static bool has_copies(const sky_satellite *satellite) { return satellite->confi
 static uint32_t margin(const sky_satellite *satellite) { return sky_handover_at_rest(satellite) ? 0U : 1U; }
 
 static void dead_of(const uint8_t *ref, uint8_t dead[SKY_DEAD_BYTES]) {
-    memcpy(dead, ref, SKY_KEY_BYTES);
+    (void)memcpy(dead, ref, SKY_KEY_BYTES);
     sky_ref_setting(ref, dead + SKY_KEY_BYTES);
 }
 
@@ -72,7 +72,7 @@ bool sky_gossip_notify_ground(sky_satellite *satellite, const uint8_t *dead, uin
     uint8_t *body = satellite->gossip->ground;
     const size_t bytes = (size_t)count * SKY_DEAD_BYTES;
     sky_records_head(body, count);
-    memcpy(body + SKY_LIST_HEAD, dead, bytes);
+    (void)memcpy(body + SKY_LIST_HEAD, dead, bytes);
     return sky_notify_ground(&satellite->outbox, SKY_GONE, body, SKY_LIST_HEAD + bytes, MOST_GROUND_HOSTS, now) != 0U;
 }
 
@@ -400,7 +400,7 @@ bool sky_gossip_receive(sky_satellite *satellite, const sky_header *header, cons
     for (uint32_t i = 0; i < notice.count; i++) {
         const uint8_t *dead = notice.dead + (size_t)i * SKY_DEAD_BYTES;
         if (sky_gossip_purge(satellite, dead, now)) {
-            memcpy(records + (size_t)dropped * SKY_DEAD_BYTES, dead, SKY_DEAD_BYTES);
+            (void)memcpy(records + (size_t)dropped * SKY_DEAD_BYTES, dead, SKY_DEAD_BYTES);
             dropped += 1U;
         }
     }
@@ -413,7 +413,7 @@ bool sky_gossip_receive(sky_satellite *satellite, const sky_header *header, cons
     }
     notice.notified = notice.notified ||
                       (dropped != 0U && sky_gossip_notify_ground(satellite, records, dropped, now));
-    memcpy(records, notice.dead, (size_t)notice.count * SKY_DEAD_BYTES);
+    (void)memcpy(records, notice.dead, (size_t)notice.count * SKY_DEAD_BYTES);
     forward(satellite, &notice, header->source & 0xFFFFFFU, now);
     return true;
 }

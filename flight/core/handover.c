@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "store/hash.h"
+
 #define SPREAD_PS 200000000000LL      /* when the last burst after a move is sent, if the usual pace allows */
 #define SPREAD_SHARE_PS_IN_US 800000LL /* picoseconds for bursts in each microsecond between moves: 80 % */
 #define MOST_GAP_PS 10000000000LL     /* longest gap: a few bursts need not take all the time there is */
@@ -10,9 +12,9 @@
 #define PS 1000000LL                  /* picoseconds in a microsecond */
 #define MOST_ATTEMPTS 12U
 #define RETRY_US 10000000LL
+#define LEFT_OUT_US 1000000LL /* until what a full pool left out is planned again */
 #define MOST_RETRY_US 160000000LL
 #define DELETED_TOGETHER_US 50000LL
-#define MOST_BACK_OFFS 4096U /* the twin's are 65,536 */
 #define MOST_TIMEOUT_US 2000000LL
 #define TARGET_DELAY_US 500000LL /* queueing delay of an answer above which fewer bursts are in flight */
 #define MOST_DECREASE 16
@@ -26,23 +28,12 @@
 
 /* --- The pool of departures: found by key and index, so that all copies of a chunk are in one chain --- */
 
-static uint32_t hash_of(const uint8_t *key, uint32_t more) {
-    uint32_t hash = more * 0x9E3779B1U;
-    for (uint32_t at = 0; at < 32U; at += 4U) {
-        uint32_t word;
-        memcpy(&word, key + at, sizeof word);
-        hash = (hash ^ word) * 0x85EBCA6BU;
-        hash ^= hash >> 15;
-    }
-    return hash;
-}
-
 static bool is_named(const sky_departure *departure, const uint8_t *key, uint32_t index) {
     return departure->index == index && memcmp(departure->key, key, 32) == 0;
 }
 
 static uint32_t *bucket_of(const sky_handover *handover, const uint8_t *key, uint32_t index) {
-    return &handover->buckets[hash_of(key, index) & handover->bucket_mask];
+    return &handover->buckets[sky_hash_key(handover->hash_seed, key, index) & handover->bucket_mask];
 }
 
 uint32_t sky_handover_find(const sky_handover *handover, const uint8_t *key, uint32_t index, int32_t copy) {
@@ -51,6 +42,11 @@ uint32_t sky_handover_find(const sky_handover *handover, const uint8_t *key, uin
         id = sky_departure_of(handover, id)->chain;
     }
     return id;
+}
+
+static void leave_out(sky_handover *handover) {
+    handover->left_out = true;
+    handover->pools_full += 1U;
 }
 
 /* The departure of this name, perhaps a new one; 0: the pool is full, and the chunk is left out. */
@@ -65,13 +61,13 @@ static uint32_t obtain(sky_handover *handover, const uint8_t *key, uint32_t inde
     } else if (handover->used_departures < handover->most_departures) {
         id = ++handover->used_departures;
     } else {
-        handover->left_out = true;
+        leave_out(handover);
         return 0;
     }
     sky_departure *departure = sky_departure_of(handover, id);
     uint32_t *bucket = bucket_of(handover, key, index);
-    memset(departure, 0, sizeof *departure);
-    memcpy(departure->key, key, 32);
+    (void)memset(departure, 0, sizeof *departure);
+    (void)memcpy(departure->key, key, 32);
     departure->index = index;
     departure->copy = copy;
     departure->stray = SKY_NEVER;
@@ -214,7 +210,7 @@ static bool append(sky_handover *handover, uint32_t id, uint32_t destination, bo
     } else if (handover->used_places < handover->most_departures) {
         place = ++handover->used_places;
     } else {
-        handover->left_out = true;
+        leave_out(handover);
         return false;
     }
     const sky_queue_place filled = {id, destination, 0, begins_burst};
@@ -481,7 +477,7 @@ uint32_t sky_handover_to_delete(sky_handover *handover, sky_us now) {
 static sky_back_off *back_off_of(const sky_handover *handover, uint32_t id) { return &handover->back_offs[id - 1U]; }
 
 static uint32_t *find_back_off(const sky_handover *handover, uint32_t destination, const uint8_t *key) {
-    uint32_t *link = &handover->back_off_buckets[hash_of(key, destination) & handover->back_off_mask];
+    uint32_t *link = &handover->back_off_buckets[sky_hash_key(handover->hash_seed, key, destination) & handover->back_off_mask];
     while (*link != 0U && !(back_off_of(handover, *link)->destination == destination &&
                             memcmp(back_off_of(handover, *link)->key, key, 32) == 0)) {
         link = &back_off_of(handover, *link)->chain;
@@ -491,7 +487,7 @@ static uint32_t *find_back_off(const sky_handover *handover, uint32_t destinatio
 
 static void forget_back_offs(sky_handover *handover) {
     if (handover->used_back_offs != 0U) {
-        memset(handover->back_off_buckets, 0, ((size_t)handover->back_off_mask + 1U) * sizeof(uint32_t));
+        (void)memset(handover->back_off_buckets, 0, ((size_t)handover->back_off_mask + 1U) * sizeof(uint32_t));
     }
     handover->used_back_offs = 0;
     handover->free_back_off = 0;
@@ -530,7 +526,7 @@ static sky_us back_off(sky_handover *handover, uint32_t destination, const uint8
         } else {
             id = ++handover->used_back_offs;
         }
-        memcpy(back_off_of(handover, id)->key, key, 32);
+        (void)memcpy(back_off_of(handover, id)->key, key, 32);
         back_off_of(handover, id)->destination = destination;
         back_off_of(handover, id)->chain = 0;
         *link = id;
@@ -660,7 +656,7 @@ void sky_handover_end(sky_handover *handover, sky_burst *burst) {
     }
     const size_t at = (size_t)(burst - handover->bursts);
     handover->in_flight -= 1U;
-    memmove(burst, burst + 1, (handover->in_flight - at) * sizeof *burst);
+    (void)memmove(burst, burst + 1, (handover->in_flight - at) * sizeof *burst);
 }
 
 static void take_out(sky_handover *handover, sky_burst *burst, uint32_t id) {
@@ -740,7 +736,7 @@ static bool is_sent_again(sky_handover *handover, sky_burst *burst, sky_us late,
 
 static uint32_t begin_burst(sky_handover *handover, sky_us late, sky_us now) {
     sky_burst *burst = &handover->bursts[handover->in_flight++];
-    memset(burst, 0, sizeof *burst);
+    (void)memset(burst, 0, sizeof *burst);
     burst->request_id = handover->next_request_id;
     burst->destination = handover->places[handover->first_place - 1U].destination;
     burst->plan = handover->plans;
@@ -769,7 +765,7 @@ static uint32_t begin_burst(sky_handover *handover, sky_us late, sky_us now) {
 uint32_t sky_handover_bursts_to_send(sky_handover *handover, uint32_t *due, sky_us late, sky_us now) {
     uint32_t count = 0;
     if (handover->left_out && handover->replan == SKY_NEVER) {
-        handover->replan = now + RETRY_US;
+        handover->replan = now + LEFT_OUT_US;
     }
     late = late < MOST_TIMEOUT_US ? late : MOST_TIMEOUT_US;
     for (uint32_t i = 0; i < handover->in_flight;) {
@@ -794,10 +790,10 @@ uint32_t sky_handover_bursts_to_send(sky_handover *handover, uint32_t *due, sky_
 static void adjust(sky_handover *handover, uint32_t destination, sky_us round_trip) {
     const uint32_t mask = 2U * SKY_REMEMBERED_TRIPS - 1U;
     if (handover->trip_count > SKY_REMEMBERED_TRIPS) {
-        memset(handover->trips, 0, 2U * SKY_REMEMBERED_TRIPS * sizeof *handover->trips);
+        (void)memset(handover->trips, 0, 2U * SKY_REMEMBERED_TRIPS * sizeof *handover->trips);
         handover->trip_count = 0;
     }
-    uint32_t at = (destination * 0x9E3779B1U) >> 7 & mask;
+    uint32_t at = sky_hash_word(handover->hash_seed, destination) & mask;
     while (handover->trips[at].destination != 0U && handover->trips[at].destination != destination + 1U) {
         at = (at + 1U) & mask;
     }
@@ -873,7 +869,9 @@ void sky_handover_leave_as(sky_handover *handover, const uint8_t *key, uint32_t 
     } else if (departure->flights != 0U || (departure->queued && departure->renamed == 0U)) {
         const uint32_t other = obtain(handover, key, index, replica);
         if (other == 0U) {
-            return; /* left out: that copy is made again by the repair, or by a later handover */
+            /* Left out: the repair makes that copy again. What is under way must not delete what is here now. */
+            sky_handover_keep(handover, key, index);
+            return;
         }
         if (departure->flights == 0U) {
             departure->queued = false;
@@ -1067,7 +1065,7 @@ sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_u
     const uint32_t chunks = sky_config_chunks(config);
     const uint32_t departures = config->most_departures != 0U ? config->most_departures : chunks + chunks / 2U + 64U;
     const uint32_t buckets = buckets_for(departures);
-    const uint32_t back_offs = MOST_BACK_OFFS;
+    const uint32_t back_offs = config->most_back_offs;
     const uint32_t back_off_buckets = buckets_for(back_offs);
     sky_handover *handover = sky_take(arena, 1, sizeof *handover);
     sky_departure *pool = sky_take(arena, departures, sizeof *pool);
@@ -1082,6 +1080,8 @@ sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_u
         return NULL;
     }
     const uint32_t plane = sky_plane_of(config->address), slot = sky_slot_of(config->address);
+    handover->hash_seed[0] = config->hash_seed[0];
+    handover->hash_seed[1] = config->hash_seed[1];
     handover->departures = pool;
     handover->most_departures = departures;
     handover->buckets = chains;

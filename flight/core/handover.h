@@ -5,7 +5,7 @@
  *
  * Three fixed pools, sized by the configuration: departures (a chunk by its name: key, index, and as which copy it
  * leaves), places in the queue, and back-offs. Where the first two are full, a chunk is left out: it stays here, is
- * answered from here, nothing counts as settled until the next plan, which is made after SKY_RETRY_US or when the box
+ * answered from here, nothing counts as settled until the next plan, which is made after a second or when the box
  * moves (`pools_full` counts). Where the back-offs are full all are forgotten, as in the twin: retries come sooner.
  */
 #ifndef SKY_HANDOVER_H
@@ -85,6 +85,7 @@ typedef struct {
 } sky_pacer;
 
 struct sky_handover {
+    uint64_t hash_seed[2];
     sky_departure *departures;
     uint32_t most_departures, used_departures, free_departure;
     uint32_t *buckets;
@@ -125,6 +126,7 @@ struct sky_handover {
     bool measured;
     sky_us timeout, grace;
     uint64_t retransmitted, planned; /* chunks so far */
+    uint64_t pools_full; /* how often a chunk was left out */
 };
 
 sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_us now);

@@ -1,5 +1,6 @@
 /* What a satellite tells of itself: the figures that PONG carries, and its state as bytes, for comparison with the twin. */
 
+#include "checks.h"
 #include "handover.h"
 #include "state.h"
 #include "wire/crc.h"
@@ -53,6 +54,11 @@ void sky_housekeeping(const sky_satellite *satellite, int64_t figures[SKY_HOUSEK
             figures[number] = satellite->figures[number];
         }
     }
+}
+
+uint64_t sky_pools_full(const sky_satellite *satellite) {
+    return satellite->counters.of[SKY_pools_full] + satellite->memory.pools_full + satellite->handover->pools_full +
+           satellite->checks->questions.pools_full;
 }
 
 /* --- The state as bytes --- */

@@ -2,8 +2,9 @@
 
 #include <string.h>
 
+#include "store/hash.h"
+
 #define SENDERS_PERIOD_US 500000
-#define MOST_RUNS 2048U
 /* A header of telemetry, a chunk reference and a MAC: of each packet with a payload. */
 #define MOST_BULK_BYTES ((size_t)SKY_TELEMETRY_PREFIX_BYTES + (size_t)SKY_REF_BYTES + (size_t)SKY_MAC_BYTES)
 
@@ -15,7 +16,7 @@
 
 void sky_credit_heard(sky_credit *credit, uint32_t sender, sky_us now) {
     const uint32_t mask = 2U * SKY_MOST_SENDERS - 1U;
-    uint32_t at = (sender * 0x9E3779B1U) >> 22 & mask;
+    uint32_t at = sky_hash_word(credit->hash_seed, sender) & mask;
     if (now >= credit->until) {
         credit->before = now < credit->until + SENDERS_PERIOD_US ? credit->count : 0U;
         credit->count = 0U;
@@ -39,7 +40,7 @@ void sky_credit_heard(sky_credit *credit, uint32_t sender, sky_us now) {
 
 bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *config) {
     const size_t limit = config->outbox_bytes;
-    sky_queued *queue = sky_take(arena, MOST_RUNS, sizeof *queue);
+    sky_queued *queue = sky_take(arena, config->most_runs, sizeof *queue);
     uint8_t *bytes = sky_take(arena, limit, 1U);
     uint32_t *senders = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *senders);
     uint32_t *periods = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *periods);
@@ -48,9 +49,11 @@ bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *conf
     }
     outbox->here = config->address;
     outbox->queue = queue;
-    outbox->most = MOST_RUNS;
+    outbox->most = config->most_runs;
     outbox->bytes = bytes;
     outbox->limit = limit;
+    outbox->credit.hash_seed[0] = config->hash_seed[0];
+    outbox->credit.hash_seed[1] = config->hash_seed[1];
     outbox->credit.senders = senders;
     outbox->credit.periods = periods;
     outbox->credit.buffer_bytes = config->credit_bytes;
@@ -119,7 +122,7 @@ void sky_send_by(sky_outbox *outbox, const uint8_t *packets, size_t bytes, size_
 static sky_header header_of(const sky_outbox *outbox, uint8_t op, uint32_t destination, uint32_t request_id) {
     const uint32_t credit = outbox->credit.each_bytes / (uint32_t)SKY_CREDIT_UNIT_BYTES;
     sky_header header;
-    memset(&header, 0, sizeof header);
+    (void)memset(&header, 0, sizeof header);
     header.op = op;
     header.hop_limit = SKY_HOP_LIMIT;
     header.destination = destination;
@@ -165,7 +168,7 @@ static void send_one(sky_outbox *outbox, const sky_header *header, const uint8_t
     }
     size_t end = sky_packet_begin(packet, header, bytes, sequence, now);
     if (bytes > 0U) {
-        memcpy(packet + end, body, bytes);
+        (void)memcpy(packet + end, body, bytes);
     }
     end += bytes;
     sky_packet_seal(packet, end);
@@ -218,12 +221,12 @@ static uint32_t send_bulk(sky_outbox *outbox, const sky_header *header, const ui
     const uint32_t taken = take_rows(outbox, count, width, &rows, &payloads);
     uint8_t template[MOST_BULK_BYTES];
     uint32_t begun = 0U;
-    sky_packet_begin(template, header, (size_t)SKY_REF_BYTES, 0U, now);
+    (void)sky_packet_begin(template, header, (size_t)SKY_REF_BYTES, 0U, now);
     for (uint32_t each = 0U; each < taken; each++) {
         const sky_chunk *chunk = &memory->chunks[copies != NULL ? copies[each].chunk : chunks[each]];
         uint8_t *row = rows + each * width;
-        memcpy(row, template, prefix);
-        memcpy(row + prefix, chunk->ref, (size_t)SKY_REF_BYTES);
+        (void)memcpy(row, template, prefix);
+        (void)memcpy(row + prefix, chunk->ref, (size_t)SKY_REF_BYTES);
         if (copies != NULL) {
             row[prefix + (size_t)SKY_REF_REPLICA_AT] = copies[each].replica;
         }
@@ -300,7 +303,7 @@ void sky_send_refusal(void *outbox, const uint8_t *command, size_t bytes, sky_li
 void sky_unsupported(sky_outbox *outbox, const uint8_t *command, sky_us now) {
     uint8_t known[SKY_HEADER_BYTES], body[SKY_UNSUPPORTED_BYTES];
     sky_header request;
-    memcpy(known, command + SKY_COMMAND_BYTES, sizeof known);
+    (void)memcpy(known, command + SKY_COMMAND_BYTES, sizeof known);
     known[SKY_OP_AT] = SKY_PING; /* any known operation, so that the header can be parsed */
     if (sky_header_parse(known, &request) == SKY_SOUND) {
         sky_unsupported_build(body, command[SKY_COMMAND_BYTES + SKY_OP_AT], OUR_OPERATIONS, OUR_CODECS);

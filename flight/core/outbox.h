@@ -26,6 +26,7 @@
  * SKY_MOST_SENDERS in half a second further ones do not count. */
 typedef struct {
     uint32_t buffer_bytes, least_bytes, each_bytes;
+    uint64_t hash_seed[2];
     uint32_t *senders; /* hashed: room for 2 SKY_MOST_SENDERS */
     uint32_t *periods; /* in which each was heard */
     uint32_t period;

@@ -31,6 +31,8 @@ void sky_lateness_measured(sky_lateness *lateness, sky_us late, sky_us now) {
         lateness->on_time = now;
     } else if (lateness->on_time == SKY_NEVER) {
         lateness->on_time = now - late;
+    } else {
+        /* late already */
     }
     if (late > 0 && late >= sky_lateness_at(lateness, now)) {
         lateness->worst = late < MOST_LATE_US ? late : MOST_LATE_US;
@@ -74,35 +76,37 @@ enum {
     LEAST_RUN_BYTES = 52, /* a header of a command: shorter packets are no background */
     MOST_RUN_BYTES = 65536
 };
-/* Runs are dropped beyond SKY_MOST_POSTPONED_BYTES of packets, so heads need room for as many of the shortest. */
-#define RING_BYTES \
-    (SKY_MOST_POSTPONED_BYTES + (size_t)MOST_RUN_BYTES + \
-     (SKY_MOST_POSTPONED_BYTES / (size_t)LEAST_RUN_BYTES + 2U) * sizeof(run_head))
-
-bool sky_postponed_new(sky_postponed *postponed, sky_arena *arena) {
-    uint8_t *ring = sky_take(arena, 1U, RING_BYTES);
+bool sky_postponed_new(sky_postponed *postponed, sky_arena *arena, const sky_config *config) {
+    const size_t most = config->postponed_bytes;
+    /* Runs are dropped beyond `most` bytes of packets, so heads need room for as many of the shortest. */
+    const size_t bytes = most + (size_t)MOST_RUN_BYTES + (most / (size_t)LEAST_RUN_BYTES + 2U) * sizeof(run_head);
+    uint8_t *ring = sky_take(arena, 1U, bytes);
     if (ring == NULL) {
         return false;
     }
-    memset(postponed, 0, sizeof *postponed);
+    (void)memset(postponed, 0, sizeof *postponed);
     postponed->ring = ring;
+    postponed->most = most;
+    postponed->ring_bytes = bytes;
     return true;
 }
 
-static size_t ring_at(size_t at) { return at < RING_BYTES ? at : at - RING_BYTES; }
+static size_t ring_at(const sky_postponed *postponed, size_t at) {
+    return at < postponed->ring_bytes ? at : at - postponed->ring_bytes;
+}
 
 static void ring_write(sky_postponed *postponed, const void *from, size_t bytes) {
-    const size_t at = ring_at(postponed->first + postponed->used);
-    const size_t straight = bytes < RING_BYTES - at ? bytes : RING_BYTES - at;
-    memcpy(postponed->ring + at, from, straight);
-    memcpy(postponed->ring, (const uint8_t *)from + straight, bytes - straight);
+    const size_t at = ring_at(postponed, postponed->first + postponed->used);
+    const size_t straight = bytes < postponed->ring_bytes - at ? bytes : postponed->ring_bytes - at;
+    (void)memcpy(postponed->ring + at, from, straight);
+    (void)memcpy(postponed->ring, (const uint8_t *)from + straight, bytes - straight);
     postponed->used += bytes;
 }
 
 static void ring_read(const sky_postponed *postponed, size_t at, void *to, size_t bytes) {
-    const size_t straight = bytes < RING_BYTES - at ? bytes : RING_BYTES - at;
-    memcpy(to, postponed->ring + at, straight);
-    memcpy((uint8_t *)to + straight, postponed->ring, bytes - straight);
+    const size_t straight = bytes < postponed->ring_bytes - at ? bytes : postponed->ring_bytes - at;
+    (void)memcpy(to, postponed->ring + at, straight);
+    (void)memcpy((uint8_t *)to + straight, postponed->ring, bytes - straight);
 }
 
 static uint64_t packets_of(const run_head *head) {
@@ -111,7 +115,7 @@ static uint64_t packets_of(const run_head *head) {
 
 static void advance(sky_postponed *postponed, const run_head *head) {
     const size_t bytes = sizeof *head + head->bytes;
-    postponed->first = ring_at(postponed->first + bytes);
+    postponed->first = ring_at(postponed, postponed->first + bytes);
     postponed->used -= bytes;
     postponed->bytes -= head->bytes;
     postponed->runs--;
@@ -135,7 +139,7 @@ void sky_postponed_keep(sky_postponed *postponed, const uint8_t *packets, size_t
     ring_write(postponed, packets, bytes);
     postponed->bytes += bytes;
     postponed->runs++;
-    while (postponed->bytes > SKY_MOST_POSTPONED_BYTES && postponed->runs > 1U) {
+    while (postponed->bytes > postponed->most && postponed->runs > 1U) {
         drop_oldest(postponed);
     }
 }
@@ -146,7 +150,7 @@ size_t sky_postponed_take(sky_postponed *postponed, uint8_t *packets, size_t *se
     while (postponed->runs > 0U) {
         ring_read(postponed, postponed->first, &head, sizeof head);
         if (head.came + SKY_MOST_POSTPONED_AGE_US >= now) {
-            ring_read(postponed, ring_at(postponed->first + sizeof head), packets, head.bytes);
+            ring_read(postponed, ring_at(postponed, postponed->first + sizeof head), packets, head.bytes);
             *segment_bytes = head.segment_bytes;
             *source = head.source;
             *came = head.came;

@@ -12,7 +12,6 @@
 #include "satellite.h"
 
 #define SKY_LATE_US 50000 /* a longer wait counts as late */
-#define SKY_MOST_POSTPONED_BYTES (1U << 20)
 #define SKY_MOST_POSTPONED_AGE_US 2000000
 
 /* A host is overloaded when even the shortest wait has been long for a while (CoDel, RFC 8289). */
@@ -31,13 +30,14 @@ bool sky_lateness_is_late(const sky_lateness *lateness, sky_us now);
 /* A bounded queue of background packets; beyond its bounds the oldest are dropped. */
 typedef struct {
     uint8_t *ring;
+    size_t most, ring_bytes; /* of packets; of the ring */
     size_t first, used; /* in bytes, with the heads of the runs */
     uint32_t runs;
     size_t bytes; /* of packets */
     uint64_t kept, dropped;
 } sky_postponed;
 
-bool sky_postponed_new(sky_postponed *postponed, sky_arena *arena);
+bool sky_postponed_new(sky_postponed *postponed, sky_arena *arena, const sky_config *config);
 /* Keeps a run of packets: a copy. */
 void sky_postponed_keep(sky_postponed *postponed, const uint8_t *packets, size_t bytes, size_t segment_bytes,
                         sky_link source, sky_us now);

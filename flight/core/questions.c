@@ -24,11 +24,12 @@ uint32_t sky_case_begin(sky_questions *questions, const uint8_t *ref, sky_purpos
     } else if (questions->used_cases < questions->most_cases) {
         id = ++questions->used_cases;
     } else {
+        questions->pools_full += 1U;
         return 0;
     }
     sky_case *begun = sky_case_of(questions, id);
-    memset(begun, 0, sizeof *begun);
-    memcpy(begun->ref, ref, SKY_REF_BYTES);
+    (void)memset(begun, 0, sizeof *begun);
+    (void)memcpy(begun->ref, ref, SKY_REF_BYTES);
     begun->asked = now;
     begun->owner = owner;
     return id;
@@ -56,12 +57,13 @@ uint32_t sky_subject_begin(sky_questions *questions, const sky_check *check, uin
     } else if (questions->used_subjects < questions->most_subjects) {
         id = ++questions->used_subjects;
     } else {
+        questions->pools_full += 1U;
         return 0;
     }
     sky_subject *begun = sky_subject_of(questions, id);
-    memset(begun, 0, sizeof *begun);
-    memcpy(begun->key, check->key, SKY_KEY_BYTES);
-    memcpy(begun->setting, check->setting, SKY_SETTING_BYTES);
+    (void)memset(begun, 0, sizeof *begun);
+    (void)memcpy(begun->key, check->key, SKY_KEY_BYTES);
+    (void)memcpy(begun->setting, check->setting, SKY_SETTING_BYTES);
     begun->servers = check->servers;
     begun->server = check->server;
     begun->chunks = check->chunks;
@@ -132,6 +134,7 @@ bool sky_batch_ask(sky_questions *questions, sky_batch *batch, uint32_t place, u
     } else if (questions->used_asked < questions->most_asked) {
         entry = ++questions->used_asked;
     } else {
+        questions->pools_full += 1U;
         return false;
     }
     questions->asked[entry - 1U].subject = subject;
@@ -171,7 +174,7 @@ static void ask(sky_satellite *satellite, sky_questions *questions, const sky_qu
     } else if (questions->used_questions < questions->most_questions) {
         id = ++questions->used_questions;
     } else {
-        sky_count(&satellite->counters, SKY_pools_full, 1);
+        questions->pools_full += 1U;
         give_back(questions, page->first, page->count);
         return;
     }
@@ -196,7 +199,7 @@ static void ask(sky_satellite *satellite, sky_questions *questions, const sky_qu
     for (uint32_t i = 0; i < question->count; i++) {
         const sky_subject *subject = sky_subject_of(questions, questions->asked[entry - 1U].subject);
         if (presence) {
-            memcpy(record, subject->key, SKY_KEY_BYTES);
+            (void)memcpy(record, subject->key, SKY_KEY_BYTES);
             record += SKY_KEY_BYTES;
         } else {
             const sky_check check = {subject->key, subject->setting, subject->servers, subject->server, subject->chunks,
@@ -223,7 +226,7 @@ void sky_batch_send(sky_satellite *satellite, sky_batch *batch, sky_purpose purp
         uint32_t entry = place->first, left = place->count;
         while (left != 0U) {
             sky_question page;
-            memset(&page, 0, sizeof page);
+            (void)memset(&page, 0, sizeof page);
             page.place = place->place;
             page.purpose = purpose;
             page.until = now + answer_us;

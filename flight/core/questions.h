@@ -89,6 +89,7 @@ typedef struct {
     uint32_t next_check, next_presence; /* request ids */
     sky_batch proofs, others; /* two: proofs may be asked for while other questions are gathered */
     uint8_t *body;
+    uint64_t pools_full; /* how often a case, a subject, a place or a question was left out */
 } sky_questions;
 
 bool sky_questions_new(sky_questions *questions, sky_arena *arena, const sky_config *config);

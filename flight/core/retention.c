@@ -12,14 +12,15 @@
 #define FIRST_REQUEST_ID 0x40000000U
 
 bool sky_retention_new(sky_retention *retention, sky_arena *arena, const sky_config *config) {
-    sky_transfer *transfers = sky_take(arena, SKY_MOST_TRANSFERS, sizeof *transfers);
+    sky_transfer *transfers = sky_take(arena, config->most_transfers, sizeof *transfers);
     if (transfers == NULL) {
         return false;
     }
-    memset(retention, 0, sizeof *retention);
+    (void)memset(retention, 0, sizeof *retention);
     retention->lease_bytes = config->memory_bytes / 4U;
     retention->next = SKY_NEVER;
     retention->transfers = transfers;
+    retention->most = (uint16_t)config->most_transfers;
     retention->next_request_id = FIRST_REQUEST_ID;
     return true;
 }
@@ -81,7 +82,7 @@ static uint8_t pin(sky_satellite *satellite, uint32_t share, sky_us until, sky_u
 
 static void delete_share(sky_satellite *satellite, uint32_t share) {
     uint8_t key[SKY_KEY_BYTES];
-    memcpy(key, sky_memory_key(&satellite->memory, share), sizeof key);
+    (void)memcpy(key, sky_memory_key(&satellite->memory, share), sizeof key);
     sky_count(&satellite->counters, SKY_chunks_expired, sky_memory_remove_key(&satellite->memory, key, SKY_DELETED));
 }
 
@@ -229,7 +230,7 @@ static void send_retain(sky_satellite *satellite, uint32_t there, uint32_t reque
                         const uint8_t *key, sky_us now) {
     uint8_t body[(size_t)SKY_RETAIN_HEAD + (size_t)SKY_KEY_BYTES];
     sky_retain_build(body, what, until_ms, 1U);
-    memcpy(body + SKY_RETAIN_HEAD, key, SKY_KEY_BYTES);
+    (void)memcpy(body + SKY_RETAIN_HEAD, key, SKY_KEY_BYTES);
     sky_command(&satellite->outbox, SKY_RETAIN, there, request_id, body, sizeof body, now);
 }
 
@@ -251,7 +252,7 @@ static void transfer(sky_satellite *satellite, uint32_t there, uint8_t what, uin
     if (retention->free != 0U) {
         at = retention->free;
         retention->free = retention->transfers[at - 1U].newer;
-    } else if (retention->touched < SKY_MOST_TRANSFERS) {
+    } else if (retention->touched < retention->most) {
         at = ++retention->touched;
     } else {
         sky_count(&satellite->counters, SKY_pools_full, 1U);
@@ -262,7 +263,7 @@ static void transfer(sky_satellite *satellite, uint32_t there, uint8_t what, uin
         begun->there = there;
         begun->until_ms = until_ms;
         begun->due = now + REPEAT_US;
-        memcpy(begun->key, key, SKY_KEY_BYTES);
+        (void)memcpy(begun->key, key, SKY_KEY_BYTES);
         begun->what = what;
         begun->attempts = 1U;
         append(retention, at);

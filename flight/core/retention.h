@@ -12,8 +12,6 @@
 #include "satellite.h"
 #include "wire/packet.h"
 
-#define SKY_MOST_TRANSFERS 1024U
-
 /* A RETAIN on its way to the satellite that has the chunks now, repeated until acknowledged. */
 typedef struct {
     uint32_t request_id;
@@ -29,7 +27,7 @@ typedef struct {
     uint64_t lease_bytes; /* that may be leased, beside what is pinned */
     sky_us next;          /* no pin, lease or expiry ends before */
     sky_transfer *transfers;
-    uint16_t oldest, latest, free, touched;
+    uint16_t oldest, latest, free, touched, most;
     uint32_t next_request_id; /* not in the range of handovers: an UNREACHABLE for a RETAIN must end no burst */
 } sky_retention;
 

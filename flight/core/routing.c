@@ -2,7 +2,9 @@
 
 #include <string.h>
 
-#define GROUND_BUCKETS 8192U /* a power of two, twice the hosts */
+#include "store/hash.h"
+
+#define GROUND_BUCKETS 8192U /* a power of two, twice the hosts of the defaults */
 #define LIFETIME_MS 200000  /* a declaration not repeated for this long is forgotten: its origin may be dead */
 #define MOST_AHEAD_MS 60000 /* those from further ahead are refused: no later one would ever be newer */
 
@@ -10,7 +12,7 @@
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config) {
     const size_t cells = (size_t)config->planes * config->slots;
-    sky_known_ground *grounds = sky_take(arena, SKY_KNOWN_GROUND_HOSTS, sizeof *grounds);
+    sky_known_ground *grounds = sky_take(arena, config->most_ground_hosts, sizeof *grounds);
     uint16_t *buckets = sky_take(arena, GROUND_BUCKETS, sizeof *buckets);
     uint8_t *hops = sky_take(arena, cells, 3U);
     sky_declared *declared = sky_take(arena, cells, sizeof *declared);
@@ -18,12 +20,15 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     if (edge == NULL) {
         return false;
     }
-    memset(router, 0, sizeof *router);
+    (void)memset(router, 0, sizeof *router);
     router->torus.planes = config->planes;
     router->torus.slots = config->slots;
     router->here = config->address;
     router->alternate = config->routing == SKY_ALTERNATE;
+    router->hash_seed[0] = config->hash_seed[0];
+    router->hash_seed[1] = config->hash_seed[1];
     router->grounds = grounds;
+    router->most = (uint16_t)config->most_ground_hosts;
     router->buckets = buckets;
     router->hops = hops;
     router->links.torus = router->torus;
@@ -37,10 +42,12 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     return true;
 }
 
-static uint32_t bucket_of(uint32_t ground) { return (ground * 0x9E3779B1U) >> 19; }
+static uint32_t bucket_of(const sky_router *router, uint32_t ground) {
+    return sky_hash_word(router->hash_seed, ground) & (GROUND_BUCKETS - 1U);
+}
 
 static uint16_t find_ground(const sky_router *router, uint32_t ground) {
-    uint16_t at = router->buckets[bucket_of(ground)];
+    uint16_t at = router->buckets[bucket_of(router, ground)];
     while (at != 0U && router->grounds[at - 1U].ground != ground) {
         at = router->grounds[at - 1U].chain;
     }
@@ -48,7 +55,7 @@ static uint16_t find_ground(const sky_router *router, uint32_t ground) {
 }
 
 static void unchain(sky_router *router, uint16_t at) {
-    uint16_t *link = &router->buckets[bucket_of(router->grounds[at - 1U].ground)];
+    uint16_t *link = &router->buckets[bucket_of(router, router->grounds[at - 1U].ground)];
     while (*link != at) {
         link = &router->grounds[*link - 1U].chain;
     }
@@ -84,7 +91,7 @@ static void list_latest(sky_router *router, uint16_t at) {
 void sky_router_remember(sky_router *router, uint32_t ground, sky_link link) {
     uint16_t at = find_ground(router, ground);
     if (at == 0U) {
-        if (router->count < SKY_KNOWN_GROUND_HOSTS) {
+        if (router->count < router->most) {
             at = ++router->count;
         } else {
             at = router->oldest;
@@ -93,8 +100,8 @@ void sky_router_remember(sky_router *router, uint32_t ground, sky_link link) {
         }
         sky_known_ground *host = &router->grounds[at - 1U];
         host->ground = ground;
-        host->chain = router->buckets[bucket_of(ground)];
-        router->buckets[bucket_of(ground)] = at;
+        host->chain = router->buckets[bucket_of(router, ground)];
+        router->buckets[bucket_of(router, ground)] = at;
         list_latest(router, at);
     } else if (at != router->latest) {
         unlist(router, at);
@@ -221,7 +228,7 @@ static sky_link onward(sky_router *router, uint32_t there, sky_axis came) {
     uint8_t *hop = &router->hops[(size_t)sky_torus_index(router->torus, there) * 3U + (size_t)came];
     if (router->changes != router->links.changes) {
         router->changes = router->links.changes;
-        memset(router->hops, 0, cells * 3U);
+        (void)memset(router->hops, 0, cells * 3U);
     }
     if (*hop == 0U) {
         const uint32_t greedy = sky_next_hop(router->torus, router->here, there, router->alternate, came);

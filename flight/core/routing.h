@@ -15,7 +15,6 @@
 #include "throttle.h"
 #include "wire/packet.h"
 
-#define SKY_KNOWN_GROUND_HOSTS 4096U
 #define SKY_NO_LINK UINT32_MAX
 
 typedef struct {
@@ -58,9 +57,10 @@ typedef struct {
     sky_link_state links;
     uint64_t changes; /* of the links, when the next hops were found */
     uint8_t *hops;    /* by destination and axis by which packets come: direction + 1; 0: not found yet */
+    uint64_t hash_seed[2];
     sky_known_ground *grounds; /* from the one heard longest ago to the latest, and hashed by number */
     uint16_t *buckets;
-    uint16_t oldest, latest, count;
+    uint16_t oldest, latest, count, most;
 } sky_router;
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config);

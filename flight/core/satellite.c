@@ -39,7 +39,7 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
     whole = sky_locator_new(&satellite->locator, arena, config, now) && whole;
     whole = sky_router_new(&satellite->router, arena, config) && whole;
     whole = sky_outbox_new(&satellite->outbox, arena, config) && whole;
-    whole = sky_postponed_new(&satellite->postponed, arena) && whole;
+    whole = sky_postponed_new(&satellite->postponed, arena, config) && whole;
     whole = sky_neighbours_new(&satellite->neighbours, arena, config) && whole;
     whole = sky_retention_new(&satellite->retention, arena, config) && whole;
     whole = sky_chunks_new(&satellite->chunks, arena, config) && whole;
@@ -52,18 +52,18 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
 }
 
 size_t sky_satellite_bytes(const sky_config *config) {
-    sky_arena arena = {NULL, 0U, 0U, 0U};
+    sky_arena arena = {NULL, 0U, 0U, 0U, {0U, 0U}};
     sky_satellite counted;
     if (sky_config_error(config) != NULL) {
         return 0U;
     }
-    memset(&counted, 0, sizeof counted);
+    (void)memset(&counted, 0, sizeof counted);
     (void)place(&arena, &counted, config, 0);
     return arena.used < SIZE_MAX / 4U ? arena.used : 0U;
 }
 
 sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now) {
-    sky_arena arena = {memory, bytes, 0U, 0U};
+    sky_arena arena = {memory, bytes, 0U, 0U, {config->hash_seed[0], config->hash_seed[1]}};
     if (sky_config_error(config) != NULL || sizeof(sky_satellite) > bytes) {
         return NULL;
     }
@@ -355,7 +355,7 @@ static size_t keep_sound(sky_packets *run) {
             bad++;
         } else {
             if (kept != at) {
-                memmove(run->packets + kept, run->packets + at, size);
+                (void)memmove(run->packets + kept, run->packets + at, size);
             }
             kept += size;
         }

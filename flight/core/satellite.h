@@ -53,7 +53,7 @@ size_t sky_satellite_bytes(const sky_config *config);
 /* Begins in `memory`, which must be zeroed. NULL: too small, or an impossible configuration. */
 sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now);
 /* Asks the neighbours for all they know: to be called once after the start (and sky_satellite_resume). Take its runs. */
-void sky_greet(sky_satellite *, sky_us now);
+void sky_greet(sky_satellite *satellite, sky_us now);
 
 /* What a satellite that comes back empty goes on with: the account of its bytes, and how operators had moved the box. */
 typedef struct sky_past {
@@ -62,44 +62,47 @@ typedef struct sky_past {
     int32_t pushed_slot, pushed_plane;
 } sky_past;
 /* What it holds counts as lost. */
-void sky_satellite_past(const sky_satellite *, sky_past *past);
+void sky_satellite_past(const sky_satellite *satellite, sky_past *past);
 /* Right after sky_satellite_begin. */
-void sky_satellite_resume(sky_satellite *, const sky_past *past, sky_us now);
+void sky_satellite_resume(sky_satellite *satellite, const sky_past *past, sky_us now);
 
 /* Packets of `segment_bytes` each (the last may be shorter) that came by one link. Never fails: what is malformed is
  * counted. The bytes are changed (hops are counted, MACs taken off) and must stay where they are until sky_next_run has
  * said that there is nothing left: packets in transit leave from there, without a copy. */
-void sky_receive(sky_satellite *, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
+void sky_receive(sky_satellite *satellite, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source, sky_us now);
 
-sky_us sky_next_timer(sky_satellite *);
-void sky_handle_timer(sky_satellite *, sky_us now);
+sky_us sky_next_timer(sky_satellite *satellite);
+void sky_handle_timer(sky_satellite *satellite, sky_us now);
 /* Background work that was put off while the host is late: one piece of it. Take its runs before the next. Bytes of packets
  * that were processed, if it was packets. */
-bool sky_wants_work(const sky_satellite *);
-size_t sky_work(sky_satellite *, sky_us now);
+bool sky_wants_work(const sky_satellite *satellite);
+size_t sky_work(sky_satellite *satellite, sky_us now);
 /* The host has handled something `late_us` after it was due: to be told of what was on time, too. */
-void sky_host_late(sky_satellite *, sky_us late_us, sky_us now);
+void sky_host_late(sky_satellite *satellite, sky_us late_us, sky_us now);
 /* Whether the host is overloaded: then background work waits. */
-bool sky_is_late(const sky_satellite *, sky_us now);
+bool sky_is_late(const sky_satellite *satellite, sky_us now);
 /* Bytes that were given to the caller and have not left yet. */
-void sky_set_backlog(sky_satellite *, uint64_t bytes);
+void sky_set_backlog(sky_satellite *satellite, uint64_t bytes);
 /* The caller's own part of the housekeeping: a field of PONG by its number (wire.md). */
-void sky_set_figure(sky_satellite *, unsigned number, int64_t value);
+void sky_set_figure(sky_satellite *satellite, unsigned number, int64_t value);
 
 /* What is to be sent now. Call sky_gather after each event, then sky_next_run until it says false. */
-void sky_gather(sky_satellite *, sky_us now);
-bool sky_next_run(sky_satellite *, sky_run *run);
+void sky_gather(sky_satellite *satellite, sky_us now);
+bool sky_next_run(sky_satellite *satellite, sky_run *run);
 /* The bytes of one cell of a payload of which `left` are left, how many of them lie here, and the next cell. */
-const uint8_t *sky_payload_cell(const sky_satellite *, uint32_t cell, uint32_t left, uint32_t *bytes, uint32_t *next);
+const uint8_t *sky_payload_cell(const sky_satellite *satellite, uint32_t cell, uint32_t left, uint32_t *bytes, uint32_t *next);
 
 /* Its count of the moves of the box. */
-void sky_satellite_moves(const sky_satellite *, int32_t *slot_moves, int32_t *plane_moves);
+void sky_satellite_moves(const sky_satellite *satellite, int32_t *slot_moves, int32_t *plane_moves);
 /* Other keys from now on; nothing where there were none at the start. */
-void sky_set_keys(sky_satellite *, const sky_ring *ring);
+void sky_set_keys(sky_satellite *satellite, const sky_ring *ring);
 
 /* All fields of PONG, by number. */
 #define SKY_HOUSEKEEPING_FIELDS 48U
-void sky_housekeeping(const sky_satellite *, int64_t figures[SKY_HOUSEKEEPING_FIELDS], sky_us now);
+void sky_housekeeping(const sky_satellite *satellite, int64_t figures[SKY_HOUSEKEEPING_FIELDS], sky_us now);
+/* How often a fixed pool was full, and something was therefore refused, left out, or put off. (`outbox_full` is a counter
+ * of its own: packets.) */
+uint64_t sky_pools_full(const sky_satellite *satellite);
 /* The state that the Python twin has too, part by part in a stated order (tests/flight/state.py), as bytes to a sink; and
  * the CRC-32 of all of them. */
 enum {
@@ -115,7 +118,7 @@ enum {
     SKY_PARTS
 };
 typedef void (*sky_sink)(void *context, const uint8_t *bytes, size_t count);
-void sky_state(sky_satellite *, unsigned part, sky_sink sink, void *context);
-uint32_t sky_digest(sky_satellite *);
+void sky_state(sky_satellite *satellite, unsigned part, sky_sink sink, void *context);
+uint32_t sky_digest(sky_satellite *satellite);
 
 #endif

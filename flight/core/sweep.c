@@ -47,7 +47,7 @@ struct sky_sweep {
 
 sky_sweep *sky_sweep_new(sky_arena *arena, const sky_config *config, sky_us now) {
     sky_keymap counted;
-    memset(&counted, 0, sizeof counted);
+    (void)memset(&counted, 0, sizeof counted);
     const uint32_t most = config->most_suspects != 0U ? config->most_suspects : DEFAULT_SUSPECTS;
     sky_sweep *sweep = sky_take(arena, 1, sizeof *sweep);
     const bool suspected = sky_keymap_new(sweep != NULL ? &sweep->suspected : &counted, arena, most);
@@ -150,7 +150,7 @@ void sky_sweep_proved(sky_satellite *satellite, const uint8_t *ref, bool lost, s
     sky_keymap_remove(&sweep->suspected, entry);
     if (lost && share != 0U) {
         uint8_t dead[SKY_DEAD_BYTES];
-        memcpy(dead, ref, SKY_KEY_BYTES);
+        (void)memcpy(dead, ref, SKY_KEY_BYTES);
         sky_ref_setting(latest_ref(satellite, share), dead + SKY_KEY_BYTES);
         (void)sky_gossip_purge(satellite, dead, now);
         (void)sky_gossip_notify_ground(satellite, dead, 1, now);
@@ -232,7 +232,6 @@ static bool examine_key(sky_satellite *satellite, uint32_t share, uint32_t dista
     const sky_check asked = {latest, latest, 0, (uint16_t)server, sky_expected(value.chunks, value.servers, server), 0};
     const uint32_t subject = sky_subject_begin(questions, &asked, 0);
     if (subject == 0U) {
-        sky_count(&satellite->counters, SKY_pools_full, 1);
         return true;
     }
     sky_subject_of(questions, subject)->left = (int32_t)count;
@@ -264,7 +263,6 @@ static bool examine_copies(sky_satellite *satellite, uint32_t share, uint32_t di
         *asked += others;
         const uint32_t subject = sky_subject_begin(questions, &check, 0);
         if (subject == 0U) {
-            sky_count(&satellite->counters, SKY_pools_full, 1);
             continue;
         }
         sky_subject_of(questions, subject)->left = (int32_t)others;
@@ -384,7 +382,7 @@ static uint32_t page_begin(const sky_satellite *satellite, const sky_swept *swep
 static void swept_to(const sky_satellite *satellite, sky_swept *swept, uint32_t end) {
     swept->some = end != 0U;
     if (end != 0U) {
-        memcpy(swept->key, sky_memory_key(&satellite->memory, sky_memory_key_at(&satellite->memory, end - 1U)),
+        (void)memcpy(swept->key, sky_memory_key(&satellite->memory, sky_memory_key_at(&satellite->memory, end - 1U)),
                SKY_KEY_BYTES);
     }
 }
@@ -439,7 +437,7 @@ void sky_sweep_release_handover(sky_satellite *satellite) {
 static bool may_hold_back(sky_satellite *satellite, const uint8_t *latest) {
     sky_sweep *sweep = satellite->sweep;
     uint8_t name[SKY_KEY_BYTES], setting[SKY_SETTING_BYTES];
-    memcpy(name, latest, SKY_KEY_BYTES);
+    (void)memcpy(name, latest, SKY_KEY_BYTES);
     sky_ref_setting(latest, setting);
     for (uint32_t i = 0; i < SKY_SETTING_BYTES; i++) {
         name[i] ^= setting[i]; /* key and setting in one name: keys are hashes */
@@ -499,7 +497,7 @@ static bool next_whole(const sky_satellite *satellite, uint32_t share, uint64_t 
     }
     for (;;) {
         uint64_t best = UINT64_MAX;
-        memset(whole, 0, sizeof *whole);
+        (void)memset(whole, 0, sizeof *whole);
         for (uint32_t chunk = memory->shares[share].lowest; chunk != 0U; chunk = memory->chunks[chunk].higher) {
             const uint8_t *ref = memory->chunks[chunk].ref;
             const uint32_t server = sky_ref_index(ref) % value.servers;

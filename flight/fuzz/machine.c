@@ -145,6 +145,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     config.most_senders = 4;
     config.most_forgotten = 8;
     config.remembered = 16;
+    if ((flags & 512U) != 0U) { /* pools that fill at once */
+        config.most_departures = 4;
+        config.most_questions = config.most_suspects = config.most_conflicts = config.most_transfers = 1;
+        config.most_subjects = config.most_asked = config.most_ground_hosts = config.most_back_offs = 2;
+        config.most_evicted = config.most_leases = config.most_expiries = 1;
+        config.most_chunks = 6;
+        config.most_keys = 3;
+        config.most_runs = 3;
+        config.outbox_bytes = 16384;
+        config.postponed_bytes = 65536;
+    }
     if ((flags & 256U) != 0U) {
         config.ring.count = 1;
         config.ring.keys[0].id = 1;

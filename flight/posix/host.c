@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
@@ -700,6 +701,11 @@ static bool prepare(host *h) {
 static bool begin(host *h) {
     char words[300];
     const char *error = NULL;
+    uint64_t *const seed = h->its->config.hash_seed;
+    if (getrandom(seed, sizeof h->its->config.hash_seed, 0) != (ssize_t)sizeof h->its->config.hash_seed) {
+        say(h, "the system gives no random numbers: hashes need a secret seed");
+        return false;
+    }
     if (h->its->keys_path[0] != '\0') {
         (void)file_changed(h->its->keys_path, &h->keys_seen);
         if (!key_file_read(h->its->keys_path, h->its->every_packet, &h->ring, words)) {

@@ -22,6 +22,7 @@ TARGETS = ("packet", "machine")
 _MOST_BYTES = {"packet": 2048, "machine": 2048}
 _CONFIGURATION = bytes([50, 0x00, 0xBC, 64])
 """Of the machine: its move period, flags, memory; see flight/fuzz/machine.c."""
+_SMALL_POOLS = bytes([50, 0x02, 0xFC, 64])
 
 
 def golden() -> list[bytes]:
@@ -36,7 +37,8 @@ def seeds(target: str) -> list[bytes]:
         return packets
     # An event is its kind, the time that passes, and here the length of a packet; each after some others, with a timer.
     events = [bytes([kind, 5]) + len(one).to_bytes(2, "big") + one for one in packets for kind in (0x00, 0x10, 0x08)]
-    alone = [_CONFIGURATION + event + b"\x0f\x01" for event in events]
+    after = b"\x0f\x01"
+    alone = [each + event + after for each in (_CONFIGURATION, _SMALL_POOLS) for event in events]
     return [*alone, _CONFIGURATION + b"".join(events[:24]) + b"\x09\x01\x0f\xff\x0f\xff"]
 
 

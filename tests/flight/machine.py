@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import shutil
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -32,10 +34,17 @@ from skymemory.protocol.wire import Buffer, LinkEnd, SegmentBatch
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flight" / "core"
-BUILD = ROOT / "build" / "flight" / "tests"
+BUILDS = ROOT / "build"
 NEVER_US = (1 << 63) - 1
 PARTS = ("moves", "counters", "figures", "chunks", "promises", "order", "links", "outbox", "history")
 """Parts of the state, as ``sky_state`` numbers them."""
+
+BOUNDS = (
+    *("departures", "questions", "subjects", "asked", "suspects", "leases", "expiries", "evicted", "conflicts"),
+    *("outbox_bytes", "runs", "transfers", "ground_hosts", "back_offs", "postponed_bytes", "chunks", "keys"),
+    "hash_seed",
+)
+"""Bounds of the pools (and the seed of hashes), as ``shim.c`` numbers them; 0: the default."""
 
 _STRICT = ("-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 _BEAM = 0xFF000000
@@ -55,17 +64,30 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The core, as ``make -C flight core`` compiles it, and the shim, in one library; compiled as sources change."""
-    cc = compiler()
-    _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}"))
-    objects = [ROOT / "build" / path.relative_to(ROOT).with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
-    shim, made = Path(__file__).with_name("shim.c"), BUILD / "libflight.so"
+    """The core, as ``make -C flight core`` compiles it, and the shim: one library, compiled where a source is newer.
+
+    ``FLIGHT_SANITIZE=1`` compiles both with ASan and UBSan; then ``LD_PRELOAD`` must name the compiler's libasan.
+    """
+    BUILDS.mkdir(exist_ok=True)
+    with (BUILDS / "flight-tests.lock").open("w") as lock:  # processes of one test run
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build()
+
+
+def _build() -> Path:
+    cc, sanitize = compiler(), bool(os.environ.get("FLIGHT_SANITIZE"))
+    extra = ("SANITIZE=1",) if sanitize else ()
+    _run(("make", "-s", "-j2", "-C", str(ROOT / "flight"), "core", f"CC={cc}", *extra))
+    folder = BUILDS / ("flight-sanitized" if sanitize else "flight")
+    objects = [folder / path.relative_to(ROOT / "flight").with_suffix(".o") for path in sorted(CORE.glob("**/*.c"))]
+    shim, made = Path(__file__).with_name("shim.c"), folder / "tests" / "libflight.so"
     newest_s = max(path.stat().st_mtime for path in (shim, *objects, *CORE.glob("**/*.h")))
     if not made.exists() or made.stat().st_mtime < newest_s:
-        BUILD.mkdir(parents=True, exist_ok=True)
+        made.parent.mkdir(parents=True, exist_ok=True)
         part = made.with_suffix(f".{os.getpid()}")
         options = (*_STRICT, "-O2", "-fPIC", "-shared", f"-I{CORE}", "-o", str(part))
-        _run((cc, *options, str(shim), *map(str, objects), "-lm"))
+        checked = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined") if sanitize else ()
+        _run((cc, *options, *checked, str(shim), *map(str, objects), "-lm"))
         part.replace(made)
     return made
 
@@ -86,6 +108,7 @@ def library() -> ctypes.CDLL:
         "sky_receive": (void, (it, buffer, size, size, u32, i64)),
         "sky_next_timer": (i64, (it,)),
         "sky_handle_timer": (void, (it, i64)),
+        "sky_is_late": (ctypes.c_bool, (it, i64)),
         "sky_wants_work": (ctypes.c_bool, (it,)),
         "sky_work": (size, (it, i64)),
         "sky_greet": (void, (it, i64)),
@@ -114,6 +137,8 @@ def library() -> ctypes.CDLL:
         "shim_put": (ctypes.c_int, (it, u8, u8, u32)),
         "shim_remove": (ctypes.c_int, (it, u8, u32)),
         "shim_evict": (ctypes.c_int, (it, u8, u32)),
+        "shim_bucket": (i64, (it, u8, u32)),
+        "shim_longest_chain": (u32, (it,)),
         "shim_set_limit": (void, (it, ctypes.c_uint64)),
         "shim_remove_key": (u32, (it, u8)),
         "shim_promises": (void, (it, u8, numbers)),
@@ -160,7 +185,9 @@ def packed(satellite: SatelliteId) -> int:
     return satellite.plane << 12 | satellite.slot
 
 
-def settings_of(config: SatelliteConfig, sky: SkyMap, clock: MoveClock) -> list[int]:
+def settings_of(
+    config: SatelliteConfig, sky: SkyMap, clock: MoveClock, bounds: Mapping[str, int] = MappingProxyType({})
+) -> list[int]:
     """The configuration as ``shim_begin`` takes it."""
     eviction, torus = config.eviction, sky.torus
     slot_s, plane_s = sky._links_s
@@ -195,6 +222,7 @@ def settings_of(config: SatelliteConfig, sky: SkyMap, clock: MoveClock) -> list[
         us(config.handover_grace_s),
         us(config.handover_gap_s),
         config.authority is not None and config.authority.every_packet,
+        *(bounds.get(name, 0) for name in BOUNDS),
     ]
 
 
@@ -221,7 +249,10 @@ class FlightMachine:
         now_s: float,
         lateness: Lateness | None = None,
         transport_figures: Callable[[], dict[str, int]] = dict,
+        bounds: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """``bounds``: of pools, by their names in ``BOUNDS``."""
+        assert set(bounds) <= set(BOUNDS), bounds
         self.lib = library()
         self.config = config
         self.lateness = lateness or Lateness()
@@ -229,7 +260,7 @@ class FlightMachine:
         self._figures = transport_figures
         self._passed_late = (0.0, -math.inf, math.inf)
         self._clock = _callback(clock) if clock.time_scale > 0 else None
-        values = settings_of(config, sky, clock)
+        values = settings_of(config, sky, clock, bounds)
         numbers = (ctypes.c_int64 * len(values))(*values)
         ring = config.authority.ring.keys if config.authority is not None else ()
         keys = (ctypes.c_int64 * (2 * len(ring) + 1))(*(n for key in ring for n in (key.key_id, us(key.from_s))))

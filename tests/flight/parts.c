@@ -502,8 +502,9 @@ uint32_t parts_refs(storing *its, const uint8_t *key, uint8_t *out) {
     return count;
 }
 uint32_t parts_conflicts(storing *its, uint8_t *out) { /* reference as it is, and the replica before */
-    sky_conflict found[SKY_MOST_CONFLICTS];
-    uint32_t count = sky_memory_take_conflicts(&its->memory, found, SKY_MOST_CONFLICTS);
+    enum { MOST = 1024 };
+    sky_conflict found[MOST];
+    uint32_t count = sky_memory_take_conflicts(&its->memory, found, MOST);
     for (uint32_t i = 0; i < count; i++) {
         memcpy(out + 73 * i, its->memory.chunks[found[i].chunk].ref, 72);
         out[73 * i + 72] = found[i].replica_before;

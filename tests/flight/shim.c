@@ -5,8 +5,10 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "checks.h"
 #include "handover.h"
 #include "state.h"
+#include "store/hash.h"
 #include "wire/crc.h"
 
 typedef void (*counted_in_python)(int64_t now, int64_t *counted);
@@ -23,6 +25,19 @@ static sky_counted counted(void *context, sky_us now) {
     int64_t found[3];
     head->counted(now, found);
     return (sky_counted){(int32_t)found[0], (int32_t)found[1], found[2]};
+}
+
+/* Bounds of the pools by number, 0: as they are by default; as machine.py's BOUNDS. */
+static void bound(const int64_t *v, sky_config *c) {
+    uint32_t *const bounds[] = {&c->most_departures, &c->most_questions, &c->most_subjects,  &c->most_asked,
+                                &c->most_suspects,   &c->most_leases,    &c->most_expiries,  &c->most_evicted,
+                                &c->most_conflicts,  &c->outbox_bytes,   &c->most_runs,      &c->most_transfers,
+                                &c->most_ground_hosts, &c->most_back_offs, &c->postponed_bytes, &c->most_chunks,
+                                &c->most_keys};
+    for (unsigned each = 0; each < sizeof bounds / sizeof *bounds; each++) {
+        *bounds[each] = v[each] != 0 ? (uint32_t)v[each] : *bounds[each];
+    }
+    c->hash_seed[0] = (uint64_t)v[sizeof bounds / sizeof *bounds];
 }
 
 static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *secrets, uint32_t count, sky_config *c) {
@@ -58,6 +73,7 @@ static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *se
     c->handover_grace = v[28];
     c->handover_gap = v[29];
     c->ring.every_packet = v[30] != 0;
+    bound(v + 31, c);
     c->ring.count = count;
     for (uint32_t each = 0; each < count; each++) {
         c->ring.keys[each].id = (uint16_t)keys[2 * each];
@@ -179,15 +195,19 @@ int64_t shim_value(sky_satellite *s, uint32_t which) {
     case 17: return s->outbox.count;
     case 18: return s->timers_wait ? 1 : 0;
     case 19: return s->outbox.sequence;
+    case 20: return s->retention.oldest;
+    case 21: return s->router.count;
+    case 22: return (int64_t)s->postponed.dropped;
+    case 23: return s->handover->back_off_count;
     default: return 0;
     }
 }
 
 int64_t shim_counter(const sky_satellite *satellite, uint32_t which) {
-    const uint64_t more = which == SKY_pins_refused  ? satellite->memory.pins_refused
-                          : which == SKY_pools_full ? satellite->memory.pools_full
-                                                    : 0;
-    return which < SKY_COUNTER_COUNT ? (int64_t)(satellite->counters.of[which] + more) : -1;
+    const uint64_t more = which == SKY_pins_refused ? satellite->memory.pins_refused : 0;
+    return which == SKY_pools_full     ? (int64_t)sky_pools_full(satellite)
+           : which < SKY_COUNTER_COUNT ? (int64_t)(satellite->counters.of[which] + more)
+                                       : -1;
 }
 
 const char *shim_counter_name(uint32_t which) {
@@ -312,4 +332,35 @@ int shim_is_up(const sky_satellite *satellite, uint32_t here, uint32_t there) {
         }
     }
     return 1;
+}
+
+/* In which bucket a chunk of the memory lies: of its key, and of itself. */
+int64_t shim_bucket(const sky_satellite *satellite, const uint8_t *key, uint32_t index) {
+    const sky_memory *memory = &satellite->memory;
+    const uint32_t share = sky_memory_share(memory, key);
+    const uint32_t of_key = sky_hash_key(memory->keys.seed, key, 0U) & memory->keys.mask;
+    return (int64_t)of_key << 32 | (sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask);
+}
+
+static uint32_t longest(const uint32_t *buckets, uint32_t count, uint32_t (*next)(const void *, uint32_t), const void *of) {
+    uint32_t most = 0;
+    for (uint32_t each = 0; each < count; each++) {
+        uint32_t length = 0;
+        for (uint32_t at = buckets[each]; at != 0; at = next(of, at)) {
+            length++;
+        }
+        most = length > most ? length : most;
+    }
+    return most;
+}
+
+static uint32_t next_key(const void *map, uint32_t at) { return ((const sky_keymap *)map)->nodes[at].chain; }
+static uint32_t next_chunk(const void *memory, uint32_t at) { return ((const sky_memory *)memory)->chunks[at].chain; }
+
+/* The longest chain of the memory's two tables. */
+uint32_t shim_longest_chain(const sky_satellite *satellite) {
+    const sky_memory *memory = &satellite->memory;
+    const uint32_t keys = longest(memory->keys.buckets, memory->keys.mask + 1U, next_key, &memory->keys);
+    const uint32_t chunks = longest(memory->buckets, memory->mask + 1U, next_chunk, memory);
+    return keys > chunks ? keys : chunks;
 }

@@ -30,6 +30,8 @@ class Tree:
         self._objects: dict[Path, Path] = {}
         self._compiler = shutil.which("cc")
         self._writes = 0
+        self._sound: dict[Path, str] = {}
+        """Files as they were when they were first read."""
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=checkout,
@@ -52,12 +54,16 @@ class Tree:
         return True
 
     def read(self, file: Path) -> str:
-        return (self.path / file).read_text("utf-8")
+        return self._sound.setdefault(file, (self.path / file).read_text("utf-8"))
 
     def write(self, file: Path, text: str) -> None:
         """Raises BadBuild for C that does not compile."""
         path = self.path / file
         path.write_text(text, "utf-8")
+        if file.parts[0] == "flight":  # its tests compile what is newer; a fault that does not compile is found here
+            if self._sound.get(file) != text:
+                self._run(["make", "-s", "-j2", "-C", str(self.path / "flight"), "core"])
+            return
         # Bytecode is believed where the source's size and second are the same: so no two writes are of one second.
         self._writes += 1
         os.utime(path, (self._writes, self._writes))

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "wire/bytes.h"
+#include "store/hash.h"
 
 bool sky_keymap_new(sky_keymap *map, sky_arena *arena, uint32_t capacity) {
     uint32_t buckets = 1;
@@ -11,20 +11,14 @@ bool sky_keymap_new(sky_keymap *map, sky_arena *arena, uint32_t capacity) {
     }
     map->nodes = sky_take(arena, (size_t)capacity + 1U, sizeof *map->nodes);
     map->buckets = sky_take(arena, buckets, sizeof *map->buckets);
+    map->seed[0] = arena->hash_seed[0];
+    map->seed[1] = arena->hash_seed[1];
     map->mask = buckets - 1U;
     map->capacity = capacity;
     return map->nodes != NULL && map->buckets != NULL;
 }
 
-/* Keys are hashes already, as far as clients are honest; the mixing takes in all of the 32 bytes. */
-static uint32_t bucket_of(const sky_keymap *map, const uint8_t *key) {
-    uint64_t mixed = 0;
-    for (uint32_t at = 0; at < 32U; at += 8U) {
-        mixed = (mixed ^ sky_load64(key + at)) * 0x9E3779B97F4A7C15U;
-        mixed ^= mixed >> 32;
-    }
-    return (uint32_t)(mixed & 0xFFFFFFFFU) & map->mask;
-}
+static uint32_t bucket_of(const sky_keymap *map, const uint8_t *key) { return sky_hash_key(map->seed, key, 0U) & map->mask; }
 
 uint32_t sky_keymap_find(const sky_keymap *map, const uint8_t *key) {
     uint32_t entry = map->count == 0U ? 0U : map->buckets[bucket_of(map, key)];

@@ -21,6 +21,7 @@ typedef struct {
 typedef struct {
     sky_keymap_node *nodes; /* 1 to capacity */
     uint32_t *buckets;
+    uint64_t seed[2];
     uint32_t mask, capacity;
     uint32_t count;
     uint32_t touched, freed; /* entries used so far; the first free one among them */

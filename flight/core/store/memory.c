@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "store/hash.h"
+
 enum { HELD_CELL_BYTES = 80 * 1024, VERSION_AT = SKY_REF_VALUE_BYTES_AT, VERSION_BYTES = 8 };
 
 bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *config) {
@@ -20,6 +22,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     memory->most_cells = cells < INT32_MAX ? (uint32_t)cells : (uint32_t)INT32_MAX;
     memory->most_leases = config->most_leases;
     memory->most_expiries = config->most_expiries;
+    memory->most_conflicts = config->most_conflicts;
     memory->record_evicted = config->gossip;
     memory->mask = buckets - 1U;
     whole = sky_keymap_new(&memory->keys, arena, keys);
@@ -29,7 +32,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     memory->buckets = sky_take(arena, buckets, sizeof *memory->buckets);
     memory->next_cell = sky_take(arena, (size_t)memory->most_cells + 1U, sizeof *memory->next_cell);
     memory->leases = sky_take(arena, (size_t)config->most_leases + 1U, sizeof *memory->leases);
-    memory->conflicts = sky_take(arena, SKY_MOST_CONFLICTS, sizeof *memory->conflicts);
+    memory->conflicts = sky_take(arena, config->most_conflicts, sizeof *memory->conflicts);
     whole = sky_eviction_new(&memory->eviction, arena, config, &memory->keys) && whole;
     if (memory->record_evicted) {
         whole = sky_keymap_new(&memory->evicted, arena, config->most_evicted) && whole;
@@ -142,8 +145,7 @@ void sky_memory_copy(const sky_memory *memory, uint32_t chunk, uint8_t *to) {
 uint32_t sky_memory_share(const sky_memory *memory, const uint8_t *key) { return sky_keymap_find(&memory->keys, key); }
 
 static uint32_t *bucket_of(const sky_memory *memory, uint32_t share, uint32_t index) {
-    const uint64_t mixed = ((uint64_t)share << 32 | index) * 0x9E3779B97F4A7C15U;
-    return &memory->buckets[(uint32_t)(mixed >> 32) & memory->mask];
+    return &memory->buckets[sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask];
 }
 
 uint32_t sky_memory_chunk(const sky_memory *memory, uint32_t share, uint32_t index) {
@@ -531,7 +533,7 @@ static bool is_other_copy(const uint8_t *here, const uint8_t *coming) {
 }
 
 static void note_conflict(sky_memory *memory, uint32_t chunk, uint8_t before) {
-    if (memory->conflict_count < SKY_MOST_CONFLICTS) {
+    if (memory->conflict_count < memory->most_conflicts) {
         memory->conflicts[memory->conflict_count].chunk = chunk;
         memory->conflicts[memory->conflict_count].replica_before = before;
         memory->conflict_count++;
@@ -543,8 +545,15 @@ static void note_conflict(sky_memory *memory, uint32_t chunk, uint8_t before) {
 uint32_t sky_memory_take_conflicts(sky_memory *memory, sky_conflict *conflicts, uint32_t most) {
     const uint32_t count = memory->conflict_count < most ? memory->conflict_count : most;
     (void)memcpy(conflicts, memory->conflicts, count * sizeof *conflicts);
-    memory->conflict_count = 0;
+    memory->conflict_count -= count;
+    (void)memmove(memory->conflicts, memory->conflicts + count, memory->conflict_count * sizeof *conflicts);
     return count;
+}
+
+/* Whether a pool has no room for a chunk of so many bytes of a share (0: a new one). */
+static bool lacks(const sky_memory *memory, uint32_t share, uint32_t bytes) {
+    return !has_entry(memory) || free_cells(memory) < cells_of(memory, bytes) ||
+           (share == 0U && memory->keys.count == memory->keys.capacity);
 }
 
 sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bool migrated) {
@@ -573,15 +582,14 @@ sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bo
     }
     /* The twin has no end of chunks, keys and cells: where ours ends the memory is full. */
     share = sky_memory_share(memory, ref);
-    while (room && (!has_entry(memory) || free_cells(memory) < cells_of(memory, chunk->bytes) ||
-                    (share == 0U && memory->keys.count == memory->keys.capacity))) {
+    while (room && lacks(memory, share, chunk->bytes)) {
         /* While freed cells are held nothing that is evicted gives any. */
         room = !(memory->hold_freed && free_cells(memory) < cells_of(memory, chunk->bytes)) && evict(memory, ref);
         outcome.evicted += room ? 1U : 0U;
+        memory->pools_full++;
         share = sky_memory_share(memory, ref);
     }
     if (!room) {
-        memory->pools_full++;
         if (share != 0U) {
             tidy(memory, share, false);
         }

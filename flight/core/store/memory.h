@@ -78,8 +78,6 @@ typedef struct {
     uint8_t replica_before;
 } sky_conflict;
 
-enum { SKY_MOST_CONFLICTS = 1024 };
-
 typedef struct {
     bool stored;
     uint32_t replaced, evicted; /* chunks */
@@ -89,7 +87,7 @@ typedef struct {
     uint64_t limit_bytes, used_bytes, pinned_bytes, pin_limit_bytes, leased_bytes;
     sky_ledger ledger;
     uint64_t pins_refused; /* pins that ended since their keys grew too large */
-    uint64_t pools_full;   /* chunks refused for want of a chunk, a share or cells; conflicts and evictions not noted */
+    uint64_t pools_full;   /* chunks refused or evicted for want of a chunk, a share or cells; conflicts and evictions not noted */
 
     sky_keymap keys;    /* the shares, in the order in which their keys came */
     sky_share *shares;  /* by number in `keys` */
@@ -115,7 +113,7 @@ typedef struct {
     sky_eviction eviction;
 
     sky_conflict *conflicts;
-    uint32_t conflict_count;
+    uint32_t conflict_count, most_conflicts;
 
     /* Keys that lost chunks to eviction and were not stored since, with the reference of one chunk; empty without gossip. */
     bool record_evicted;
@@ -137,7 +135,7 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
 void sky_memory_count_outdated(sky_memory *memory, uint32_t payload_bytes);
 /* Makes a chunk another copy of the same. */
 void sky_memory_relabel(sky_memory *memory, uint32_t chunk, uint8_t replica);
-/* Takes the conflicts that were noted since: up to SKY_MOST_CONFLICTS, copied out; how many. */
+/* Takes up to `most` of the conflicts that were noted, the oldest first; how many. */
 uint32_t sky_memory_take_conflicts(sky_memory *memory, sky_conflict *conflicts, uint32_t most);
 
 /* --- Read --- */

@@ -28,7 +28,7 @@ enum {
     SKY_HOP_LIMIT = 64,
     SKY_CREDIT_UNIT_BYTES = 4096,
     SKY_MOST_CREDIT = 0xFFFF,
-    SKY_MAX_MOVES = 1 << 30,
+    SKY_MAX_MOVES = 0x40000000,
     SKY_GROUND_SHELL = 0xFF,
     SKY_WIRE_VERSION = 1
 };
@@ -185,7 +185,7 @@ bool sky_ref_same_setting(const uint8_t *a, const uint8_t *b);
 
 /* --- Selection: which chunks of a key; the body of GET, ACK, MISS and BUSY --- */
 
-enum { SKY_SELECTION_BYTES = 44, SKY_MAX_SELECTION_BITS = 1 << 16 };
+enum { SKY_SELECTION_BYTES = 44, SKY_MAX_SELECTION_BITS = 0x10000 };
 
 typedef struct {
     const uint8_t *key;
