@@ -1,4 +1,5 @@
 """Daemons in C as a hostile customer meets them: wrong files, taken ports, odd sizes, strange datagrams, ends at bad times."""
+# ruff: noqa: F811 - fixtures of test_daemon are named by the arguments that take them
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _LISTENS = "satellites listen"
 
 def share(**plan: Any) -> str:
     found = make_plan(
-        hosts=local_hosts(PRESET, 1, free_ports(95)), **{"delay_scale": 0.0, "memory_per_satellite_bytes": 1 << 20, **plan}
+        hosts=local_hosts(PRESET, 1, free_ports(95)),
+        **{"delay_scale": 0.0, "memory_per_satellite_bytes": 1 << 20, **plan},
     )
     return share_text(found, found.hosts[0])
 
@@ -40,7 +42,11 @@ def share(**plan: Any) -> str:
 def serve(daemon: Path, path: Path, text: bytes | str) -> subprocess.Popen[str]:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return subprocess.Popen(
-        [daemon, "satellite", "--config", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        [daemon, "satellite", "--config", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     )
 
 
@@ -121,7 +127,7 @@ def test_memories_of_any_size(daemon: Path, tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [64, pytest.param(65_375, marks=pytest.mark.slow)])
-def test_chunks_of_any_size(up: Callable[..., RunDirectory], chunk: int) -> None:  # noqa: F811
+def test_chunks_of_any_size(up: Callable[..., RunDirectory], chunk: int) -> None:
     directory = up("c", chunk_bytes=chunk)
     kept = values(3, 7 * chunk + 13) | values(2, 1, seed=2)
     with open_constellation(directory.path) as store:
@@ -132,7 +138,7 @@ def test_chunks_of_any_size(up: Callable[..., RunDirectory], chunk: int) -> None
 
 
 @pytest.mark.parametrize("satellite", ["c", pytest.param("mixed", marks=pytest.mark.slow)])
-def test_injected_faults(up: Callable[..., RunDirectory], satellite: Any) -> None:  # noqa: F811
+def test_injected_faults(up: Callable[..., RunDirectory], satellite: Any) -> None:
     """Every kind of them, on every link; reads are right all the same, and `status` counts the faults."""
     directory = up(satellite, faults=FAULTS, delay_scale=0.1)
     plan, kept = directory.read_plan(), values(6, 60_000)
@@ -149,7 +155,7 @@ def test_injected_faults(up: Callable[..., RunDirectory], satellite: Any) -> Non
 
 
 @pytest.mark.parametrize("faults", [None, FAULTS])
-def test_strange_datagrams(up: Callable[..., RunDirectory], faults: Faults | None) -> None:  # noqa: F811
+def test_strange_datagrams(up: Callable[..., RunDirectory], faults: Faults | None) -> None:
     """Empty, short, long, random, and from one socket to all."""
     directory = up("c", **({"faults": faults} if faults else {}))
     plan, kept, draw = directory.read_plan(), values(2, 50_000), random.Random(5)
@@ -165,7 +171,7 @@ def test_strange_datagrams(up: Callable[..., RunDirectory], faults: Faults | Non
 
 
 @pytest.mark.slow
-def test_an_end_amid_a_handover(up: Callable[..., RunDirectory]) -> None:  # noqa: F811
+def test_an_end_amid_a_handover(up: Callable[..., RunDirectory]) -> None:
     """SIGTERM while chunks are on their way: it ends at once and in order; what another host held is still right."""
     directory = up("c", delay_scale=3.0)
     plan, kept = directory.read_plan(), values(10, 200_000)
