@@ -1,8 +1,8 @@
-"""A pytest plugin (``-p tests.flight.real``): the constellations of processes that any test starts have satellites in C.
+"""A pytest plugin (``-p tests.flight.real``): constellations of processes that any test starts have satellites in C.
 
-The environment variable ``SATELLITES`` says which: ``c`` (default) or ``mixed``. It holds for ``supervisor.start`` within
-the test's process, and for `skymemory constellation up` in processes of its own, which find ``chosen/sitecustomize.py``.
-A test that says itself which satellites it wants is left alone, as are plans that those in C do not serve.
+The environment variable ``SATELLITES`` says which: ``c`` (default) or ``mixed``. It holds for ``supervisor.start`` in
+the test's process, and for `skymemory constellation up` in others, which find ``chosen/sitecustomize.py``. A test that
+says itself which satellites it wants is left alone, as are plans that those in C do not serve.
 """
 
 from __future__ import annotations

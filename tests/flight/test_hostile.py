@@ -1,4 +1,4 @@
-"""Daemons in C as a hostile customer meets them: wrong files, taken ports, odd sizes, strange datagrams, ends at bad times."""
+"""Daemons in C as a hostile customer meets them: wrong files, taken ports, odd sizes, strange packets, sudden ends."""
 # ruff: noqa: F811 - fixtures of test_daemon are named by the arguments that take them
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_two_daemons_on_one_port(daemon: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.slow)])
 def test_damaged_configurations_are_refused_or_served(daemon: Path, tmp_path: Path, count: int) -> None:
-    """Cut short, with bytes changed, lines lost, doubled and swapped: never a crash, and never an end without a reason."""
+    """Cut short, bytes changed, lines lost, doubled, swapped: never a crash, and never an end without a reason."""
     draw, sound, served = random.Random(count), share(faults=FAULTS, delay_scale=1.0).encode(), 0
     for number in range(count):
         lines = sound.splitlines(keepends=True)

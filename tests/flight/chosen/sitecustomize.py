@@ -1,4 +1,4 @@
-"""Of processes that tests start: `skymemory constellation up` gets ``--satellite $SATELLITES`` (see ``tests.flight.real``)."""
+"""`skymemory constellation up` of tests gets ``--satellite $SATELLITES`` (see ``tests.flight.real``)."""
 
 import os
 import sys
