@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "endpoints.h"
+#include "faults.h"
 #include "key_file.h"
 #include "outages.h"
 #include "overload.h"
@@ -31,6 +32,9 @@ enum {
     ERRORS_KEPT = 8192,
     FAULTS_INJECTED = 18, /* numbers of fields of PONG */
     DELAY_ERROR_P99_US = 19,
+    FROM_GROUND = 4, /* rows of faults: 0 to 3 are a satellite's neighbours */
+    TO_GROUND,
+    FAULT_ROWS,
 };
 #define BEAT_US 100000
 #define LOOK_US 250000          /* for changed keys, and to bind again what could not be bound */
@@ -54,6 +58,7 @@ typedef struct {
     uint64_t dropped; /* packets, for want of room */
     bool lived;
     sky_past past;
+    fault_row rows[FAULT_ROWS];
 } satellite;
 
 typedef struct {
@@ -81,6 +86,8 @@ typedef struct {
     int32_t pushed_slot, pushed_plane; /* as satellites that died here knew it: with all dead nobody is left to ask */
     uint32_t errors_us[ERRORS_KEPT];
     uint64_t released;
+    bool faulty; /* each packet by itself then, on every link */
+    uint64_t faults;
     bool stop;
 } host;
 
@@ -233,6 +240,57 @@ static void writable(host *h, unsigned which) {
     sky_set_backlog(s->core, s->backlog.bytes);
 }
 
+/* --- Faults: of every link where it arrives, and of a beam downwards where it begins --- */
+
+static unsigned row_from(const host *h, sky_link here, sky_link source) {
+    const unsigned slots = h->its->config.slots;
+    const unsigned planes = h->its->config.planes;
+    if ((source & SKY_BEAM) == SKY_BEAM)
+        return FROM_GROUND;
+    if (source >> 12 == here >> 12)
+        return ((source & 0xFFFU) + 1U) % slots == (here & 0xFFFU) ? 0 : 1;
+    return ((source >> 12) + 1U) % planes == here >> 12 ? 2 : 3;
+}
+
+/* What becomes of each packet of a parcel, whose last may be shorter; each leaves or arrives at `due` or a little later.
+ * Frees it. */
+static void inject(host *h, parcel *run, fault_row *row, sky_us due, sky_us now) {
+    satellite *s = &h->all[run->to];
+    for (size_t at = 0; at < run->bytes; at += run->segment_bytes) {
+        const size_t left = run->bytes - at;
+        const size_t bytes = left < run->segment_bytes ? left : run->segment_bytes;
+        fault_copy copies[2];
+        const unsigned count = faults_apply(&h->its->faults, row, copies, &h->faults);
+        for (unsigned i = 0; i < count; i++) {
+            const sky_us when = due + copies[i].extra_us;
+            parcel *one = NULL;
+            if ((when > now ? h->held.bytes : h->arriving.bytes) < MOST_PARCEL_BYTES)
+                one = new_parcel(h, run->to, bytes, bytes);
+            if (one == NULL) {
+                s->dropped++;
+                continue;
+            }
+            one->leaves = run->leaves;
+            one->source = run->source;
+            one->endpoint = run->endpoint;
+            memcpy(one->packets, run->packets + at, bytes);
+            if (copies[i].damaged)
+                one->bytes = faults_damage(row, one->packets, bytes);
+            if (when > now) {
+                if (!delay_hold(&h->held, one, when))
+                    s->dropped++;
+            } else if (one->leaves) {
+                const udp_outgoing out = outgoing_of(one);
+                transmit(h, one->to, &out, &one->endpoint);
+                free(one);
+            } else {
+                parcels_add(&h->arriving, one);
+            }
+        }
+    }
+    free(run);
+}
+
 /* Sends one run of a satellite: by its socket, in memory to another of this host, or after the delay of its link. */
 static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
     satellite *s = &h->all[which];
@@ -262,7 +320,8 @@ static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
     } else if (its->delayed) {
         hold = share_hop_us(its, s->is->address, run->link);
     }
-    if (!its->delayed && local < 0) {
+    const bool injects = h->faulty && (beam || local >= 0);
+    if (!its->delayed && local < 0 && !injects) {
         transmit(h, which, &out, to);
         return;
     }
@@ -280,7 +339,10 @@ static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
             one->source = s->is->address;
         else
             one->endpoint = *to;
-        if (!its->delayed)
+        if (injects)
+            inject(h, one, local >= 0 ? &h->all[local].rows[row_from(h, run->link, s->is->address)] : &s->rows[TO_GROUND],
+                   now + hold, now);
+        else if (!its->delayed)
             parcels_add(&h->arriving, one);
         else if (!delay_hold(&h->held, one, now + hold))
             s->dropped += count;
@@ -323,11 +385,12 @@ static void deliver(host *h) {
     }
 }
 
-/* What came by a beam waits as long as light takes. */
-static void hold_beam(host *h, unsigned which, const udp_arrival *arrival, sky_link source, sky_us now) {
+/* What came by a beam waits as long as light takes; what came by a faulty link has its faults. */
+static void hold(host *h, unsigned which, const udp_arrival *arrival, sky_link source, sky_us now) {
     satellite *s = &h->all[which];
     int32_t slot_moves = 0;
     int32_t plane_moves = 0;
+    sky_us due = now;
     parcel *one = NULL;
     if (h->held.bytes < MOST_PARCEL_BYTES)
         one = new_parcel(h, which, arrival->bytes, arrival->segment_bytes);
@@ -337,8 +400,13 @@ static void hold_beam(host *h, unsigned which, const udp_arrival *arrival, sky_l
     }
     memcpy(one->packets, arrival->packets, arrival->bytes);
     one->source = source;
-    sky_satellite_moves(s->core, &slot_moves, &plane_moves);
-    if (!delay_hold(&h->held, one, now + share_beam_us(h->its, s->is->address, slot_moves, plane_moves)))
+    if (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM) {
+        sky_satellite_moves(s->core, &slot_moves, &plane_moves);
+        due += share_beam_us(h->its, s->is->address, slot_moves, plane_moves);
+    }
+    if (h->faulty)
+        inject(h, one, &s->rows[row_from(h, s->is->address, source)], due, now);
+    else if (!delay_hold(&h->held, one, due))
         s->dropped++;
 }
 
@@ -352,8 +420,8 @@ static void readable(host *h, unsigned which) {
         for (unsigned i = 0; i < count; i++) {
             const udp_arrival *arrival = &arrivals[i];
             const sky_link source = endpoints_link(h->endpoints, &arrival->from);
-            if (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM)
-                hold_beam(h, which, arrival, source, now_us(h));
+            if (h->faulty || (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM))
+                hold(h, which, arrival, source, now_us(h));
             else
                 sky_receive(s->core, arrival->packets, arrival->bytes, arrival->segment_bytes, source, now_us(h));
         }
@@ -540,7 +608,11 @@ static int ascending(const void *a, const void *b) {
 static void report_figures(host *h) {
     static uint32_t sorted[ERRORS_KEPT];
     const size_t count = h->released < ERRORS_KEPT ? (size_t)h->released : ERRORS_KEPT;
-    if (count == 0)
+    for (unsigned i = 0; h->faulty && i < h->count; i++) {
+        if (h->all[i].core != NULL)
+            sky_set_figure(h->all[i].core, FAULTS_INJECTED, (int64_t)h->faults);
+    }
+    if (!h->its->delayed || count == 0)
         return;
     memcpy(sorted, h->errors_us, count * sizeof *sorted);
     qsort(sorted, count, sizeof *sorted, ascending);
@@ -582,7 +654,7 @@ static void alarms(host *h) {
             follow_outages(h);
         h->look = now + LOOK_US;
     }
-    if (h->its->delayed && now >= h->figures) {
+    if ((h->its->delayed || h->faulty) && now >= h->figures) {
         report_figures(h);
         h->figures = now + FIGURES_US;
     }
@@ -681,7 +753,10 @@ static bool prepare(host *h) {
         h->index[its->mine[i].address] = (int32_t)i;
         endpoints_add(h->endpoints, its->mine[i].address, &its->mine[i].endpoint);
         put(h, i, i);
+        for (unsigned row = 0; row < FAULT_ROWS; row++)
+            h->all[i].rows[row] = faults_row(&its->faults, (uint64_t)its->mine[i].address * FAULT_ROWS + row);
     }
+    h->faulty = faults_any(&its->faults);
     h->timers = h->count;
     parcels_begin(&h->arriving);
     (void)sigemptyset(&signals);
@@ -763,8 +838,7 @@ static void turn(host *h) {
         }
         deliver(h);
     }
-    if (h->its->delayed)
-        release_due(h);
+    release_due(h);
     alarms(h);
     if (h->work_count > 0)
         work(h);

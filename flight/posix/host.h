@@ -1,5 +1,5 @@
 /* One host's satellites over UDP: a socket each, one event loop, links with the delay of light. Twin of
- * skymemory.transport.udp_host; faults, rates and outages of links are not simulated here.
+ * skymemory.transport.udp_host; rates and outages of links are not simulated here.
  *
  * The core decides everything. This moves packets between it and the sockets, in memory between satellites of this host, and
  * measures how late it is with its own work.

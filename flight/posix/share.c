@@ -136,6 +136,18 @@ static void read_beam_delay(line_reader *line) {
     table[south * its->config.slots + east] = whole(line, 3, 0, INT32_MAX);
 }
 
+/* LOSS DUPLICATE REORDER CORRUPT, in 1/2^32 of packets, then the longest delay of a reordered one, and the seed */
+static void read_faults(line_reader *line) {
+    fault_rates *faults = &line->its->faults;
+    line->failed = line->count != 7;
+    faults->loss = (uint64_t)whole(line, 1, 0, (int64_t)FAULTS_WHOLE);
+    faults->duplicate = (uint64_t)whole(line, 2, 0, (int64_t)FAULTS_WHOLE);
+    faults->reorder = (uint64_t)whole(line, 3, 0, (int64_t)FAULTS_WHOLE);
+    faults->corrupt = (uint64_t)whole(line, 4, 0, (int64_t)FAULTS_WHOLE);
+    faults->reorder_us = whole(line, 5, 1, INT32_MAX);
+    faults->seed = (uint64_t)whole(line, 6, 0, INT64_MAX);
+}
+
 /* Names of settings that are whole numbers, and where they go. */
 static bool read_number(line_reader *line, const char *name) {
     sky_config *config = &line->its->config;
@@ -204,6 +216,8 @@ static void read_line(line_reader *line) {
         text(line, its->record_path, sizeof its->record_path);
     } else if (strcmp(name, "onboard") == 0) {
         its->onboard = flag(line, 1);
+    } else if (strcmp(name, "faults") == 0) {
+        read_faults(line);
     } else if (strcmp(name, "plane-delay-us") == 0) {
         read_plane_delay(line);
     } else if (strcmp(name, "beam-delay-us") == 0) {

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 
 #include "config.h"
+#include "faults.h"
 #include "placement/clock.h"
 
 typedef struct {
@@ -33,6 +34,7 @@ typedef struct {
     sky_us *beam_delays_us;
     bool onboard; /* the client's host is part of the centre's satellite, whose beam has no length */
     bool delayed;
+    fault_rates faults;
 } share;
 
 /* False with a reason. */

@@ -19,6 +19,7 @@ import pytest
 from tests.contract.store_contract import StoreContract, Tier
 from tests.flight.daemon import build
 
+from skymemory.constellation.links import Links
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.protocol.satellite.state import EvictionConfig
@@ -27,7 +28,7 @@ from skymemory.testbed import control
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.flight import Choice, check_plan, kinds_of, share_text
 from skymemory.testbed.key_file import new_keys, new_secret, read_keys, write_keys
-from skymemory.testbed.plan import Faults, MemoryPolicy, local_hosts, make_plan
+from skymemory.testbed.plan import MemoryPolicy, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import inspect, revive, start_on_free_ports, stop
 
@@ -229,7 +230,7 @@ def test_every_second_host_of_a_mix() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({"faults": Faults(loss=0.01)}, "injected faults"),
+        ({"links": Links.read({"up": "1Mbit"}, "x")}, "rates"),
         ({"preset": "starlink-a"}, "delays of real orbits"),
     ],
 )

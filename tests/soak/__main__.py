@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -26,9 +27,17 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="with --cause (default 1)")
     parser.add_argument("--minutes", type=float, default=10.0, help="with --real (default 10)")
     parser.add_argument("--replicas", type=int, default=1, help="copies of each chunk, in virtual time (default 1)")
+    parser.add_argument(
+        "--satellite", choices=["python", "c", "mixed"], default="python", help="with --real (default python)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.satellite != "python":
+        os.environ["SATELLITES"] = options.satellite
+        from tests.flight.real import install
+
+        install()
     if options.cause is not None:
         causes = sorted(CAUSES) if options.cause == "all" else [options.cause]
         return _overload(causes, options.runs, options.seed, options.json)

@@ -314,7 +314,6 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
     if (gate == NULL || replay == NULL) {
         return NULL;
     }
-    (void)memset(gate, 0, sizeof *gate);
     sky_authority_begin(&gate->authority, &config->ring);
     gate->counters = counters;
     gate->refuse = refuse;

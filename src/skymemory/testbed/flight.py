@@ -20,6 +20,7 @@ from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.testbed.connect import clock_of, shell_of
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.testbed.run_directory import OUTAGES_NAME, Kind
+from skymemory.transport.faults import DEFAULT_REORDER_DELAY_S
 from skymemory.transport.udp_host import PATIENCE_S
 
 Choice = Literal["python", "c", "mixed"]
@@ -29,6 +30,7 @@ DAEMON = "skymemory-flight"
 DAEMON_SETTING = "SKYMEMORY_FLIGHT"
 """Environment variable with the path of another build of it."""
 _SHARE_UNITS = 65_536
+_FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
 
 
@@ -68,7 +70,6 @@ def check_plan(plan: ConstellationPlan) -> None:
     preset = plan.constellation
     refused = {
         "rates, outages and weather of links (--links)": plan.links is not None,
-        "injected faults (--loss, --duplicate, --reorder, --corrupt)": plan.faults.any,
         "a host that moves (--host-path)": bool(plan.ground.waypoints),
         "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
         "links through the Earth": plan.delay_scale > 0 and preset.fixed_centre is None and plan.sight().any_blocked,
@@ -111,6 +112,16 @@ def _clock(plan: ConstellationPlan) -> Iterator[str]:
     yield f"clock track {clock.epoch_s!r} {clock.time_scale!r} {plane!r} {slot!r} {plane_rate!r} {slot_rate!r}"
 
 
+def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
+    faults = plan.faults
+    if not faults.any:
+        return
+    shares = (faults.loss, faults.duplicate, faults.reorder, faults.corrupt)
+    parts = (math.ceil(share * _FAULT_UNITS) for share in shares)
+    seed = (faults.seed + plan.hosts.index(host)) % 2**63
+    yield f"faults {' '.join(map(str, parts))} {_us(DEFAULT_REORDER_DELAY_S)} {seed}"
+
+
 def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = None, record: Path | None = None) -> str:
     """The configuration of the daemon that serves ``host``; ``record``: its pid file, in the run directory.
 
@@ -140,6 +151,7 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
         f"neighbour-timeout-us {_us(PATIENCE_S + 2 * longest_s * plan.delay_scale)}",
         *_clock(plan),
         *_delays(plan),
+        *_faults(plan, host),
     ]
     if plan.auth != "off":
         lines += [f"every-packet {plan.auth == 'every':d}", f"keys {_path(Path(plan.keys_file))}"]
