@@ -44,7 +44,7 @@ def test_the_library_reads_our_telemetry(apid, count, size, time_s):
     theirs = SpacePacketHeader.unpack(packet)
     assert (theirs.packet_type, theirs.sec_header_flag, theirs.apid) == (PacketType.TM, True, apid)
     assert (theirs.seq_count, theirs.packet_len) == (count % (1 << 14), size)
-    assert abs(int.from_bytes(packet[6:12], "big") - time_s * 65536) <= 1, "of the time in whole microseconds"
+    assert int.from_bytes(packet[6:12], "big") == round(time_s * 1e6) * 65536 // 1_000_000, "whole microseconds"
     assert packet[12:] == bytes(4)
 
 
