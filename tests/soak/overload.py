@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from tests.soak.slept_host import sleepy
+from tests.soak.slept_host import build, sleepy
 from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
 
 from skymemory.constellation.presets import preset_named
@@ -209,6 +209,8 @@ def sleeping(slept: Path) -> Iterator[None]:
         return [python, "-c", _SLEPT_HOST.format(str(_ROOT)), str(slept), *rest]
 
     slept.write_bytes(struct.pack("d", 0.0))
+    if shutil.which(os.environ.get("CC", "cc")) is not None:
+        build(slept)
     supervisor.host_command = host_command
     udp_client.UnixClock = lambda: sleepy(slept)  # type: ignore[assignment,misc]
     try:
