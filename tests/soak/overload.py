@@ -47,7 +47,8 @@ _HEALTHY_S = 40.0
 """As long as two plane moves at sixty times the pace: what a move costs depends on which it is."""
 _SWEEP_S = 30
 """Satellites with copies sweep as often, for a second at three times the processor of all others."""
-_AFTER_S = 60.0
+_AFTER_S = READ_AFTER_S + _HEALTHY_S
+"""As many moves are judged after the cause as before."""
 _PATIENCE_S = 1.0
 _READ_EVERY_S = 0.4
 _BUSY = "while True: pass"
