@@ -120,8 +120,8 @@ def test_values_survive_full_pools(name: str) -> None:
     counter = "outbox_full" if name == "runs" else "pools_full"
     if name not in ("back_offs", "suspects"):  # of these all are forgotten, and retries come sooner; those are few here
         assert counted(simulated, counter) > 0
-    told = sum(each.housekeeping()["pools_full"] for each in simulated.satellites.values())
-    assert told == counted(simulated, "pools_full", "outbox_full")
+    reported = sum(each.housekeeping()["pools_full"] for each in simulated.satellites.values())
+    assert reported == counted(simulated, "pools_full", "outbox_full")
 
 
 def test_a_full_pool_of_departures_delays_and_loses_nothing() -> None:
