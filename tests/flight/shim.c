@@ -122,7 +122,11 @@ sky_satellite *shim_begin(const int64_t *values, const int64_t *keys, const uint
     return satellite;
 }
 
-void shim_end(void *mapping) { munmap(mapping, ((head_t *)mapping)->mapped); }
+void shim_end(void *mapping) {
+    const size_t mapped = ((head_t *)mapping)->mapped;
+    SKY_UNGUARD(mapping, mapped);
+    munmap(mapping, mapped);
+}
 
 void shim_set_lateness(sky_satellite *satellite, int64_t worst, int64_t worst_at, int64_t on_time) {
     satellite->lateness.worst = worst;
