@@ -442,7 +442,7 @@ static void answer(world *w, input *in, uint32_t how) {
         uint32_t found = 0;
         header.op = (drawn & 0x78U) == 0x78U ? SKY_UNREACHABLE : SKY_ACK;
         header.status = (drawn & 0x780U) == 0x780U ? SKY_FULL : SKY_OK;
-        if (header.op == SKY_UNREACHABLE)
+        if (header.op == SKY_UNREACHABLE || servers == 0U) /* a damaged one, which it has only forwarded */
             break;
         const uint32_t from = (drawn & 0x800U) != 0U ? first : first % servers;
         for (uint32_t index = from; index < chunks && found < 64U; index += servers)
@@ -583,7 +583,7 @@ static void configure(world *w, input *in) {
         uint16_t centre_plane, centre_slot;
     } places[8] = {{5, 19, 2U << 12 | 9U, 2, 9}, {5, 19, 0, 4, 18}, {1, 1, 0, 0, 0},           {1, 7, 6, 0, 0},
                    {2, 2, 1U << 12, 0, 1},       {2, 9, 1U << 12 | 8U, 0, 0}, {16, 3, 15U << 12 | 2U, 0, 1}, {3, 3, 1, 1, 1}};
-    static const uint32_t replicas[4] = {1, 2, 3, 255};
+    static const uint32_t replicas[4] = {1, 2, 3, 32};
     sky_config *const config = &w->config;
     const uint32_t flags = take(in, 2), more = take(in, 1);
     w->period = 1 + (sky_us)take(in, 1) * 20000;

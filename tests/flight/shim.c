@@ -82,6 +82,18 @@ static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *se
     }
 }
 
+/* Other keys from now on. */
+void shim_set_keys(sky_satellite *satellite, const int64_t *keys, const uint8_t *secrets, uint32_t count) {
+    sky_ring ring = satellite->config.ring;
+    ring.count = count;
+    for (uint32_t each = 0; each < count; each++) {
+        ring.keys[each].id = (uint16_t)keys[2 * each];
+        ring.keys[each].from = keys[2 * each + 1];
+        memcpy(ring.keys[each].secret, secrets + 32 * each, 32);
+    }
+    sky_set_keys(satellite, &ring);
+}
+
 const char *shim_error(const int64_t *values) {
     sky_config config;
     settings_of(values, NULL, NULL, 0, &config);
