@@ -8,6 +8,9 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#ifdef SKY_ADDRESS_SANITIZER
+#include <sanitizer/asan_interface.h>
+#endif
 
 typedef struct {
     uint8_t *memory;
@@ -19,17 +22,9 @@ typedef struct {
 #define SKY_SMALL_POOL 2048U
 #define SKY_SMALL_STRUCTURE 32768U
 
-/* Under AddressSanitizer, which knows nothing of the parts of one allocation, bytes behind every part must not be touched:
- * what reads or writes past the end of its pool is found. */
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SKY_ADDRESS_SANITIZER
-#endif
-#elif defined(__SANITIZE_ADDRESS__)
-#define SKY_ADDRESS_SANITIZER
-#endif
+/* For builds with AddressSanitizer, which knows nothing of the parts of one allocation: bytes behind every part must not be
+ * touched, so what reads or writes past the end of its pool is found. Memory is freed without guards. */
 #ifdef SKY_ADDRESS_SANITIZER
-#include <sanitizer/asan_interface.h>
 #define SKY_GUARD_BYTES 32U
 #define SKY_GUARD(at, bytes) __asan_poison_memory_region((at), (bytes))
 #define SKY_UNGUARD(at, bytes) __asan_unpoison_memory_region((at), (bytes))

@@ -89,7 +89,11 @@ def _build() -> Path:
         made.parent.mkdir(parents=True, exist_ok=True)
         part = made.with_suffix(f".{os.getpid()}")
         options = (*_STRICT, "-O2", "-fPIC", "-shared", f"-I{CORE}", "-o", str(part))
-        checked = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined") if sanitize else ()
+        checked = (
+            ("-g", "-DSKY_ADDRESS_SANITIZER", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+            if sanitize
+            else ()
+        )
         _run((cc, *options, *checked, str(shim), *map(str, objects), "-lm"))
         part.replace(made)
     return made

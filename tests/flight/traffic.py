@@ -637,7 +637,7 @@ class Duel:
 
     def pile_up(self) -> None:
         """The transport has much to send, or nothing."""
-        backlog = self.random.choice((0, 0, 1 << 30))
+        backlog = self.random.choice((0, 0, 64 << 20, 1 << 30))  # 64 MiB: the bound
         self.python.backlog_bytes = self.c.backlog_bytes = backlog
 
     def new_keys(self) -> None:
