@@ -178,7 +178,7 @@ flight-fuzz: $(VENV)/.installed-dev ## libFuzzer on the satellite in C, ASan and
 
 flight-misra: ## MISRA C:2012 in the satellite's core, beyond the deviations of flight/core/misra.txt (needs cppcheck; a minute)
 	@if ! command -v cppcheck >/dev/null; then echo "skipped: cppcheck is not here"; else \
-	  cppcheck --addon=misra --std=c99 -q -j$$(nproc) -Iflight/core --suppressions-list=flight/core/misra.txt --error-exitcode=1 \
+	  mkdir -p build/misra && cppcheck --addon=misra --cppcheck-build-dir=build/misra --std=c99 -q -j$$(nproc) -Iflight/core --suppressions-list=flight/core/misra.txt --error-exitcode=1 \
 	    --template='{file}:{line}: {id}' flight/core && echo "no finding beyond flight/core/misra.txt"; fi
 
 flight-cfs: ## the satellite in C as an app of NASA's cFS, built outside this folder (needs CFS_ROOT: a cFS tree)
