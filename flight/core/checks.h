@@ -28,7 +28,7 @@ struct sky_checks {
     sky_questions questions;
     /* Proofs that are being gathered: */
     uint32_t asked_packets;
-    sky_known_places known[SKY_MOST_KNOWN_PLACES];
+    sky_known_places *known; /* SKY_MOST_KNOWN_PLACES */
     uint32_t known_count;
     uint32_t *places; /* satellites, ascending */
     uint32_t places_count, most_places;

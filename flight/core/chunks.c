@@ -20,14 +20,14 @@ enum { TAKEN = 0, REFUSED = 1 };
 bool sky_chunks_new(sky_chunks *chunks, sky_arena *arena, const sky_config *config) {
     const uint32_t held = sky_config_chunks(config);
     const uint32_t most = held < (uint32_t)SKY_MAX_SELECTION_BITS ? held : (uint32_t)SKY_MAX_SELECTION_BITS;
-    chunks->requests = sky_take(arena, SKY_MOST_UNANSWERED, sizeof *chunks->requests);
-    chunks->chunks = sky_take(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->chunks);
-    chunks->sorted = sky_take(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->sorted);
-    chunks->incoming = sky_take(arena, SKY_MOST_INCOMING, sizeof *chunks->incoming);
-    chunks->wanted = sky_take(arena, most, sizeof *chunks->wanted);
+    chunks->requests = sky_take_shared(arena, SKY_MOST_UNANSWERED, sizeof *chunks->requests);
+    chunks->chunks = sky_take_shared(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->chunks);
+    chunks->sorted = sky_take_shared(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->sorted);
+    chunks->incoming = sky_take_shared(arena, SKY_MOST_INCOMING, sizeof *chunks->incoming);
+    chunks->wanted = sky_take_shared(arena, most, sizeof *chunks->wanted);
     chunks->most_wanted = most;
-    chunks->body = sky_take(arena, BODY_BYTES, 1U);
-    chunks->missing = sky_take(arena, (SKY_MAX_SELECTION_BITS + 7) / 8, 1U);
+    chunks->body = sky_take_shared(arena, BODY_BYTES, 1U);
+    chunks->missing = sky_take_shared(arena, (SKY_MAX_SELECTION_BITS + 7) / 8, 1U);
     return chunks->missing != NULL;
 }
 

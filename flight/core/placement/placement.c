@@ -13,14 +13,14 @@ bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_
     placements->slot_link_ps = config->slot_link_ps;
     placements->plane_link_ps = config->plane_link_ps;
     for (uint32_t i = 0; i < SKY_LAYOUTS; i++) {
-        placements->layouts[i].cells = sky_take(arena, cells, sizeof(sky_cell));
+        placements->layouts[i].cells = sky_take_shared(arena, cells, sizeof(sky_cell));
         whole = whole && placements->layouts[i].cells != NULL;
     }
-    placements->seen = sky_take(arena, cells, 1);
-    placements->walk = sky_take(arena, cells, sizeof *placements->walk);
-    placements->delays = sky_take(arena, cells, sizeof *placements->delays);
-    placements->by_delay = sky_take(arena, cells, sizeof *placements->by_delay);
-    placements->by_row = sky_take(arena, config->planes, sizeof *placements->by_row);
+    placements->seen = sky_take_shared(arena, cells, 1);
+    placements->walk = sky_take_shared(arena, cells, sizeof *placements->walk);
+    placements->delays = sky_take_shared(arena, cells, sizeof *placements->delays);
+    placements->by_delay = sky_take_shared(arena, cells, sizeof *placements->by_delay);
+    placements->by_row = sky_take_shared(arena, config->planes, sizeof *placements->by_row);
     return whole && placements->by_row != NULL && placements->seen != NULL && placements->walk != NULL && placements->delays != NULL &&
            placements->by_delay != NULL;
 }

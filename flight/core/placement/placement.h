@@ -2,8 +2,7 @@
  * (layout.py and locate.py).
  *
  * Cells of a layout are computed when it is first asked for, and kept for the last SKY_LAYOUTS pairs of strategy and number
- * of servers; they may be used by all satellites of a process, if one thread runs them (sky_placements_new for one, then
- * hand it to the others).
+ * of servers: by all satellites together that share memory.
  */
 #ifndef SKY_PLACEMENT_H
 #define SKY_PLACEMENT_H

@@ -288,8 +288,13 @@ bool sky_replay_first(sky_replay *replay, const sky_sender *sender, sky_us sent,
 
 /* --- The gate --- */
 
+typedef struct {
+    uint8_t *packets;
+    size_t bytes, segment;
+} admitted_run;
+
 struct sky_gate {
-    sky_authority authority;
+    sky_authority *authority;
     sky_counters *counters;
     sky_refuse refuse;
     void *context;
@@ -298,23 +303,30 @@ struct sky_gate {
     sky_us answered_to; /* when all refusals answered so far would have been sent, at 100 a second */
     bool commanded;
     /* What was admitted, and how much of that was given. */
-    struct {
-        uint8_t *packets;
-        size_t bytes, segment;
-    } runs[MOST_PACKETS];
+    admitted_run *runs;
     uint32_t count, given;
-    bool keep[MOST_PACKETS], ours[MOST_PACKETS]; /* of the packets that are being judged */
-    sky_us sent[MOST_PACKETS];
+    bool *keep, *ours; /* of the packets that are being judged */
+    sky_us *sent;
 };
 
 sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters *counters, sky_refuse refuse,
                        void *context, sky_us now) {
     sky_gate *const gate = sky_take(arena, 1, sizeof(sky_gate));
     sky_replay *const replay = sky_replay_new(arena, config, now - START_GRACE_US);
-    if (gate == NULL || replay == NULL) {
+    sky_authority *const authority = sky_take_shared(arena, 1, sizeof *authority);
+    admitted_run *const runs = sky_take_shared(arena, MOST_PACKETS, sizeof *runs);
+    bool *const keep = sky_take_shared(arena, MOST_PACKETS, sizeof *keep);
+    bool *const ours = sky_take_shared(arena, MOST_PACKETS, sizeof *ours);
+    sky_us *const sent = sky_take_shared(arena, MOST_PACKETS, sizeof *sent);
+    if (gate == NULL || replay == NULL || authority == NULL || runs == NULL || keep == NULL || ours == NULL || sent == NULL) {
         return NULL;
     }
-    sky_authority_begin(&gate->authority, &config->ring);
+    sky_authority_begin(authority, &config->ring);
+    gate->authority = authority;
+    gate->runs = runs;
+    gate->keep = keep;
+    gate->ours = ours;
+    gate->sent = sent;
     gate->counters = counters;
     gate->refuse = refuse;
     gate->context = context;
@@ -325,9 +337,9 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
     return gate;
 }
 
-void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(&gate->authority, ring); }
+void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(gate->authority, ring); }
 
-const sky_authority *sky_gate_authority(const sky_gate *gate) { return &gate->authority; }
+const sky_authority *sky_gate_authority(const sky_gate *gate) { return gate->authority; }
 
 bool sky_gate_commanded(const sky_gate *gate) { return gate->commanded; }
 
@@ -404,7 +416,7 @@ static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_
         size_t bytes;
         const uint8_t *const packet = packet_of(its, n, &bytes);
         sky_us sent = 0;
-        gate->keep[n] = sky_authority_check(&gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
+        gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
         gate->sent[n] = sent;
         all = all && gate->keep[n];
     }
@@ -455,7 +467,7 @@ static void keep_answers(sky_gate *gate, const group *its, size_t count) {
         size_t bytes;
         sky_us sent;
         const uint8_t *const packet = packet_of(its, n, &bytes);
-        gate->keep[n] = sky_authority_check(&gate->authority, packet, bytes, 0, 0, &sent);
+        gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, 0, 0, &sent);
         if (!gate->keep[n]) {
             (void)count_wrong(gate, packet, bytes);
         }
@@ -512,7 +524,7 @@ static void judge(sky_gate *gate, const group *its) {
         if (command) {
             keep_from_ground(gate, its, count);
         } else { /* ground hosts send no answers: one that does would have them taken for another's */
-            (void)memset(gate->keep, 0, count * sizeof gate->keep[0]);
+            (void)memset(gate->keep, 0, count * sizeof *gate->keep);
             turn_away(gate, its, 0, count, gate->keep);
         }
     } else if (to_me && command) {
@@ -521,7 +533,7 @@ static void judge(sky_gate *gate, const group *its) {
             kept = kept || gate->keep[n];
         }
         gate->commanded = gate->commanded || kept;
-    } else if (to_me && gate->authority.every_packet) {
+    } else if (to_me && gate->authority->every_packet) {
         keep_answers(gate, its, count);
     } else {
         admit(gate, its->packets, its->bytes, its->segment);
