@@ -4,7 +4,6 @@
 
 #include "store/hash.h"
 
-#define GROUND_BUCKETS 8192U /* a power of two, twice the hosts of the defaults */
 #define LIFETIME_MS 200000  /* a declaration not repeated for this long is forgotten: its origin may be dead */
 #define MOST_AHEAD_MS 60000 /* those from further ahead are refused: no later one would ever be newer */
 
@@ -13,11 +12,12 @@
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config) {
     const size_t cells = (size_t)config->planes * config->slots;
     sky_known_ground *grounds = sky_take(arena, config->most_ground_hosts, sizeof *grounds);
-    uint16_t *buckets = sky_take(arena, GROUND_BUCKETS, sizeof *buckets);
+    sky_buckets buckets;
+    const bool whole = sky_buckets_new(&buckets, arena, config->most_ground_hosts);
     uint8_t *hops = sky_take(arena, cells, 3U);
     sky_declared *declared = sky_take(arena, cells, sizeof *declared);
     uint32_t *edge = sky_take(arena, cells, 2U * sizeof *edge);
-    if (edge == NULL) {
+    if (!whole || edge == NULL) {
         return false;
     }
     (void)memset(router, 0, sizeof *router);
@@ -42,20 +42,30 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     return true;
 }
 
-static uint32_t bucket_of(const sky_router *router, uint32_t ground) {
-    return sky_hash_word(router->hash_seed, ground) & (GROUND_BUCKETS - 1U);
+static uint32_t *bucket_of(const sky_router *router, uint32_t ground) {
+    return sky_bucket(&router->buckets, sky_hash_word(router->hash_seed, ground));
+}
+
+static void chain_up(sky_router *router, uint32_t at) {
+    sky_known_ground *host = &router->grounds[at - 1U];
+    uint32_t *bucket = bucket_of(router, host->ground);
+    host->chain = *bucket;
+    *bucket = at;
 }
 
 static uint16_t find_ground(const sky_router *router, uint32_t ground) {
-    uint16_t at = router->buckets[bucket_of(router, ground)];
-    while (at != 0U && router->grounds[at - 1U].ground != ground) {
-        at = router->grounds[at - 1U].chain;
+    uint32_t at = router->latest; /* nearly always */
+    if (at != 0U && router->grounds[at - 1U].ground != ground) {
+        at = *bucket_of(router, ground);
+        while (at != 0U && router->grounds[at - 1U].ground != ground) {
+            at = router->grounds[at - 1U].chain;
+        }
     }
-    return at;
+    return (uint16_t)at;
 }
 
 static void unchain(sky_router *router, uint16_t at) {
-    uint16_t *link = &router->buckets[bucket_of(router, router->grounds[at - 1U].ground)];
+    uint32_t *link = bucket_of(router, router->grounds[at - 1U].ground);
     while (*link != at) {
         link = &router->grounds[*link - 1U].chain;
     }
@@ -93,6 +103,12 @@ void sky_router_remember(sky_router *router, uint32_t ground, sky_link link) {
     if (at == 0U) {
         if (router->count < router->most) {
             at = ++router->count;
+            uint32_t parted = sky_buckets_part(&router->buckets, router->count);
+            while (parted != 0U) {
+                const uint32_t next = router->grounds[parted - 1U].chain;
+                chain_up(router, parted);
+                parted = next;
+            }
         } else {
             at = router->oldest;
             unchain(router, at);
@@ -100,8 +116,7 @@ void sky_router_remember(sky_router *router, uint32_t ground, sky_link link) {
         }
         sky_known_ground *host = &router->grounds[at - 1U];
         host->ground = ground;
-        host->chain = router->buckets[bucket_of(router, ground)];
-        router->buckets[bucket_of(router, ground)] = at;
+        chain_up(router, at);
         list_latest(router, at);
     } else if (at != router->latest) {
         unlist(router, at);

@@ -12,6 +12,7 @@
 #include "config.h"
 #include "placement/torus.h"
 #include "satellite.h"
+#include "store/buckets.h"
 #include "throttle.h"
 #include "wire/packet.h"
 
@@ -47,7 +48,7 @@ typedef struct {
     uint32_t ground;
     sky_link link;
     uint16_t older, newer; /* index + 1; 0: none */
-    uint16_t chain;
+    uint32_t chain;
 } sky_known_ground;
 
 typedef struct {
@@ -59,7 +60,7 @@ typedef struct {
     uint8_t *hops;    /* by destination and axis by which packets come: direction + 1; 0: not found yet */
     uint64_t hash_seed[2];
     sky_known_ground *grounds; /* from the one heard longest ago to the latest, and hashed by number */
-    uint16_t *buckets;
+    sky_buckets buckets;
     uint16_t oldest, latest, count, most;
 } sky_router;
 

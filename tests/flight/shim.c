@@ -334,19 +334,19 @@ int shim_is_up(const sky_satellite *satellite, uint32_t here, uint32_t there) {
     return 1;
 }
 
-/* In which bucket a chunk of the memory lies: of its key, and of itself. */
+/* Where a chunk of the memory lies in tables of all buckets: by its key, and by itself. */
 int64_t shim_bucket(const sky_satellite *satellite, const uint8_t *key, uint32_t index) {
     const sky_memory *memory = &satellite->memory;
     const uint32_t share = sky_memory_share(memory, key);
-    const uint32_t of_key = sky_hash_key(memory->keys.seed, key, 0U) & memory->keys.mask;
-    return (int64_t)of_key << 32 | (sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask);
+    const uint32_t of_key = sky_hash_key(memory->keys.seed, key, 0U) % memory->keys.buckets.most;
+    return (int64_t)of_key << 32 | sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) % memory->buckets.most;
 }
 
-static uint32_t longest(const uint32_t *buckets, uint32_t count, uint32_t (*next)(const void *, uint32_t), const void *of) {
+static uint32_t longest(const sky_buckets *buckets, uint32_t (*next)(const void *, uint32_t), const void *of) {
     uint32_t most = 0;
-    for (uint32_t each = 0; each < count; each++) {
+    for (uint32_t each = 0; each < buckets->open; each++) {
         uint32_t length = 0;
-        for (uint32_t at = buckets[each]; at != 0; at = next(of, at)) {
+        for (uint32_t at = buckets->first[each]; at != 0; at = next(of, at)) {
             length++;
         }
         most = length > most ? length : most;
@@ -360,7 +360,7 @@ static uint32_t next_chunk(const void *memory, uint32_t at) { return ((const sky
 /* The longest chain of the memory's two tables. */
 uint32_t shim_longest_chain(const sky_satellite *satellite) {
     const sky_memory *memory = &satellite->memory;
-    const uint32_t keys = longest(memory->keys.buckets, memory->keys.mask + 1U, next_key, &memory->keys);
-    const uint32_t chunks = longest(memory->buckets, memory->mask + 1U, next_chunk, memory);
+    const uint32_t keys = longest(&memory->keys.buckets, next_key, &memory->keys);
+    const uint32_t chunks = longest(&memory->buckets, next_chunk, memory);
     return keys > chunks ? keys : chunks;
 }

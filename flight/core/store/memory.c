@@ -10,11 +10,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     const uint32_t chunks = sky_config_chunks(config), keys = sky_config_keys(config);
     /* Each chunk fills all of its cells but the last: so many can never be too few for the budget. */
     const uint64_t cells = config->memory_bytes / config->cell_bytes + chunks + HELD_CELL_BYTES / config->cell_bytes + 1U;
-    uint32_t buckets = 1;
     bool whole;
-    while (buckets < chunks && buckets < 1U << 31) {
-        buckets *= 2U;
-    }
     memory->limit_bytes = config->memory_bytes;
     memory->pin_limit_bytes = config->memory_bytes * config->pin_share >> 16;
     memory->most_chunks = chunks;
@@ -24,12 +20,11 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     memory->most_expiries = config->most_expiries;
     memory->most_conflicts = config->most_conflicts;
     memory->record_evicted = config->gossip;
-    memory->mask = buckets - 1U;
     whole = sky_keymap_new(&memory->keys, arena, keys);
     memory->shares = sky_take(arena, (size_t)keys + 1U, sizeof *memory->shares);
     memory->by_key = sky_take(arena, (size_t)keys + 1U, sizeof *memory->by_key);
     memory->chunks = sky_take(arena, (size_t)chunks + 1U, sizeof *memory->chunks);
-    memory->buckets = sky_take(arena, buckets, sizeof *memory->buckets);
+    whole = sky_buckets_new(&memory->buckets, arena, chunks) && whole;
     memory->next_cell = sky_take(arena, (size_t)memory->most_cells + 1U, sizeof *memory->next_cell);
     memory->leases = sky_take(arena, (size_t)config->most_leases + 1U, sizeof *memory->leases);
     memory->conflicts = sky_take(arena, config->most_conflicts, sizeof *memory->conflicts);
@@ -41,7 +36,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     }
     memory->cells = sky_take(arena, memory->most_cells, memory->cell_bytes);
     return whole && memory->shares != NULL && memory->by_key != NULL && memory->chunks != NULL &&
-           memory->buckets != NULL && memory->next_cell != NULL && memory->leases != NULL &&
+           memory->next_cell != NULL && memory->leases != NULL &&
            memory->conflicts != NULL && memory->cells != NULL;
 }
 
@@ -145,7 +140,14 @@ void sky_memory_copy(const sky_memory *memory, uint32_t chunk, uint8_t *to) {
 uint32_t sky_memory_share(const sky_memory *memory, const uint8_t *key) { return sky_keymap_find(&memory->keys, key); }
 
 static uint32_t *bucket_of(const sky_memory *memory, uint32_t share, uint32_t index) {
-    return &memory->buckets[sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask];
+    return sky_bucket(&memory->buckets, sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index));
+}
+
+static void chain_up(sky_memory *memory, uint32_t chunk) {
+    sky_chunk *const entry = &memory->chunks[chunk];
+    uint32_t *const bucket = bucket_of(memory, entry->share, sky_chunk_index(entry));
+    entry->chain = *bucket;
+    *bucket = chunk;
 }
 
 uint32_t sky_memory_chunk(const sky_memory *memory, uint32_t share, uint32_t index) {
@@ -324,8 +326,7 @@ static void tidy(sky_memory *memory, uint32_t share, bool evicted) {
 /* Takes a new chunk's entry, with its place in the share and the index. There is room, as `has_entry` found. */
 static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *ref) {
     sky_share *const its = &memory->shares[share];
-    uint32_t *const bucket = bucket_of(memory, share, sky_ref_index(ref));
-    uint32_t chunk = memory->freed_chunks, below = its->highest;
+    uint32_t chunk = memory->freed_chunks, below = its->highest, parted;
     sky_chunk *entry;
     if (chunk != 0U) {
         memory->freed_chunks = memory->chunks[chunk].chain;
@@ -336,8 +337,14 @@ static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *re
     entry = &memory->chunks[chunk];
     (void)memcpy(entry->ref, ref, SKY_REF_BYTES);
     entry->share = share;
-    entry->chain = *bucket;
-    *bucket = chunk;
+    memory->count++;
+    parted = sky_buckets_part(&memory->buckets, memory->count);
+    while (parted != 0U) {
+        const uint32_t next = memory->chunks[parted].chain;
+        chain_up(memory, parted);
+        parted = next;
+    }
+    chain_up(memory, chunk);
     while (below != 0U && sky_chunk_index(&memory->chunks[below]) > sky_ref_index(ref)) { /* they mostly come in order */
         below = memory->chunks[below].lower;
     }
@@ -354,7 +361,6 @@ static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *re
         its->highest = chunk;
     }
     its->count++;
-    memory->count++;
     return chunk;
 }
 

@@ -95,8 +95,8 @@ typedef struct {
     sky_share_list pins, leased, expiries;
 
     sky_chunk *chunks; /* 1 to most_chunks */
-    uint32_t *buckets; /* index of chunks by share and number */
-    uint32_t mask, most_chunks, count, touched_chunks, freed_chunks;
+    sky_buckets buckets; /* index of chunks by share and number */
+    uint32_t most_chunks, count, touched_chunks, freed_chunks;
 
     uint8_t *cells; /* cell n (from 1) at (n - 1) * cell_bytes */
     uint32_t *next_cell;
