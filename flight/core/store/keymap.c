@@ -5,8 +5,8 @@
 #include "store/hash.h"
 
 bool sky_keymap_new(sky_keymap *map, sky_arena *arena, uint32_t capacity) {
-    const bool whole = sky_buckets_new(&map->buckets, arena, capacity);
     map->nodes = sky_take(arena, (size_t)capacity + 1U, sizeof *map->nodes);
+    const bool whole = sky_buckets_new(&map->buckets, arena, capacity);
     map->seed[0] = arena->hash_seed[0];
     map->seed[1] = arena->hash_seed[1];
     map->capacity = capacity;
