@@ -33,7 +33,7 @@ struct sky_checks {
     uint32_t *places; /* satellites, ascending */
     uint32_t places_count, most_places;
     uint8_t *marks; /* by torus index */
-    sky_moves_since since;
+    sky_moves_since *since;
     /* Scratch of sky_replicas_*: */
     uint16_t *servers;
 };

@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
     uint32_t ground;
     sky_link link;
-    uint16_t older, newer; /* index + 1; 0: none */
+    uint16_t older, newer; /* numbers; 0: none */
     uint32_t chain;
 } sky_known_ground;
 
@@ -65,6 +65,10 @@ typedef struct {
 } sky_router;
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config);
+/* A ground host by its number, from 1. The first ones lie at the end, beside the first buckets. */
+static inline sky_known_ground *sky_ground_at(const sky_router *router, uint32_t number) {
+    return &router->grounds[router->most - number];
+}
 
 /* A ground host was heard by a link: answers leave by it. */
 void sky_router_remember(sky_router *router, uint32_t ground, sky_link link);
