@@ -42,6 +42,12 @@ typedef struct {
 } sky_layout;
 
 typedef struct {
+    uint64_t delay_ps;
+    uint32_t step; /* of the walk */
+    sky_cell cell;
+} sky_ranked_cell;
+
+typedef struct {
     sky_torus torus;
     uint32_t centre; /* at no moves */
     uint64_t slot_link_ps, plane_link_ps;
@@ -50,9 +56,10 @@ typedef struct {
     /* Scratch of one walk: */
     uint8_t *seen;
     sky_cell *walk;
-    uint64_t *delays;
-    uint32_t *by_delay;
     uint16_t *by_row;
+    /* All cells by delay, nearest first, once `ranked`; equal ones in the order of the walk. */
+    sky_ranked_cell *by_delay;
+    bool ranked;
 } sky_placements;
 
 bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_config *config);
