@@ -275,7 +275,7 @@ uint32_t shim_indices(const sky_satellite *satellite, const uint8_t *key, uint32
 }
 
 int shim_put(sky_satellite *satellite, const uint8_t *ref, const uint8_t *payload, uint32_t bytes) {
-    const sky_incoming chunk = {ref, payload, bytes};
+    const sky_incoming chunk = {ref, payload, bytes, 0};
     return sky_memory_put(&satellite->memory, &chunk, false).stored ? 1 : 0;
 }
 

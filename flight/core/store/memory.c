@@ -46,33 +46,50 @@ static uint32_t cells_of(const sky_memory *memory, uint32_t bytes) {
     return (bytes + memory->cell_bytes - 1U) / memory->cell_bytes;
 }
 
+static uint8_t *cell_at(const sky_memory *memory, uint32_t cell) {
+    return memory->cells + (size_t)(cell - 1U) * memory->cell_bytes;
+}
+
 /* How many could be had now. */
 static uint32_t free_cells(const sky_memory *memory) { return memory->most_cells - memory->used_cells; }
 
-/* A payload to cells, of which there are enough; the first, or 0 for none. */
-static uint32_t fill_cells(sky_memory *memory, const uint8_t *payload, uint32_t bytes) {
-    uint32_t first = 0, before = 0, at = 0;
-    while (at < bytes) {
-        const uint32_t part = bytes - at < memory->cell_bytes ? bytes - at : memory->cell_bytes;
-        uint32_t cell = memory->freed_cells;
-        if (cell != 0U) {
-            memory->freed_cells = memory->next_cell[cell];
-        } else {
-            memory->touched_cells++;
-            cell = memory->touched_cells;
-        }
-        memory->used_cells++;
-        (void)memcpy(memory->cells + (size_t)(cell - 1U) * memory->cell_bytes, payload + at, part);
-        if (before == 0U) {
-            first = cell;
-        } else {
-            memory->next_cell[before] = cell;
-        }
-        before = cell;
-        at += part;
+/* A cell that is free, of which there is one. */
+static uint32_t take_cell(sky_memory *memory) {
+    uint32_t cell = memory->freed_cells;
+    if (cell != 0U) {
+        memory->freed_cells = memory->next_cell[cell];
+    } else {
+        memory->touched_cells++;
+        cell = memory->touched_cells;
     }
-    if (before != 0U) {
-        memory->next_cell[before] = 0;
+    memory->used_cells++;
+    return cell;
+}
+
+/* A payload to cells, of which there are enough; the first, or 0 for none. What goes to cells side by side is copied at once. */
+static uint32_t fill_cells(sky_memory *memory, const uint8_t *payload, uint32_t bytes) {
+    uint32_t begin = 0, first = 0, last = 0;
+    size_t from = 0, at = 0; /* of the payload: what goes to cells from `begin` to `last` */
+    while (at < bytes) {
+        const uint32_t cell = take_cell(memory);
+        if (last != 0U) {
+            memory->next_cell[last] = cell;
+        } else {
+            first = cell;
+        }
+        if (last == 0U || cell != last + 1U) {
+            if (last != 0U) {
+                (void)memcpy(cell_at(memory, begin), payload + from, at - from);
+            }
+            begin = cell;
+            from = at;
+        }
+        last = cell;
+        at += memory->cell_bytes;
+    }
+    if (last != 0U) {
+        memory->next_cell[last] = 0;
+        (void)memcpy(cell_at(memory, begin), payload + from, bytes - from);
     }
     return first;
 }
@@ -120,7 +137,7 @@ const uint8_t *sky_memory_cell(const sky_memory *memory, uint32_t cell, uint32_t
     }
     *bytes = has;
     *next = memory->next_cell[last];
-    return memory->cells + (size_t)(cell - 1U) * memory->cell_bytes;
+    return cell_at(memory, cell);
 }
 
 void sky_memory_copy(const sky_memory *memory, uint32_t chunk, uint8_t *to) {
@@ -616,10 +633,10 @@ sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bo
     return outcome;
 }
 
-bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t count, bool migrated,
+bool sky_memory_put_run(sky_memory *memory, sky_incoming *chunks, uint32_t count, bool migrated,
                         sky_put_outcome *outcome) {
     const uint8_t *const first = chunks[0].ref;
-    uint32_t share = sky_memory_share(memory, first), cells = 0;
+    uint32_t share = sky_memory_share(memory, first), cells = 0, before = 0;
     uint64_t size = 0, replaced = 0;
     outcome->stored = true;
     outcome->replaced = 0;
@@ -627,8 +644,10 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
     for (uint32_t i = 0; i < count; i++) {
         size += size_of(chunks[i].bytes);
         cells += cells_of(memory, chunks[i].bytes);
-        if (sky_memory_chunk(memory, share, sky_ref_index(chunks[i].ref)) != 0U) {
+        chunks[i].here = sky_memory_chunk_after(memory, share, before, sky_ref_index(chunks[i].ref));
+        if (chunks[i].here != 0U) {
             outcome->replaced++;
+            before = chunks[i].here;
         }
     }
     /* Where one of our pools may end before the budget does: each by itself. */
@@ -637,7 +656,7 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
         return false;
     }
     if (memory->used_bytes + size > memory->limit_bytes) {
-        bool room = true;
+        bool room = true; /* nothing that is replaced is evicted: there is nothing */
         if (outcome->replaced != 0U ||
             share_bytes(memory, share) + kept_beside(memory, share) + size > memory->limit_bytes ||
             !has_room(memory, share, first, size_of(chunks[0].bytes))) {
@@ -654,7 +673,7 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
     }
     for (uint32_t i = 0; i < count; i++) {
         const sky_incoming *const chunk = &chunks[i];
-        uint32_t entry = sky_memory_chunk(memory, share, sky_ref_index(chunk->ref));
+        uint32_t entry = chunk->here;
         if (entry == 0U) {
             entry = link_chunk(memory, share, chunk->ref);
         } else {
