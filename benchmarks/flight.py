@@ -4,8 +4,8 @@
            client; the satellites, all in one process, are in C, in Python with its native helper, or in Python alone
 ``start``  1,584 satellites in one process without chunks: how long until they listen, and how much memory they take
 
-The client is the same everywhere, with the native helper. Paths take turns; ratios are to Python with the helper: of medians,
-and of processor time the median of each round's.
+The client is the same everywhere, with the native helper. Paths take turns; ratios are to Python with the helper: of
+medians, and of processor time the median of each round's.
 `make flight` builds the satellites in C.
 """
 
@@ -82,8 +82,8 @@ def path(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _processor_a_gb(clients: dict[str, Any], pids: dict[str, int]) -> dict[tuple[str, str], list[float]]:
-    """Processor seconds of the satellites' process for each GB, by kind and verb: one figure of each in a round, so that what
-    else the computer does in a round weighs on all kinds alike.
+    """Processor seconds of the satellites' process for each GB, by kind and verb: one figure of each in a round, so
+    that what else the computer does in a round weighs on all kinds alike.
     """
     spent: dict[tuple[str, str], list[float]] = {(name, verb): [] for name in clients for verb in ("read", "write")}
     for _ in range(COUNTED_ROUNDS):

@@ -2,6 +2,7 @@
  * system. Compiled together with the whole core. */
 
 #define _GNU_SOURCE
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -363,4 +364,44 @@ uint32_t shim_longest_chain(const sky_satellite *satellite) {
     const uint32_t keys = longest(&memory->keys.buckets, next_key, &memory->keys);
     const uint32_t chunks = longest(&memory->buckets, next_chunk, memory);
     return keys > chunks ? keys : chunks;
+}
+
+/* Two satellites that share memory: each in turn makes LINKS; then one begins while the other's runs wait. Gives 1 if the runs
+ * are those of satellites that share nothing, and the early event is refused and counted. */
+int shim_shared(const int64_t *values) {
+    sky_config config;
+    sky_run run;
+    uint32_t made[2] = {0, 0};
+    sky_satellite *of[3];
+    settings_of(values, NULL, NULL, 0, &config);
+    for (unsigned each = 0; each < 3; each++) { /* the last one shares nothing */
+        if (each == 0) {
+            config.shared_bytes = sky_shared_bytes(&config);
+            config.shared = calloc(1, config.shared_bytes);
+        } else if (each == 2) {
+            config.shared = NULL;
+        }
+        const size_t bytes = sky_satellite_bytes(&config);
+        of[each] = sky_satellite_begin(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0),
+                                       bytes, &config, 0);
+        if (of[each] == NULL) {
+            return 0;
+        }
+    }
+    for (unsigned each = 0; each < 2; each++) {
+        sky_satellite *one = each == 0 ? of[0] : of[2];
+        sky_greet(one, 0);
+        sky_gather(one, 0);
+        while (sky_next_run(one, &run)) {
+            made[each] = sky_crc32(made[each], run.headers, run.headers_bytes);
+        }
+    }
+    sky_greet(of[0], 1);
+    sky_greet(of[1], 1); /* too early */
+    const bool refused = sky_pools_full(of[1]) == 1 && of[1]->outbox.count == 0;
+    sky_gather(of[0], 1);
+    while (sky_next_run(of[0], &run)) {
+    }
+    sky_greet(of[1], 1);
+    return made[0] == made[1] && made[0] != 0 && refused && of[1]->outbox.count != 0;
 }
