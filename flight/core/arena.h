@@ -6,6 +6,7 @@
 #ifndef SKY_ARENA_H
 #define SKY_ARENA_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #ifdef SKY_ADDRESS_SANITIZER
@@ -17,10 +18,12 @@ typedef struct {
     size_t bytes, used; /* of them, `low` from below */
     size_t low;
     uint64_t hash_seed[2]; /* of the maps that are taken from it */
+    bool shares;     /* what is taken as shared lies in `shared`, */
+    uint8_t *shared; /* NULL: only counted */
+    size_t shared_bytes, shared_used;
 } sky_arena;
 
-#define SKY_SMALL_POOL 2048U
-#define SKY_SMALL_STRUCTURE 32768U
+#define SKY_SMALL_STRUCTURE 16384U
 
 /* For builds with AddressSanitizer, which knows nothing of the parts of one allocation: bytes behind every part must not be
  * touched, so what reads or writes past the end of its pool is found. Memory is freed without guards. */
@@ -34,17 +37,22 @@ typedef struct {
 #define SKY_UNGUARD(at, bytes) ((void)0)
 #endif
 
-/* Zeroed room for `count` times `size` bytes; NULL while counting, or where the arena is too small. Small things lie together,
- * from below, and pools from above: a system whose memory comes by pages then gives few that are hardly used. */
+static inline size_t sky_room(size_t count, size_t size) {
+    return ((count * size + 15U) & ~(size_t)15U) + SKY_GUARD_BYTES;
+}
+
+/* Zeroed room for `count` times `size` bytes; NULL while counting, or where the arena is too small. Structures, which every
+ * satellite uses, lie together, from below; pools from above, used once they are needed: a system whose memory comes by pages
+ * then gives few to a satellite that has nothing to do. */
 static inline void *sky_take(sky_arena *arena, size_t count, size_t size) {
-    const size_t room = ((count * size + 15U) & ~(size_t)15U) + SKY_GUARD_BYTES;
+    const size_t room = sky_room(count, size);
     size_t at;
     if (size != 0U && count > (SIZE_MAX / 4U - arena->used) / size) {
         arena->used = SIZE_MAX / 2U; /* impossible: never fits */
         return NULL;
     }
     arena->used += room;
-    if (room <= SKY_SMALL_POOL || (count == 1U && room <= SKY_SMALL_STRUCTURE)) {
+    if (count == 1U && room <= SKY_SMALL_STRUCTURE) {
         at = arena->low;
         arena->low += room;
     } else {
@@ -55,6 +63,25 @@ static inline void *sky_take(sky_arena *arena, size_t count, size_t size) {
     }
     SKY_GUARD(arena->memory + at + count * size, room - count * size);
     return arena->memory + at;
+}
+
+/* The same for what holds nothing of one satellite between its events: scratch, and what is computed from the configuration
+ * alone. It may be dirty: another satellite has used it, with the same layout (sky_config.shared). */
+static inline void *sky_take_shared(sky_arena *arena, size_t count, size_t size) {
+    const size_t room = sky_room(count, size), at = arena->shared_used;
+    if (!arena->shares) {
+        return sky_take(arena, count, size);
+    }
+    if (size != 0U && count > (SIZE_MAX / 4U - at) / size) {
+        arena->used = SIZE_MAX / 2U;
+        return NULL;
+    }
+    arena->shared_used += room;
+    if (arena->shared == NULL || arena->shared_used > arena->shared_bytes) {
+        return NULL;
+    }
+    SKY_GUARD(arena->shared + at + count * size, room - count * size);
+    return arena->shared + at;
 }
 
 #endif

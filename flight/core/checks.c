@@ -16,13 +16,18 @@ sky_checks *sky_checks_new(sky_arena *arena, const sky_config *config, sky_us no
     (void)memset(&counted, 0, sizeof counted);
     const uint32_t satellites = (uint32_t)config->planes * config->slots;
     sky_checks *checks = sky_take(arena, 1, sizeof *checks);
-    uint32_t *places = sky_take(arena, 4U * (size_t)satellites, sizeof *places);
-    uint8_t *marks = sky_take(arena, satellites, 1);
-    uint16_t *servers = sky_take(arena, (size_t)satellites + 1U, sizeof *servers);
+    sky_known_places *known = sky_take_shared(arena, SKY_MOST_KNOWN_PLACES, sizeof *known);
+    sky_moves_since *since = sky_take_shared(arena, 1, sizeof *since);
+    uint32_t *places = sky_take_shared(arena, 4U * (size_t)satellites, sizeof *places);
+    uint8_t *marks = sky_take_shared(arena, satellites, 1);
+    uint16_t *servers = sky_take_shared(arena, (size_t)satellites + 1U, sizeof *servers);
     const bool whole = sky_questions_new(checks != NULL ? &checks->questions : &counted, arena, config);
-    if (checks == NULL || !whole) {
+    if (checks == NULL || since == NULL || known == NULL || places == NULL || marks == NULL || servers == NULL ||
+        !whole) {
         return NULL;
     }
+    checks->since = since;
+    checks->known = known;
     checks->places = places;
     checks->most_places = 4U * satellites;
     checks->marks = marks;
@@ -344,8 +349,8 @@ static sky_known_places places_of(sky_satellite *satellite, const sky_layout *la
     sky_moves moves;
     (void)memset(&known, 0, sizeof known);
     (void)memset(checks->marks, 0, satellites);
-    sky_moves_since_begin(&checks->since, &satellite->locator, layout, set, now);
-    while (sky_moves_since_next(&checks->since, &satellite->locator, &moves)) {
+    sky_moves_since_begin(checks->since, &satellite->locator, layout, set, now);
+    while (sky_moves_since_next(checks->since, &satellite->locator, &moves)) {
         for (uint32_t replica = 0; replica < satellite->config.replicas; replica++) {
             const uint32_t place = sky_locate(satellite->locator.placements, layout, server, set, moves, replica);
             if (place == SKY_NOWHERE) {

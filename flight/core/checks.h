@@ -28,12 +28,12 @@ struct sky_checks {
     sky_questions questions;
     /* Proofs that are being gathered: */
     uint32_t asked_packets;
-    sky_known_places known[SKY_MOST_KNOWN_PLACES];
+    sky_known_places *known; /* SKY_MOST_KNOWN_PLACES */
     uint32_t known_count;
     uint32_t *places; /* satellites, ascending */
     uint32_t places_count, most_places;
     uint8_t *marks; /* by torus index */
-    sky_moves_since since;
+    sky_moves_since *since;
     /* Scratch of sky_replicas_*: */
     uint16_t *servers;
 };

@@ -20,14 +20,14 @@ enum { TAKEN = 0, REFUSED = 1 };
 bool sky_chunks_new(sky_chunks *chunks, sky_arena *arena, const sky_config *config) {
     const uint32_t held = sky_config_chunks(config);
     const uint32_t most = held < (uint32_t)SKY_MAX_SELECTION_BITS ? held : (uint32_t)SKY_MAX_SELECTION_BITS;
-    chunks->requests = sky_take(arena, SKY_MOST_UNANSWERED, sizeof *chunks->requests);
-    chunks->chunks = sky_take(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->chunks);
-    chunks->sorted = sky_take(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->sorted);
-    chunks->incoming = sky_take(arena, SKY_MOST_INCOMING, sizeof *chunks->incoming);
-    chunks->wanted = sky_take(arena, most, sizeof *chunks->wanted);
+    chunks->requests = sky_take_shared(arena, SKY_MOST_UNANSWERED, sizeof *chunks->requests);
+    chunks->chunks = sky_take_shared(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->chunks);
+    chunks->sorted = sky_take_shared(arena, SKY_MOST_UNANSWERED_CHUNKS, sizeof *chunks->sorted);
+    chunks->incoming = sky_take_shared(arena, SKY_MOST_INCOMING, sizeof *chunks->incoming);
+    chunks->wanted = sky_take_shared(arena, most, sizeof *chunks->wanted);
     chunks->most_wanted = most;
-    chunks->body = sky_take(arena, BODY_BYTES, 1U);
-    chunks->missing = sky_take(arena, (SKY_MAX_SELECTION_BITS + 7) / 8, 1U);
+    chunks->body = sky_take_shared(arena, BODY_BYTES, 1U);
+    chunks->missing = sky_take_shared(arena, (SKY_MAX_SELECTION_BITS + 7) / 8, 1U);
     return chunks->missing != NULL;
 }
 
@@ -152,7 +152,7 @@ void sky_chunks_set(sky_satellite *satellite, const uint8_t *packet, size_t byte
         sky_count(&satellite->counters, SKY_packets_malformed, 1U);
         return;
     }
-    const sky_incoming chunk = {packet + REF_AT, packet + PAYLOAD_AT, (uint32_t)(bytes - PAYLOAD_AT)};
+    const sky_incoming chunk = {packet + REF_AT, packet + PAYLOAD_AT, (uint32_t)(bytes - PAYLOAD_AT), 0U};
     store_chunk(satellite, request, &chunk, now);
 }
 
@@ -204,7 +204,7 @@ static bool any_outdated(sky_satellite *satellite, const sky_incoming *incoming,
 static void store_incoming(sky_satellite *satellite, sky_unanswered *request, uint32_t count, sky_us now) {
     sky_chunks *chunks = &satellite->chunks;
     sky_memory *memory = &satellite->memory;
-    const sky_incoming *incoming = chunks->incoming;
+    sky_incoming *incoming = chunks->incoming;
     const bool migrated = request->header.op == SKY_MIGRATE;
     sky_put_outcome outcome;
     if ((migrated && any_outdated(satellite, incoming, count)) ||
@@ -351,9 +351,9 @@ bool sky_chunks_answer_get(sky_satellite *satellite, const uint8_t *packet, size
         return false;
     }
     const uint32_t share = sky_memory_share(memory, selection.key);
-    uint32_t step = 0U, index = 0U, count = 0U;
+    uint32_t step = 0U, index = 0U, count = 0U, chunk = 0U;
     while (share != 0U && sky_selection_next(&selection, &step, &index)) {
-        const uint32_t chunk = sky_memory_chunk(memory, share, index);
+        chunk = sky_memory_chunk_after(memory, share, chunk, index);
         if (chunk == 0U || count == chunks->most_wanted) {
             return false;
         }

@@ -104,9 +104,9 @@ const char *sky_config_error(const sky_config *config) {
                config->postponed_bytes > (uint32_t)1 << 30) {
         error = "outbox: expected 16384 bytes or more; postponed: 65536 bytes to 1 GiB";
     } else if (config->most_written < 1U || config->most_deleted < 1U || config->most_dead < 1U ||
-               config->most_departed < 1U || config->most_senders < 1U || config->most_forgotten < 1U ||
-               config->remembered < 1U) {
-        error = "what is remembered: expected 1 or more of each";
+               config->most_departed < 1U || config->most_senders < 1U || config->most_senders > UINT16_MAX ||
+               config->most_forgotten < 1U || config->remembered < 1U || config->remembered > UINT16_MAX) {
+        error = "what is remembered: expected 1 or more of each, 65535 senders and numbers at most";
     } else {
         /* sound */
     }

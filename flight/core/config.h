@@ -85,6 +85,11 @@ struct sky_config {
     uint32_t postponed_bytes; /* of packets that wait while the host is late; beyond it the oldest are dropped */
     uint32_t most_senders, most_forgotten, remembered; /* see auth.h */
 
+    /* Zeroed memory that satellites of one thread use by turns, of sky_shared_bytes; NULL: each has its own. They have the same
+     * configuration but for `address`. */
+    void *shared;
+    size_t shared_bytes;
+
     /* Of all hashes of what clients choose: secret, drawn at the start, so that nobody makes chains long; 0 in tests. */
     uint64_t hash_seed[2];
 };

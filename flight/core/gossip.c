@@ -24,20 +24,27 @@ struct sky_gossip {
     sky_keymap seen; /* notices: origin and number, zeros */
     sky_region *regions; /* scratch, by entry of the memory's `evicted` */
     uint32_t doubtful, last_doubtful; /* cases to be proved now */
-    uint8_t body[SKY_NOTICE_HEAD + SKY_MOST_DEAD * SKY_DEAD_BYTES];
-    uint8_t ground[SKY_LIST_HEAD + SKY_MOST_DEAD * SKY_DEAD_BYTES];
+    uint8_t *body;   /* of the NOTICE that is being made */
+    uint8_t *ground; /* and of the GONE */
 };
+
+#define BODY_BYTES (SKY_NOTICE_HEAD + SKY_MOST_DEAD * SKY_DEAD_BYTES)
+#define GROUND_BYTES (SKY_LIST_HEAD + SKY_MOST_DEAD * SKY_DEAD_BYTES)
 
 sky_gossip *sky_gossip_new(sky_arena *arena, const sky_config *config, sky_us now) {
     sky_keymap counted;
     (void)memset(&counted, 0, sizeof counted);
     sky_gossip *gossip = sky_take(arena, 1, sizeof *gossip);
-    sky_region *regions = sky_take(arena, config->gossip ? config->most_evicted + 1U : 1U, sizeof *regions);
+    sky_region *regions = sky_take_shared(arena, config->gossip ? config->most_evicted + 1U : 1U, sizeof *regions);
+    uint8_t *body = sky_take_shared(arena, BODY_BYTES, 1);
+    uint8_t *ground = sky_take_shared(arena, GROUND_BYTES, 1);
     const bool whole = sky_keymap_new(gossip != NULL ? &gossip->seen : &counted, arena, REMEMBERED_NOTICES);
-    if (gossip == NULL || regions == NULL || !whole) {
+    if (gossip == NULL || regions == NULL || body == NULL || ground == NULL || !whole) {
         return NULL;
     }
     gossip->regions = regions;
+    gossip->body = body;
+    gossip->ground = ground;
     gossip->due = SKY_NEVER;
     /* A restarted satellite must not repeat numbers that others have seen of it. */
     gossip->number = (uint32_t)((uint64_t)(now / 1000) & UINT32_MAX);

@@ -153,9 +153,9 @@ static void tell_links(const sky_satellite *satellite, const sink_to *out) {
         sky_links_pack(links, at - 1U, record);
         put_bytes(out, record, sizeof record);
     }
-    for (uint16_t at = router->oldest; at != 0U; at = router->grounds[at - 1U].newer) {
-        put(out, router->grounds[at - 1U].ground);
-        put(out, router->grounds[at - 1U].link);
+    for (uint16_t at = router->oldest; at != 0U; at = sky_ground_at(router, at)->newer) {
+        put(out, sky_ground_at(router, at)->ground);
+        put(out, sky_ground_at(router, at)->link);
     }
     put(out, links->searched);
 }

@@ -22,7 +22,7 @@ bool sky_neighbours_new(sky_neighbours *neighbours, sky_arena *arena, const sky_
     const sky_torus torus = {config->planes, config->slots};
     sky_news *news = sky_take(arena, cells, sizeof *news);
     uint32_t *news_at = sky_take(arena, cells, sizeof *news_at);
-    uint8_t *body = sky_take(
+    uint8_t *body = sky_take_shared(
         arena, 1U, (size_t)SKY_LINKS_HEAD + (size_t)SKY_MOST_DECLARATIONS * (size_t)SKY_DECLARATION_BYTES);
     if (news == NULL || news_at == NULL || body == NULL) {
         return false;

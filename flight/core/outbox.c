@@ -40,8 +40,8 @@ void sky_credit_heard(sky_credit *credit, uint32_t sender, sky_us now) {
 
 bool sky_outbox_new(sky_outbox *outbox, sky_arena *arena, const sky_config *config) {
     const size_t limit = config->outbox_bytes;
-    sky_queued *queue = sky_take(arena, config->most_runs, sizeof *queue);
-    uint8_t *bytes = sky_take(arena, limit, 1U);
+    sky_queued *queue = sky_take_shared(arena, config->most_runs, sizeof *queue);
+    uint8_t *bytes = sky_take_shared(arena, limit, 1U);
     uint32_t *senders = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *senders);
     uint32_t *periods = sky_take(arena, 2U * SKY_MOST_SENDERS, sizeof *periods);
     if (queue == NULL || bytes == NULL || senders == NULL || periods == NULL) {

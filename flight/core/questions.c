@@ -322,7 +322,7 @@ bool sky_questions_new(sky_questions *questions, sky_arena *arena, const sky_con
     questions->asked = sky_take(arena, most_asked, sizeof *questions->asked);
     questions->questions = sky_take(arena, most_questions, sizeof *questions->questions);
     questions->buckets = sky_take(arena, buckets, sizeof *questions->buckets);
-    questions->body = sky_take(arena, BODY_BYTES, 1);
+    questions->body = sky_take_shared(arena, BODY_BYTES, 1);
     const bool proofs = begin_batch(&questions->proofs, arena, satellites);
     const bool others = begin_batch(&questions->others, arena, satellites);
     questions->most_subjects = most_subjects;

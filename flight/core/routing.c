@@ -4,7 +4,6 @@
 
 #include "store/hash.h"
 
-#define GROUND_BUCKETS 8192U /* a power of two, twice the hosts of the defaults */
 #define LIFETIME_MS 200000  /* a declaration not repeated for this long is forgotten: its origin may be dead */
 #define MOST_AHEAD_MS 60000 /* those from further ahead are refused: no later one would ever be newer */
 
@@ -12,12 +11,13 @@
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config) {
     const size_t cells = (size_t)config->planes * config->slots;
-    sky_known_ground *grounds = sky_take(arena, config->most_ground_hosts, sizeof *grounds);
-    uint16_t *buckets = sky_take(arena, GROUND_BUCKETS, sizeof *buckets);
+    sky_buckets buckets;
+    const bool whole = sky_buckets_new(&buckets, arena, config->most_ground_hosts);
     uint8_t *hops = sky_take(arena, cells, 3U);
+    sky_known_ground *grounds = sky_take(arena, config->most_ground_hosts, sizeof *grounds);
     sky_declared *declared = sky_take(arena, cells, sizeof *declared);
     uint32_t *edge = sky_take(arena, cells, 2U * sizeof *edge);
-    if (edge == NULL) {
+    if (!whole || edge == NULL) {
         return false;
     }
     (void)memset(router, 0, sizeof *router);
@@ -42,46 +42,56 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     return true;
 }
 
-static uint32_t bucket_of(const sky_router *router, uint32_t ground) {
-    return sky_hash_word(router->hash_seed, ground) & (GROUND_BUCKETS - 1U);
+static uint32_t *bucket_of(const sky_router *router, uint32_t ground) {
+    return sky_bucket(&router->buckets, sky_hash_word(router->hash_seed, ground));
+}
+
+static void chain_up(sky_router *router, uint32_t at) {
+    sky_known_ground *host = sky_ground_at(router, at);
+    uint32_t *bucket = bucket_of(router, host->ground);
+    host->chain = *bucket;
+    *bucket = at;
 }
 
 static uint16_t find_ground(const sky_router *router, uint32_t ground) {
-    uint16_t at = router->buckets[bucket_of(router, ground)];
-    while (at != 0U && router->grounds[at - 1U].ground != ground) {
-        at = router->grounds[at - 1U].chain;
+    uint32_t at = router->latest; /* nearly always */
+    if (at != 0U && sky_ground_at(router, at)->ground != ground) {
+        at = *bucket_of(router, ground);
+        while (at != 0U && sky_ground_at(router, at)->ground != ground) {
+            at = sky_ground_at(router, at)->chain;
+        }
     }
-    return at;
+    return (uint16_t)at;
 }
 
 static void unchain(sky_router *router, uint16_t at) {
-    uint16_t *link = &router->buckets[bucket_of(router, router->grounds[at - 1U].ground)];
+    uint32_t *link = bucket_of(router, sky_ground_at(router, at)->ground);
     while (*link != at) {
-        link = &router->grounds[*link - 1U].chain;
+        link = &sky_ground_at(router, *link)->chain;
     }
-    *link = router->grounds[at - 1U].chain;
+    *link = sky_ground_at(router, at)->chain;
 }
 
 static void unlist(sky_router *router, uint16_t at) {
-    const sky_known_ground *host = &router->grounds[at - 1U];
+    const sky_known_ground *host = sky_ground_at(router, at);
     if (host->older != 0U) {
-        router->grounds[host->older - 1U].newer = host->newer;
+        sky_ground_at(router, host->older)->newer = host->newer;
     } else {
         router->oldest = host->newer;
     }
     if (host->newer != 0U) {
-        router->grounds[host->newer - 1U].older = host->older;
+        sky_ground_at(router, host->newer)->older = host->older;
     } else {
         router->latest = host->older;
     }
 }
 
 static void list_latest(sky_router *router, uint16_t at) {
-    sky_known_ground *host = &router->grounds[at - 1U];
+    sky_known_ground *host = sky_ground_at(router, at);
     host->older = router->latest;
     host->newer = 0U;
     if (router->latest != 0U) {
-        router->grounds[router->latest - 1U].newer = at;
+        sky_ground_at(router, router->latest)->newer = at;
     } else {
         router->oldest = at;
     }
@@ -93,15 +103,20 @@ void sky_router_remember(sky_router *router, uint32_t ground, sky_link link) {
     if (at == 0U) {
         if (router->count < router->most) {
             at = ++router->count;
+            uint32_t parted = sky_buckets_part(&router->buckets, router->count);
+            while (parted != 0U) {
+                const uint32_t next = sky_ground_at(router, parted)->chain;
+                chain_up(router, parted);
+                parted = next;
+            }
         } else {
             at = router->oldest;
             unchain(router, at);
             unlist(router, at);
         }
-        sky_known_ground *host = &router->grounds[at - 1U];
+        sky_known_ground *host = sky_ground_at(router, at);
         host->ground = ground;
-        host->chain = router->buckets[bucket_of(router, ground)];
-        router->buckets[bucket_of(router, ground)] = at;
+        chain_up(router, at);
         list_latest(router, at);
     } else if (at != router->latest) {
         unlist(router, at);
@@ -109,20 +124,20 @@ void sky_router_remember(sky_router *router, uint32_t ground, sky_link link) {
     } else {
         /* it is the latest already */
     }
-    router->grounds[at - 1U].link = link;
+    sky_ground_at(router, at)->link = link;
 }
 
 uint32_t sky_router_heard_last(const sky_router *router, uint32_t *grounds, uint32_t most) {
     uint32_t count = 0U;
-    for (uint16_t at = router->latest; at != 0U && count < most; at = router->grounds[at - 1U].older) {
-        grounds[count++] = router->grounds[at - 1U].ground;
+    for (uint16_t at = router->latest; at != 0U && count < most; at = sky_ground_at(router, at)->older) {
+        grounds[count++] = sky_ground_at(router, at)->ground;
     }
     return count;
 }
 
 static sky_link beam(const sky_router *router, uint32_t destination, uint32_t ground) {
     const uint16_t at = destination >> 24 == SKY_GROUND_SHELL ? find_ground(router, ground) : 0U;
-    return at != 0U ? router->grounds[at - 1U].link : SKY_NO_LINK;
+    return at != 0U ? sky_ground_at(router, at)->link : SKY_NO_LINK;
 }
 
 /* --- The shortest-path tree from here --- */

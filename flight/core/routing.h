@@ -12,6 +12,7 @@
 #include "config.h"
 #include "placement/torus.h"
 #include "satellite.h"
+#include "store/buckets.h"
 #include "throttle.h"
 #include "wire/packet.h"
 
@@ -46,8 +47,8 @@ typedef struct {
 typedef struct {
     uint32_t ground;
     sky_link link;
-    uint16_t older, newer; /* index + 1; 0: none */
-    uint16_t chain;
+    uint16_t older, newer; /* numbers; 0: none */
+    uint32_t chain;
 } sky_known_ground;
 
 typedef struct {
@@ -59,11 +60,15 @@ typedef struct {
     uint8_t *hops;    /* by destination and axis by which packets come: direction + 1; 0: not found yet */
     uint64_t hash_seed[2];
     sky_known_ground *grounds; /* from the one heard longest ago to the latest, and hashed by number */
-    uint16_t *buckets;
+    sky_buckets buckets;
     uint16_t oldest, latest, count, most;
 } sky_router;
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config);
+/* A ground host by its number, from 1. The first ones lie at the end, beside the first buckets. */
+static inline sky_known_ground *sky_ground_at(const sky_router *router, uint32_t number) {
+    return &router->grounds[router->most - number];
+}
 
 /* A ground host was heard by a link: answers leave by it. */
 void sky_router_remember(sky_router *router, uint32_t ground, sky_link link);

@@ -27,10 +27,11 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
     satellite->config = *config;
     config = &satellite->config;
     satellite->here = config->address;
-    satellite->scratch = sky_take(arena, SCRATCH_BYTES, 1U);
-    satellite->sifted = sky_take(arena, MOST_ADMITTED, sizeof *satellite->sifted);
+    satellite->user = sky_take_shared(arena, 1U, sizeof *satellite->user);
+    satellite->scratch = sky_take_shared(arena, SCRATCH_BYTES, 1U);
+    satellite->sifted = sky_take_shared(arena, MOST_ADMITTED, sizeof *satellite->sifted);
     if (config->ring.count > 0U) {
-        satellite->admitted = sky_take(arena, MOST_ADMITTED, sizeof *satellite->admitted);
+        satellite->admitted = sky_take_shared(arena, MOST_ADMITTED, sizeof *satellite->admitted);
         satellite->gate =
             sky_gate_new(arena, config, &satellite->counters, sky_send_refusal, &satellite->outbox, now);
     }
@@ -48,22 +49,36 @@ static sky_satellite *place(sky_arena *arena, sky_satellite *counted, const sky_
     satellite->gossip = sky_gossip_new(arena, config, now);
     satellite->checks = sky_checks_new(arena, config, now);
     satellite->sweep = sky_sweep_new(arena, config, now);
-    return taken != NULL && whole && arena->used <= arena->bytes ? taken : NULL;
+    return taken != NULL && whole && arena->used <= arena->bytes && arena->shared_used <= arena->shared_bytes ? taken : NULL;
+}
+
+static void count_bytes(const sky_config *config, sky_arena *arena) {
+    sky_satellite counted;
+    (void)memset(&counted, 0, sizeof counted);
+    (void)place(arena, &counted, config, 0);
 }
 
 size_t sky_satellite_bytes(const sky_config *config) {
-    sky_arena arena = {NULL, 0U, 0U, 0U, {0U, 0U}};
-    sky_satellite counted;
+    sky_arena arena = {NULL, 0U, 0U, 0U, {0U, 0U}, config->shared != NULL, NULL, 0U, 0U};
     if (sky_config_error(config) != NULL) {
         return 0U;
     }
-    (void)memset(&counted, 0, sizeof counted);
-    (void)place(&arena, &counted, config, 0);
+    count_bytes(config, &arena);
     return arena.used < SIZE_MAX / 4U ? arena.used : 0U;
 }
 
+size_t sky_shared_bytes(const sky_config *config) {
+    sky_arena arena = {NULL, 0U, 0U, 0U, {0U, 0U}, true, NULL, 0U, 0U};
+    if (sky_config_error(config) != NULL) {
+        return 0U;
+    }
+    count_bytes(config, &arena);
+    return arena.used < SIZE_MAX / 4U ? arena.shared_used : 0U;
+}
+
 sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now) {
-    sky_arena arena = {memory, bytes, 0U, 0U, {config->hash_seed[0], config->hash_seed[1]}};
+    sky_arena arena = {memory, bytes, 0U, 0U, {config->hash_seed[0], config->hash_seed[1]},
+                       config->shared != NULL, config->shared, config->shared_bytes, 0U};
     if (sky_config_error(config) != NULL || sizeof(sky_satellite) > bytes) {
         return NULL;
     }
@@ -82,7 +97,22 @@ sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config 
     return satellite;
 }
 
-void sky_greet(sky_satellite *satellite, sky_us now) { sky_neighbours_greet(satellite, now); }
+/* Begins an event. False: another satellite's runs were not all taken yet, and they lie in the memory that both use. */
+static bool begin_event(sky_satellite *satellite) {
+    const bool may = *satellite->user == NULL || *satellite->user == satellite;
+    if (may) {
+        *satellite->user = satellite;
+    } else {
+        sky_count(&satellite->counters, SKY_pools_full, 1U);
+    }
+    return may;
+}
+
+void sky_greet(sky_satellite *satellite, sky_us now) {
+    if (begin_event(satellite)) {
+        sky_neighbours_greet(satellite, now);
+    }
+}
 
 void sky_satellite_past(const sky_satellite *satellite, sky_past *past) {
     const sky_ledger *ledger = &satellite->memory.ledger;
@@ -472,6 +502,9 @@ static void process_all(sky_satellite *satellite, const sky_packets *runs, uint3
 void sky_receive(sky_satellite *satellite, uint8_t *packets, size_t bytes, size_t segment_bytes, sky_link source,
                  sky_us now) {
     const sky_packets run = {packets, bytes, segment_bytes};
+    if (!begin_event(satellite)) {
+        return;
+    }
     if (satellite->gate == NULL) {
         if (source < SKY_BEAM) {
             sky_neighbour_heard(satellite, source, now);
@@ -497,6 +530,9 @@ void sky_receive(sky_satellite *satellite, uint8_t *packets, size_t bytes, size_
 
 void sky_gather(sky_satellite *satellite, sky_us now) {
     sky_outbox *outbox = &satellite->outbox;
+    if (!begin_event(satellite)) {
+        return;
+    }
     if (satellite->healed != satellite->router.links.healed) { /* a destination may be reachable again */
         satellite->healed = satellite->router.links.healed;
         sky_handover_retry_unanswered(satellite, now);
@@ -512,7 +548,13 @@ void sky_gather(sky_satellite *satellite, sky_us now) {
     }
 }
 
-bool sky_next_run(sky_satellite *satellite, sky_run *run) { return sky_outbox_next(&satellite->outbox, run); }
+bool sky_next_run(sky_satellite *satellite, sky_run *run) {
+    const bool more = sky_outbox_next(&satellite->outbox, run);
+    if (!more && *satellite->user == satellite) {
+        *satellite->user = NULL;
+    }
+    return more;
+}
 
 const uint8_t *sky_payload_cell(const sky_satellite *satellite, uint32_t cell, uint32_t left, uint32_t *bytes,
                                 uint32_t *next) {
@@ -563,6 +605,9 @@ static void check_overload(sky_satellite *satellite, sky_us now) {
 }
 
 void sky_handle_timer(sky_satellite *satellite, sky_us now) {
+    if (!begin_event(satellite)) {
+        return;
+    }
     if (now >= satellite->locator.next_move) {
         follow_moves(satellite, false, now);
     }
@@ -584,7 +629,7 @@ size_t sky_work(sky_satellite *satellite, sky_us now) {
     sky_packets run = {satellite->scratch, 0U, 0U};
     sky_link source;
     sky_us came;
-    if (satellite->outbox.count > 0U) {
+    if (!begin_event(satellite) || satellite->outbox.count > 0U) {
         return 0U; /* what was made of the run before may lie there still */
     }
     satellite->packets_next = !packets_next;

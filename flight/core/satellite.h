@@ -50,6 +50,8 @@ struct sky_payload {
 
 /* Bytes of memory (aligned as malloc's) that a satellite of this configuration needs for its whole life. 0: impossible. */
 size_t sky_satellite_bytes(const sky_config *config);
+/* Bytes that all satellites of one thread can share (sky_config.shared), if their configurations differ in no bound. */
+size_t sky_shared_bytes(const sky_config *config);
 /* Begins in `memory`, which must be zeroed. NULL: too small, or an impossible configuration. */
 sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config *config, sky_us now);
 /* Asks the neighbours for all they know: to be called once after the start (and sky_satellite_resume). Take its runs. */
@@ -86,7 +88,8 @@ void sky_set_backlog(sky_satellite *satellite, uint64_t bytes);
 /* The caller's own part of the housekeeping: a field of PONG by its number (wire.md). */
 void sky_set_figure(sky_satellite *satellite, unsigned number, int64_t value);
 
-/* What is to be sent now. Call sky_gather after each event, then sky_next_run until it says false. */
+/* What is to be sent now. Call sky_gather after each event, then sky_next_run until it says false: before the next event of
+ * any satellite, where they share memory. (One that comes too early is lost, and counted by sky_pools_full.) */
 void sky_gather(sky_satellite *satellite, sky_us now);
 bool sky_next_run(sky_satellite *satellite, sky_run *run);
 /* The bytes of one cell of a payload of which `left` are left, how many of them lie here, and the next cell. */

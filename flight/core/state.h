@@ -60,6 +60,7 @@ struct sky_satellite {
     bool was_late;     /* whether the host was overloaded when last looked at; `check` is the next time */
     sky_us check;
     uint64_t healed;  /* the link state's, when packets were last taken: a change means that a link came up */
+    const sky_satellite **user; /* who uses the shared memory: NULL, once all that it made was taken */
     uint8_t *scratch; /* a postponed run while it is processed, and until what it made was taken */
     sky_packets *admitted; /* runs that the gate has let pass, */
     sky_packets *sifted;   /* and those of them that need not wait, until they are processed */

@@ -69,7 +69,7 @@ typedef struct {
     sky_us armed; /* when the timer fires, by the running clock */
     satellite *all;
     unsigned count;
-    int32_t *index; /* of a satellite of this host, by address; -1 */
+    int32_t *index; /* of a satellite of this host, by address, + 1; 0: it is another host's */
     const struct sockaddr_in **peers; /* of the others, by address */
     endpoints *endpoints;
     unsigned *heap; /* satellites by timer */
@@ -83,6 +83,8 @@ typedef struct {
     char trouble[256];
     file_state keys_seen;
     sky_ring ring;
+    void *shared; /* memory that the satellites use by turns */
+    size_t shared_bytes;
     int64_t pushed_at_ms;
     int32_t pushed_slot, pushed_plane; /* as satellites that died here knew it: with all dead nobody is left to ask */
     uint32_t errors_us[ERRORS_KEPT];
@@ -308,7 +310,7 @@ static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
             return;
         }
     } else {
-        local = h->index[run->link];
+        local = h->index[run->link] - 1;
         to = h->peers[run->link];
         if (local >= 0 && h->all[local].core == NULL)
             return; /* as to a socket that is closed */
@@ -472,6 +474,15 @@ static void unmap(const satellite *s) {
     (void)munmap(s->memory, s->memory_bytes);
 }
 
+/* Zeros that take no memory before they are touched; huge pages would take it all at once. */
+static void *zeros(size_t bytes) {
+    void *memory = bytes == 0 ? MAP_FAILED
+                              : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory != MAP_FAILED)
+        (void)madvise(memory, bytes, MADV_NOHUGEPAGE);
+    return memory;
+}
+
 static bool launch(host *h, unsigned which) {
     satellite *s = &h->all[which];
     sky_config config = h->its->config;
@@ -486,16 +497,13 @@ static bool launch(host *h, unsigned which) {
     config.address = s->is->address;
     config.credit_bytes = receive_bytes / 2;
     config.ring = h->ring;
+    config.shared = h->shared;
+    config.shared_bytes = h->shared_bytes;
     s->memory_bytes = sky_satellite_bytes(&config);
-    /* Zeros that take no memory before they are touched; huge pages would take it all at once. */
-    s->memory = s->memory_bytes == 0 ? MAP_FAILED
-                                     : mmap(NULL, s->memory_bytes, PROT_READ | PROT_WRITE,
-                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    s->memory = zeros(s->memory_bytes);
     const sky_us now = now_us(h);
-    if (s->memory != MAP_FAILED) {
-        (void)madvise(s->memory, s->memory_bytes, MADV_NOHUGEPAGE);
+    if (s->memory != MAP_FAILED)
         s->core = sky_satellite_begin(s->memory, s->memory_bytes, &config, now);
-    }
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = which};
     if (s->core == NULL || epoll_ctl(h->epoll, EPOLL_CTL_ADD, fd, &event) < 0) {
         if (s->memory != MAP_FAILED)
@@ -516,8 +524,12 @@ static bool launch(host *h, unsigned which) {
     }
     if (s->lived)
         sky_satellite_resume(s->core, &s->past, now);
-    sky_greet(s->core, now);
     return true;
+}
+
+static void greet(host *h, unsigned which) {
+    sky_greet(h->all[which].core, now_us(h));
+    after(h, which, now_us(h));
 }
 
 static void kill_satellite(host *h, unsigned which) {
@@ -548,8 +560,8 @@ static void mark_dead(void *context, sky_link address) {
     const dead_set *set = context;
     const unsigned planes = set->h->its->config.planes;
     const unsigned slots = set->h->its->config.slots;
-    if (address >> 12 < planes && (address & 0xFFFU) < slots && set->h->index[address] >= 0)
-        set->dead[set->h->index[address]] = true;
+    if (address >> 12 < planes && (address & 0xFFFU) < slots && set->h->index[address] > 0)
+        set->dead[set->h->index[address] - 1] = true;
 }
 
 /* Applies the file of disabled satellites. One that should come back and whose port is taken is tried again: a search for
@@ -569,7 +581,7 @@ static void follow_outages(host *h) {
             if (h->all[i].core != NULL || set.dead[i])
                 continue;
             if (launch(h, i))
-                after(h, i, now_us(h));
+                greet(h, i);
             else
                 (void)snprintf(trouble, sizeof trouble, "port %u: %s", (unsigned)ntohs(h->all[i].is->endpoint.sin_port),
                                strerror(errno));
@@ -741,13 +753,12 @@ static bool prepare(host *h) {
     h->all = calloc(h->count, sizeof *h->all);
     h->heap = calloc(h->count, sizeof *h->heap);
     h->working = calloc(h->count, sizeof *h->working);
-    h->index = malloc(addresses * sizeof *h->index);
+    h->index = calloc(addresses, sizeof *h->index);
     h->peers = calloc(addresses, sizeof *h->peers);
     h->endpoints = endpoints_new(its->mine_count + its->others_count);
     if (h->all == NULL || h->heap == NULL || h->working == NULL || h->index == NULL || h->peers == NULL ||
         h->endpoints == NULL)
         return false;
-    memset(h->index, 0xFF, addresses * sizeof *h->index); /* -1 */
     for (unsigned i = 0; i < its->others_count; i++) {
         h->peers[its->others[i].address] = &its->others[i].endpoint;
         endpoints_add(h->endpoints, its->others[i].address, &its->others[i].endpoint);
@@ -756,7 +767,7 @@ static bool prepare(host *h) {
         h->all[i].is = &its->mine[i];
         h->all[i].fd = -1;
         h->all[i].timer = h->all[i].alarm = SKY_NEVER;
-        h->index[its->mine[i].address] = (int32_t)i;
+        h->index[its->mine[i].address] = (int32_t)i + 1;
         endpoints_add(h->endpoints, its->mine[i].address, &its->mine[i].endpoint);
         put(h, i, i);
         for (unsigned row = 0; row < FAULT_ROWS; row++)
@@ -803,6 +814,12 @@ static bool begin(host *h) {
         say(h, error);
         return false;
     }
+    h->shared_bytes = sky_shared_bytes(&config);
+    h->shared = zeros(h->shared_bytes);
+    if (h->shared == MAP_FAILED) {
+        say(h, strerror(errno));
+        return false;
+    }
     for (unsigned i = 0; i < h->count; i++) {
         if (!launch(h, i)) {
             (void)snprintf(words, sizeof words, "cannot serve its satellites: port %u: %s",
@@ -811,8 +828,8 @@ static bool begin(host *h) {
             return false;
         }
     }
-    for (unsigned i = 0; i < h->count; i++)
-        after(h, i, now_us(h));
+    for (unsigned i = 0; i < h->count; i++) /* once all are there to hear it */
+        greet(h, i);
     deliver(h);
     follow_outages(h);
     (void)snprintf(words, sizeof words, "%u satellites listen", h->count);

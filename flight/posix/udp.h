@@ -10,7 +10,7 @@
 #include "satellite.h"
 
 enum {
-    UDP_SLOTS = 16, /* messages a call: 1 MiB, still in the processor's cache when it is processed */
+    UDP_SLOTS = 8, /* messages a call: 512 KiB, still in the processor's cache when it is processed */
     UDP_SLOT_BYTES = 65536,
     UDP_MOST_RUN_BYTES = 65507,
     UDP_MOST_RUN_SEGMENTS = 64,

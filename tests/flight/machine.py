@@ -128,6 +128,7 @@ def library() -> ctypes.CDLL:
         "sky_neighbour_heard": (void, (it, u32, i64)),
         "shim_error": (u8, (numbers,)),
         "shim_bytes": (size, (numbers,)),
+        "shim_shared": (ctypes.c_int, (numbers,)),
         "shim_begin": (it, (numbers, numbers, u8, u32, it, i64, ctypes.POINTER(it))),
         "shim_end": (void, (it,)),
         "shim_set_keys": (void, (it, numbers, u8, u32)),
@@ -285,6 +286,7 @@ class FlightMachine:
             error = self.lib.shim_error(numbers)
             raise ValueError(error.decode() if error else "the satellite does not begin")
         self.it = it
+        self.settings = numbers
         self._finalizer = weakref.finalize(self, self.lib.shim_end, mapping)
         self._tokens: dict[LinkEnd, int] = {}
         self._links: dict[int, LinkEnd] = {}

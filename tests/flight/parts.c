@@ -379,7 +379,7 @@ size_t parts_memory_resident(const storing *its) {
     return found;
 }
 void parts_put(storing *its, const uint8_t *ref, const uint8_t *payload, uint32_t bytes, int migrated, int64_t *out) {
-    sky_incoming one = {ref, payload, bytes};
+    sky_incoming one = {ref, payload, bytes, 0};
     sky_put_outcome o = sky_memory_put(&its->memory, &one, migrated != 0);
     out[0] = o.stored, out[1] = o.replaced, out[2] = o.evicted;
 }

@@ -2,6 +2,7 @@
  * system. Compiled together with the whole core. */
 
 #define _GNU_SOURCE
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -291,7 +292,7 @@ uint32_t shim_indices(const sky_satellite *satellite, const uint8_t *key, uint32
 }
 
 int shim_put(sky_satellite *satellite, const uint8_t *ref, const uint8_t *payload, uint32_t bytes) {
-    const sky_incoming chunk = {ref, payload, bytes};
+    const sky_incoming chunk = {ref, payload, bytes, 0};
     return sky_memory_put(&satellite->memory, &chunk, false).stored ? 1 : 0;
 }
 
@@ -350,19 +351,19 @@ int shim_is_up(const sky_satellite *satellite, uint32_t here, uint32_t there) {
     return 1;
 }
 
-/* In which bucket a chunk of the memory lies: of its key, and of itself. */
+/* Where a chunk of the memory lies in tables of all buckets: by its key, and by itself. */
 int64_t shim_bucket(const sky_satellite *satellite, const uint8_t *key, uint32_t index) {
     const sky_memory *memory = &satellite->memory;
     const uint32_t share = sky_memory_share(memory, key);
-    const uint32_t of_key = sky_hash_key(memory->keys.seed, key, 0U) & memory->keys.mask;
-    return (int64_t)of_key << 32 | (sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask);
+    const uint32_t of_key = sky_hash_key(memory->keys.seed, key, 0U) % memory->keys.buckets.most;
+    return (int64_t)of_key << 32 | sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) % memory->buckets.most;
 }
 
-static uint32_t longest(const uint32_t *buckets, uint32_t count, uint32_t (*next)(const void *, uint32_t), const void *of) {
+static uint32_t longest(const sky_buckets *buckets, uint32_t (*next)(const void *, uint32_t), const void *of) {
     uint32_t most = 0;
-    for (uint32_t each = 0; each < count; each++) {
+    for (uint32_t each = 0; each < buckets->open; each++) {
         uint32_t length = 0;
-        for (uint32_t at = buckets[each]; at != 0; at = next(of, at)) {
+        for (uint32_t at = buckets->first[each]; at != 0; at = next(of, at)) {
             length++;
         }
         most = length > most ? length : most;
@@ -376,7 +377,47 @@ static uint32_t next_chunk(const void *memory, uint32_t at) { return ((const sky
 /* The longest chain of the memory's two tables. */
 uint32_t shim_longest_chain(const sky_satellite *satellite) {
     const sky_memory *memory = &satellite->memory;
-    const uint32_t keys = longest(memory->keys.buckets, memory->keys.mask + 1U, next_key, &memory->keys);
-    const uint32_t chunks = longest(memory->buckets, memory->mask + 1U, next_chunk, memory);
+    const uint32_t keys = longest(&memory->keys.buckets, next_key, &memory->keys);
+    const uint32_t chunks = longest(&memory->buckets, next_chunk, memory);
     return keys > chunks ? keys : chunks;
+}
+
+/* Two satellites that share memory: each in turn makes LINKS; then one begins while the other's runs wait. Gives 1 if the runs
+ * are those of satellites that share nothing, and the early event is refused and counted. */
+int shim_shared(const int64_t *values) {
+    sky_config config;
+    sky_run run;
+    uint32_t made[2] = {0, 0};
+    sky_satellite *of[3];
+    settings_of(values, NULL, NULL, 0, &config);
+    for (unsigned each = 0; each < 3; each++) { /* the last one shares nothing */
+        if (each == 0) {
+            config.shared_bytes = sky_shared_bytes(&config);
+            config.shared = calloc(1, config.shared_bytes);
+        } else if (each == 2) {
+            config.shared = NULL;
+        }
+        const size_t bytes = sky_satellite_bytes(&config);
+        of[each] = sky_satellite_begin(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0),
+                                       bytes, &config, 0);
+        if (of[each] == NULL) {
+            return 0;
+        }
+    }
+    for (unsigned each = 0; each < 2; each++) {
+        sky_satellite *one = each == 0 ? of[0] : of[2];
+        sky_greet(one, 0);
+        sky_gather(one, 0);
+        while (sky_next_run(one, &run)) {
+            made[each] = sky_crc32(made[each], run.headers, run.headers_bytes);
+        }
+    }
+    sky_greet(of[0], 1);
+    sky_greet(of[1], 1); /* too early */
+    const bool refused = sky_pools_full(of[1]) == 1 && of[1]->outbox.count == 0;
+    sky_gather(of[0], 1);
+    while (sky_next_run(of[0], &run)) {
+    }
+    sky_greet(of[1], 1);
+    return made[0] == made[1] && made[0] != 0 && refused && of[1]->outbox.count != 0;
 }

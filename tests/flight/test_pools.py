@@ -599,6 +599,11 @@ def test_a_seed_moves_the_buckets_and_keeps_the_behaviour() -> None:
     assert len(found) == 3
 
 
+def test_satellites_that_share_memory_use_it_by_turns() -> None:
+    one = alone()
+    assert one.c.lib.shim_shared(one.c.settings) == 1
+
+
 def test_chains_stay_short_for_keys_that_collide_without_a_secret() -> None:
     """Keys, and numbers of chunks, that lie in one bucket for who multiplies and shifts."""
     one = alone(hash_seed=77)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from skymemory.cli.main import main
+from skymemory.testbed.flight import DAEMON_SETTING
 from skymemory.transport import udp_host, udp_socket
 
 
@@ -29,17 +30,23 @@ def sleepy(file: Path) -> udp_socket.UnixClock:
     )
 
 
+FLIGHT = Path(__file__).parents[2] / "flight"
+DYNAMIC = FLIGHT.with_name("build") / "flight" / "skymemory-flight-dynamic"
+"""A daemon whose clocks can be exchanged: the installed one may be linked statically."""
+
+
 def build(asleep: Path) -> None:
-    """``slept.c`` beside the file, for hosts in C; needs a C compiler."""
+    """``slept.c`` beside the file, and the daemon that loads it, for hosts in C; needs a C compiler and make."""
     source, made = Path(__file__).with_name("slept.c"), asleep.with_suffix(".so")
     strict = ("-O2", "-Wall", "-Wextra", "-Werror")
     subprocess.run([os.environ.get("CC", "cc"), *strict, "-shared", "-fPIC", "-o", made, source], check=True)
+    subprocess.run(["make", "-s", "-C", FLIGHT, DYNAMIC], check=True)
 
 
 def run(arguments: list[str]) -> NoReturn:
     """``FILE`` and what the command line of ``skymemory`` takes."""
     asleep = Path(arguments[0])
     if (library := asleep.with_suffix(".so")).exists():  # for the daemon that this process may become
-        os.environ |= {"LD_PRELOAD": str(library), "SKYMEMORY_SLEPT": str(asleep)}
+        os.environ |= {"LD_PRELOAD": str(library), "SKYMEMORY_SLEPT": str(asleep), DAEMON_SETTING: str(DYNAMIC)}
     udp_host.UnixClock = lambda: sleepy(asleep)  # type: ignore[assignment,misc]
     raise SystemExit(main(arguments[1:]))

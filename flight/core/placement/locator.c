@@ -25,7 +25,7 @@ static sky_moves with_pushed(const sky_locator *locator, sky_counted by_clock) {
 bool sky_locator_new(sky_locator *locator, sky_arena *arena, const sky_config *config, sky_us now) {
     sky_counted by_clock;
     locator->config = config;
-    locator->placements = sky_take(arena, 1, sizeof *locator->placements);
+    locator->placements = sky_take_shared(arena, 1, sizeof *locator->placements);
     locator->pushed.slot = config->pushed_slot;
     locator->pushed.plane = config->pushed_plane;
     by_clock = counted(locator, now);

@@ -13,15 +13,14 @@ bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_
     placements->slot_link_ps = config->slot_link_ps;
     placements->plane_link_ps = config->plane_link_ps;
     for (uint32_t i = 0; i < SKY_LAYOUTS; i++) {
-        placements->layouts[i].cells = sky_take(arena, cells, sizeof(sky_cell));
+        placements->layouts[i].cells = sky_take_shared(arena, cells, sizeof(sky_cell));
         whole = whole && placements->layouts[i].cells != NULL;
     }
-    placements->seen = sky_take(arena, cells, 1);
-    placements->walk = sky_take(arena, cells, sizeof *placements->walk);
-    placements->delays = sky_take(arena, cells, sizeof *placements->delays);
-    placements->by_delay = sky_take(arena, cells, sizeof *placements->by_delay);
-    placements->by_row = sky_take(arena, config->planes, sizeof *placements->by_row);
-    return whole && placements->by_row != NULL && placements->seen != NULL && placements->walk != NULL && placements->delays != NULL &&
+    placements->seen = sky_take_shared(arena, cells, 1);
+    placements->walk = sky_take_shared(arena, cells, sizeof *placements->walk);
+    placements->by_delay = sky_take_shared(arena, cells, sizeof *placements->by_delay);
+    placements->by_row = sky_take_shared(arena, config->planes, sizeof *placements->by_row);
+    return whole && placements->by_row != NULL && placements->seen != NULL && placements->walk != NULL &&
            placements->by_delay != NULL;
 }
 
@@ -76,44 +75,50 @@ static uint32_t walk(sky_placements *placements, sky_box box, uint32_t most) {
 
 static uint32_t apart(int16_t by) { return by < 0 ? (uint32_t)(-(int32_t)by) : (uint32_t)by; }
 
-static bool goes_before(const sky_placements *placements, uint32_t a, uint32_t b) {
-    return placements->delays[a] != placements->delays[b] ? placements->delays[a] < placements->delays[b] : a < b;
+static bool goes_before(const sky_ranked_cell *a, const sky_ranked_cell *b) {
+    return a->delay_ps != b->delay_ps ? a->delay_ps < b->delay_ps : a->step < b->step;
 }
 
-static void sift(sky_placements *placements, uint32_t at, uint32_t count) {
-    uint32_t *const heap = placements->by_delay;
+static void swap(sky_ranked_cell *a, sky_ranked_cell *b) {
+    const sky_ranked_cell other = *a;
+    *a = *b;
+    *b = other;
+}
+
+static void sift(sky_ranked_cell *heap, uint32_t from, uint32_t count) {
+    uint32_t at = from;
     bool done = false;
     while (!done && 2U * at + 1U < count) {
         uint32_t larger = 2U * at + 1U;
-        if (larger + 1U < count && goes_before(placements, heap[larger], heap[larger + 1U])) {
+        if (larger + 1U < count && goes_before(&heap[larger], &heap[larger + 1U])) {
             larger++;
         }
-        done = !goes_before(placements, heap[at], heap[larger]);
+        done = !goes_before(&heap[at], &heap[larger]);
         if (!done) {
-            const uint32_t other = heap[at];
-            heap[at] = heap[larger];
-            heap[larger] = other;
+            swap(&heap[at], &heap[larger]);
             at = larger;
         }
     }
 }
 
-/* All cells by delay, nearest first; equal ones in the order of the walk. Sorted as a heap: no recursion, no worst case. */
-static void sort_by_delay(sky_placements *placements, uint32_t count) {
+/* Sorted as a heap: no recursion, no worst case. */
+static void rank_cells(sky_placements *placements) {
+    const uint32_t count = walk(placements, centred(placements->torus.slots, placements->torus.planes), UINT32_MAX);
+    sky_ranked_cell *const cells = placements->by_delay;
     for (uint32_t i = 0; i < count; i++) {
         const sky_cell cell = placements->walk[i];
-        placements->delays[i] = apart(cell.x) * placements->slot_link_ps + apart(cell.y) * placements->plane_link_ps;
-        placements->by_delay[i] = i;
+        cells[i].delay_ps = apart(cell.x) * placements->slot_link_ps + apart(cell.y) * placements->plane_link_ps;
+        cells[i].step = i;
+        cells[i].cell = cell;
     }
     for (uint32_t at = count / 2U; at > 0U; at--) {
-        sift(placements, at - 1U, count);
+        sift(cells, at - 1U, count);
     }
     for (uint32_t left = count; left > 1U; left--) {
-        const uint32_t greatest = placements->by_delay[0];
-        placements->by_delay[0] = placements->by_delay[left - 1U];
-        placements->by_delay[left - 1U] = greatest;
-        sift(placements, 0, left - 1U);
+        swap(&cells[0], &cells[left - 1U]);
+        sift(cells, 0, left - 1U);
     }
+    placements->ranked = true;
 }
 
 /* The rank of a column or row in the order in which centred boxes grow: a box of n has just those of ranks below n. */
@@ -122,19 +127,23 @@ static uint32_t row_rank(int16_t y) { return y > 0 ? 2U * apart(y) - 1U : 2U * a
 
 /* The least box of at least `servers` of the `near` nearest cells: the least area, then the squarest, then the narrowest. */
 static sky_box least_box(const sky_placements *placements, uint32_t servers, uint32_t near) {
+    const uint32_t slots = placements->torus.slots, planes = placements->torus.planes;
+    uint8_t *const is_near = placements->seen; /* by ranks of row and column */
+    uint16_t *const by_row = placements->by_row;
     uint32_t best_width = 0, best_height = 0;
-    for (uint32_t width = 1; width <= placements->torus.slots; width++) {
+    (void)memset(is_near, 0, (size_t)slots * planes);
+    (void)memset(by_row, 0, (size_t)planes * sizeof *by_row);
+    for (uint32_t i = 0; i < near; i++) {
+        const sky_cell cell = placements->by_delay[i].cell;
+        is_near[row_rank(cell.y) * slots + column_rank(cell.x)] = 1;
+    }
+    for (uint32_t width = 1; width <= slots; width++) {
         /* How many rows the box needs with so many columns. */
-        uint16_t *const by_row = placements->by_row;
         uint32_t held = 0, height = 0;
-        (void)memset(by_row, 0, (size_t)placements->torus.planes * sizeof *by_row);
-        for (uint32_t i = 0; i < near; i++) {
-            const sky_cell cell = placements->walk[placements->by_delay[i]];
-            if (column_rank(cell.x) < width) {
-                by_row[row_rank(cell.y)]++;
-            }
+        for (uint32_t row = 0; row < planes; row++) {
+            by_row[row] = (uint16_t)(by_row[row] + is_near[row * slots + width - 1U]);
         }
-        while (held < servers && height < placements->torus.planes) {
+        while (held < servers && height < planes) {
             held += by_row[height];
             height++;
         }
@@ -157,16 +166,18 @@ static bool in_box(sky_box box, sky_cell cell) {
 }
 
 static void cheapest(sky_placements *placements, sky_layout *layout) {
-    const uint32_t all = walk(placements, centred(placements->torus.slots, placements->torus.planes), UINT32_MAX);
+    const sky_ranked_cell *const cells = placements->by_delay;
+    const uint32_t all = (uint32_t)placements->torus.planes * placements->torus.slots;
     uint32_t near = layout->servers, taken = 0;
-    sort_by_delay(placements, all);
-    while (near < all && placements->delays[placements->by_delay[near]] ==
-                             placements->delays[placements->by_delay[layout->servers - 1U]]) {
+    if (!placements->ranked) {
+        rank_cells(placements);
+    }
+    while (near < all && cells[near].delay_ps == cells[layout->servers - 1U].delay_ps) {
         near++;
     }
     layout->box = least_box(placements, layout->servers, near);
     for (uint32_t i = 0; i < near && taken < layout->servers; i++) {
-        const sky_cell cell = placements->walk[placements->by_delay[i]];
+        const sky_cell cell = cells[i].cell;
         if (in_box(layout->box, cell)) {
             layout->cells[taken] = cell;
             taken++;

@@ -2,8 +2,7 @@
  * (layout.py and locate.py).
  *
  * Cells of a layout are computed when it is first asked for, and kept for the last SKY_LAYOUTS pairs of strategy and number
- * of servers; they may be used by all satellites of a process, if one thread runs them (sky_placements_new for one, then
- * hand it to the others).
+ * of servers: by all satellites together that share memory.
  */
 #ifndef SKY_PLACEMENT_H
 #define SKY_PLACEMENT_H
@@ -43,6 +42,12 @@ typedef struct {
 } sky_layout;
 
 typedef struct {
+    uint64_t delay_ps;
+    uint32_t step; /* of the walk */
+    sky_cell cell;
+} sky_ranked_cell;
+
+typedef struct {
     sky_torus torus;
     uint32_t centre; /* at no moves */
     uint64_t slot_link_ps, plane_link_ps;
@@ -51,9 +56,10 @@ typedef struct {
     /* Scratch of one walk: */
     uint8_t *seen;
     sky_cell *walk;
-    uint64_t *delays;
-    uint32_t *by_delay;
     uint16_t *by_row;
+    /* All cells by delay, nearest first, once `ranked`; equal ones in the order of the walk. */
+    sky_ranked_cell *by_delay;
+    bool ranked;
 } sky_placements;
 
 bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_config *config);

@@ -5,23 +5,26 @@
 #include "store/hash.h"
 
 bool sky_keymap_new(sky_keymap *map, sky_arena *arena, uint32_t capacity) {
-    uint32_t buckets = 1;
-    while (buckets < capacity && buckets < 1U << 31) {
-        buckets *= 2U;
-    }
     map->nodes = sky_take(arena, (size_t)capacity + 1U, sizeof *map->nodes);
-    map->buckets = sky_take(arena, buckets, sizeof *map->buckets);
+    const bool whole = sky_buckets_new(&map->buckets, arena, capacity);
     map->seed[0] = arena->hash_seed[0];
     map->seed[1] = arena->hash_seed[1];
-    map->mask = buckets - 1U;
     map->capacity = capacity;
-    return map->nodes != NULL && map->buckets != NULL;
+    return whole && map->nodes != NULL;
 }
 
-static uint32_t bucket_of(const sky_keymap *map, const uint8_t *key) { return sky_hash_key(map->seed, key, 0U) & map->mask; }
+static uint32_t *bucket_of(const sky_keymap *map, const uint8_t *key) {
+    return sky_bucket(&map->buckets, sky_hash_key(map->seed, key, 0U));
+}
+
+static void chain_up(sky_keymap *map, uint32_t entry) {
+    uint32_t *const bucket = bucket_of(map, map->nodes[entry].key);
+    map->nodes[entry].chain = *bucket;
+    *bucket = entry;
+}
 
 uint32_t sky_keymap_find(const sky_keymap *map, const uint8_t *key) {
-    uint32_t entry = map->count == 0U ? 0U : map->buckets[bucket_of(map, key)];
+    uint32_t entry = map->count == 0U ? 0U : *bucket_of(map, key);
     while (entry != 0U && memcmp(map->nodes[entry].key, key, 32) != 0) {
         entry = map->nodes[entry].chain;
     }
@@ -55,7 +58,6 @@ static void detach(sky_keymap *map, uint32_t entry) {
 
 uint32_t sky_keymap_add(sky_keymap *map, const uint8_t *key) {
     uint32_t entry = map->freed;
-    uint32_t *bucket;
     if (entry != 0U) {
         map->freed = map->nodes[entry].chain;
     } else if (map->touched < map->capacity) {
@@ -65,16 +67,20 @@ uint32_t sky_keymap_add(sky_keymap *map, const uint8_t *key) {
         return 0;
     }
     (void)memcpy(map->nodes[entry].key, key, 32);
-    bucket = &map->buckets[bucket_of(map, key)];
-    map->nodes[entry].chain = *bucket;
-    *bucket = entry;
     append(map, entry);
     map->count++;
+    uint32_t parted = sky_buckets_part(&map->buckets, map->count);
+    while (parted != 0U) {
+        const uint32_t next = map->nodes[parted].chain;
+        chain_up(map, parted);
+        parted = next;
+    }
+    chain_up(map, entry);
     return entry;
 }
 
 void sky_keymap_remove(sky_keymap *map, uint32_t entry) {
-    uint32_t *link = &map->buckets[bucket_of(map, map->nodes[entry].key)];
+    uint32_t *link = bucket_of(map, map->nodes[entry].key);
     while (*link != entry) {
         link = &map->nodes[*link].chain;
     }

@@ -1,8 +1,8 @@
 /* A map of keys of 32 bytes in the order in which they came, in a pool of fixed size. The twin of Python's dict and
  * OrderedDict where these name something by its key.
  *
- * It knows entries by number, from 1; their values are in arrays of the user's own (of capacity + 1). Zeroed memory is an
- * empty map, and memory that no entry has used is never touched.
+ * It knows entries by number, from 1; their values are in arrays of the user's own (of capacity + 1). Memory that no entry
+ * has used is never touched.
  */
 #ifndef SKY_KEYMAP_H
 #define SKY_KEYMAP_H
@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "arena.h"
+#include "store/buckets.h"
 
 typedef struct {
     uint8_t key[32];
@@ -20,9 +21,9 @@ typedef struct {
 
 typedef struct {
     sky_keymap_node *nodes; /* 1 to capacity */
-    uint32_t *buckets;
+    sky_buckets buckets;
     uint64_t seed[2];
-    uint32_t mask, capacity;
+    uint32_t capacity;
     uint32_t count;
     uint32_t touched, freed; /* entries used so far; the first free one among them */
     uint32_t first, last;    /* the oldest and the newest entry; 0: none */

@@ -10,11 +10,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     const uint32_t chunks = sky_config_chunks(config), keys = sky_config_keys(config);
     /* Each chunk fills all of its cells but the last: so many can never be too few for the budget. */
     const uint64_t cells = config->memory_bytes / config->cell_bytes + chunks + HELD_CELL_BYTES / config->cell_bytes + 1U;
-    uint32_t buckets = 1;
     bool whole;
-    while (buckets < chunks && buckets < 1U << 31) {
-        buckets *= 2U;
-    }
     memory->limit_bytes = config->memory_bytes;
     memory->pin_limit_bytes = config->memory_bytes * config->pin_share >> 16;
     memory->most_chunks = chunks;
@@ -24,12 +20,11 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     memory->most_expiries = config->most_expiries;
     memory->most_conflicts = config->most_conflicts;
     memory->record_evicted = config->gossip;
-    memory->mask = buckets - 1U;
     whole = sky_keymap_new(&memory->keys, arena, keys);
     memory->shares = sky_take(arena, (size_t)keys + 1U, sizeof *memory->shares);
     memory->by_key = sky_take(arena, (size_t)keys + 1U, sizeof *memory->by_key);
     memory->chunks = sky_take(arena, (size_t)chunks + 1U, sizeof *memory->chunks);
-    memory->buckets = sky_take(arena, buckets, sizeof *memory->buckets);
+    whole = sky_buckets_new(&memory->buckets, arena, chunks) && whole;
     memory->next_cell = sky_take(arena, (size_t)memory->most_cells + 1U, sizeof *memory->next_cell);
     memory->leases = sky_take(arena, (size_t)config->most_leases + 1U, sizeof *memory->leases);
     memory->conflicts = sky_take(arena, config->most_conflicts, sizeof *memory->conflicts);
@@ -41,7 +36,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
     }
     memory->cells = sky_take(arena, memory->most_cells, memory->cell_bytes);
     return whole && memory->shares != NULL && memory->by_key != NULL && memory->chunks != NULL &&
-           memory->buckets != NULL && memory->next_cell != NULL && memory->leases != NULL &&
+           memory->next_cell != NULL && memory->leases != NULL &&
            memory->conflicts != NULL && memory->cells != NULL;
 }
 
@@ -51,33 +46,50 @@ static uint32_t cells_of(const sky_memory *memory, uint32_t bytes) {
     return (bytes + memory->cell_bytes - 1U) / memory->cell_bytes;
 }
 
+static uint8_t *cell_at(const sky_memory *memory, uint32_t cell) {
+    return memory->cells + (size_t)(cell - 1U) * memory->cell_bytes;
+}
+
 /* How many could be had now. */
 static uint32_t free_cells(const sky_memory *memory) { return memory->most_cells - memory->used_cells; }
 
-/* A payload to cells, of which there are enough; the first, or 0 for none. */
-static uint32_t fill_cells(sky_memory *memory, const uint8_t *payload, uint32_t bytes) {
-    uint32_t first = 0, before = 0, at = 0;
-    while (at < bytes) {
-        const uint32_t part = bytes - at < memory->cell_bytes ? bytes - at : memory->cell_bytes;
-        uint32_t cell = memory->freed_cells;
-        if (cell != 0U) {
-            memory->freed_cells = memory->next_cell[cell];
-        } else {
-            memory->touched_cells++;
-            cell = memory->touched_cells;
-        }
-        memory->used_cells++;
-        (void)memcpy(memory->cells + (size_t)(cell - 1U) * memory->cell_bytes, payload + at, part);
-        if (before == 0U) {
-            first = cell;
-        } else {
-            memory->next_cell[before] = cell;
-        }
-        before = cell;
-        at += part;
+/* A cell that is free, of which there is one. */
+static uint32_t take_cell(sky_memory *memory) {
+    uint32_t cell = memory->freed_cells;
+    if (cell != 0U) {
+        memory->freed_cells = memory->next_cell[cell];
+    } else {
+        memory->touched_cells++;
+        cell = memory->touched_cells;
     }
-    if (before != 0U) {
-        memory->next_cell[before] = 0;
+    memory->used_cells++;
+    return cell;
+}
+
+/* A payload to cells, of which there are enough; the first, or 0 for none. What goes to cells side by side is copied at once. */
+static uint32_t fill_cells(sky_memory *memory, const uint8_t *payload, uint32_t bytes) {
+    uint32_t begin = 0, first = 0, last = 0;
+    size_t from = 0, at = 0; /* of the payload: what goes to cells from `begin` to `last` */
+    while (at < bytes) {
+        const uint32_t cell = take_cell(memory);
+        if (last != 0U) {
+            memory->next_cell[last] = cell;
+        } else {
+            first = cell;
+        }
+        if (last == 0U || cell != last + 1U) {
+            if (last != 0U) {
+                (void)memcpy(cell_at(memory, begin), payload + from, at - from);
+            }
+            begin = cell;
+            from = at;
+        }
+        last = cell;
+        at += memory->cell_bytes;
+    }
+    if (last != 0U) {
+        memory->next_cell[last] = 0;
+        (void)memcpy(cell_at(memory, begin), payload + from, bytes - from);
     }
     return first;
 }
@@ -125,7 +137,7 @@ const uint8_t *sky_memory_cell(const sky_memory *memory, uint32_t cell, uint32_t
     }
     *bytes = has;
     *next = memory->next_cell[last];
-    return memory->cells + (size_t)(cell - 1U) * memory->cell_bytes;
+    return cell_at(memory, cell);
 }
 
 void sky_memory_copy(const sky_memory *memory, uint32_t chunk, uint8_t *to) {
@@ -145,7 +157,14 @@ void sky_memory_copy(const sky_memory *memory, uint32_t chunk, uint8_t *to) {
 uint32_t sky_memory_share(const sky_memory *memory, const uint8_t *key) { return sky_keymap_find(&memory->keys, key); }
 
 static uint32_t *bucket_of(const sky_memory *memory, uint32_t share, uint32_t index) {
-    return &memory->buckets[sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index) & memory->mask];
+    return sky_bucket(&memory->buckets, sky_hash_word(memory->keys.seed, (uint64_t)share << 32 | index));
+}
+
+static void chain_up(sky_memory *memory, uint32_t chunk) {
+    sky_chunk *const entry = &memory->chunks[chunk];
+    uint32_t *const bucket = bucket_of(memory, entry->share, sky_chunk_index(entry));
+    entry->chain = *bucket;
+    *bucket = chunk;
 }
 
 uint32_t sky_memory_chunk(const sky_memory *memory, uint32_t share, uint32_t index) {
@@ -324,8 +343,7 @@ static void tidy(sky_memory *memory, uint32_t share, bool evicted) {
 /* Takes a new chunk's entry, with its place in the share and the index. There is room, as `has_entry` found. */
 static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *ref) {
     sky_share *const its = &memory->shares[share];
-    uint32_t *const bucket = bucket_of(memory, share, sky_ref_index(ref));
-    uint32_t chunk = memory->freed_chunks, below = its->highest;
+    uint32_t chunk = memory->freed_chunks, below = its->highest, parted;
     sky_chunk *entry;
     if (chunk != 0U) {
         memory->freed_chunks = memory->chunks[chunk].chain;
@@ -336,8 +354,14 @@ static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *re
     entry = &memory->chunks[chunk];
     (void)memcpy(entry->ref, ref, SKY_REF_BYTES);
     entry->share = share;
-    entry->chain = *bucket;
-    *bucket = chunk;
+    memory->count++;
+    parted = sky_buckets_part(&memory->buckets, memory->count);
+    while (parted != 0U) {
+        const uint32_t next = memory->chunks[parted].chain;
+        chain_up(memory, parted);
+        parted = next;
+    }
+    chain_up(memory, chunk);
     while (below != 0U && sky_chunk_index(&memory->chunks[below]) > sky_ref_index(ref)) { /* they mostly come in order */
         below = memory->chunks[below].lower;
     }
@@ -354,7 +378,6 @@ static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *re
         its->highest = chunk;
     }
     its->count++;
-    memory->count++;
     return chunk;
 }
 
@@ -610,10 +633,10 @@ sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bo
     return outcome;
 }
 
-bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t count, bool migrated,
+bool sky_memory_put_run(sky_memory *memory, sky_incoming *chunks, uint32_t count, bool migrated,
                         sky_put_outcome *outcome) {
     const uint8_t *const first = chunks[0].ref;
-    uint32_t share = sky_memory_share(memory, first), cells = 0;
+    uint32_t share = sky_memory_share(memory, first), cells = 0, before = 0;
     uint64_t size = 0, replaced = 0;
     outcome->stored = true;
     outcome->replaced = 0;
@@ -621,8 +644,10 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
     for (uint32_t i = 0; i < count; i++) {
         size += size_of(chunks[i].bytes);
         cells += cells_of(memory, chunks[i].bytes);
-        if (sky_memory_chunk(memory, share, sky_ref_index(chunks[i].ref)) != 0U) {
+        chunks[i].here = sky_memory_chunk_after(memory, share, before, sky_ref_index(chunks[i].ref));
+        if (chunks[i].here != 0U) {
             outcome->replaced++;
+            before = chunks[i].here;
         }
     }
     /* Where one of our pools may end before the budget does: each by itself. */
@@ -631,7 +656,7 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
         return false;
     }
     if (memory->used_bytes + size > memory->limit_bytes) {
-        bool room = true;
+        bool room = true; /* nothing that is replaced is evicted: there is nothing */
         if (outcome->replaced != 0U ||
             share_bytes(memory, share) + kept_beside(memory, share) + size > memory->limit_bytes ||
             !has_room(memory, share, first, size_of(chunks[0].bytes))) {
@@ -648,7 +673,7 @@ bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t
     }
     for (uint32_t i = 0; i < count; i++) {
         const sky_incoming *const chunk = &chunks[i];
-        uint32_t entry = sky_memory_chunk(memory, share, sky_ref_index(chunk->ref));
+        uint32_t entry = chunk->here;
         if (entry == 0U) {
             entry = link_chunk(memory, share, chunk->ref);
         } else {

@@ -70,6 +70,7 @@ typedef struct {
     const uint8_t *ref; /* SKY_REF_BYTES, checked by sky_ref_parse */
     const uint8_t *payload;
     uint32_t bytes; /* of the payload */
+    uint32_t here;  /* for sky_memory_put_run itself: the chunk that is here in its place; 0: none */
 } sky_incoming;
 
 /* A chunk that was replaced by another copy of the same, and which copy was here: until sky_migration resolves it. */
@@ -95,8 +96,8 @@ typedef struct {
     sky_share_list pins, leased, expiries;
 
     sky_chunk *chunks; /* 1 to most_chunks */
-    uint32_t *buckets; /* index of chunks by share and number */
-    uint32_t mask, most_chunks, count, touched_chunks, freed_chunks;
+    sky_buckets buckets; /* index of chunks by share and number */
+    uint32_t most_chunks, count, touched_chunks, freed_chunks;
 
     uint8_t *cells; /* cell n (from 1) at (n - 1) * cell_bytes */
     uint32_t *next_cell;
@@ -129,7 +130,7 @@ bool sky_memory_new(sky_memory *memory, sky_arena *arena, const sky_config *conf
  * it and the rest of its value that belongs here do not fit beside what is pinned and leased. */
 sky_put_outcome sky_memory_put(sky_memory *memory, const sky_incoming *chunk, bool migrated);
 /* The same for chunks of one value, ascending, at once. False, and nothing changed: each must be put by itself. */
-bool sky_memory_put_run(sky_memory *memory, const sky_incoming *chunks, uint32_t count, bool migrated,
+bool sky_memory_put_run(sky_memory *memory, sky_incoming *chunks, uint32_t count, bool migrated,
                         sky_put_outcome *outcome);
 /* A chunk that was handed over and dropped, since a later one is here: it came and went. */
 void sky_memory_count_outdated(sky_memory *memory, uint32_t payload_bytes);
@@ -142,6 +143,11 @@ uint32_t sky_memory_take_conflicts(sky_memory *memory, sky_conflict *conflicts, 
 
 uint32_t sky_memory_share(const sky_memory *memory, const uint8_t *key);
 uint32_t sky_memory_chunk(const sky_memory *memory, uint32_t share, uint32_t index);
+/* The same, where it is mostly the one that follows `before` in the share (0: the first). */
+static inline uint32_t sky_memory_chunk_after(const sky_memory *memory, uint32_t share, uint32_t before, uint32_t index) {
+    const uint32_t next = share == 0U ? 0U : (before != 0U ? memory->chunks[before].higher : memory->shares[share].lowest);
+    return next != 0U && sky_ref_index(memory->chunks[next].ref) == index ? next : sky_memory_chunk(memory, share, index);
+}
 /* By key and index. */
 uint32_t sky_memory_find(const sky_memory *memory, const uint8_t *key, uint32_t index);
 static inline const uint8_t *sky_memory_key(const sky_memory *memory, uint32_t share) {

@@ -141,11 +141,14 @@ void sky_mac_strip(uint8_t *packet, size_t bytes) {
  *
  * A command's number is its time, counted from the receiver's start, and its sequence count. Of each sender two generations of
  * numbers are remembered, ascending: when one is full the other is forgotten, and its greatest number becomes the floor up to
- * which all counts as seen. Numbers nearly always come in order: then nothing is searched or moved. */
+ * which all counts as seen. Numbers nearly always come in order: then nothing is searched or moved. They lie in blocks that a
+ * generation takes as it grows: most senders have said little. */
+
+enum { MOST_BLOCKS = 32, LEAST_IN_BLOCK = 8 };
 
 typedef struct {
     uint32_t count;
-    uint64_t *numbers;
+    uint32_t blocks[MOST_BLOCKS]; /* names of them, from 1 */
 } generation;
 
 typedef struct {
@@ -160,7 +163,8 @@ struct sky_replay {
     uint32_t remembered; /* numbers in a generation */
     sky_keymap senders;  /* by key id, ground host and source, padded to a key */
     seen *seen;
-    uint64_t *numbers; /* 2 * remembered for each sender */
+    uint64_t *numbers; /* blocks of `in_block`: enough for all senders; handed out from the end, beside `seen` */
+    uint32_t in_block, most_blocks, touched_blocks, freed_blocks; /* a freed one names the next in its first number */
     sky_keymap forgotten;
     uint64_t *newest; /* of each forgotten one */
 };
@@ -183,20 +187,55 @@ sky_replay *sky_replay_new(sky_arena *arena, const sky_config *config, sky_us st
     (void)sky_keymap_new(&its->senders, arena, config->most_senders);
     (void)sky_keymap_new(&its->forgotten, arena, config->most_forgotten + 1U);
     its->seen = sky_take(arena, (size_t)config->most_senders + 1U, sizeof *its->seen);
+    its->in_block = (config->remembered - 1U) / (uint32_t)MOST_BLOCKS + 1U;
+    its->in_block = its->in_block > (uint32_t)LEAST_IN_BLOCK ? its->in_block : (uint32_t)LEAST_IN_BLOCK;
+    its->most_blocks = config->most_senders * 2U * ((config->remembered - 1U) / its->in_block + 1U);
+    its->numbers = sky_take(arena, its->most_blocks, its->in_block * sizeof *its->numbers);
     its->newest = sky_take(arena, (size_t)config->most_forgotten + 2U, sizeof *its->newest);
-    its->numbers = sky_take(arena, ((size_t)config->most_senders + 1U) * 2U * config->remembered, sizeof *its->numbers);
     return its->numbers != NULL ? replay : NULL;
 }
 
+static uint64_t *block(const sky_replay *replay, uint32_t name) {
+    return &replay->numbers[(size_t)(replay->most_blocks - name) * replay->in_block];
+}
+
+static uint64_t *number_at(const sky_replay *replay, const generation *its, uint32_t at) {
+    return &block(replay, its->blocks[at / replay->in_block])[at % replay->in_block];
+}
+
+/* Room for one number more, at the end. There is a block for as many as each generation can have. */
+static void extend(sky_replay *replay, generation *its) {
+    if (its->count % replay->in_block == 0U) {
+        uint32_t name = replay->freed_blocks;
+        if (name != 0U) {
+            replay->freed_blocks = (uint32_t)*block(replay, name);
+        } else {
+            replay->touched_blocks++;
+            name = replay->touched_blocks;
+        }
+        its->blocks[its->count / replay->in_block] = name;
+    }
+    its->count++;
+}
+
+static void empty(sky_replay *replay, generation *its) {
+    for (uint32_t at = 0; at < its->count; at += replay->in_block) {
+        const uint32_t name = its->blocks[at / replay->in_block];
+        *block(replay, name) = replay->freed_blocks;
+        replay->freed_blocks = name;
+    }
+    its->count = 0;
+}
+
 /* How many numbers of a generation are below this one. */
-static uint32_t below(const generation *its, uint64_t number) {
+static uint32_t below(const sky_replay *replay, const generation *its, uint64_t number) {
     uint32_t low = 0, high = its->count;
-    if (high != 0U && its->numbers[high - 1U] < number) {
+    if (high != 0U && *number_at(replay, its, high - 1U) < number) {
         low = high; /* nearly always */
     }
     while (low < high) {
         const uint32_t middle = low + (high - low) / 2U;
-        if (its->numbers[middle] < number) {
+        if (*number_at(replay, its, middle) < number) {
             low = middle + 1U;
         } else {
             high = middle;
@@ -205,9 +244,9 @@ static uint32_t below(const generation *its, uint64_t number) {
     return low;
 }
 
-static bool has(const generation *its, uint64_t number) {
-    const uint32_t at = below(its, number);
-    return at < its->count && its->numbers[at] == number;
+static bool has(const sky_replay *replay, const generation *its, uint64_t number) {
+    const uint32_t at = below(replay, its, number);
+    return at < its->count && *number_at(replay, its, at) == number;
 }
 
 static uint64_t greater(uint64_t a, uint64_t b) { return a > b ? a : b; }
@@ -222,6 +261,8 @@ static void forget_sender(sky_replay *replay) {
         entry = sky_keymap_add(&replay->forgotten, sky_keymap_key(&replay->senders, sender));
     }
     replay->newest[entry] = newest;
+    empty(replay, &replay->seen[sender].of[0]);
+    empty(replay, &replay->seen[sender].of[1]);
     sky_keymap_remove(&replay->senders, sender);
     while (replay->forgotten.count >= replay->forgotten.capacity || replay->newest[replay->forgotten.first] < passed) {
         replay->floor = greater(replay->floor, replay->newest[replay->forgotten.first]);
@@ -247,9 +288,6 @@ static seen *seen_of(sky_replay *replay, const uint8_t name[32]) {
         (void)memset(its, 0, sizeof *its);
         its->floor = floor;
         its->newest = floor;
-        for (uint32_t i = 0; i < 2U; i++) {
-            its->of[i].numbers = replay->numbers + ((size_t)sender * 2U + i) * replay->remembered;
-        }
     } else {
         sky_keymap_to_end(&replay->senders, sender);
     }
@@ -268,19 +306,21 @@ bool sky_replay_first(sky_replay *replay, const sky_sender *sender, sky_us sent,
     its = seen_of(replay, name);
     recent = &its->of[its->recent];
     other = &its->of[1U - its->recent];
-    if (number <= its->floor || has(recent, number) || has(other, number)) {
+    if (number <= its->floor || has(replay, recent, number) || has(replay, other, number)) {
         return false;
     }
-    at = below(recent, number);
-    (void)memmove(recent->numbers + at + 1U, recent->numbers + at, (recent->count - at) * sizeof *recent->numbers);
-    recent->numbers[at] = number;
-    recent->count++;
+    at = below(replay, recent, number);
+    extend(replay, recent);
+    for (uint32_t later = recent->count - 1U; later > at; later--) {
+        *number_at(replay, recent, later) = *number_at(replay, recent, later - 1U);
+    }
+    *number_at(replay, recent, at) = number;
     its->newest = greater(its->newest, number);
     if (recent->count >= replay->remembered) {
         if (other->count != 0U) {
-            its->floor = greater(its->floor, other->numbers[other->count - 1U]);
+            its->floor = greater(its->floor, *number_at(replay, other, other->count - 1U));
         }
-        other->count = 0;
+        empty(replay, other);
         its->recent = 1U - its->recent;
     }
     return true;
@@ -288,8 +328,13 @@ bool sky_replay_first(sky_replay *replay, const sky_sender *sender, sky_us sent,
 
 /* --- The gate --- */
 
+typedef struct {
+    uint8_t *packets;
+    size_t bytes, segment;
+} admitted_run;
+
 struct sky_gate {
-    sky_authority authority;
+    sky_authority *authority;
     sky_counters *counters;
     sky_refuse refuse;
     void *context;
@@ -298,23 +343,30 @@ struct sky_gate {
     sky_us answered_to; /* when all refusals answered so far would have been sent, at 100 a second */
     bool commanded;
     /* What was admitted, and how much of that was given. */
-    struct {
-        uint8_t *packets;
-        size_t bytes, segment;
-    } runs[MOST_PACKETS];
+    admitted_run *runs;
     uint32_t count, given;
-    bool keep[MOST_PACKETS], ours[MOST_PACKETS]; /* of the packets that are being judged */
-    sky_us sent[MOST_PACKETS];
+    bool *keep, *ours; /* of the packets that are being judged */
+    sky_us *sent;
 };
 
 sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters *counters, sky_refuse refuse,
                        void *context, sky_us now) {
     sky_gate *const gate = sky_take(arena, 1, sizeof(sky_gate));
     sky_replay *const replay = sky_replay_new(arena, config, now - START_GRACE_US);
-    if (gate == NULL || replay == NULL) {
+    sky_authority *const authority = sky_take_shared(arena, 1, sizeof *authority);
+    admitted_run *const runs = sky_take_shared(arena, MOST_PACKETS, sizeof *runs);
+    bool *const keep = sky_take_shared(arena, MOST_PACKETS, sizeof *keep);
+    bool *const ours = sky_take_shared(arena, MOST_PACKETS, sizeof *ours);
+    sky_us *const sent = sky_take_shared(arena, MOST_PACKETS, sizeof *sent);
+    if (gate == NULL || replay == NULL || authority == NULL || runs == NULL || keep == NULL || ours == NULL || sent == NULL) {
         return NULL;
     }
-    sky_authority_begin(&gate->authority, &config->ring);
+    sky_authority_begin(authority, &config->ring);
+    gate->authority = authority;
+    gate->runs = runs;
+    gate->keep = keep;
+    gate->ours = ours;
+    gate->sent = sent;
     gate->counters = counters;
     gate->refuse = refuse;
     gate->context = context;
@@ -325,9 +377,9 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
     return gate;
 }
 
-void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(&gate->authority, ring); }
+void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(gate->authority, ring); }
 
-const sky_authority *sky_gate_authority(const sky_gate *gate) { return &gate->authority; }
+const sky_authority *sky_gate_authority(const sky_gate *gate) { return gate->authority; }
 
 bool sky_gate_commanded(const sky_gate *gate) { return gate->commanded; }
 
@@ -404,7 +456,7 @@ static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_
         size_t bytes;
         const uint8_t *const packet = packet_of(its, n, &bytes);
         sky_us sent = 0;
-        gate->keep[n] = sky_authority_check(&gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
+        gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
         gate->sent[n] = sent;
         all = all && gate->keep[n];
     }
@@ -455,7 +507,7 @@ static void keep_answers(sky_gate *gate, const group *its, size_t count) {
         size_t bytes;
         sky_us sent;
         const uint8_t *const packet = packet_of(its, n, &bytes);
-        gate->keep[n] = sky_authority_check(&gate->authority, packet, bytes, 0, 0, &sent);
+        gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, 0, 0, &sent);
         if (!gate->keep[n]) {
             (void)count_wrong(gate, packet, bytes);
         }
@@ -512,7 +564,7 @@ static void judge(sky_gate *gate, const group *its) {
         if (command) {
             keep_from_ground(gate, its, count);
         } else { /* ground hosts send no answers: one that does would have them taken for another's */
-            (void)memset(gate->keep, 0, count * sizeof gate->keep[0]);
+            (void)memset(gate->keep, 0, count * sizeof *gate->keep);
             turn_away(gate, its, 0, count, gate->keep);
         }
     } else if (to_me && command) {
@@ -521,7 +573,7 @@ static void judge(sky_gate *gate, const group *its) {
             kept = kept || gate->keep[n];
         }
         gate->commanded = gate->commanded || kept;
-    } else if (to_me && gate->authority.every_packet) {
+    } else if (to_me && gate->authority->every_packet) {
         keep_answers(gate, its, count);
     } else {
         admit(gate, its->packets, its->bytes, its->segment);
