@@ -55,7 +55,7 @@ def secondary(telemetry: bool, op: int) -> tuple[Field, ...]:
             Field("checksum", 8, "not used", value=0),
         )
     return (
-        Field("seconds", 32, "of the Unix epoch"),
+        Field("seconds", 32, "of the Unix epoch; in HK, of the mission's clock"),
         Field("fraction", 16, "of a second, in 1/65,536"),
         Field("spare_time", 32, "reserved"),
     )

@@ -366,7 +366,6 @@ static void SKY_App_Housekeeping(void)
     SKYMEMORY_HkTlm_Payload_t *out = &SKY_App.housekeeping.Payload;
     int64_t                    figures[SKY_HOUSEKEEPING_FIELDS];
     int64_t                    chunks = 0, bytes = 0, packets = 0, rejected = 0;
-    CFE_TIME_SysTime_t         time;
     sky_us                     now;
     unsigned                   i, j;
     OS_MutSemTake(SKY_App.mutex);
@@ -390,10 +389,7 @@ static void SKY_App_Housekeeping(void)
     sky_store64(out->MemoryUsedBytes, (uint64_t)bytes);
     sky_store64(out->PacketsReceived, (uint64_t)packets);
     sky_store64(out->PacketsRejected, (uint64_t)rejected);
-    time.Seconds    = (uint32)(now / 1000000);
-    time.Subseconds = (uint32)(((uint64_t)(now % 1000000) << 32) / 1000000U);
-    CFE_MSG_SetMsgTime(CFE_MSG_PTR(SKY_App.housekeeping.TelemetryHeader), time);
-    CFE_SB_TransmitMsg(CFE_MSG_PTR(SKY_App.housekeeping.TelemetryHeader), true);
+    CFE_SB_TransmitMsg(CFE_MSG_PTR(SKY_App.housekeeping.TelemetryHeader), true); /* which stamps it */
     for (i = 0; i < SKY_APP_PINGS && i < SKY_App.count; i++)
     {
         SKY_App_Ping(SKY_App.next);

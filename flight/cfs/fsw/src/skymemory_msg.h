@@ -21,7 +21,7 @@ typedef struct
     uint8 Satellites[2];
     uint8 PacketsPublished[4];   /* answers onto the software bus */
     uint8 PacketsUnpublished[4]; /* answers that the bus had no room for */
-    /* Of all its satellites together; the time of the packet is Unix time. */
+    /* Of all its satellites together. */
     uint8 ChunksHeld[8];
     uint8 MemoryUsedBytes[8];
     uint8 PacketsReceived[8];
