@@ -1,8 +1,8 @@
 """Definitions of housekeeping and commands for operators' tools: XTCE (OMG, CCSDS 660.0) and OpenC3 COSMOS.
 
 `python -m tools.operator_definitions` writes docs/reference/skymemory.xtce.xml and skymemory.cosmos.txt there, from the
-protocol's own tables: a test fails where they are not up to date. The app of cFS has commands and housekeeping of its own,
-which flight/cfs/fsw/src/skymemory_msg.h has as well.
+protocol's own tables: a test fails where they are not up to date. The app of cFS has commands and housekeeping of its
+own, which flight/cfs/fsw/src/skymemory_msg.h has as well.
 """
 
 from __future__ import annotations

@@ -363,9 +363,8 @@ def test_commands_over_the_bus(fly: Callable[..., Mission]) -> None:
     kept = {bytes(range(32)): random.Random(3).randbytes(98_304)}
     with open_constellation(mission.directory.path) as store:
         put(store, kept)
-        holds = [
-            one for one, found in control.ping_all(mission.plan).items() if one.plane == 2 and found and found["chunks_held"]
-        ]
+        answers = control.ping_all(mission.plan)
+        holds = [one for one, found in answers.items() if one.plane == 2 and found and found["chunks_held"]]
         assert holds
         mission.send(*(packet(Op.EVICT, pack_keys(list(kept)), there=one) for one in holds))
         mission.counts(2 + len(holds), 8)

@@ -102,16 +102,12 @@ def test_the_app_of_cfs_has_housekeeping_and_commands_of_its_own():
     """As flight/cfs/fsw/src/skymemory_msg.h has them, for the software bus."""
     text = (operator_definitions.FOLDER.parent.parent / "flight/cfs/fsw/src/skymemory_msg.h").read_text("utf-8")
     fields = re.findall(r"^    uint8 (\w+)(?:\[(\d+)\])?;", text, re.M)
-    theirs = [(name.replace("_", "").removeprefix("all"), bits // 8) for name, bits in _bits(operator_definitions.APP_BODY)]
+    theirs = [(one.name.replace("_", "").removeprefix("all"), one.bits // 8) for one in operator_definitions.APP_BODY]
     assert [(name.lower(), int(size or 1)) for name, size in fields] == theirs
     codes = {name: int(code) for name, code in re.findall(r"#define SKYMEMORY_(\w+)_CC +(\d+)", text)}
     assert list(codes) == ["NOOP", "RESET_COUNTERS"]
     for name, code in codes.items():
         assert _packet(name) == bytes.fromhex(f"18c1c0000001{code:02x}00")
-
-
-def _bits(fields: tuple[operator_definitions.Field, ...]) -> list[tuple[str, int]]:
-    return [(one.name, one.bits) for one in fields]
 
 
 def _packet(command: str) -> bytes:
