@@ -115,7 +115,7 @@ APP_BODY = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``identity``: the field that tells it from others of its APID."""
+    """``identity``: the field that distinguishes it from others of its APID."""
 
     name: str
     meaning: str

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESET = "testbed-19x5"
 BUILD = ROOT / "build" / "flight-cfs"
 CI_LAB, TO_LAB = ("127.0.0.1", 1234), ("127.0.0.1", 1235)
-NOBODY = 65534
+UNPRIVILEGED = 65534
 PACKET, APP, ES, TO = 0x18C0, 0x18C1, 0x1806, 0x1880
 HERE = SatelliteId(2, 9)
 """Of host-2 of five, and of the only host of one."""
@@ -110,13 +110,13 @@ class Mission:
     def _own(self, path: Path) -> None:
         path.chmod(0o700 if path.is_dir() else 0o600)
         if os.geteuid() == 0:
-            os.chown(path, NOBODY, NOBODY)
+            os.chown(path, UNPRIVILEGED, UNPRIVILEGED)
 
     def start(self) -> subprocess.Popen[bytes]:
         """Not as root: OSAL cuts the depths of queues to what the system allows for others only."""
         for path in (self.folder, self.folder / "cf"):
             self._own(path)
-        user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        user = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": []} if os.geteuid() == 0 else {}
         said = self.says("SKYMEMORY: .* satellites listen")
         with self.log.open("ab") as out:
             self.core = subprocess.Popen(
