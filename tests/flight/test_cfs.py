@@ -88,17 +88,21 @@ class Mission:
         self.ground.bind(TO_LAB)
         self.ground.settimeout(1.0)
         self.definition = spp.load_xtce(operator_definitions.FOLDER / operator_definitions.XTCE_NAME)
-        plan_path = folder / "plan.json"
-        save_plan(self.plan, plan_path)
+        self.host, self.plan_path = host, folder / "plan.json"
+        save_plan(self.plan, self.plan_path)
+        self.core: subprocess.Popen[bytes] | None = None
+        self.others: list[subprocess.Popen[bytes]] = []
+
+    def begin(self) -> None:
         self.others = [
             subprocess.Popen(
-                [sys.executable, "-m", "skymemory", "satellite", "--plan", plan_path, "--host", one.name],
+                [sys.executable, "-m", "skymemory", "satellite", "--plan", self.plan_path, "--host", one.name],
                 stdout=subprocess.DEVNULL,
             )
             for one in self.plan.hosts
-            if one is not host
+            if one is not self.host
         ]
-        self.core = self.start()
+        self.start()
 
     def give_keys(self) -> None:
         if self.keys.exists():
@@ -112,7 +116,7 @@ class Mission:
         if os.geteuid() == 0:
             os.chown(path, UNPRIVILEGED, UNPRIVILEGED)
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> None:
         """Not as root: OSAL cuts the depths of queues to what the system allows for others only."""
         for path in (self.folder, self.folder / "cf"):
             self._own(path)
@@ -126,7 +130,6 @@ class Mission:
         self.wait(lambda: self.says("SCH Lab Initialized") > 0)
         self.wait(self._all_answer)
         self.enable_downlink()
-        return self.core
 
     def _all_answer(self) -> bool:
         return all(control.ping_all(self.plan).values())
@@ -184,28 +187,32 @@ class Mission:
     def counts(self, accepted: int, rejected: int) -> None:
         self.wait(lambda: self.counters() == (accepted, rejected))
 
+    def _process(self) -> Path:
+        assert self.core is not None
+        return Path("/proc") / str(self.core.pid)
+
     def descriptors(self) -> tuple[int, int]:
-        """Sockets and tasks of the process."""
-        process = Path("/proc") / str(self.core.pid)
-        links = [os.readlink(one) for one in (process / "fd").iterdir()]
-        return sum(one.startswith("socket:") for one in links), len(list((process / "task").iterdir()))
+        """Sockets, queues and files of the process, and its tasks."""
+        process = self._process()
+        return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
 
     def memory_mib(self) -> float:
-        status = (Path("/proc") / str(self.core.pid) / "status").read_text()
+        status = (self._process() / "status").read_text()
         return int(re.findall(r"VmSize:\s+(\d+)", status)[0]) / 1024
 
     def power_on_reset(self) -> None:
         """Ends the process; the shared memory of the reset goes with it."""
         self.send(command(ES, 2, struct.pack("<H", 2)))
+        assert self.core is not None
         self.core.wait(PATIENCE_S)
 
     def end(self) -> None:
         try:
-            if self.core.poll() is None:
+            if self.core is not None and self.core.poll() is None:
                 self.power_on_reset()
         finally:
             self.ground.close()
-            for one in (self.core, *self.others):
+            for one in filter(None, (self.core, *self.others)):
                 if one.poll() is None:
                     one.terminate()
                 one.wait(PATIENCE_S)
@@ -242,6 +249,7 @@ def fly(mission_build: Path) -> Iterator[Callable[..., Mission]]:
 
         def start(**plan: Any) -> Mission:
             flown.append(Mission(mission_build, folder, **plan))
+            flown[-1].begin()
             return flown[-1]
 
         try:
