@@ -8,6 +8,9 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#ifdef SKY_ADDRESS_SANITIZER
+#include <sanitizer/asan_interface.h>
+#endif
 
 typedef struct {
     uint8_t *memory;
@@ -19,10 +22,22 @@ typedef struct {
 #define SKY_SMALL_POOL 2048U
 #define SKY_SMALL_STRUCTURE 32768U
 
+/* For builds with AddressSanitizer, which knows nothing of the parts of one allocation: bytes behind every part must not be
+ * touched, so what reads or writes past the end of its pool is found. Memory is freed without guards. */
+#ifdef SKY_ADDRESS_SANITIZER
+#define SKY_GUARD_BYTES 32U
+#define SKY_GUARD(at, bytes) __asan_poison_memory_region((at), (bytes))
+#define SKY_UNGUARD(at, bytes) __asan_unpoison_memory_region((at), (bytes))
+#else
+#define SKY_GUARD_BYTES 0U
+#define SKY_GUARD(at, bytes) ((void)0)
+#define SKY_UNGUARD(at, bytes) ((void)0)
+#endif
+
 /* Zeroed room for `count` times `size` bytes; NULL while counting, or where the arena is too small. Small things lie together,
  * from below, and pools from above: a system whose memory comes by pages then gives few that are hardly used. */
 static inline void *sky_take(sky_arena *arena, size_t count, size_t size) {
-    const size_t room = (count * size + 15U) & ~(size_t)15U;
+    const size_t room = ((count * size + 15U) & ~(size_t)15U) + SKY_GUARD_BYTES;
     size_t at;
     if (size != 0U && count > (SIZE_MAX / 4U - arena->used) / size) {
         arena->used = SIZE_MAX / 2U; /* impossible: never fits */
@@ -35,7 +50,11 @@ static inline void *sky_take(sky_arena *arena, size_t count, size_t size) {
     } else {
         at = (arena->bytes & ~(size_t)15U) - (arena->used - arena->low);
     }
-    return arena->memory == NULL || arena->used > arena->bytes ? NULL : arena->memory + at;
+    if (arena->memory == NULL || arena->used > arena->bytes) {
+        return NULL;
+    }
+    SKY_GUARD(arena->memory + at + count * size, room - count * size);
+    return arena->memory + at;
 }
 
 #endif

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "checks.h"
 #include "wire/packet.h"
 
 void sky_config_defaults(sky_config *config) {
@@ -56,6 +57,9 @@ uint32_t sky_config_keys(const sky_config *config) {
     return config->most_keys != 0U ? config->most_keys : sky_config_chunks(config);
 }
 
+/* Microseconds that fit every sum and product that is made of them: 11 days. */
+static bool is_time(sky_us time) { return time >= 0 && time <= INT64_C(1000000000000); }
+
 const char *sky_config_error(const sky_config *config) {
     const uint32_t plane = config->address >> 12, slot = config->address & 0xFFFU;
     const char *error = NULL;
@@ -78,11 +82,17 @@ const char *sky_config_error(const sky_config *config) {
         error = "replacement: expected lru, lfuda or lrfu";
     } else if (config->pin_share > 65536U) {
         error = "pin share: expected at most 65536, which is all";
-    } else if (config->replicas < 1U || config->replicas > 255U) {
-        error = "replicas: expected 1 to 255";
+    } else if (config->replicas < 1U || 2U * config->replicas > SKY_MOST_PLACES) { /* all are asked, now and before a move */
+        error = "replicas: expected 1 to 32";
     } else if (config->slot_link_ps < 1U || config->plane_link_ps < 1U ||
                config->slot_link_ps > (uint64_t)1 << 46 || config->plane_link_ps > (uint64_t)1 << 46) {
         error = "link delays: expected 1 ps to 70 s";
+    } else if (!is_time(config->sweep) || config->sweep == 0 || !is_time(config->notice_hold) || !is_time(config->confirm) ||
+               !is_time(config->neighbour_timeout) || !is_time(config->handover_timeout) ||
+               !is_time(config->handover_grace) || config->handover_grace == 0 || !is_time(config->handover_gap)) {
+        error = "times: expected 11 days at most, and 1 us or more for the sweep and the grace period of a handover";
+    } else if (config->handover_window < 2U || config->handover_window > 65536U) { /* it is never cut to less than 2 */
+        error = "handover window: expected 2 to 65536 bursts";
     } else if (config->ring.count > SKY_MOST_KEYS_IN_RING) {
         error = "keys in a ring: expected 16 at most";
     } else if (config->most_back_offs < 1U || config->most_back_offs > UINT16_MAX || config->most_conflicts < 1U ||

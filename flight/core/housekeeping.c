@@ -49,6 +49,7 @@ void sky_housekeeping(const sky_satellite *satellite, int64_t figures[SKY_HOUSEK
     figures[38] = WORD_CODECS;
     figures[40] = (int64_t)satellite->postponed.dropped;
     figures[41] = sky_lateness_at(&satellite->lateness, now);
+    figures[48] = (int64_t)(sky_pools_full(satellite) + satellite->counters.of[SKY_outbox_full]);
     for (uint32_t number = 0U; number < SKY_HOUSEKEEPING_FIELDS; number++) {
         if ((satellite->is_figure >> number & 1U) != 0U) {
             figures[number] = satellite->figures[number];

@@ -98,10 +98,10 @@ void sky_satellite_moves(const sky_satellite *satellite, int32_t *slot_moves, in
 void sky_set_keys(sky_satellite *satellite, const sky_ring *ring);
 
 /* All fields of PONG, by number. */
-#define SKY_HOUSEKEEPING_FIELDS 48U
+#define SKY_HOUSEKEEPING_FIELDS 49U
 void sky_housekeeping(const sky_satellite *satellite, int64_t figures[SKY_HOUSEKEEPING_FIELDS], sky_us now);
 /* How often a fixed pool was full, and something was therefore refused, left out, or put off. (`outbox_full` is a counter
- * of its own: packets.) */
+ * of its own: packets.) Of the housekeeping `pools_full` is the sum of both. */
 uint64_t sky_pools_full(const sky_satellite *satellite);
 /* The state that the Python twin has too, part by part in a stated order (tests/flight/state.py), as bytes to a sink; and
  * the CRC-32 of all of them. */

@@ -16,6 +16,7 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
+#include "arena.h"
 #include "endpoints.h"
 #include "faults.h"
 #include "key_file.h"
@@ -466,6 +467,11 @@ static void release_due(host *h) {
 
 /* --- Satellites that begin, die, and come back --- */
 
+static void unmap(const satellite *s) {
+    SKY_UNGUARD(s->memory, s->memory_bytes);
+    (void)munmap(s->memory, s->memory_bytes);
+}
+
 static bool launch(host *h, unsigned which) {
     satellite *s = &h->all[which];
     sky_config config = h->its->config;
@@ -493,7 +499,7 @@ static bool launch(host *h, unsigned which) {
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = which};
     if (s->core == NULL || epoll_ctl(h->epoll, EPOLL_CTL_ADD, fd, &event) < 0) {
         if (s->memory != MAP_FAILED)
-            (void)munmap(s->memory, s->memory_bytes);
+            unmap(s);
         s->core = NULL;
         (void)close(fd);
         errno = ENOMEM;
@@ -529,7 +535,7 @@ static void kill_satellite(host *h, unsigned which) {
         free(one);
     s->core = NULL;
     s->life++;
-    (void)munmap(s->memory, s->memory_bytes);
+    unmap(s);
     set_timer(h, which, SKY_NEVER, 0);
 }
 

@@ -233,6 +233,20 @@ def test_two_rotates_at_once_both_count(monkeypatch: pytest.MonkeyPatch, run_dir
     assert moved == [4] and load_plan(RunDirectory(run_dir).plan_path).pushed_slot_moves == 4
 
 
+def test_status_says_that_pools_were_full(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan("testbed-19x5")
+    ours = dict.fromkeys(HOUSEKEEPING_FIELDS, 0) | {"clock_off_us": 0} | OURS.figures()
+    answers: dict[SatelliteId, dict[str, int] | None] = dict.fromkeys(plan.torus.satellites(), ours)
+    hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
+    assert "pools" not in capsys.readouterr().out
+    answers |= {satellite: ours | {"pools_full": 2} for satellite, _ in plan.addresses_of(plan.hosts[1])}
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=False)
+    assert "pools of satellites were full 38 times" in capsys.readouterr().out
+    print_status(StatusReport(plan, hosts, answers, "here"), as_json=True)
+    assert json.loads(capsys.readouterr().out)["totals"]["pools_full"] == 38
+
+
 def test_status_says_how_many_satellites_are_of_an_older_release(capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan("testbed-19x5")
     ours = dict.fromkeys(HOUSEKEEPING_FIELDS, 0) | {"clock_off_us": 0, "chunks_held": 2} | OURS.figures()

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ import pytest
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
+from skymemory.keys import KeyRing, SecretKey
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.clock import MoveClock, SkyMap
@@ -49,6 +50,8 @@ BOUNDS = (
 _STRICT = ("-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 _BEAM = 0xFF000000
 _MOST_RUNS = 4096
+_RUN = 1024
+"""Chunks of one run at most: where not all are free, C stores them one by one, and may evict others than Python."""
 _OUT_BYTES = 1 << 26
 _REPLACEMENTS = ("lru", "lfuda", "lrfu")
 _LEAST_US = -(1 << 61)
@@ -86,7 +89,11 @@ def _build() -> Path:
         made.parent.mkdir(parents=True, exist_ok=True)
         part = made.with_suffix(f".{os.getpid()}")
         options = (*_STRICT, "-O2", "-fPIC", "-shared", f"-I{CORE}", "-o", str(part))
-        checked = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined") if sanitize else ()
+        checked = (
+            ("-g", "-DSKY_ADDRESS_SANITIZER", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+            if sanitize
+            else ()
+        )
         _run((cc, *options, *checked, str(shim), *map(str, objects), "-lm"))
         part.replace(made)
     return made
@@ -123,6 +130,7 @@ def library() -> ctypes.CDLL:
         "shim_bytes": (size, (numbers,)),
         "shim_begin": (it, (numbers, numbers, u8, u32, it, i64, ctypes.POINTER(it))),
         "shim_end": (void, (it,)),
+        "shim_set_keys": (void, (it, numbers, u8, u32)),
         "shim_set_lateness": (void, (it, i64, i64, i64)),
         "shim_late": (i64, (it, i64)),
         "sky_host_late": (void, (it, i64, i64)),
@@ -197,7 +205,7 @@ def settings_of(
         torus.slots_per_plane,
         int(config.routing == "alternate"),
         config.memory_bytes,
-        min(config.memory_bytes // 73 + 1, 1 << 18),
+        min(config.memory_bytes // 73 + 1 + _RUN, 1 << 18),
         _REPLACEMENTS.index(config.replacement),
         config.credit_bytes,
         config.max_backlog_bytes,
@@ -224,6 +232,12 @@ def settings_of(
         config.authority is not None and config.authority.every_packet,
         *(bounds.get(name, 0) for name in BOUNDS),
     ]
+
+
+def _keys(ring: Sequence[SecretKey]) -> tuple[Any, bytes]:
+    """Numbers and times of keys, and their secrets."""
+    numbers = [number for key in ring for number in (key.key_id, us(key.from_s))]
+    return (ctypes.c_int64 * max(1, len(numbers)))(*numbers), b"".join(key.secret for key in ring)
 
 
 def _callback(clock: MoveClock) -> Any:
@@ -263,8 +277,7 @@ class FlightMachine:
         values = settings_of(config, sky, clock, bounds)
         numbers = (ctypes.c_int64 * len(values))(*values)
         ring = config.authority.ring.keys if config.authority is not None else ()
-        keys = (ctypes.c_int64 * (2 * len(ring) + 1))(*(n for key in ring for n in (key.key_id, us(key.from_s))))
-        secrets = b"".join(key.secret for key in ring)
+        keys, secrets = _keys(ring)
         callback = None if self._clock is None else ctypes.cast(self._clock, ctypes.c_void_p)
         mapping = ctypes.c_void_p()
         it = self.lib.shim_begin(numbers, keys, secrets, len(ring), callback, us(now_s), ctypes.byref(mapping))
@@ -282,6 +295,11 @@ class FlightMachine:
         self.store = FlightStore(self)
         self.handover = FlightHandover(self)
         self.neighbours = FlightNeighbours(self)
+
+    def set_keys(self, ring: KeyRing) -> None:
+        """As a host whose key file has changed."""
+        keys, secrets = _keys(ring.keys)
+        self.lib.shim_set_keys(self.it, keys, secrets, len(ring.keys))
 
     def value(self, which: int) -> int:
         return int(self.lib.shim_value(self.it, which))

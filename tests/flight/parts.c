@@ -363,6 +363,7 @@ void *parts_memory(const int64_t *v) {
     return its->pool && sky_memory_new(&its->memory, &arena, &its->config) ? its : NULL;
 }
 void parts_memory_end(storing *its) {
+    SKY_UNGUARD(its->pool, its->bytes);
     munmap(its->pool, its->bytes);
     free(its);
 }

@@ -82,6 +82,18 @@ static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *se
     }
 }
 
+/* Other keys from now on. */
+void shim_set_keys(sky_satellite *satellite, const int64_t *keys, const uint8_t *secrets, uint32_t count) {
+    sky_ring ring = satellite->config.ring;
+    ring.count = count;
+    for (uint32_t each = 0; each < count; each++) {
+        ring.keys[each].id = (uint16_t)keys[2 * each];
+        ring.keys[each].from = keys[2 * each + 1];
+        memcpy(ring.keys[each].secret, secrets + 32 * each, 32);
+    }
+    sky_set_keys(satellite, &ring);
+}
+
 const char *shim_error(const int64_t *values) {
     sky_config config;
     settings_of(values, NULL, NULL, 0, &config);
@@ -122,7 +134,11 @@ sky_satellite *shim_begin(const int64_t *values, const int64_t *keys, const uint
     return satellite;
 }
 
-void shim_end(void *mapping) { munmap(mapping, ((head_t *)mapping)->mapped); }
+void shim_end(void *mapping) {
+    const size_t mapped = ((head_t *)mapping)->mapped;
+    SKY_UNGUARD(mapping, mapped);
+    munmap(mapping, mapped);
+}
 
 void shim_set_lateness(sky_satellite *satellite, int64_t worst, int64_t worst_at, int64_t on_time) {
     satellite->lateness.worst = worst;

@@ -153,6 +153,24 @@ def test_a_command_is_taken_once_as_by_the_twin(sent: list[tuple[int, int, int, 
         auth.REMEMBERED, auth.MAX_SENDERS, auth.MAX_FORGOTTEN = before
 
 
+def test_a_forgotten_sender_is_remembered_for_a_minute() -> None:
+    """Then its newest command is the floor of all: what was made before counts as seen."""
+    lib = library()
+    before = auth.MAX_SENDERS
+    auth.MAX_SENDERS = 1
+    try:
+        for after_s in (29, 31, 59, 60, 61, 90):
+            it, twin = lib.parts_replay(numbers([NOW_US, 1, 8, 16])), ReplayWindow(NOW_US)
+            taken = []
+            for ground, at_s, sequence in ((1, 0, 3), (2, after_s, 3), (3, after_s, 4), (4, 0, 2)):
+                sent_us = NOW_US + at_s * 1_000_000
+                taken.append(bool(lib.parts_first(it, 7, ground, 0, sent_us, sequence)))
+                assert taken[-1] == twin.first((7, ground, 0), stamp(sent_us, sequence)), (after_s, ground)
+            assert taken == [True, True, True, after_s <= 60]
+    finally:
+        auth.MAX_SENDERS = before
+
+
 def test_thousands_of_commands_out_of_order_are_taken_once() -> None:
     lib, rng = library(), random.Random(2)
     it, twin = lib.parts_replay(numbers([NOW_US, 256, 4096, 2048])), ReplayWindow(NOW_US)

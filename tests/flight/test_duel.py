@@ -34,6 +34,22 @@ def test_random_traffic(name: str) -> None:
     Duel(CASES[name], seed=1).run(350)
 
 
+@pytest.mark.parametrize("seed", range(1, 41))
+def test_drawn_configurations(seed: int) -> None:
+    """Grids of one satellite to 255 planes, tiny memories, largest chunks, many copies, new keys, clocks that jump."""
+    Duel(Case.drawn(seed), seed).run(120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_very_many_drawn_configurations() -> None:
+    packets, seed = 0, 1000
+    while packets < PACKETS:
+        duel = Duel(Case.drawn(seed), seed)
+        duel.run(400)
+        packets, seed = packets + duel.packets, seed + 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", CASES)

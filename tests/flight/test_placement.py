@@ -94,6 +94,17 @@ def test_layouts_and_places_are_those_of_the_twin(
             assert twin.locate(0, set_moves, ours) == twin.locate(0, set_moves, theirs)
 
 
+@pytest.mark.parametrize("delays_ps", [(1, 1), (1, 2), (2, 1), (3, 5)])
+def test_of_boxes_of_equal_area_the_twins_is_taken(delays_ps: tuple[int, int]) -> None:
+    for torus in ((p, s) for p in range(1, 7) for s in range(1, 7)):
+        it, placed = placing(torus, (0, 0), delays_ps), Torus(*torus)
+        for servers in range(1, torus[0] * torus[1] + 1):
+            cells, box = (ctypes.c_int16 * (2 * servers))(), (ctypes.c_int32 * 4)()
+            assert library().parts_layout(it, STRATEGY_CODES["cost"], servers, cells, box)
+            twin = Placement.of("cost", servers, placed, SatelliteId(0, 0), *(ps * 1e-12 for ps in delays_ps)).box
+            assert tuple(box) == (twin.width, twin.height, twin.west, twin.north), (torus, servers)
+
+
 def test_what_cannot_be_placed_is_nowhere() -> None:
     it = placing((5, 19), (2, 9), (1, 1))
     for tag in (

@@ -120,6 +120,8 @@ def test_values_survive_full_pools(name: str) -> None:
     counter = "outbox_full" if name == "runs" else "pools_full"
     if name not in ("back_offs", "suspects"):  # of these all are forgotten, and retries come sooner; those are few here
         assert counted(simulated, counter) > 0
+    reported = sum(each.housekeeping()["pools_full"] for each in simulated.satellites.values())
+    assert reported == counted(simulated, "pools_full", "outbox_full")
 
 
 def test_a_full_pool_of_departures_delays_and_loses_nothing() -> None:
@@ -203,13 +205,13 @@ class Squeezed(Duel):
             if data[0] & 0x10 and data[COMMAND_BYTES + 1] == Op.MIGRATE:
                 self.acknowledge(data, Status.FULL)
 
-    def acknowledge(self, data: bytes, status: Status) -> None:
+    def acknowledge(self, data: bytes, status: Status, by: Address | None = None) -> None:
         header = SkyHeader.unpack(memoryview(data), COMMAND_BYTES)
         ref = ChunkRef.unpack(data[COMMAND_BYTES + SKY_BYTES :][:72])
         answer = SkyHeader(
             Op.ACK,
             Address(*self.here),
-            header.destination,
+            by or header.destination,
             0,
             header.request_id,
             status,
@@ -383,6 +385,53 @@ def test_promises_beyond_the_pool_are_sent_once() -> None:
     assert sorted(one.promised.values())[:2] == [1, 1]
     assert max(one.promised.values()) > 1
     assert one.c.counters.get("pools_full") == 2
+
+
+def test_a_promise_goes_to_every_satellite_that_takes_chunks() -> None:
+    one, key = Squeezed(Case(slot_period_s=2.0, memory_bytes=1 << 20), 1, {}), bytes(range(32))
+    stored(one, key, count=15)  # two bursts
+    retained(one, Retain.PIN, [key], 7)
+    for _ in range(64):
+        one.advance(4)
+        moved = {data[24:28]: data for _, data in one.sent if data[0] & 0x10 and data[COMMAND_BYTES + 1] == Op.MIGRATE}
+        if len(moved) == 2:
+            break
+    takers, one.sent = [Address(0, 1), Address(1, 0)], []
+    for data, by in zip(moved.values(), takers, strict=True):
+        one.acknowledge(data, Status.OK, by)
+    promised = [data for _, data in one.sent if data[0] & 0x10 and data[COMMAND_BYTES + 1] == Op.RETAIN]
+    assert [SkyHeader.unpack(memoryview(data), COMMAND_BYTES).destination for data in promised] == takers
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"replicas": 33}, "replicas"),
+        ({"replicas": 0}, "replicas"),
+        ({"handover_window_bursts": 1}, "handover window"),
+        ({"handover_grace_s": 0.0}, "times"),
+        ({"sweep_s": 0.0}, "times"),
+        ({"sweep_s": 1e9}, "times"),
+        ({"handover_gap_s": -1.0}, "times"),
+    ],
+)
+def test_a_configuration_that_would_not_end_or_not_ask_all_copies_is_refused(
+    change: dict[str, float], error: str
+) -> None:
+    """A cut window has room for two bursts; a copy that waits for another is looked at again after the grace period;
+    losses are proved by all copies, now and before a move.
+    """
+    sky, clock = SkyMap(Torus(5, 7), SatelliteId(2, 3)), MoveClock()
+
+    def began(change: dict[str, float]) -> FlightMachine:
+        ours = {name: change[name] for name in ("replicas", "sweep_s") if name in change}
+        others = {name: value for name, value in change.items() if name not in ours}
+        config = SatelliteConfig(SatelliteId(2, 3), 1000, eviction=EvictionConfig(**ours), **others)  # type: ignore[arg-type]
+        return FlightMachine(config, sky, clock, 0.0)
+
+    began({"replicas": 32, "handover_window_bursts": 2, "handover_grace_s": 1e-6, "sweep_s": 1e-6})
+    with pytest.raises(ValueError, match=error):
+        began(change)
 
 
 def test_the_ground_host_heard_longest_ago_is_forgotten() -> None:

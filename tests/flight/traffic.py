@@ -10,7 +10,8 @@ import math
 import random
 import struct
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from tests.flight.machine import PARTS, FlightMachine, us
 from tests.flight.state import part
@@ -20,7 +21,7 @@ from skymemory.constellation.torus import RoutingMode, SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.keys import KeyRing, SecretKey
 from skymemory.protocol import messages
-from skymemory.protocol.auth import Authority
+from skymemory.protocol.auth import MAX_SIGNED_CHUNK_BYTES, Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.checks import Check, Found, pack_checks, pack_found
@@ -33,6 +34,7 @@ from skymemory.protocol.wire import (
     COMMAND_BYTES,
     FLAG_SETTLED,
     GROUND_SHELL,
+    MAX_PACKET_BYTES,
     SKY_BYTES,
     Address,
     ChunkRef,
@@ -70,6 +72,84 @@ class Case:
     start_s: float = 0.0
     calm: bool = False
     """Little is deleted, so that much is handed over."""
+    here: tuple[int, int] | None = None
+    """Plane and slot; in the middle by default."""
+    centre: tuple[int, int] | None = None
+    """Of the box; the satellite itself by default."""
+    chunk_bytes: tuple[int, ...] = (16, 64, 200, 512)
+    servers: tuple[int, ...] = (1, 2, 4, 9, 10)
+    most_chunks: int = 12
+    """Of a value, by its length in chunks of full size."""
+    links_s: tuple[float, float] = (0.004, 0.002)
+    handover: tuple[int, float, float, float] = (32, 0.1, 1.0, 0.002)
+    """Window, timeout, grace period, and gap."""
+    new_keys: bool = False
+    """Keys come and go."""
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    """Of the pools in C, which must suffice."""
+    jumps: bool = False
+    """The clock jumps, forwards and back."""
+
+    @classmethod
+    def drawn(cls, seed: int) -> Case:
+        """Any configuration, drawn over wide ranges; most are at some bound."""
+        r = random.Random(seed)
+        sizes = (1, 2, 3, 5, 7, 8, 13, 19, 31)
+        planes, slots = r.choice(
+            (
+                (1, 1),
+                (1, r.choice(sizes)),
+                (2, r.choice(sizes)),
+                (r.choice(sizes), 1),
+                (r.choice(sizes), r.choice(sizes)),
+                (r.choice(sizes), r.choice(sizes)),
+                (255, r.choice((1, 2, 7))),
+                (7, 251),
+            )
+        )
+        largest = r.choice((16, 200, 2000, 6144, 20_000, MAX_SIGNED_CHUNK_BYTES))
+        policies = r.sample(("gossip", "periodic", "migration"), r.randrange(4))
+        policies = ["gossip-plane" if each == "gossip" and r.random() < 0.4 else each for each in policies]
+        eviction = EvictionConfig.of(
+            policies, r.choice((0.5, 5.0, 30.0)), r.choice((1, 1, 2, 3, min(planes * slots, 32), 32))
+        )
+        eviction = replace(
+            eviction,
+            pin_share=r.choice((0.0, 0.25, 0.5, 1.0)),
+            confirm_s=r.choice((0.25, 2.0)),
+            notice_hold_s=r.choice((0.0, 0.0625)),
+        )
+        start_s = r.choice((0.0, 1_735_689_600.0, 4_294.0, 1_800_000_000.0 - 1_800_000_000.0 % 4_294.967296))
+        return cls(
+            planes,
+            slots,
+            r.choice((0, 73, 500, 12_000, 100_000, 12 * largest)),
+            r.choice(("lru", "lfuda", "lrfu")),
+            r.choice(("greedy", "alternate")),
+            eviction,
+            r.choice((0.5, 2.5, 20.0, 1000.0)),
+            r.choice((0.0, 1.0, 1.0, 4.0)),
+            authority=r.random() < 0.4,
+            every_packet=r.random() < 0.3,
+            lateness=r.random() < 0.3,
+            start_s=math.ceil(start_s / TICK_S) * TICK_S,
+            calm=r.random() < 0.4,
+            here=(r.choice((0, planes // 2, planes - 1)), r.choice((0, slots // 2, slots - 1))),
+            centre=(r.randrange(planes), r.randrange(slots)),
+            chunk_bytes=(1, largest // 2, largest, largest),
+            servers=(1, 2, r.randrange(1, 40), min(planes * slots, 65_535), r.choice((9, 10, 65_535))),
+            most_chunks=2 if largest > 6144 else r.choice((3, 12, 40)),
+            links_s=r.choice(((0.004, 0.002), (0.003, 0.003), (0.001, 0.0075))),
+            handover=(
+                r.choice((2, 3, 32)),
+                r.choice((0.0625, 0.125, 1.0)),
+                r.choice((0.0625, 0.25, 1.0)),
+                r.choice((0.0, 0.0, 0.03125)),
+            ),
+            new_keys=r.random() < 0.5,
+            bounds=dict.fromkeys(("questions", "subjects", "asked", "suspects"), 1 << 14),
+            jumps=r.random() < 0.3,
+        )
 
 
 class Difference(AssertionError):
@@ -83,8 +163,8 @@ class Duel:
         self.random = random.Random(seed)
         self.case = case
         self.torus = Torus(case.planes, case.slots)
-        self.here = SatelliteId(case.planes // 2, case.slots // 2)
-        self.sky = sky = SkyMap(self.torus, self.here, 0.004, 0.002)
+        self.here = SatelliteId(*(case.here or (case.planes // 2, case.slots // 2)))
+        self.sky = sky = SkyMap(self.torus, SatelliteId(*(case.centre or self.here)), *case.links_s)
         clock = MoveClock(
             epoch_s=case.start_s,
             slot_period_s=case.slot_period_s,
@@ -95,10 +175,15 @@ class Duel:
         if case.authority:
             ring = KeyRing((SecretKey(3, bytes(range(32))), SecretKey(5, bytes(range(1, 33)), case.start_s + 30.0)))
             self.authority = Authority(ring, case.every_packet)
+        window, timeout_s, grace_s, gap_s = case.handover
         config = SatelliteConfig(
             self.here,
             case.memory_bytes,
             case.routing,
+            handover_window_bursts=window,
+            handover_timeout_s=timeout_s,
+            handover_grace_s=grace_s,
+            handover_gap_s=gap_s,
             replacement=case.replacement,
             eviction=case.eviction,
             authority=self.authority,
@@ -106,8 +191,10 @@ class Duel:
         self.now_s = case.start_s
         figures = self._figures
         self.python = SatelliteMachine(config, sky, clock, self.now_s, transport_figures=figures)
-        self.c = FlightMachine(config, sky, clock, self.now_s)
+        self.c = FlightMachine(config, sky, clock, self.now_s, bounds=case.bounds)
         self.neighbours = [each for each in dict.fromkeys(self.torus.neighbours(self.here)) if each != self.here]
+        if not self.neighbours:  # a single satellite: packets by a link that it does not have
+            self.neighbours = [self.here]
         self.grounds: dict[int, LinkEnd] = {number: ("127.0.0.1", 4000 + number) for number in (7, 8, 9)}
         self.keys = [self.random.randbytes(32) for _ in range(24)]
         self.values: dict[bytes, tuple[bytes, int, PlacementTag]] = {}
@@ -115,7 +202,8 @@ class Duel:
         self.sent: list[tuple[LinkEnd, bytes]] = []
         """What the machine has sent last, to be answered."""
         self.packets = self.events = 0
-        self.weights = list((_EVENTS | _CALM if case.calm else _EVENTS).values())
+        weights = _EVENTS | (_CALM if case.calm else {}) | {"new_keys": case.new_keys, "jump": case.jumps}
+        self.weights = list(weights.values())
 
     def _figures(self) -> dict[str, int]:
         return {"late_us": self.c.lib.shim_late(self.c.it, us(self.now_s))}
@@ -228,12 +316,13 @@ class Duel:
         known = self.values.get(key)
         if known is not None and not fresh:
             return known
-        chunk_bytes = r.choice((16, 64, 200, 512))
-        value = r.randbytes(r.choice((0, 1, chunk_bytes, 3 * chunk_bytes, r.randrange(12 * chunk_bytes))))
+        chunk_bytes, most = r.choice(self.case.chunk_bytes), self.case.most_chunks
+        sizes = (0, 1, chunk_bytes, 3 * chunk_bytes, r.randrange(most * chunk_bytes))
+        value = r.randbytes(min(r.choice(sizes), most * chunk_bytes))
         moves = self.python.moves
         if r.random() < 0.3:
             moves = (moves[0] + r.randrange(-3, 2), moves[1] + r.randrange(-2, 2))
-        servers = r.choice((1, 2, 4, 9, 10))
+        servers = r.choice(self.case.servers)
         tag = PlacementTag(r.choice(_STRATEGIES), servers, 0, *moves, replica=0)
         self.values[key] = value, chunk_bytes, tag
         return self.values[key]
@@ -243,7 +332,9 @@ class Duel:
         r = self.random
         value, chunk_bytes, tag = self.value(key, fresh)
         total = max(1, -(-len(value) // chunk_bytes))
-        replica = r.choice((0, 0, 0, 1)) if self.case.eviction.replicas > 1 else 0
+        replica = (
+            r.choice((0, 0, 0, r.randrange(1, self.case.eviction.replicas))) if self.case.eviction.replicas > 1 else 0
+        )
         server = r.randrange(min(tag.servers, total))
         ours = self.ours(tag, replica)
         if ours is not None and ours < total and r.random() < 0.7:
@@ -293,9 +384,10 @@ class Duel:
             packets = [*packets[:at], bytes(spoilt), *packets[at + 1 :]]
         while packets:
             size, count = len(packets[0]), 1
-            while count < len(packets) and len(packets[count]) == size and count < 64:
+            most = MAX_PACKET_BYTES // max(1, size)
+            while count < len(packets) and len(packets[count]) == size and count < min(64, most):
                 count += 1
-            if count < len(packets) and len(packets[count]) < size:
+            if count < len(packets) and len(packets[count]) < size and count < most:
                 count += 1
             self.give(b"".join(packets[:count]), size, source)
             packets = packets[count:]
@@ -545,8 +637,29 @@ class Duel:
 
     def pile_up(self) -> None:
         """The transport has much to send, or nothing."""
-        backlog = self.random.choice((0, 0, 1 << 30))
+        backlog = self.random.choice((0, 0, 64 << 20, 1 << 30))  # 64 MiB: the bound
         self.python.backlog_bytes = self.c.backlog_bytes = backlog
+
+    def new_keys(self) -> None:
+        """The key file changes: a key more, used from soon on, or one less."""
+        if self.authority is None:
+            return
+        ring, r = self.authority.ring, self.random
+        if len(ring.keys) < 16 and r.random() < 0.6:
+            ring = ring.with_key(r.randbytes(32), self.now_s + r.choice((-5.0, 0.0, 0.5, 20.0)))
+        else:
+            gone = {r.choice(ring.keys).key_id}
+            ring = (
+                ring if ring.active(self.now_s).key_id in gone or len(ring.keys) < 2 else ring.without(gone, self.now_s)
+            )
+        self.authority.ring = ring
+        self.c.set_keys(ring)
+
+    def jump(self) -> None:
+        """The clock jumps; what is due is done next."""
+        step_s = self.random.choice((-0.5, -2.0, -40.0, 0.25, 10.0, 100.0, 4_000.0))
+        self.now_s = max(self.case.start_s, self.now_s + step_s)
+        self.both("handle_timer")
 
     def doze(self) -> None:
         """Much time passes."""
@@ -598,6 +711,8 @@ _EVENTS = {
     "pile_up": 1,
     "doze": 1,
     "settle": 1,
+    "new_keys": 1,
+    "jump": 1,
 }
 _CALM = {"evict": 0, "forget": 0, "notice": 0, "damaged": 1, "hostile": 1, "retain": 2, "migrate": 3}
 _CALM |= {"answer": 80, "settle": 6}

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from tests.soak.slept_host import sleepy
+from tests.soak.slept_host import build, sleepy
 from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
 
 from skymemory.constellation.presets import preset_named
@@ -47,7 +47,8 @@ _HEALTHY_S = 40.0
 """As long as two plane moves at sixty times the pace: what a move costs depends on which it is."""
 _SWEEP_S = 30
 """Satellites with copies sweep as often, for a second at three times the processor of all others."""
-_AFTER_S = 60.0
+_AFTER_S = READ_AFTER_S + _HEALTHY_S
+"""As many moves are judged after the cause as before."""
 _PATIENCE_S = 1.0
 _READ_EVERY_S = 0.4
 _BUSY = "while True: pass"
@@ -209,6 +210,8 @@ def sleeping(slept: Path) -> Iterator[None]:
         return [python, "-c", _SLEPT_HOST.format(str(_ROOT)), str(slept), *rest]
 
     slept.write_bytes(struct.pack("d", 0.0))
+    if shutil.which(os.environ.get("CC", "cc")) is not None:
+        build(slept)
     supervisor.host_command = host_command
     udp_client.UnixClock = lambda: sleepy(slept)  # type: ignore[assignment,misc]
     try:

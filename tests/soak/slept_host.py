@@ -2,13 +2,15 @@
 
 The file holds the seconds that the computer has slept so far, as a double. They are added to the wall clock and to the
 clock that counts time asleep, and not to ``CLOCK_MONOTONIC``, by which the event loop goes: so Linux has it after a
-suspend. The sleep itself is a stopped process.
+suspend. The sleep itself is a stopped process. A host in C finds the same by ``slept.c``.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+import subprocess
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -27,8 +29,17 @@ def sleepy(file: Path) -> udp_socket.UnixClock:
     )
 
 
+def build(asleep: Path) -> None:
+    """``slept.c`` beside the file, for hosts in C; needs a C compiler."""
+    source, made = Path(__file__).with_name("slept.c"), asleep.with_suffix(".so")
+    strict = ("-O2", "-Wall", "-Wextra", "-Werror")
+    subprocess.run([os.environ.get("CC", "cc"), *strict, "-shared", "-fPIC", "-o", made, source], check=True)
+
+
 def run(arguments: list[str]) -> NoReturn:
     """``FILE`` and what the command line of ``skymemory`` takes."""
     asleep = Path(arguments[0])
+    if (library := asleep.with_suffix(".so")).exists():  # for the daemon that this process may become
+        os.environ |= {"LD_PRELOAD": str(library), "SKYMEMORY_SLEPT": str(asleep)}
     udp_host.UnixClock = lambda: sleepy(asleep)  # type: ignore[assignment,misc]
     raise SystemExit(main(arguments[1:]))

@@ -214,6 +214,8 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         for kind, its in (_links(report) or {}).items():
             rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
             print(f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting")
+        if full := report.total("pools_full"):
+            print(f"fixed pools of satellites were full {full} times; each time something was refused or put off")
         if plan.faults.any:
             print(f"faults injected: {report.per_host('faults_injected')}")
     if report.index is not None:

@@ -78,6 +78,7 @@ HOUSEKEEPING_FIELDS = (
     "link_up_queued_bytes",
     "link_down_queued_bytes",
     "link_isl_queued_bytes",
+    "pools_full",
 )
 """Fields of a PONG, in this order; new ones are appended, and a reader ignores what it does not know."""
 

@@ -30,6 +30,8 @@ DAEMON = "skymemory-flight"
 DAEMON_SETTING = "SKYMEMORY_FLIGHT"
 """Environment variable with the path of another build of it."""
 _SHARE_UNITS = 65_536
+MOST_REPLICAS = 32
+"""Satellites in C ask at most so many about a copy: flight/core/config.c."""
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
 
@@ -73,6 +75,7 @@ def check_plan(plan: ConstellationPlan) -> None:
         "a host that moves (--host-path)": bool(plan.ground.waypoints),
         "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
         "links through the Earth": plan.delay_scale > 0 and preset.fixed_centre is None and plan.sight().any_blocked,
+        f"more than {MOST_REPLICAS} replicas": plan.replicas > MOST_REPLICAS,
         "delays of real orbits (use --delay off)": plan.delay_scale > 0 and preset.fixed_centre is None,
     }
     if found := [what for what, is_so in refused.items() if is_so]:
