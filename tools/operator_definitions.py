@@ -1,7 +1,8 @@
 """Definitions of housekeeping and commands for operators' tools: XTCE (OMG, CCSDS 660.0) and OpenC3 COSMOS.
 
 `python -m tools.operator_definitions` writes docs/reference/skymemory.xtce.xml and skymemory.cosmos.txt there, from the
-protocol's own tables: a test fails where they are not up to date.
+protocol's own tables: a test fails where they are not up to date. The app of cFS has commands and housekeeping of its
+own, which flight/cfs/fsw/src/skymemory_msg.h has as well.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Field:
     value: int | None = None
 
 
-def primary(telemetry: bool) -> tuple[Field, ...]:
+def primary(telemetry: bool, apid: int = SKY_APID) -> tuple[Field, ...]:
     return (
         Field("ccsds_version", 3, "packet version", value=0),
         Field("ccsds_type", 1, "1 command, 0 telemetry", value=0 if telemetry else 1),
         Field("ccsds_secondary", 1, "secondary header flag", value=1),
-        Field("ccsds_apid", 11, "APID of SkyMemory", value=SKY_APID),
+        Field("ccsds_apid", 11, "APID of SkyMemory; the next is the cFS app's", value=apid),
         Field("ccsds_flags", 2, "unsegmented", value=3),
         Field("ccsds_count", 14, "sequence count of the sender", value=0),
         Field("ccsds_length", 16, "bytes of the packet less 7"),
@@ -50,11 +51,11 @@ def primary(telemetry: bool) -> tuple[Field, ...]:
 def secondary(telemetry: bool, op: int) -> tuple[Field, ...]:
     if not telemetry:
         return (
-            Field("function_code", 8, "the operation, as in the SKY header", value=op),
-            Field("checksum", 8, "not used: the header CRC covers it", value=0),
+            Field("function_code", 8, "the operation, as in the SKY header, or the app's command", value=op),
+            Field("checksum", 8, "not used", value=0),
         )
     return (
-        Field("seconds", 32, "of the Unix epoch"),
+        Field("seconds", 32, "of the Unix epoch; in HK, of the mission's clock"),
         Field("fraction", 16, "of a second, in 1/65,536"),
         Field("spare_time", 32, "reserved"),
     )
@@ -98,10 +99,52 @@ EVICT_BODY = (
     Field("spare_keys", 16, "reserved", value=0),
     Field("key", 256, "names the value whose chunks here are forgotten", "binary"),
 )
-COMMANDS: dict[Op, tuple[tuple[Field, ...], str]] = {
-    Op.PING: ((), "asks for housekeeping: answered by PONG"),
-    Op.EVICT: (EVICT_BODY, "forgets all chunks of a key here: answered by EVICTED"),
-}
+APP_APID = SKY_APID + 1
+APP_BODY = (
+    Field("command_counter", 8, "commands accepted"),
+    Field("command_error_counter", 8, "commands rejected"),
+    Field("satellites", 16, "in the app"),
+    Field("packets_published", 32, "answers onto the software bus"),
+    Field("packets_unpublished", 32, "answers that the bus had no room for"),
+    Field("all_chunks_held", 64, "by all satellites of the app"),
+    Field("all_memory_used_bytes", 64, "by all satellites of the app"),
+    Field("all_packets_received", 64, "by all satellites of the app"),
+    Field("all_packets_rejected", 64, "by all: malformed, refused, replayed, unsupported, unroutable"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``identity``: the field that distinguishes it from others of its APID."""
+
+    name: str
+    meaning: str
+    fields: tuple[Field, ...]
+    identity: str
+
+    def fixed(self, one: Field) -> int | None:
+        if one.name == "ccsds_length":
+            return sum(field.bits for field in self.fields) // 8 - 7
+        return one.value
+
+
+def _sky_command(op: Op, meaning: str, body: tuple[Field, ...] = ()) -> Command:
+    return Command(op.name, meaning, (*headers(False, op), *body), "op")
+
+
+def _app_command(name: str, code: int, meaning: str) -> Command:
+    return Command(name, meaning, (*primary(False, APP_APID), *secondary(False, code)), "function_code")
+
+
+SKY_COMMANDS = (
+    _sky_command(Op.PING, "asks for housekeeping: answered by PONG"),
+    _sky_command(Op.EVICT, "forgets all chunks of a key here: answered by EVICTED", EVICT_BODY),
+)
+COMMANDS = (
+    *SKY_COMMANDS,
+    _app_command("NOOP", 0, "the cFS app: says that it is there"),
+    _app_command("RESET_COUNTERS", 1, "the cFS app: command counters to 0"),
+)
 
 
 def check_layout() -> None:
@@ -155,7 +198,7 @@ def _extends(container: Xml.Element, base: str, **values: int) -> None:
 
 
 def xtce() -> str:
-    """PONG as telemetry, PING and EVICT as commands. Packets of other operations are their headers."""
+    """PONG and the app's HK as telemetry, and the commands. Packets of other operations are their headers."""
     check_layout()
     Xml.register_namespace("xtce", _XTCE)
     root = Xml.Element(
@@ -168,7 +211,7 @@ def xtce() -> str:
     )
     first, rest = primary(True), (*secondary(True, 0), *sky_header(0))
     telemetry = Xml.SubElement(root, "TelemetryMetaData")
-    fields = [*first, *rest, *PONG_BODY]
+    fields = [*first, *rest, *PONG_BODY, *APP_BODY]
     _types(Xml.SubElement(telemetry, "ParameterTypeSet"), fields, "Parameter")
     parameters = Xml.SubElement(telemetry, "ParameterSet")
     for one in fields:
@@ -179,22 +222,24 @@ def xtce() -> str:
     sky = _container(containers, "SkyTelemetry", rest)
     _extends(sky, "CCSDSPacket", ccsds_apid=SKY_APID, ccsds_type=0)
     _extends(_container(containers, "PONG", PONG_BODY), "SkyTelemetry", op=Op.PONG)
+    app = _container(containers, "HK", (*secondary(True, 0), *APP_BODY))
+    _extends(app, "CCSDSPacket", ccsds_apid=APP_APID, ccsds_type=0)
 
     commands = Xml.SubElement(root, "CommandMetaData")
-    every = [*headers(False, 0), *(one for body, _ in COMMANDS.values() for one in body)]
+    every = [one for command in COMMANDS for one in command.fields]
     _types(Xml.SubElement(commands, "ArgumentTypeSet"), every, "Argument")
     every_command = Xml.SubElement(commands, "MetaCommandSet")
-    for op, (body, meaning) in COMMANDS.items():
-        command = Xml.SubElement(every_command, "MetaCommand", name=op.name, shortDescription=meaning)
-        asked = [one for one in (*headers(False, op), *body) if one.value is None and one.name != "ccsds_length"]
-        arguments = Xml.SubElement(command, "ArgumentList")
+    for its in COMMANDS:
+        command = Xml.SubElement(every_command, "MetaCommand", name=its.name, shortDescription=its.meaning)
+        asked = [one for one in its.fields if its.fixed(one) is None]
+        arguments = Xml.SubElement(command, "ArgumentList") if asked else command
         for one in asked:
             Xml.SubElement(
                 arguments, "Argument", name=one.name, argumentTypeRef=_type_name(one), shortDescription=one.meaning
             )
-        layout = Xml.SubElement(Xml.SubElement(command, "CommandContainer", name=op.name), "EntryList")
-        for one in (*headers(False, op), *body):
-            value = _fixed(one, body)
+        layout = Xml.SubElement(Xml.SubElement(command, "CommandContainer", name=its.name), "EntryList")
+        for one in its.fields:
+            value = its.fixed(one)
             if value is None:
                 Xml.SubElement(layout, "ArgumentRefEntry", argumentRef=one.name)
             else:
@@ -210,12 +255,6 @@ def xtce() -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Xml.tostring(root, encoding="unicode") + "\n"
 
 
-def _fixed(one: Field, body: tuple[Field, ...]) -> int | None:
-    if one.name == "ccsds_length":
-        return COMMAND_BYTES + SKY_BYTES + sum(field.bits for field in body) // 8 - 7
-    return one.value
-
-
 # --- COSMOS ---
 
 
@@ -229,27 +268,31 @@ def _cosmos_lines() -> Iterator[str]:
     yield "# Generated by tools/operator_definitions.py. The header CRC (item CRC) is the sender's to compute:"
     yield "# docs/reference/wire.md, Checksums; where a constellation asks for MACs, the MAC as well."
     yield ""
-    yield 'TELEMETRY SKYMEMORY PONG BIG_ENDIAN "Housekeeping of a satellite"'
-    for one in (*headers(True, Op.PONG), *PONG_BODY):
-        kind = "INT" if one.kind == "signed" else "UINT"
-        name = one.name.upper()
-        if one.name in ("ccsds_apid", "ccsds_type", "op"):
-            value = Op.PONG if one.name == "op" else one.value
-            yield f'  APPEND_ID_ITEM {name} {one.bits} {kind} {value} "{one.meaning}"'
-        else:
-            yield f'  APPEND_ITEM {name} {one.bits} {kind} "{one.meaning}"'
-    for op, (body, meaning) in COMMANDS.items():
+    pong, app = (*headers(True, Op.PONG), *PONG_BODY), (*primary(True, APP_APID), *secondary(True, 0), *APP_BODY)
+    for packet, fields, meaning in (("PONG", pong, "of a satellite"), ("HK", app, "of the cFS app")):
+        yield f'TELEMETRY SKYMEMORY {packet} BIG_ENDIAN "Housekeeping {meaning}"'
+        for one in fields:
+            kind = "INT" if one.kind == "signed" else "UINT"
+            name = one.name.upper()
+            if one.name in ("ccsds_apid", "ccsds_type", "op"):
+                value = Op.PONG if one.name == "op" else one.value
+                yield f'  APPEND_ID_ITEM {name} {one.bits} {kind} {value} "{one.meaning}"'
+            else:
+                yield f'  APPEND_ITEM {name} {one.bits} {kind} "{one.meaning}"'
         yield ""
-        yield f'COMMAND SKYMEMORY {op.name} BIG_ENDIAN "{meaning}"'
-        for one in (*headers(False, op), *body):
-            name, value = one.name.upper(), _fixed(one, body)
+    for at, command in enumerate(COMMANDS):
+        if at:
+            yield ""
+        yield f'COMMAND SKYMEMORY {command.name} BIG_ENDIAN "{command.meaning}"'
+        for one in command.fields:
+            name, value = one.name.upper(), command.fixed(one)
             if one.kind == "binary":
                 yield f'  APPEND_PARAMETER {name} {one.bits} BLOCK "" "{one.meaning}"'
                 continue
             kind = "INT" if one.kind == "signed" else "UINT"
             low = -(1 << one.bits - 1) if one.kind == "signed" else 0
             high = (1 << one.bits - (one.kind == "signed")) - 1
-            if one.name in ("ccsds_apid", "ccsds_type", "op"):
+            if one.name in ("ccsds_apid", "ccsds_type", command.identity):
                 yield f'  APPEND_ID_PARAMETER {name} {one.bits} {kind} {low} {high} {value} "{one.meaning}"'
             else:
                 yield f'  APPEND_PARAMETER {name} {one.bits} {kind} {low} {high} {value or 0} "{one.meaning}"'

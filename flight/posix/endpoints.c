@@ -43,6 +43,12 @@ endpoints *endpoints_new(unsigned satellites) {
     return all;
 }
 
+void endpoints_free(endpoints *all) {
+    if (all != NULL)
+        free(all->satellites);
+    free(all);
+}
+
 void endpoints_add(endpoints *all, sky_link satellite, const struct sockaddr_in *address) {
     unsigned at = hash(key_of(address)) & all->mask;
     while (all->satellites[at].key != 0)

@@ -14,6 +14,7 @@ typedef struct endpoints endpoints;
 
 /* NULL: out of memory. */
 endpoints *endpoints_new(unsigned satellites);
+void endpoints_free(endpoints *all);
 void endpoints_add(endpoints *all, sky_link satellite, const struct sockaddr_in *address);
 /* Whose packets come from there; a ground host that is not known gets a token. */
 sky_link endpoints_link(endpoints *all, const struct sockaddr_in *address);

@@ -300,6 +300,14 @@ bool share_read(const char *path, share *its, char reason[512]) {
     return !line.failed && check(its, reason);
 }
 
+void share_free(share *its) {
+    free(its->mine);
+    free(its->others);
+    free(its->plane_delays_us);
+    free(its->beam_delays_us);
+    memset(its, 0, sizeof *its);
+}
+
 sky_us share_beam_us(const share *its, sky_link address, int32_t slot_moves, int32_t plane_moves) {
     const sky_config *config = &its->config;
     const uint32_t south = sky_modulo((int64_t)(address >> 12) - config->centre_plane - plane_moves, config->planes);

@@ -39,6 +39,8 @@ typedef struct {
 
 /* False with a reason. */
 bool share_read(const char *path, share *its, char reason[512]);
+/* What share_read allocated. */
+void share_free(share *its);
 /* By how far light takes from the ground to a satellite of `address`, the box's centre being moved by these. */
 sky_us share_beam_us(const share *its, sky_link address, int32_t slot_moves, int32_t plane_moves);
 sky_us share_hop_us(const share *its, sky_link here, sky_link there);

@@ -95,4 +95,70 @@ def test_a_command_of_the_cosmos_definition_is_ours(op, body):
 
 def test_the_xtce_file_has_the_same_commands():
     text = (Path(operator_definitions.FOLDER) / operator_definitions.XTCE_NAME).read_text("utf-8")
-    assert re.findall(r'<MetaCommand name="(\w+)"', text) == [op.name for op in operator_definitions.COMMANDS]
+    assert re.findall(r'<MetaCommand name="(\w+)"', text) == [one.name for one in operator_definitions.COMMANDS]
+
+
+def test_the_app_of_cfs_has_housekeeping_and_commands_of_its_own():
+    """As flight/cfs/fsw/src/skymemory_msg.h has them, for the software bus."""
+    text = (operator_definitions.FOLDER.parent.parent / "flight/cfs/fsw/src/skymemory_msg.h").read_text("utf-8")
+    fields = re.findall(r"^    uint8 (\w+)(?:\[(\d+)\])?;", text, re.M)
+    theirs = [(one.name.replace("_", "").removeprefix("all"), one.bits // 8) for one in operator_definitions.APP_BODY]
+    assert [(name.lower(), int(size or 1)) for name, size in fields] == theirs
+    codes = {name: int(code) for name, code in re.findall(r"#define SKYMEMORY_(\w+)_CC +(\d+)", text)}
+    assert list(codes) == ["NOOP", "RESET_COUNTERS"]
+    for name, code in codes.items():
+        assert _packet(name) == bytes.fromhex(f"18c1c0000001{code:02x}00")
+
+
+def _packet(command: str) -> bytes:
+    bits = "".join(f"{int(value):0{size}b}" for size, value in _command(command).values())
+    return int(bits, 2).to_bytes(len(bits) // 8, "big")
+
+
+@pytest.fixture(scope="module")
+def cosmos():
+    """The definitions as OpenC3 COSMOS' own parser reads them."""
+    config = pytest.importorskip("openc3.packets.packet_config", reason="needs the package openc3").PacketConfig()
+    config.process_file(str(operator_definitions.FOLDER / operator_definitions.COSMOS_NAME), "SKYMEMORY")
+    assert config.warnings == []
+    return config
+
+
+def test_cosmos_reads_the_housekeeping_that_we_read(cosmos):
+    telemetry = cosmos.telemetry["SKYMEMORY"]
+    assert list(telemetry) == ["PONG", "HK"]
+    data = pong()
+    assert telemetry["PONG"].identify(data) and not telemetry["HK"].identify(data)
+    telemetry["PONG"].buffer = data
+    ours = unpack_housekeeping(data[TELEMETRY_PREFIX_BYTES:])
+    assert {name: telemetry["PONG"].read(name.upper()) for name in HOUSEKEEPING_FIELDS} == ours
+    assert telemetry["PONG"].read("REQUEST_ID") == 0x01020304
+    app = bytes.fromhex("08c1c0000037") + bytes(10) + bytes([3, 4]) + bytes(10) + bytes(range(32))
+    assert telemetry["HK"].identify(app) and not telemetry["PONG"].identify(app)
+    telemetry["HK"].buffer = app
+    assert telemetry["HK"].read("COMMAND_ERROR_COUNTER") == 4
+    assert telemetry["HK"].read("ALL_PACKETS_REJECTED") == int.from_bytes(app[-8:], "big")
+
+
+def test_cosmos_builds_commands_that_are_ours(cosmos):
+    header = SkyHeader(
+        Op.PING, Address(*HERE), Address(*HERE, 0xFF), 7, 9, hop_limit=operator_definitions.HOP_LIMIT, credit=256
+    )
+    ours = build_packet(header, b"", 0, 0.0)
+    ping = cosmos.commands["SKYMEMORY"]["PING"]
+    ping.restore_defaults()
+    given = {
+        "DESTINATION": Address(*HERE).pack(),
+        "SOURCE": Address(*HERE, 0xFF).pack(),
+        "GROUND": 7,
+        "REQUEST_ID": 9,
+        "CRC": int.from_bytes(ours[48:52], "big"),
+    }
+    for name, value in given.items():
+        ping.write(name, value)
+    assert ping.buffer == ours
+    for name in ("NOOP", "RESET_COUNTERS"):
+        command = cosmos.commands["SKYMEMORY"][name]
+        command.restore_defaults()
+        assert command.buffer == _packet(name)
+        assert [one for one, its in cosmos.commands["SKYMEMORY"].items() if its.identify(command.buffer)] == [name]
