@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,6 +44,15 @@ enum {
 #define MOST_SLICE_US 20000
 #define MOST_PARCEL_BYTES ((size_t)256 << 20) /* in memory between satellites, and as many again held for their delay */
 
+/* The delay of a satellite's beam, which holds for a second's flight. */
+typedef struct {
+    bool known, placed;
+    int32_t slot_moves, plane_moves;
+    double second;
+    orbits_place place;
+    sky_us delay;
+} beam_delay;
+
 typedef struct {
     sky_satellite *core; /* NULL: disabled */
     void *memory;
@@ -59,6 +69,7 @@ typedef struct {
     bool lived;
     sky_past past;
     fault_row rows[FAULT_ROWS];
+    beam_delay beam; /* as last asked for */
 } satellite;
 
 typedef struct {
@@ -149,6 +160,59 @@ static void measured(host *h, sky_us late, sky_us now) {
 static void late_by(host *h, sky_us late, sky_us now) {
     if (late > SKY_LATE_US)
         measured(h, late, now);
+}
+
+/* --- Links --- */
+
+/* How long light takes between a satellite and a ground host, from where it says it is. */
+static sky_us beam_us(host *h, satellite *s, sky_link ground, sky_us now) {
+    const orbits_place *place = endpoints_place(h->endpoints, ground);
+    beam_delay asked = {.known = true, .placed = place != NULL, .second = floor(sky_clock_elapsed_s(&h->its->clock, now))};
+    if (!h->its->delayed)
+        return 0;
+    if (place != NULL)
+        asked.place = *place;
+    sky_satellite_moves(s->core, &asked.slot_moves, &asked.plane_moves);
+    const beam_delay *last = &s->beam;
+    if (!last->known || last->second != asked.second || last->slot_moves != asked.slot_moves ||
+        last->plane_moves != asked.plane_moves || last->placed != asked.placed ||
+        last->place.latitude_deg != asked.place.latitude_deg || last->place.longitude_deg != asked.place.longitude_deg) {
+        const double beam_s = share_beam_s(h->its, s->is->address, place, asked.slot_moves, asked.plane_moves, now);
+        asked.delay = share_scaled_us(h->its, beam_s);
+        s->beam = asked;
+    }
+    return s->beam.delay;
+}
+
+static bool is_blocked(const host *h, const satellite *s, sky_link to, sky_us now) {
+    int32_t slot_moves = 0;
+    int32_t plane_moves = 0;
+    if (!(h->its->sky.blocked_m > 0.0))
+        return false;
+    sky_satellite_moves(s->core, &slot_moves, &plane_moves);
+    return share_blocked(h->its, s->is->address, to, slot_moves, plane_moves, now);
+}
+
+/* Notes the place that a host announces, which may have come behind other packets of it, and takes it off. It is no packet
+ * of the protocol: only who simulates the length of beams needs it (skymemory.transport.udp_socket.PLACE). */
+static void hear_place(host *h, udp_arrival *arrival, sky_link source) {
+    enum { MARK_BYTES = 8, PLACE_BYTES = 24 };
+    const size_t segment = arrival->segment_bytes;
+    const size_t at = arrival->bytes > 0 && segment > 0 ? (arrival->bytes - 1) / segment * segment : 0;
+    const uint8_t *last = arrival->packets + at;
+    if (arrival->bytes - at != PLACE_BYTES || memcmp(last, "SKYPLACE", MARK_BYTES) != 0)
+        return;
+    double degrees[2];
+    for (unsigned i = 0; i < 2; i++) {
+        uint64_t bits = 0;
+        for (unsigned byte = 0; byte < 8; byte++)
+            bits = bits << 8 | last[MARK_BYTES + 8 * i + byte];
+        memcpy(&degrees[i], &bits, sizeof bits);
+    }
+    const orbits_place place = {degrees[0], degrees[1]};
+    if (orbits_place_is_on_earth(&place))
+        endpoints_set_place(h->endpoints, source, &place);
+    arrival->bytes = at;
 }
 
 /* --- Out --- */
@@ -312,14 +376,9 @@ static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
         if (local >= 0 && h->all[local].core == NULL)
             return; /* as to a socket that is closed */
     }
-    if (its->delayed && beam) {
-        int32_t slot_moves = 0;
-        int32_t plane_moves = 0;
-        sky_satellite_moves(s->core, &slot_moves, &plane_moves);
-        hold = share_beam_us(its, s->is->address, slot_moves, plane_moves);
-    } else if (its->delayed) {
-        hold = share_hop_us(its, s->is->address, run->link);
-    }
+    if (!beam && is_blocked(h, s, run->link, now))
+        return; /* lost */
+    hold = beam ? beam_us(h, s, run->link, now) : share_hop_us(its, s->is->address, run->link);
     const bool injects = h->faulty && (beam || local >= 0);
     if (!its->delayed && local < 0 && !injects) {
         transmit(h, which, &out, to);
@@ -388,8 +447,6 @@ static void deliver(host *h) {
 /* What came by a beam waits as long as light takes; what came by a faulty link has its faults. */
 static void hold(host *h, unsigned which, const udp_arrival *arrival, sky_link source, sky_us now) {
     satellite *s = &h->all[which];
-    int32_t slot_moves = 0;
-    int32_t plane_moves = 0;
     sky_us due = now;
     parcel *one = NULL;
     if (h->held.bytes < MOST_PARCEL_BYTES)
@@ -400,10 +457,8 @@ static void hold(host *h, unsigned which, const udp_arrival *arrival, sky_link s
     }
     memcpy(one->packets, arrival->packets, arrival->bytes);
     one->source = source;
-    if (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM) {
-        sky_satellite_moves(s->core, &slot_moves, &plane_moves);
-        due += share_beam_us(h->its, s->is->address, slot_moves, plane_moves);
-    }
+    if ((source & SKY_BEAM) == SKY_BEAM)
+        due += beam_us(h, s, source, now);
     if (h->faulty)
         inject(h, one, &s->rows[row_from(h, s->is->address, source)], due, now);
     else if (!delay_hold(&h->held, one, due))
@@ -418,9 +473,15 @@ static void readable(host *h, unsigned which) {
     for (unsigned round = 0; round < rounds; round++) {
         const unsigned count = udp_receive(s->fd, arrivals);
         for (unsigned i = 0; i < count; i++) {
-            const udp_arrival *arrival = &arrivals[i];
+            udp_arrival *arrival = &arrivals[i];
             const sky_link source = endpoints_link(h->endpoints, &arrival->from);
-            if (h->faulty || (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM))
+            const bool beam = (source & SKY_BEAM) == SKY_BEAM;
+            if (beam && h->its->sky.plane != NULL) {
+                hear_place(h, arrival, source);
+                if (arrival->bytes == 0)
+                    continue;
+            }
+            if (h->faulty || (h->its->delayed && beam))
                 hold(h, which, arrival, source, now_us(h));
             else
                 sky_receive(s->core, arrival->packets, arrival->bytes, arrival->segment_bytes, source, now_us(h));

@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,8 +17,23 @@ typedef struct {
     char *words[MOST_WORDS];
     int count; /* with the first */
     bool failed;
-    unsigned mine_room, others_room;
+    unsigned mine_room, others_room, knot_room, way_room;
+    bool clock_is_set;
 } line_reader;
+
+/* Room for one more of a list, whose entries may move; false: the line fails. */
+static bool grow(line_reader *line, void **list, unsigned count, unsigned *room, size_t bytes) {
+    if (count < *room)
+        return true;
+    const unsigned more = *room > 0 ? 2 * *room : 128;
+    void *larger = realloc(*list, more * bytes);
+    line->failed = line->failed || larger == NULL;
+    if (larger == NULL)
+        return false;
+    *list = larger;
+    *room = more;
+    return true;
+}
 
 static double number(line_reader *line, int which) {
     char *end = NULL;
@@ -40,6 +56,16 @@ static int64_t whole(line_reader *line, int which, int64_t least, int64_t most) 
     errno = 0;
     const long long value = strtoll(line->words[which], &end, 10);
     if (errno != 0 || *line->words[which] == '\0' || *end != '\0' || value < least || value > most) {
+        line->failed = true;
+        return least;
+    }
+    return value;
+}
+
+/* Finite, and within bounds. */
+static double within(line_reader *line, int which, double least, double most) {
+    const double value = number(line, which);
+    if (!(value >= least && value <= most)) {
         line->failed = true;
         return least;
     }
@@ -72,32 +98,104 @@ static void read_satellite(line_reader *line, share_satellite **all, unsigned *c
     one.endpoint.sin_family = AF_INET;
     one.endpoint.sin_port = htons((uint16_t)whole(line, 4, 1, 65535));
     line->failed = line->failed || inet_pton(AF_INET, line->words[3], &one.endpoint.sin_addr) != 1;
-    if (*count == *room) {
-        *room = *room > 0 ? 2 * *room : 128;
-        share_satellite *larger = realloc(*all, *room * sizeof *larger);
-        if (larger == NULL) {
-            line->failed = true;
-            return;
-        }
-        *all = larger;
+    void *list = *all;
+    if (grow(line, &list, *count, room, sizeof one)) {
+        *all = list;
+        (*all)[(*count)++] = one;
     }
-    (*all)[(*count)++] = one;
+}
+
+/* TIME PLANE SLOT: of the track that the clock counts by. */
+static void read_knot(line_reader *line) {
+    share *its = line->its;
+    void *list = its->knots;
+    const sky_knot one = {within(line, 1, -1e12, 1e12), within(line, 2, -1e12, 1e12), within(line, 3, -1e12, 1e12)};
+    const bool later = its->knot_count == 0 || one.time_s > its->knots[its->knot_count - 1].time_s;
+    line->failed = line->failed || line->count != 4 || !later || line->clock_is_set;
+    if (grow(line, &list, its->knot_count, &line->knot_room, sizeof one)) {
+        its->knots = list;
+        its->knots[its->knot_count++] = one;
+    }
 }
 
 static void read_clock(line_reader *line) {
     share *its = line->its;
     const char *by = line->count > 1 ? line->words[1] : "";
     its->config.clock = sky_clock_counted;
-    if (strcmp(by, "periods") == 0 && line->count == 6)
+    if (strcmp(by, "periods") == 0 && line->count == 6) {
         sky_clock_by_periods(&its->clock, number(line, 2), number(line, 3), number(line, 4), number(line, 5));
-    else if (strcmp(by, "track") == 0 && line->count == 8)
-        sky_clock_by_track(&its->clock, number(line, 2), number(line, 3), number(line, 4), number(line, 5),
-                           number(line, 6), number(line, 7));
-    else if (strcmp(by, "preset") == 0 && line->count == 8)
-        line->failed = sky_clock_by_preset(&its->clock, line->words[2], (int)whole(line, 3, 1, 2), number(line, 4),
-                                           number(line, 5), number(line, 6), number(line, 7)) != NULL;
-    else
+    } else if (strcmp(by, "track") == 0 && line->count == 6 && its->knot_count > 0) { /* after its knots */
+        sky_clock_by_track(&its->clock, number(line, 2), number(line, 3), its->knots, its->knot_count, number(line, 4),
+                           number(line, 5));
+    } else if (strcmp(by, "preset") == 0 && line->count == 8 && its->knot_count == 0) {
+        its->knots = calloc(1, sizeof *its->knots);
+        line->failed = its->knots == NULL ||
+                       sky_clock_by_preset(&its->clock, its->knots, line->words[2], (int)whole(line, 3, 1, 2),
+                                           number(line, 4), number(line, 5), number(line, 6), number(line, 7)) != NULL;
+        its->knot_count = 1; /* no others may follow */
+        line->knot_room = 1;
+    } else {
         line->failed = true;
+    }
+    line->clock_is_set = true;
+}
+
+/* --- Orbits --- */
+
+/* RADIUS_M INCLINATION_RAD PERIOD_S NODE_RAD_S SPAN_RAD EPOCH_NODE_RAD EPOCH_SLOTS */
+static void read_orbit(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    const sky_config *config = &line->its->config;
+    line->failed = line->count != 8 || config->planes == 0 || sky->plane != NULL;
+    sky->planes = config->planes;
+    sky->slots = config->slots;
+    sky->radius_m = within(line, 1, 6e6, 1e8);
+    sky->inclination_rad = within(line, 2, 1e-9, 3.2);
+    sky->period_s = within(line, 3, 1.0, 1e9);
+    sky->node_rad_s = within(line, 4, -1.0, 1.0);
+    sky->span_rad = within(line, 5, 1e-3, 7.0);
+    sky->epoch_node_rad = within(line, 6, -1e3, 1e3);
+    sky->epoch_slots = within(line, 7, -1e4, 1e4);
+    if (!line->failed)
+        sky->plane = calloc(config->planes, sizeof *sky->plane);
+    line->failed = line->failed || sky->plane == NULL;
+}
+
+/* PLANE NODE_RAD AHEAD_SLOTS */
+static void read_plane_orbit(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    if (line->count != 4 || sky->plane == NULL) {
+        line->failed = true;
+        return;
+    }
+    orbits_plane *one = &sky->plane[whole(line, 1, 0, (int64_t)sky->planes - 1)];
+    one->node_rad = within(line, 2, -1e3, 1e3);
+    one->ahead_slots = within(line, 3, -1e4, 1e4);
+}
+
+/* RADIUS_M ECCENTRICITY2 ANGLE_RAD ANGLE_RAD_S MASK_DEG BLOCKED_M */
+static void read_earth(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    line->failed = line->count != 7;
+    sky->earth_m = within(line, 1, 1e6, 1e8);
+    sky->eccentricity2 = within(line, 2, 0.0, 0.5);
+    sky->angle_rad = within(line, 3, -1e6, 1e6);
+    sky->angle_rad_s = within(line, 4, 0.0, 1.0);
+    sky->mask_deg = within(line, 5, 0.0, 90.0);
+    sky->blocked_m = within(line, 6, 0.0, 1e9);
+}
+
+/* TIME_S LATITUDE_DEG LONGITUDE_DEG */
+static void read_waypoint(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    void *list = sky->way;
+    const orbits_waypoint one = {within(line, 1, -1e12, 1e12), {number(line, 2), number(line, 3)}};
+    const bool later = sky->way_count == 0 || one.time_s > sky->way[sky->way_count - 1].time_s;
+    line->failed = line->failed || line->count != 4 || !later || !orbits_place_is_on_earth(&one.at);
+    if (grow(line, &list, sky->way_count, &line->way_room, sizeof one)) {
+        sky->way = list;
+        sky->way[sky->way_count++] = one;
+    }
 }
 
 static sky_replacement replacement_of(line_reader *line) {
@@ -110,30 +208,30 @@ static sky_replacement replacement_of(line_reader *line) {
     return SKY_LRFU;
 }
 
-static sky_us *delay_table(line_reader *line, sky_us **table, size_t count) {
-    if (*table == NULL)
-        *table = calloc(count > 0 ? count : 1, sizeof **table);
-    if (*table == NULL || count == 0)
-        line->failed = true;
-    return line->failed ? NULL : *table;
-}
-
 static void read_plane_delay(line_reader *line) {
     share *its = line->its;
-    sky_us *table = delay_table(line, &its->plane_delays_us, its->config.planes);
-    if (table != NULL)
-        table[whole(line, 1, 0, its->config.planes - 1)] = whole(line, 2, 0, INT32_MAX);
+    if (its->plane_delays_us == NULL && its->config.planes > 0)
+        its->plane_delays_us = calloc(its->config.planes, sizeof *its->plane_delays_us);
+    if (its->plane_delays_us == NULL) {
+        line->failed = true;
+        return;
+    }
+    its->plane_delays_us[whole(line, 1, 0, its->config.planes - 1)] = whole(line, 2, 0, INT32_MAX);
 }
 
-static void read_beam_delay(line_reader *line) {
+/* PLANES_SOUTH SLOTS_EAST SECONDS */
+static void read_beam(line_reader *line) {
     share *its = line->its;
     const size_t cells = (size_t)its->config.planes * its->config.slots;
-    sky_us *table = delay_table(line, &its->beam_delays_us, cells);
-    if (table == NULL)
+    if (its->beams_s == NULL && cells > 0)
+        its->beams_s = calloc(cells, sizeof *its->beams_s);
+    if (its->beams_s == NULL) {
+        line->failed = true;
         return;
+    }
     const int64_t south = whole(line, 1, 0, its->config.planes - 1);
     const int64_t east = whole(line, 2, 0, its->config.slots - 1);
-    table[south * its->config.slots + east] = whole(line, 3, 0, INT32_MAX);
+    its->beams_s[south * its->config.slots + east] = within(line, 3, 0.0, 10.0);
 }
 
 /* LOSS DUPLICATE REORDER CORRUPT, in 1/2^32 of packets, then the longest delay of a reordered one, and the seed */
@@ -220,8 +318,20 @@ static void read_line(line_reader *line) {
         read_faults(line);
     } else if (strcmp(name, "plane-delay-us") == 0) {
         read_plane_delay(line);
-    } else if (strcmp(name, "beam-delay-us") == 0) {
-        read_beam_delay(line);
+    } else if (strcmp(name, "delay-scale") == 0) {
+        its->delay_scale = within(line, 1, 0.0, 1000.0);
+    } else if (strcmp(name, "beam-s") == 0) {
+        read_beam(line);
+    } else if (strcmp(name, "knot") == 0) {
+        read_knot(line);
+    } else if (strcmp(name, "orbit") == 0) {
+        read_orbit(line);
+    } else if (strcmp(name, "plane-orbit") == 0) {
+        read_plane_orbit(line);
+    } else if (strcmp(name, "earth") == 0) {
+        read_earth(line);
+    } else if (strcmp(name, "waypoint") == 0) {
+        read_waypoint(line);
     } else if (strcmp(name, "satellite") == 0) {
         read_satellite(line, &its->mine, &its->mine_count, &line->mine_room);
     } else if (strcmp(name, "peer") == 0) {
@@ -262,9 +372,13 @@ static bool check(share *its, char reason[512]) {
         lacks = "name";
     else if (its->mine_count + its->others_count != (unsigned)its->config.planes * its->config.slots)
         lacks = "peer or satellite for each place of the torus";
-    its->delayed = its->plane_delays_us != NULL || its->beam_delays_us != NULL;
-    if (its->delayed && (its->plane_delays_us == NULL || its->beam_delays_us == NULL))
-        lacks = "plane-delay-us or beam-delay-us, which go together";
+    its->delayed = its->delay_scale > 0.0;
+    its->sky.centre_plane = its->config.centre_plane;
+    its->sky.centre_slot = its->config.centre_slot;
+    if (its->sky.plane != NULL && (!(its->sky.earth_m > 0.0) || its->sky.way_count == 0))
+        lacks = "earth or waypoint, which belong to orbit";
+    if (its->delayed && (its->plane_delays_us == NULL || (its->beams_s == NULL && its->sky.plane == NULL)))
+        lacks = "plane-delay-us, or beam-s or orbit, which belong to delay-scale";
     if (lacks != NULL)
         (void)snprintf(reason, 512, "it has no line `%s`", lacks);
     return lacks == NULL;
@@ -300,17 +414,45 @@ bool share_read(const char *path, share *its, char reason[512]) {
     return !line.failed && check(its, reason);
 }
 
-sky_us share_beam_us(const share *its, sky_link address, int32_t slot_moves, int32_t plane_moves) {
+/* What operators add is what a satellite counts beyond the clock. */
+static void split_moves(const share *its, int32_t slot_moves, int32_t plane_moves, sky_us now, orbits_moves *clocked,
+                        orbits_moves *pushed) {
+    sky_clock_moves(&its->clock, now, &clocked->slot, &clocked->plane);
+    pushed->slot = slot_moves - clocked->slot;
+    pushed->plane = plane_moves - clocked->plane;
+}
+
+double share_beam_s(const share *its, sky_link address, const orbits_place *place, int32_t slot_moves, int32_t plane_moves,
+                    sky_us now) {
     const sky_config *config = &its->config;
+    if (its->onboard && address == ((uint32_t)config->centre_plane << 12 | config->centre_slot))
+        return 0.0;
+    if (its->sky.plane != NULL) {
+        orbits_moves clocked;
+        orbits_moves pushed;
+        split_moves(its, slot_moves, plane_moves, now, &clocked, &pushed);
+        return orbits_beam_s(&its->sky, address, place, clocked, pushed, sky_clock_elapsed_s(&its->clock, now));
+    }
     const uint32_t south = sky_modulo((int64_t)(address >> 12) - config->centre_plane - plane_moves, config->planes);
     const uint32_t east = sky_modulo((int64_t)(address & 0xFFFU) - config->centre_slot + slot_moves, config->slots);
-    if (its->onboard && address == ((uint32_t)config->centre_plane << 12 | config->centre_slot))
-        return 0;
-    return its->beam_delays_us[(size_t)south * config->slots + east];
+    return its->beams_s[(size_t)south * config->slots + east];
+}
+
+bool share_blocked(const share *its, sky_link here, sky_link there, int32_t slot_moves, int32_t plane_moves, sky_us now) {
+    orbits_moves clocked;
+    orbits_moves pushed;
+    split_moves(its, slot_moves, plane_moves, now, &clocked, &pushed);
+    return orbits_blocked(&its->sky, here, there, pushed, sky_clock_elapsed_s(&its->clock, now));
+}
+
+sky_us share_scaled_us(const share *its, double seconds) {
+    return (sky_us)ceil(seconds * its->delay_scale * 1e6);
 }
 
 sky_us share_hop_us(const share *its, sky_link here, sky_link there) {
     const uint32_t plane = here >> 12;
+    if (!its->delayed)
+        return 0;
     if (plane == there >> 12)
         return its->slot_delay_us;
     return its->plane_delays_us[(plane + 1U) % its->config.planes == there >> 12 ? plane : there >> 12];

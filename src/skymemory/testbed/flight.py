@@ -1,7 +1,7 @@
 """Hosts whose satellites are in C: the daemon of ``flight/posix``, and the flat text that it reads of a plan.
 
-The daemon needs neither JSON nor geometry: where satellites listen, how far they are, how fast the box moves are
-numbers in lines of words, computed here from the plan.
+The daemon needs neither JSON nor presets: where satellites listen, their orbits, how fast the box moves are numbers in
+lines of words, computed here from the plan.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from skymemory.constellation.sight import BoxSight
+from skymemory.constellation.ground_track import Trajectory
+from skymemory.constellation.sight import OrbitSight
 from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.visibility import WGS84_E2, ground_angle_rad
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.testbed.connect import clock_of, shell_of
 from skymemory.testbed.plan import ConstellationPlan, HostShare
@@ -32,6 +34,8 @@ DAEMON_SETTING = "SKYMEMORY_FLIGHT"
 _SHARE_UNITS = 65_536
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
+_LONG_S = 1e6
+"""Over which the Earth's rate of turning is taken: exact, since its angle is linear."""
 
 
 def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
@@ -67,13 +71,9 @@ def daemon_path() -> Path:
 
 def check_plan(plan: ConstellationPlan) -> None:
     """Raises ``InvalidInput`` for what satellites in C do not do in this release."""
-    preset = plan.constellation
     refused = {
         "rates, outages and weather of links (--links)": plan.links is not None,
-        "a host that moves (--host-path)": bool(plan.ground.waypoints),
         "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
-        "links through the Earth": plan.delay_scale > 0 and preset.fixed_centre is None and plan.sight().any_blocked,
-        "delays of real orbits (use --delay off)": plan.delay_scale > 0 and preset.fixed_centre is None,
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         raise InvalidInput(f"satellites in C cannot simulate {'; '.join(found)}: use --satellite python")
@@ -85,19 +85,41 @@ def _us(seconds: float) -> int:
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
-    """How long light takes over links and beams, by the plan's scale; nothing where it is 0."""
-    if not plan.delay_scale:
-        return
+    """How long light takes over links and beams, and the plan's scale of it."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
-    sight = BoxSight(shell, torus)
-    yield f"slot-delay-us {_us(shell.isl_one_way_s('slot') * scale)}"
-    for plane in range(torus.planes):
-        yield f"plane-delay-us {plane} {_us(shell.plane_link_one_way_s(plane) * scale)}"
-    centre = SatelliteId(0, 0)
-    for one in torus.satellites():
-        yield f"beam-delay-us {one.plane} {one.slot} {_us(sight.one_way_s(one, centre, 0.0) * scale)}"
+    if scale:
+        yield f"delay-scale {scale!r}"
+        yield f"slot-delay-us {_us(shell.isl_one_way_s('slot') * scale)}"
+        for plane in range(torus.planes):
+            yield f"plane-delay-us {plane} {_us(shell.plane_link_one_way_s(plane) * scale)}"
     if plan.access == "onboard":
         yield "onboard 1"
+    sight = plan.sight()
+    if isinstance(sight, OrbitSight):
+        yield from _orbits(sight)
+    elif scale:
+        centre = SatelliteId(0, 0)
+        for one in torus.satellites():
+            yield f"beam-s {one.plane} {one.slot} {sight.one_way_s(one, centre, 0.0)!r}"
+
+
+def _orbits(sight: OrbitSight) -> Iterator[str]:
+    """The closed form of ``OrbitSight``: the daemon asks it at any time, however long it runs."""
+    shell, epoch_s = sight.shell, sight.epoch_unix_s
+    numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
+    yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
+    for plane in range(shell.planes):
+        ahead = shell.argument_rad(plane, 0) / (2 * math.pi) * shell.slots_per_plane
+        yield f"plane-orbit {plane} {shell.node_rad(plane)!r} {ahead!r}"
+    eccentricity2 = 0.0 if shell.model == "paper" else WGS84_E2
+    angle_rad = ground_angle_rad(shell.model, epoch_s, 0.0)
+    turn_rad_s = (ground_angle_rad(shell.model, epoch_s, _LONG_S) - angle_rad) / _LONG_S
+    blocked_m = shell.longest_link_m if sight.any_blocked else 0.0
+    yield f"earth {shell.earth_radius_m!r} {eccentricity2!r} {angle_rad!r} {turn_rad_s!r} {sight.mask_deg!r} {blocked_m!r}"
+    place = sight.place
+    points = place.waypoints if isinstance(place, Trajectory) else ((0.0, place.latitude_deg, place.longitude_deg),)
+    for point in points:
+        yield f"waypoint {' '.join(map(repr, point))}"
 
 
 def _clock(plan: ConstellationPlan) -> Iterator[str]:
@@ -108,8 +130,10 @@ def _clock(plan: ConstellationPlan) -> Iterator[str]:
     if clock.track is None:
         yield f"clock periods {clock.epoch_s!r} {clock.time_scale!r} {clock.slot_period_s!r} {clock.plane_period_s!r}"
         return
-    (plane, slot), (plane_rate, slot_rate) = clock.track.cell(0.0), clock.track.rates
-    yield f"clock track {clock.epoch_s!r} {clock.time_scale!r} {plane!r} {slot!r} {plane_rate!r} {slot_rate!r}"
+    for knot in clock.track.knots:
+        yield f"knot {' '.join(map(repr, knot))}"
+    plane_rate, slot_rate = clock.track.rates
+    yield f"clock track {clock.epoch_s!r} {clock.time_scale!r} {plane_rate!r} {slot_rate!r}"
 
 
 def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
