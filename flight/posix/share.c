@@ -17,7 +17,7 @@ typedef struct {
     char *words[MOST_WORDS];
     int count; /* with the first */
     bool failed;
-    unsigned mine_room, others_room, knot_room, way_room;
+    unsigned mine_room, others_room, knot_room, way_room, outage_room, elevation_room;
     bool clock_is_set;
 } line_reader;
 
@@ -198,6 +198,74 @@ static void read_waypoint(line_reader *line) {
     }
 }
 
+/* --- What links carry --- */
+
+/* EPOCH_S BUFFER_BYTES ALTITUDE_M SEED */
+static void read_links(line_reader *line) {
+    link_terms *links = &line->its->links;
+    line->failed = line->count != 5 || strlen(line->words[4]) >= sizeof links->seed;
+    links->given = true;
+    links->epoch_s = within(line, 1, -1e12, 1e12);
+    links->buffer_bytes = within(line, 2, 65536.0, 1e15);
+    links->altitude_m = within(line, 3, 1e4, 1e8);
+    if (!line->failed)
+        memcpy(links->seed, line->words[4], strlen(line->words[4]) + 1);
+    for (unsigned class = 0; class < LINK_CLASSES; class++)
+        links->bytes_per_s[class] = HUGE_VAL;
+}
+
+/* CLASS BYTES_PER_S */
+static void read_rate(line_reader *line) {
+    line->failed = line->count != 3;
+    line->its->links.bytes_per_s[whole(line, 1, 0, LINK_CLASSES - 1)] = within(line, 2, 1e-3, 1e15);
+}
+
+/* FROM_S TO_S CLASSES [PLANE SLOT [PLANE SLOT]] */
+static void read_link_outage(line_reader *line) {
+    link_terms *links = &line->its->links;
+    const sky_config *config = &line->its->config;
+    void *list = links->outages;
+    link_outage one = {number(line, 1), number(line, 2), (unsigned)whole(line, 3, 1, 7), 0, {0, 0}};
+    line->failed = line->failed || config->planes == 0 || line->count > 8 || line->count % 2 != 0;
+    for (int at = 4; at + 1 < line->count && !line->failed; at += 2) {
+        one.satellites[one.named] = (uint32_t)whole(line, at, 0, config->planes - 1) << 12;
+        one.satellites[one.named++] |= (uint32_t)whole(line, at + 1, 0, config->slots - 1);
+    }
+    if (grow(line, &list, links->outage_count, &line->outage_room, sizeof one)) {
+        links->outages = list;
+        links->outages[links->outage_count++] = one;
+    }
+}
+
+/* LEAST_DEG SHARE */
+static void read_elevation(line_reader *line) {
+    link_terms *links = &line->its->links;
+    void *list = links->elevations;
+    const link_elevation one = {within(line, 1, 0.0, 90.0), within(line, 2, 0.0, 1.0)};
+    const bool higher =
+        links->elevation_count == 0 || one.least_deg > links->elevations[links->elevation_count - 1].least_deg;
+    line->failed = line->failed || line->count != 3 || !higher;
+    if (grow(line, &list, links->elevation_count, &line->elevation_room, sizeof one)) {
+        links->elevations = list;
+        links->elevations[links->elevation_count++] = one;
+    }
+}
+
+/* MM_H SHARE SPELL_S MARGIN_DB HEIGHT_KM, then k and alpha of a beam upwards and of one downwards */
+static void read_rain(line_reader *line) {
+    link_rain *rain = &line->its->links.rain;
+    line->failed = line->count != 10;
+    rain->mm_h = within(line, 1, 1e-3, 1e3);
+    rain->share = within(line, 2, 0.0, 1.0);
+    rain->spell_s = within(line, 3, 1e-6, 1e9);
+    rain->margin_db = within(line, 4, 0.0, 100.0);
+    rain->height_km = within(line, 5, 0.1, 20.0);
+    for (int class = LINK_UP; class <= LINK_DOWN; class++) {
+        rain->k[class] = within(line, 6 + 2 * class, 0.0, 1e3);
+        rain->alpha[class] = within(line, 7 + 2 * class, 0.0, 10.0);
+    }
+}
+
 static sky_replacement replacement_of(line_reader *line) {
     static const char *const names[] = {"lru", "lfuda", "lrfu"};
     for (unsigned i = 0; line->count == 2 && i < 3; i++) {
@@ -264,6 +332,7 @@ static bool read_number(line_reader *line, const char *name) {
         {"slot-link-ps", &config->slot_link_ps, sizeof config->slot_link_ps},
         {"plane-link-ps", &config->plane_link_ps, sizeof config->plane_link_ps},
         {"neighbour-timeout-us", &config->neighbour_timeout, sizeof config->neighbour_timeout},
+        {"handover-timeout-us", &config->handover_timeout, sizeof config->handover_timeout},
         {"slot-delay-us", &line->its->slot_delay_us, sizeof line->its->slot_delay_us},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -313,7 +382,9 @@ static void read_line(line_reader *line) {
     } else if (strcmp(name, "record") == 0) {
         text(line, its->record_path, sizeof its->record_path);
     } else if (strcmp(name, "onboard") == 0) {
-        its->onboard = flag(line, 1);
+        its->onboard = true; /* PLANE SLOT */
+        its->onboard_at = (sky_link)whole(line, 1, 0, config->planes - 1) << 12;
+        its->onboard_at |= (sky_link)whole(line, 2, 0, config->slots - 1);
     } else if (strcmp(name, "faults") == 0) {
         read_faults(line);
     } else if (strcmp(name, "plane-delay-us") == 0) {
@@ -322,6 +393,16 @@ static void read_line(line_reader *line) {
         its->delay_scale = within(line, 1, 0.0, 1000.0);
     } else if (strcmp(name, "beam-s") == 0) {
         read_beam(line);
+    } else if (strcmp(name, "links") == 0) {
+        read_links(line);
+    } else if (strcmp(name, "rate") == 0) {
+        read_rate(line);
+    } else if (strcmp(name, "link-outage") == 0) {
+        read_link_outage(line);
+    } else if (strcmp(name, "elevation") == 0) {
+        read_elevation(line);
+    } else if (strcmp(name, "rain") == 0) {
+        read_rain(line);
     } else if (strcmp(name, "knot") == 0) {
         read_knot(line);
     } else if (strcmp(name, "orbit") == 0) {
@@ -379,6 +460,8 @@ static bool check(share *its, char reason[512]) {
         lacks = "earth or waypoint, which belong to orbit";
     if (its->delayed && (its->plane_delays_us == NULL || (its->beams_s == NULL && its->sky.plane == NULL)))
         lacks = "plane-delay-us, or beam-s or orbit, which belong to delay-scale";
+    if ((its->links.elevation_count > 0 || its->links.rain.mm_h > 0.0) && its->beams_s == NULL && its->sky.plane == NULL)
+        lacks = "beam-s or orbit, which belong to elevation and rain";
     if (lacks != NULL)
         (void)snprintf(reason, 512, "it has no line `%s`", lacks);
     return lacks == NULL;
@@ -425,7 +508,7 @@ static void split_moves(const share *its, int32_t slot_moves, int32_t plane_move
 double share_beam_s(const share *its, sky_link address, const orbits_place *place, int32_t slot_moves, int32_t plane_moves,
                     sky_us now) {
     const sky_config *config = &its->config;
-    if (its->onboard && address == ((uint32_t)config->centre_plane << 12 | config->centre_slot))
+    if (its->onboard && address == its->onboard_at)
         return 0.0;
     if (its->sky.plane != NULL) {
         orbits_moves clocked;

@@ -8,6 +8,7 @@
 
 #include "config.h"
 #include "faults.h"
+#include "link_queues.h"
 #include "orbits.h"
 #include "placement/clock.h"
 
@@ -38,8 +39,10 @@ typedef struct {
     sky_us *plane_delays_us;
     double *beams_s;
     orbits sky;
-    bool onboard; /* the client's host is part of the centre's satellite, whose beam has no length */
+    bool onboard; /* the client's host is part of a satellite, whose beam has no length */
+    sky_link onboard_at;
     bool delayed;
+    link_terms links;
     fault_rates faults;
 } share;
 

@@ -19,7 +19,7 @@ from skymemory.placement.locate import Moves
 from skymemory.testbed.flight import share_text
 from skymemory.testbed.plan import ConstellationPlan
 
-_PARTS = ("share", "orbits")
+_PARTS = ("share", "orbits", "link_queues")
 
 
 @lru_cache(maxsize=1)
@@ -42,6 +42,12 @@ def library() -> Any:
         "share_beam": (ctypes.c_double, (it, ctypes.c_uint32, ctypes.c_void_p, i32, i32, i64)),
         "share_blocked": (ctypes.c_bool, (it, ctypes.c_uint32, ctypes.c_uint32, i32, i32, i64)),
         "share_hop_us": (i64, (it, ctypes.c_uint32, ctypes.c_uint32)),
+        "share_queues": (it, (it,)),
+        "share_leaves": (
+            i64,
+            (it, i32, ctypes.c_uint32, ctypes.c_uint32, it, i32, ctypes.c_size_t, i64, i32),
+        ),
+        "share_figures": (None, (it, i64, ctypes.POINTER(ctypes.c_uint64))),
         "share_counted": (None, (it, i64, ctypes.POINTER(i64))),
     }
     for name, (result, arguments) in types.items():
@@ -75,6 +81,40 @@ class Share:
         """Slot moves and plane moves by the clock, and when they next change."""
         out = (ctypes.c_int64 * 3)()
         library().share_counted(self.it, now_us, out)
+        return list(out)
+
+
+class Queues:
+    """The queues of a daemon's links, with the interface of ``LinkQueues`` for one that sends at a time."""
+
+    def __init__(self, share: Share) -> None:
+        self.it = library().share_queues(share.it)
+
+    def leaves_us(
+        self,
+        sender: SatelliteId | int,
+        receiver: SatelliteId | int,
+        size: int,
+        now_us: int,
+        place: GroundHost | None = None,
+        onboard: SatelliteId | None = None,
+        urgent: bool = False,
+    ) -> int | None:
+        """``LinkQueue.leaves_s``, hosts being numbers; None: the link loses it."""
+        from_sky, to_sky = isinstance(sender, SatelliteId), isinstance(receiver, SatelliteId)
+        kind = 2 if from_sky and to_sky else 1 if from_sky else 0
+        here, other = (sender, receiver) if from_sky else (receiver, sender)
+        assert isinstance(here, SatelliteId)
+        end = _packed(other) if isinstance(other, SatelliteId) else 0xFF000000 | other
+        at = None if place is None else (ctypes.c_double * 2)(place.latitude_deg, place.longitude_deg)
+        on_it = kind != 2 and here == onboard
+        found = library().share_leaves(self.it, kind, _packed(here), end, at, on_it, size, now_us, urgent)
+        return None if found == (1 << 63) - 1 else int(found)
+
+    def figures(self, now_us: int) -> list[int]:
+        """Packets lost by class, then bytes that wait."""
+        out = (ctypes.c_uint64 * 6)()
+        library().share_figures(self.it, now_us, out)
         return list(out)
 
 

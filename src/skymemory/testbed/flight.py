@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from skymemory.constellation.ground_track import Trajectory
+from skymemory.constellation.links import LINK_CLASSES, rain_coefficients
 from skymemory.constellation.sight import OrbitSight
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import WGS84_E2, ground_angle_rad
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.protocol.satellite.state import SatelliteConfig
 from skymemory.testbed.connect import clock_of, shell_of
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.testbed.run_directory import OUTAGES_NAME, Kind
+from skymemory.transport.delay_line import handover_timeout_s
 from skymemory.transport.faults import DEFAULT_REORDER_DELAY_S
 from skymemory.transport.udp_host import PATIENCE_S
 
@@ -72,7 +75,6 @@ def daemon_path() -> Path:
 def check_plan(plan: ConstellationPlan) -> None:
     """Raises ``InvalidInput`` for what satellites in C do not do in this release."""
     refused = {
-        "rates, outages and weather of links (--links)": plan.links is not None,
         "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
     }
     if found := [what for what, is_so in refused.items() if is_so]:
@@ -93,11 +95,11 @@ def _delays(plan: ConstellationPlan) -> Iterator[str]:
         for plane in range(torus.planes):
             yield f"plane-delay-us {plane} {_us(shell.plane_link_one_way_s(plane) * scale)}"
     if plan.access == "onboard":
-        yield "onboard 1"
+        yield f"onboard {' '.join(map(str, torus.living(plan.centre)))}"
     sight = plan.sight()
     if isinstance(sight, OrbitSight):
         yield from _orbits(sight)
-    elif scale:
+    elif scale or plan.links is not None:
         centre = SatelliteId(0, 0)
         for one in torus.satellites():
             yield f"beam-s {one.plane} {one.slot} {sight.one_way_s(one, centre, 0.0)!r}"
@@ -120,6 +122,29 @@ def _orbits(sight: OrbitSight) -> Iterator[str]:
     points = place.waypoints if isinstance(place, Trajectory) else ((0.0, place.latitude_deg, place.longitude_deg),)
     for point in points:
         yield f"waypoint {' '.join(map(repr, point))}"
+
+
+def _links(plan: ConstellationPlan) -> Iterator[str]:
+    """What links carry."""
+    links = plan.links
+    if links is None:
+        return
+    yield f"links {plan.epoch_s!r} {links.buffer_bytes} {shell_of(plan).altitude_m!r} {links.seed}"
+    for number, kind in enumerate(LINK_CLASSES):
+        if (bytes_per_s := links.bytes_per_s(kind)) < math.inf:
+            yield f"rate {number} {bytes_per_s!r}"
+    for outage in links.outages:
+        classes = sum(1 << number for number, kind in enumerate(LINK_CLASSES) if kind in outage.classes)
+        ends = (f" {one.plane} {one.slot}" for one in sorted(outage.satellites))
+        yield f"link-outage {outage.from_s!r} {outage.to_s!r} {classes}{''.join(ends)}"
+    for least_deg, share in links.elevations:
+        yield f"elevation {least_deg!r} {share!r}"
+    if (rain := links.rain) is not None:
+        terms = rain_coefficients(rain.up_ghz), rain_coefficients(rain.down_ghz)
+        numbers = rain.mm_h, rain.share, rain.spell_s, rain.margin_db, rain.height_km, *terms[0], *terms[1]
+        yield f"rain {' '.join(map(repr, numbers))}"
+    timeout_s = handover_timeout_s(SatelliteConfig(SatelliteId(0, 0), 1).handover_timeout_s, links)
+    yield f"handover-timeout-us {_us(timeout_s)}"
 
 
 def _clock(plan: ConstellationPlan) -> Iterator[str]:
@@ -175,6 +200,7 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
         f"neighbour-timeout-us {_us(PATIENCE_S + 2 * longest_s * plan.delay_scale)}",
         *_clock(plan),
         *_delays(plan),
+        *_links(plan),
         *_faults(plan, host),
     ]
     if plan.auth != "off":

@@ -306,7 +306,7 @@ static bool SKY_App_Init(char reason[512])
         return false;
     strcpy(reason, "expected at most 40 satellites, no simulated links, and no MACs in this release");
     if (SKY_App.its.mine_count > SKY_APP_MOST || SKY_App.its.delayed || SKY_App.its.sky.blocked_m > 0.0 ||
-        SKY_App.its.keys_path[0] != '\0')
+        SKY_App.its.links.given || SKY_App.its.keys_path[0] != '\0')
         return false;
     SKY_App.endpoints = endpoints_new(SKY_App.its.mine_count + SKY_App.its.others_count);
     strcpy(reason, "no memory, socket, pipe or task");
