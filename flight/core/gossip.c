@@ -169,7 +169,8 @@ static void begin(sky_satellite *satellite, const sky_region *region, uint32_t c
     const uint8_t *dead = gossip->body + SKY_NOTICE_HEAD;
     /* Enough to reach the centre and cross the rectangle, and two spare. */
     const uint32_t centre = sky_living(satellite->router.torus, region->centre);
-    const uint32_t hops = sky_router_away(&satellite->router, centre) + region->north + region->south + region->west + region->east + 2U;
+    const uint32_t hops = sky_router_away(&satellite->router, centre) + region->north + region->south + region->west +
+                          region->east + 2U;
     sky_notice notice;
     gossip->number += 1U;
     (void)is_news(gossip, satellite->here, gossip->number);

@@ -143,7 +143,7 @@ static void grow(sky_link_state *links, uint16_t *away) {
     const uint32_t cells = (uint32_t)links->torus.planes * links->torus.slots;
     const uint32_t here = sky_torus_index(links->torus, links->here);
     uint32_t count = 1U, visited = 1U;
-    uint16_t far = 0U; /* 4,096 rings of 4,096 with few links at most: fewer than 65,536 links lead to any of a real grid */
+    uint16_t far = 0U;
     unsigned level = 0U;
     for (uint32_t each = 0U; each < cells; each++) {
         links->declared[each].reached = 0U;
