@@ -325,13 +325,13 @@ static void writable(host *h, unsigned which) {
 /* --- Faults: of every link where it arrives, and of a beam downwards where it begins --- */
 
 static unsigned row_from(const host *h, sky_link here, sky_link source) {
-    const unsigned slots = h->its->config.slots;
-    const unsigned planes = h->its->config.planes;
+    const sky_torus torus = sky_config_torus(&h->its->config);
+    unsigned direction = 0;
     if ((source & SKY_BEAM) == SKY_BEAM)
         return FROM_GROUND;
-    if (source >> 12 == here >> 12)
-        return ((source & 0xFFFU) + 1U) % slots == (here & 0xFFFU) ? 0 : 1;
-    return ((source >> 12) + 1U) % planes == here >> 12 ? 2 : 3;
+    while (direction < 3 && sky_neighbour(torus, here, (sky_direction)direction) != source)
+        direction++;
+    return direction;
 }
 
 static void enter_queue(host *h, parcel *run, sky_us now);
@@ -658,6 +658,7 @@ static bool launch(host *h, unsigned which) {
                "retransmitted");
     config.address = s->is->address;
     config.credit_bytes = receive_bytes / 2;
+    config.neighbour_timeout = share_timeout_us(h->its, s->is->address);
     config.ring = h->ring;
     s->memory_bytes = sky_satellite_bytes(&config);
     /* Zeros that take no memory before they are touched; huge pages would take it all at once. */

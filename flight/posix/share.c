@@ -95,6 +95,7 @@ static void read_satellite(line_reader *line, share_satellite **all, unsigned *c
     }
     one.address = (sky_link)whole(line, 1, 0, config->planes - 1) << 12;
     one.address |= (sky_link)whole(line, 2, 0, config->slots - 1);
+    line->failed = line->failed || sky_is_gap(sky_config_torus(config), one.address);
     one.endpoint.sin_family = AF_INET;
     one.endpoint.sin_port = htons((uint16_t)whole(line, 4, 1, 65535));
     line->failed = line->failed || inet_pton(AF_INET, line->words[3], &one.endpoint.sin_addr) != 1;
@@ -116,6 +117,21 @@ static void read_knot(line_reader *line) {
         its->knots = list;
         its->knots[its->knot_count++] = one;
     }
+}
+
+/* PLANE SLOT: a cell without a satellite. */
+static void read_gap(line_reader *line) {
+    share *its = line->its;
+    const size_t cells = (size_t)its->config.planes * its->config.slots;
+    if (its->gaps == NULL && cells > 0)
+        its->gaps = calloc(cells, 1);
+    if (its->gaps == NULL || line->count != 3) {
+        line->failed = true;
+        return;
+    }
+    const int64_t plane = whole(line, 1, 0, its->config.planes - 1);
+    its->gaps[plane * its->config.slots + whole(line, 2, 0, its->config.slots - 1)] = 1;
+    its->config.gaps = its->gaps;
 }
 
 static void read_clock(line_reader *line) {
@@ -358,6 +374,11 @@ static void read_line(line_reader *line) {
     } else if (strcmp(name, "torus") == 0) {
         config->planes = (uint16_t)whole(line, 1, 1, 4096);
         config->slots = (uint16_t)whole(line, 2, 1, 4096);
+    } else if (strcmp(name, "gap") == 0) {
+        read_gap(line);
+    } else if (strcmp(name, "reach") == 0) { /* planes and slots that a link over gaps may span */
+        config->most_planes = (uint16_t)whole(line, 1, 1, 4096);
+        config->most_slots = (uint16_t)whole(line, 2, 1, 4096);
     } else if (strcmp(name, "centre") == 0) {
         config->centre_plane = (uint16_t)whole(line, 1, 0, 4095);
         config->centre_slot = (uint16_t)whole(line, 2, 0, 4095);
@@ -451,8 +472,8 @@ static bool check(share *its, char reason[512]) {
         lacks = "satellite";
     else if (its->name[0] == '\0')
         lacks = "name";
-    else if (its->mine_count + its->others_count != (unsigned)its->config.planes * its->config.slots)
-        lacks = "peer or satellite for each place of the torus";
+    else if (its->mine_count + its->others_count != sky_satellites(sky_config_torus(&its->config)))
+        lacks = "peer or satellite for each place of the torus, but for its gaps";
     its->delayed = its->delay_scale > 0.0;
     its->sky.centre_plane = its->config.centre_plane;
     its->sky.centre_slot = its->config.centre_slot;
@@ -533,10 +554,27 @@ sky_us share_scaled_us(const share *its, double seconds) {
 }
 
 sky_us share_hop_us(const share *its, sky_link here, sky_link there) {
-    const uint32_t plane = here >> 12;
+    const unsigned planes = its->config.planes;
+    int32_t east = 0;
+    int32_t south = 0;
+    sky_us found = 0;
     if (!its->delayed)
         return 0;
-    if (plane == there >> 12)
-        return its->slot_delay_us;
-    return its->plane_delays_us[(plane + 1U) % its->config.planes == there >> 12 ? plane : there >> 12];
+    /* Over a gap: as long as the links that its satellites would have. Of a ring of two the link from `here` on. */
+    sky_delta(sky_config_torus(&its->config), here, there, &east, &south);
+    south = planes == 2 && south != 0 && its->gaps == NULL ? 1 : south;
+    found = its->slot_delay_us * (east < 0 ? -east : east);
+    for (int32_t step = 0; step < (south < 0 ? -south : south); step++)
+        found += its->plane_delays_us[sky_modulo((int64_t)(here >> 12) + (south < 0 ? -1 - step : step), planes)];
+    return found;
+}
+
+sky_us share_timeout_us(const share *its, sky_link here) {
+    const sky_torus torus = sky_config_torus(&its->config);
+    sky_us longest = 0;
+    for (unsigned direction = 0; torus.gaps != NULL && direction < 4; direction++) {
+        const sky_us hop = share_hop_us(its, here, sky_neighbour(torus, here, (sky_direction)direction));
+        longest = hop > longest ? hop : longest;
+    }
+    return its->config.neighbour_timeout + 2 * longest;
 }

@@ -19,7 +19,8 @@ typedef struct {
 
 typedef struct {
     char name[64];
-    sky_config config; /* of every satellite; address and credit are its own */
+    sky_config config; /* of every satellite; address, credit and neighbour_timeout are its own */
+    uint8_t *gaps;     /* the configuration's */
     sky_move_clock clock;
     sky_knot *knots; /* of the clock's track */
     unsigned knot_count;
@@ -54,6 +55,8 @@ double share_beam_s(const share *its, sky_link address, const orbits_place *plac
 /* Whether the Earth is between two neighbours, by the count of the first. */
 bool share_blocked(const share *its, sky_link here, sky_link there, int32_t slot_moves, int32_t plane_moves, sky_us now);
 sky_us share_hop_us(const share *its, sky_link here, sky_link there);
+/* How long a neighbour may take to answer; over gaps its links may be longer. */
+sky_us share_timeout_us(const share *its, sky_link here);
 /* As long as a simulated delay lasts: never early. */
 sky_us share_scaled_us(const share *its, double seconds);
 

@@ -42,6 +42,7 @@ def library() -> Any:
         "share_beam": (ctypes.c_double, (it, ctypes.c_uint32, ctypes.c_void_p, i32, i32, i64)),
         "share_blocked": (ctypes.c_bool, (it, ctypes.c_uint32, ctypes.c_uint32, i32, i32, i64)),
         "share_hop_us": (i64, (it, ctypes.c_uint32, ctypes.c_uint32)),
+        "share_timeout_us": (i64, (it, ctypes.c_uint32)),
         "share_queues": (it, (it,)),
         "share_leaves": (
             i64,
@@ -76,6 +77,9 @@ class Share:
 
     def hop_us(self, here: SatelliteId, there: SatelliteId) -> int:
         return int(library().share_hop_us(self.it, _packed(here), _packed(there)))
+
+    def timeout_us(self, here: SatelliteId) -> int:
+        return int(library().share_timeout_us(self.it, _packed(here)))
 
     def counted(self, now_us: int) -> Sequence[int]:
         """Slot moves and plane moves by the clock, and when they next change."""

@@ -19,17 +19,15 @@ import pytest
 from tests.contract.store_contract import StoreContract, Tier
 from tests.flight.daemon import build
 
-from skymemory.constellation.links import Links
 from skymemory.constellation.presets import preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost
-from skymemory.errors import InvalidInput
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed import control
 from skymemory.testbed.connect import clock_of, open_constellation, sky_of
-from skymemory.testbed.flight import Choice, check_plan, kinds_of, share_text
+from skymemory.testbed.flight import Choice, kinds_of, share_text
 from skymemory.testbed.key_file import new_keys, new_secret, read_keys, write_keys
 from skymemory.testbed.plan import MemoryPolicy, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
@@ -273,17 +271,6 @@ def test_every_second_host_of_a_mix() -> None:
     assert kinds_of("c", hosts) == {host.name: "c" for host in hosts} and kinds_of("python", hosts) == {}
 
 
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        ({"links": Links.read({"up": "1Mbit"}, "x")}, "rates"),
-    ],
-)
-def test_what_it_cannot_simulate_is_refused(plan: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidInput, match=says):
-        check_plan(make_plan(**plan))
-
-
 def test_the_share_says_all_of_the_plan() -> None:
     plan = make_plan(
         time_scale=60.0, epoch_s=1.8e9, replicas=2, memory_policy=MemoryPolicy("gossip,periodic", "lfuda", 12.5)
@@ -310,6 +297,14 @@ def test_the_share_says_all_of_the_plan() -> None:
         ("skymemory-flight 1\nmemory-bytes 12 13\n", "line 2 .memory-bytes."),
         ("skymemory-flight 1\nno-such 12\n", "line 2 .no-such."),
         ("skymemory-flight 1\ntorus 0 5\n", "line 2"),
+        ("skymemory-flight 1\ntorus 2 5\ngap 1 3\nsatellite 1 3 127.0.0.1 5000\n", "line 4 .satellite."),
+        ("skymemory-flight 1\ntorus 2 5\nplane-orbit 0 0.5 0.1\n", "line 3 .plane-orbit."),
+        ("skymemory-flight 1\ntorus 2 5\norbit 7e6 0.9 nan 1e-6 6.3 0 0\n", "line 3 .orbit."),
+        ("skymemory-flight 1\nknot 5 1 1\nknot 5 2 2\n", "line 3 .knot."),
+        ("skymemory-flight 1\nclock track 0 1 0.1 0.1\n", "line 2 .clock."),
+        ("skymemory-flight 1\nwaypoint 0 91 0\n", "line 2 .waypoint."),
+        ("skymemory-flight 1\nelevation 30 0.5\nelevation 25 1\n", "line 3 .elevation."),
+        ("skymemory-flight 1\ntorus 2 5\nlink-outage 0 1 7 1\n", "line 3 .link-outage."),
         ("skymemory-flight 1\ntorus 1 2\nsatellite 0 5 127.0.0.1 5000\n", "line 3"),
         ("skymemory-flight 1\ntorus 1 2\nsatellite 0 1 localhost 5000\n", "line 3"),
     ],

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tests.flight.share import Share
 
 from skymemory.constellation.ground_track import Waypoint
-from skymemory.constellation.presets import PRESETS, preset_named
+from skymemory.constellation.presets import PRESETS, FlownShell, preset_named
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost
 from skymemory.testbed.connect import clock_of, shell_of, sky_of
 from skymemory.testbed.plan import Ground, make_plan
+from skymemory.transport.udp_host import PATIENCE_S
 
 EPOCH_S = 1_750_000_000.0
 BOUND_S = 1e-9
@@ -123,6 +124,30 @@ def test_links_take_as_long_as_light(name: str) -> None:
         for there in plan.torus.neighbours(here):
             light_s = 3.0 * shell.hop_one_way_s(plan.torus, here, there)
             assert light_s <= share.hop_us(here, there) / 1e6 < light_s + 2e-6
+
+
+GAPS = tuple(SatelliteId(*gap) for gap in ((0, 5), (1, 2), (1, 3), (3, 0)))
+FLOWN = FlownShell("made", 1.75e9, 6, 550e3, 53.0, (0.1, 1.7, 3.2, 4.8), (0.1, -0.4, 0.2, 0.3), GAPS)
+
+
+def test_real_satellites_with_gaps() -> None:
+    """Planes that are spread unevenly, with cells that are empty: beams, links, and how long a neighbour may take."""
+    plan = make_plan(FLOWN.preset(), access="ideal", epoch_s=EPOCH_S, time_scale=60.0, delay_scale=2.0)
+    share, sky, clock, sight, shell = Share(plan), sky_of(plan), clock_of(plan), plan.sight(), shell_of(plan)
+    torus = plan.torus
+    for here in torus.satellites():
+        longest_s = 0.0
+        for there in set(torus.neighbours(here)) - {here}:
+            light_s = 2.0 * shell.hop_one_way_s(torus, here, there)
+            longest_s = max(longest_s, light_s)
+            assert light_s <= share.hop_us(here, there) / 1e6 < light_s + 5e-6
+        timeout_s = share.timeout_us(here) / 1e6
+        assert PATIENCE_S + 2 * longest_s <= timeout_s < PATIENCE_S + 2 * longest_s + 20e-6
+        for minute in range(0, 600, 7):
+            now_s = EPOCH_S + minute
+            moves = clock.moves(now_s)
+            twin_s = sight.one_way_s(here, sky.centre_at(moves), clock.sky_s(now_s))
+            assert abs(share.beam_s(here, moves, round(now_s * 1e6)) - twin_s) < BOUND_S
 
 
 @settings(max_examples=60)

@@ -17,7 +17,7 @@ from typing import Literal, NoReturn, get_args
 from skymemory.constellation.ground_track import Trajectory
 from skymemory.constellation.links import LINK_CLASSES, rain_coefficients
 from skymemory.constellation.sight import OrbitSight
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import WGS84_E2, ground_angle_rad
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.protocol.satellite.state import SatelliteConfig
@@ -51,7 +51,6 @@ def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
-        check_plan(plan)
     elif choice != "python":
         raise InvalidInput("--satellite mixed with one host process: expected at least two, or --satellite c")
     return kinds
@@ -72,18 +71,16 @@ def daemon_path() -> Path:
     return Path(found)
 
 
-def check_plan(plan: ConstellationPlan) -> None:
-    """Raises ``InvalidInput`` for what satellites in C do not do in this release."""
-    refused = {
-        "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
-    }
-    if found := [what for what, is_so in refused.items() if is_so]:
-        raise InvalidInput(f"satellites in C cannot simulate {'; '.join(found)}: use --satellite python")
-
-
 def _us(seconds: float) -> int:
     """Never early."""
     return math.ceil(seconds * 1e6)
+
+
+def _gaps(torus: Torus) -> Iterator[str]:
+    if torus.gaps:
+        yield f"reach {torus.most_planes} {torus.most_slots}"
+    for gap in sorted(torus.gaps):
+        yield f"gap {gap.plane} {gap.slot}"
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
@@ -175,16 +172,18 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
     """The configuration of the daemon that serves ``host``; ``record``: its pid file, in the run directory.
 
     Raises:
-        InvalidInput: a plan that satellites in C cannot serve, or a path with a line break.
+        InvalidInput: a path with a line break.
     """
-    check_plan(plan)
     shell, eviction = shell_of(plan), plan.memory_policy.satellites(plan.replicas)
+    # Over gaps the daemon adds the longest link of each satellite.
     longest_s = max(shell.isl_one_way_s("slot"), *map(shell.plane_link_one_way_s, range(plan.planes)))
+    longest_s = 0.0 if plan.torus.gaps else longest_s
     links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
     lines = [
         f"skymemory-flight {FORMAT_VERSION}",
         f"name {host.name}",
         f"torus {plan.planes} {plan.slots_per_plane}",
+        *_gaps(plan.torus),
         f"centre {plan.centre.plane} {plan.centre.slot}",
         f"memory-bytes {plan.memory_per_satellite_bytes}",
         f"chunk-bytes {plan.chunk_bytes}",
