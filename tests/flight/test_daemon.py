@@ -176,14 +176,12 @@ def test_delays_are_kept(up: Callable[..., RunDirectory], satellite: Choice) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("satellite", ["python", "c", "mixed"])
 def test_real_orbits(up: Callable[..., RunDirectory], satellite: Choice) -> None:
-    """Beams are as long as the orbits say, for the plan's host and for one on the other side of the Earth; what is stored
-    stays while the box moves and links pass behind the Earth.
+    """Beams are as long as the orbits say, for the plan's host and for one on the other side of the Earth; what is
+    stored stays while the box moves and links pass behind the Earth.
     """
     scale, far = 5.0, GroundHost(-40.0, 105.0)
     now_s = time.time()
-    directory = up(
-        satellite, preset="starlink-b", access="ideal", delay_scale=scale, time_scale=5.0, epoch_s=now_s
-    )
+    directory = up(satellite, preset="starlink-b", access="ideal", delay_scale=scale, time_scale=5.0, epoch_s=now_s)
     plan = directory.read_plan()
     kept, others = values(3, 100_000), values(2, 60_000, seed=2)
     clock, sky = clock_of(plan), sky_of(plan)

@@ -16,7 +16,13 @@ from skymemory.testbed.plan import ConstellationPlan, make_plan
 
 EPOCH_S = 1_750_000_000.0
 CASES: dict[str, dict[str, Any]] = {
-    "rates": {"up": "20Mbit", "down": "50Mbit", "isl": "100Mbit", "load": {"isl": 0.5, "down": 0.25}, "buffer": "64KiB"},
+    "rates": {
+        "up": "20Mbit",
+        "down": "50Mbit",
+        "isl": "100Mbit",
+        "load": {"isl": 0.5, "down": 0.25},
+        "buffer": "64KiB",
+    },
     "one rate": {"down": "5Mbit", "buffer": "128KiB"},
     "outages": {
         "isl": "100Mbit",

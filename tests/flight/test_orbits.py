@@ -1,4 +1,4 @@
-"""Real orbits in the daemon: delays of beams, links through the Earth and the moves of hosts, against the Python host's."""
+"""Real orbits in the daemon, against the Python host's: delays of beams, links through the Earth, hosts that move."""
 
 from __future__ import annotations
 

@@ -101,13 +101,15 @@ static double least(double a, double b) { return a < b ? a : b; }
 /* When the overhead point next reaches the edge of its cell: in this piece of its track, or in a later one. */
 static double next_crossing(const sky_move_clock *clock, double elapsed_s) {
     double time_s = elapsed_s, crossing_s = HUGE_VAL;
+    uint32_t piece = piece_at(clock, elapsed_s);
     bool going = true;
-    for (uint32_t piece = piece_at(clock, elapsed_s); going; piece++) {
+    while (going) {
         const double end_s = piece < clock->knot_count ? clock->knots[piece].time_s : HUGE_VAL;
         const overhead point = overhead_in(clock, piece, time_s);
         crossing_s = time_s + least(until_edge(point.plane, point.plane_rate), until_edge(point.slot, point.slot_rate));
         going = crossing_s > end_s && piece < clock->knot_count;
         time_s = end_s;
+        piece++;
     }
     return crossing_s;
 }

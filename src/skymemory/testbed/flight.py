@@ -114,7 +114,8 @@ def _orbits(sight: OrbitSight) -> Iterator[str]:
     angle_rad = ground_angle_rad(shell.model, epoch_s, 0.0)
     turn_rad_s = (ground_angle_rad(shell.model, epoch_s, _LONG_S) - angle_rad) / _LONG_S
     blocked_m = shell.longest_link_m if sight.any_blocked else 0.0
-    yield f"earth {shell.earth_radius_m!r} {eccentricity2!r} {angle_rad!r} {turn_rad_s!r} {sight.mask_deg!r} {blocked_m!r}"
+    earth = shell.earth_radius_m, eccentricity2, angle_rad, turn_rad_s, sight.mask_deg, blocked_m
+    yield f"earth {' '.join(map(repr, earth))}"
     place = sight.place
     points = place.waypoints if isinstance(place, Trajectory) else ((0.0, place.latitude_deg, place.longitude_deg),)
     for point in points:
