@@ -174,7 +174,8 @@ def test_delays_are_kept(up: Callable[..., RunDirectory], satellite: Choice) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("satellite", ["python", "c", "mixed"])
+@pytest.mark.seeded
+@pytest.mark.parametrize("satellite", ["c", "mixed", "python"])
 def test_real_orbits(up: Callable[..., RunDirectory], satellite: Choice) -> None:
     """Beams are as long as the orbits say, for the plan's host and for one on the other side of the Earth; what is
     stored stays while the box moves and links pass behind the Earth.
