@@ -99,6 +99,8 @@ def test_up_status_rotate_down(sky: Sky, tmp_path: Path) -> None:
     status = sky.status()
     assert (status["pushed_slot_moves"], status["pushed_plane_moves"]) == (2, 1)
     assert status["totals"]["chunks_held"] >= 49
+    for words, moves in ((("--planes", "1"), [2, 2]), ((), [3, 2])):  # planes alone move no slots; nothing said is one slot
+        assert json.loads(sky("constellation", "rotate", *words, "--json").stdout)["moves_after"] == moves
     assert sky("kv", "get", "value.bin", "--out", str(tmp_path / "back.bin")).returncode == 0
     assert (tmp_path / "back.bin").read_bytes() == value
 

@@ -314,3 +314,23 @@ def test_a_wrong_configuration_is_named(daemon: Path, tmp_path: Path, text: str,
     done = subprocess.run([daemon, "satellite", "--config", path], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert re.search(says, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "expected `satellite` first"),
+        ("satellite", "expected --config FILE"),
+        ("satellite --config", "has no value"),
+        ("satellite --confg share", "unknown option"),
+        ("satellite --config share --supervisor-fd 3x", "number of an open socket"),
+    ],
+)
+def test_a_wrong_command_line_is_named(daemon: Path, words: str, says: str) -> None:
+    done = subprocess.run([daemon, *words.split()], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "") and says in done.stderr and "usage:" in done.stderr
+
+
+def test_help_is_no_error(daemon: Path) -> None:
+    done = subprocess.run([daemon, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage:") and done.stderr == ""

@@ -78,7 +78,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "rotate", help="move the overhead satellite by hand; chunks migrate as they would with time"
     )
     add = rotate.add_argument
-    add("--slots", type=int, default=1, metavar="N", help="slot moves (default: 1)")
+    add("--slots", type=int, metavar="N", help="slot moves (default: 1, or 0 with --planes)")
     add("--planes", type=int, default=0, metavar="N", help="plane moves (default: 0)")
     add("--plan", type=Path, metavar="FILE", help="rotate the constellation of this plan, not of the run directory's")
     add_run_dir(rotate)
@@ -394,7 +394,8 @@ def _rotate(args: argparse.Namespace) -> int:
     load_plan(path) if args.plan else directory.running_plan()  # raises before a lock is made where there is none
     with one_at_a_time(path):
         plan = load_plan(path) if args.plan else directory.running_plan()  # another rotate may have run meanwhile
-        report = rotate(plan, args.slots, args.planes)
+        slots = args.slots if args.slots is not None else int(args.planes == 0)
+        report = rotate(plan, slots, args.planes)
         # The moves are written back only into the plan that was rotated: a client that starts later must compute the
         # same positions as the satellites, and a constellation that was stopped or replaced must not get our moves.
         if path.exists() and load_plan(path) == plan:  # neither stopped nor restarted while we rotated
