@@ -60,6 +60,12 @@ uint32_t sky_config_keys(const sky_config *config) {
 /* Microseconds that fit every sum and product that is made of them: 11 days. */
 static bool is_time(sky_us time) { return time >= 0 && time <= INT64_C(1000000000000); }
 
+sky_torus sky_config_torus(const sky_config *config) {
+    const sky_torus torus = {config->planes,     config->slots, config->most_planes,
+                             config->most_slots, config->seam,  config->gaps};
+    return torus;
+}
+
 const char *sky_config_error(const sky_config *config) {
     const uint32_t plane = config->address >> 12, slot = config->address & 0xFFFU;
     const char *error = NULL;
@@ -67,6 +73,8 @@ const char *sky_config_error(const sky_config *config) {
         error = "planes and slots: expected 1 to 4096";
     } else if (plane >= config->planes || slot >= config->slots) {
         error = "the address is not on the torus";
+    } else if (config->gaps != NULL && config->gaps[plane * config->slots + slot] != 0U) {
+        error = "address: expected a satellite, not a gap";
     } else if (config->centre_plane >= config->planes || config->centre_slot >= config->slots) {
         error = "the centre is not on the torus";
     } else if (config->memory_bytes > (uint64_t)1 << 40) {

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "placement/torus.h"
 #include "satellite.h"
 
 enum { SKY_MOST_KEYS_IN_RING = 16 };
@@ -32,9 +33,12 @@ struct sky_ring {
 };
 
 struct sky_config {
-    /* Where it is. Gaps and seams are refused in this release. */
+    /* Where it is, in which grid: see placement/torus.h. `gaps` stays the caller's as long as the satellite lives. */
     uint32_t address; /* plane << 12 | slot */
     uint16_t planes, slots;
+    uint16_t most_planes, most_slots;
+    bool seam;
+    const uint8_t *gaps;
     sky_routing_mode routing;
 
     /* Its memory: `memory_bytes` counts payloads and references of 72 bytes, as the twin does. */
@@ -98,6 +102,7 @@ struct sky_config {
 void sky_config_defaults(sky_config *config);
 /* NULL: sound; else why not, for a person to read. */
 const char *sky_config_error(const sky_config *config);
+sky_torus sky_config_torus(const sky_config *config);
 /* `most_chunks` and `most_keys` as they count. */
 uint32_t sky_config_chunks(const sky_config *config);
 uint32_t sky_config_keys(const sky_config *config);

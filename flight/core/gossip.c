@@ -140,8 +140,9 @@ static void forward(sky_satellite *satellite, const sky_notice *notice, uint32_t
                 targets[count++] = neighbour;
             }
         }
-    } else if (sky_on_torus(torus, notice->centre)) {
-        targets[count++] = sky_next_hop(torus, here, notice->centre, false, SKY_NO_AXIS);
+    } else if (notice->centre >> 24 == 0U && sky_plane_of(notice->centre) < torus.planes &&
+               sky_slot_of(notice->centre) < torus.slots) {
+        targets[count++] = sky_router_next(&satellite->router, sky_living(torus, notice->centre), false, SKY_NO_AXIS);
     } else {
         /* it is for a place that does not exist */
     }
@@ -174,8 +175,9 @@ static void begin(sky_satellite *satellite, const sky_region *region, uint32_t c
     sky_gossip *gossip = satellite->gossip;
     const uint8_t *dead = gossip->body + SKY_NOTICE_HEAD;
     /* Enough to reach the centre and cross the rectangle, and two spare. */
-    const uint32_t hops = sky_hops(satellite->locator.placements->torus, satellite->here, region->centre) +
-                          region->north + region->south + region->west + region->east + 2U;
+    const uint32_t centre = sky_living(satellite->router.torus, region->centre);
+    const uint32_t hops = sky_router_away(&satellite->router, centre) + region->north + region->south + region->west +
+                          region->east + 2U;
     sky_notice notice;
     gossip->number += 1U;
     (void)is_news(gossip, satellite->here, gossip->number);

@@ -19,7 +19,7 @@
 
 bool sky_neighbours_new(sky_neighbours *neighbours, sky_arena *arena, const sky_config *config) {
     const size_t cells = (size_t)config->planes * config->slots;
-    const sky_torus torus = {config->planes, config->slots};
+    const sky_torus torus = sky_config_torus(config);
     sky_news *news = sky_take(arena, cells, sizeof *news);
     uint32_t *news_at = sky_take(arena, cells, sizeof *news_at);
     uint8_t *body = sky_take_shared(

@@ -118,7 +118,7 @@ static void give_back(sky_questions *questions, uint32_t first, uint32_t count) 
 /* --- Batches --- */
 
 static uint32_t *place_in(const sky_questions *questions, const sky_batch *batch, uint32_t place) {
-    const sky_torus torus = {questions->config->planes, questions->config->slots};
+    const sky_torus torus = sky_config_torus(questions->config);
     return &batch->at[sky_torus_index(torus, place)];
 }
 

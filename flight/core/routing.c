@@ -7,6 +7,8 @@
 #define LIFETIME_MS 200000  /* a declaration not repeated for this long is forgotten: its origin may be dead */
 #define MOST_AHEAD_MS 60000 /* those from further ahead are refused: no later one would ever be newer */
 
+static void remember_ways(sky_router *router, uint8_t *ways, uint16_t *away);
+
 /* --- Ground hosts: an LRU list, hashed by number --- */
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config) {
@@ -17,12 +19,13 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     sky_known_ground *grounds = sky_take(arena, config->most_ground_hosts, sizeof *grounds);
     sky_declared *declared = sky_take(arena, cells, sizeof *declared);
     uint32_t *edge = sky_take(arena, cells, 2U * sizeof *edge);
+    uint8_t *ways = config->gaps != NULL ? sky_take(arena, cells, sizeof *ways) : NULL;
+    uint16_t *away = config->gaps != NULL ? sky_take(arena, cells, sizeof *away) : NULL;
     if (!whole || edge == NULL) {
         return false;
     }
     (void)memset(router, 0, sizeof *router);
-    router->torus.planes = config->planes;
-    router->torus.slots = config->slots;
+    router->torus = sky_config_torus(config);
     router->here = config->address;
     router->alternate = config->routing == SKY_ALTERNATE;
     router->hash_seed[0] = config->hash_seed[0];
@@ -39,6 +42,9 @@ bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *conf
     router->links.expiry_known = true;
     router->links.next_expiry = SKY_NEVER;
     sky_throttle_begin(&router->links.growing, SKY_AT_ONCE, SKY_SHORT_HOLD_US);
+    if (ways != NULL) {
+        remember_ways(router, ways, away);
+    }
     return true;
 }
 
@@ -146,11 +152,13 @@ static bool is_cut(const sky_link_state *links, uint32_t from, unsigned directio
     return (links->declared[from].cut >> direction & 1U) != 0U;
 }
 
-/* Breadth-first: a satellite is reached by every link that reaches a nearer neighbour. */
-static void grow(sky_link_state *links) {
+/* Breadth-first: a satellite is reached by every link that reaches a nearer neighbour. `away`, if it is not NULL, gets how
+ * many links lead to each. */
+static void grow(sky_link_state *links, uint16_t *away) {
     const uint32_t cells = (uint32_t)links->torus.planes * links->torus.slots;
     const uint32_t here = sky_torus_index(links->torus, links->here);
     uint32_t count = 1U, visited = 1U;
+    uint16_t far = 0U;
     unsigned level = 0U;
     for (uint32_t each = 0U; each < cells; each++) {
         links->declared[each].reached = 0U;
@@ -179,8 +187,12 @@ static void grow(sky_link_state *links) {
                 there->ways = (uint8_t)(there->ways | (ways != 0U ? ways : 1U << direction));
             }
         }
+        far++;
         for (uint32_t each = 0U; each < found; each++) {
             links->declared[next[each]].reached = 1U;
+            if (away != NULL) {
+                away[next[each]] = far;
+            }
         }
         visited += found;
         count = found;
@@ -188,6 +200,42 @@ static void grow(sky_link_state *links) {
     }
     links->searched += visited;
     links->tree_holds = true;
+}
+
+/* The tree while all links are up: it decides between paths that are equally short. */
+static void remember_ways(sky_router *router, uint8_t *ways, uint16_t *away) {
+    const uint32_t cells = (uint32_t)router->torus.planes * router->torus.slots;
+    router->ways = ways;
+    router->away = away;
+    grow(&router->links, away);
+    for (uint32_t each = 0U; each < cells; each++) {
+        ways[each] = router->links.declared[each].ways;
+    }
+    router->links.searched = 0U; /* work of the start, which the twin does elsewhere */
+    router->links.tree_holds = false;
+}
+
+uint32_t sky_router_away(const sky_router *router, uint32_t there) {
+    return router->away != NULL ? router->away[sky_torus_index(router->torus, there)]
+                                : sky_hops(router->torus, router->here, there);
+}
+
+uint32_t sky_router_next(const sky_router *router, uint32_t there, bool alternate, sky_axis came) {
+    const uint32_t usual = sky_next_hop(router->torus, router->here, there, alternate, came);
+    uint32_t found = usual;
+    if (router->ways != NULL) {
+        const uint8_t ways = router->ways[sky_torus_index(router->torus, there)];
+        bool chosen = false;
+        found = router->here;
+        for (unsigned direction = 0U; direction < 4U && !chosen; direction++) {
+            const uint32_t neighbour = sky_neighbour(router->torus, router->here, (sky_direction)direction);
+            if ((ways >> direction & 1U) != 0U) {
+                found = found == router->here || neighbour == usual ? neighbour : found;
+                chosen = neighbour == usual;
+            }
+        }
+    }
+    return found;
 }
 
 /* The first of the links `ways` that is up and leads to `greedy`, else the first that is up; 4: none is. */
@@ -224,12 +272,12 @@ static unsigned around(sky_link_state *links, uint32_t there, uint32_t greedy) {
         return usual;
     }
     if (!links->tree_holds) {
-        grow(links);
+        grow(links, NULL);
     }
     const uint8_t ways = links->declared[index].ways;
     found = living(links, ways, greedy);
     if (ways != 0U && found == 4U) { /* all links of the tree have just gone down */
-        grow(links);
+        grow(links, NULL);
         found = living(links, links->declared[index].ways, greedy);
     }
     if (found == 4U && !is_cut(links, sky_torus_index(links->torus, links->here), usual)) {
@@ -246,8 +294,8 @@ static sky_link onward(sky_router *router, uint32_t there, sky_axis came) {
         (void)memset(router->hops, 0, cells * 3U);
     }
     if (*hop == 0U) {
-        const uint32_t greedy = sky_next_hop(router->torus, router->here, there, router->alternate, came);
-        const unsigned direction = around(&router->links, there, greedy);
+        const uint32_t greedy = sky_router_next(router, there, router->alternate, came);
+        const unsigned direction = greedy == router->here ? 4U : around(&router->links, there, greedy);
         if (direction == 4U) {
             return SKY_NO_LINK;
         }

@@ -56,6 +56,10 @@ typedef struct {
     uint32_t here;
     bool alternate;
     sky_link_state links;
+    /* With gaps, of each cell: our links on which shortest paths to it begin while all links are up, as bits, and how many
+     * links lead there. NULL: without gaps both follow from the address. */
+    uint8_t *ways;
+    uint16_t *away;
     uint64_t changes; /* of the links, when the next hops were found */
     uint8_t *hops;    /* by destination and axis by which packets come: direction + 1; 0: not found yet */
     uint64_t hash_seed[2];
@@ -63,6 +67,12 @@ typedef struct {
     sky_buckets buckets;
     uint16_t oldest, latest, count, most;
 } sky_router;
+
+/* The next satellite of a packet for `there` while all links are up, planes first or alternating; `here` where it has arrived
+ * or none leads there. With gaps: the one that the rule names if it is on a shortest path, else the first that is. */
+uint32_t sky_router_next(const sky_router *router, uint32_t there, bool alternate, sky_axis came);
+/* How many links lead to a satellite. */
+uint32_t sky_router_away(const sky_router *router, uint32_t there);
 
 bool sky_router_new(sky_router *router, sky_arena *arena, const sky_config *config);
 /* A ground host by its number, from 1. The first ones lie at the end, beside the first buckets. */

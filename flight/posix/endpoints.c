@@ -18,6 +18,8 @@ struct endpoints {
     unsigned next;           /* the place that the next unknown host takes: that of the oldest */
     uint64_t hosts[PLACES];  /* key of the host in each place; 0: none */
     uint16_t uses[PLACES];   /* how often the place was taken before */
+    orbits_place ground[PLACES]; /* where each says that it is */
+    bool is_placed[PLACES];
     uint16_t index[2 * PLACES]; /* hash table of places + 1 */
 };
 
@@ -96,6 +98,7 @@ sky_link endpoints_link(endpoints *all, const struct sockaddr_in *address) {
             all->uses[place - 1] = (uint16_t)((all->uses[place - 1] + 1U) % USES);
         }
         *host = key;
+        all->is_placed[place - 1] = false;
         at = find(all, key);
         all->index[at] = (uint16_t)place;
     }
@@ -119,11 +122,30 @@ bool endpoints_satellite(const endpoints *all, sky_link satellite, struct sockad
     return false;
 }
 
-bool endpoints_ground(const endpoints *all, sky_link link, struct sockaddr_in *address) {
+/* The host's place in the table; PLACES: it is known no more. */
+static unsigned place_of(const endpoints *all, sky_link link) {
     const unsigned place = link & (PLACES - 1U);
-    const uint64_t key = all->hosts[place];
-    if (key == 0 || ((link & 0xFFFFFFU) >> PLACE_BITS) != all->uses[place])
+    const bool known = all->hosts[place] != 0 && ((link & 0xFFFFFFU) >> PLACE_BITS) == all->uses[place];
+    return known ? place : PLACES;
+}
+
+bool endpoints_ground(const endpoints *all, sky_link link, struct sockaddr_in *address) {
+    const unsigned place = place_of(all, link);
+    if (place == PLACES)
         return false;
-    write_address(key, address);
+    write_address(all->hosts[place], address);
     return true;
+}
+
+void endpoints_set_place(endpoints *all, sky_link link, const orbits_place *place) {
+    const unsigned at = place_of(all, link);
+    if (at == PLACES)
+        return;
+    all->ground[at] = *place;
+    all->is_placed[at] = true;
+}
+
+const orbits_place *endpoints_place(const endpoints *all, sky_link link) {
+    const unsigned at = place_of(all, link);
+    return at != PLACES && all->is_placed[at] ? &all->ground[at] : NULL;
 }

@@ -8,6 +8,7 @@
 #include <netinet/in.h>
 #include <stdbool.h>
 
+#include "orbits.h"
 #include "satellite.h"
 
 typedef struct endpoints endpoints;
@@ -22,5 +23,9 @@ sky_link endpoints_link(endpoints *all, const struct sockaddr_in *address);
 bool endpoints_satellite(const endpoints *all, sky_link satellite, struct sockaddr_in *address);
 /* Where packets of a ground host's link go; false: nobody known. */
 bool endpoints_ground(const endpoints *all, sky_link link, struct sockaddr_in *address);
+
+/* Where on the ground a host says that it is; NULL: where the plan's host is. One that is known no more is nowhere. */
+void endpoints_set_place(endpoints *all, sky_link link, const orbits_place *place);
+const orbits_place *endpoints_place(const endpoints *all, sky_link link);
 
 #endif

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,11 +21,13 @@
 #include "endpoints.h"
 #include "faults.h"
 #include "key_file.h"
+#include "link_queues.h"
 #include "outages.h"
 #include "overload.h"
 #include "parcels.h"
 #include "udp.h"
 #include "wall_clock.h"
+#include "wire/packet.h"
 
 enum {
     RECEIVE_ROUNDS = 4, /* batches taken from one socket before the others get their turn; one if the host is late */
@@ -33,6 +36,8 @@ enum {
     ERRORS_KEPT = 8192,
     FAULTS_INJECTED = 18, /* numbers of fields of PONG */
     DELAY_ERROR_P99_US = 19,
+    LINK_LOST = 42, /* by class of links */
+    LINK_QUEUED_BYTES = 45,
     FROM_GROUND = 4, /* rows of faults: 0 to 3 are a satellite's neighbours */
     TO_GROUND,
     FAULT_ROWS,
@@ -40,9 +45,19 @@ enum {
 #define BEAT_US 100000
 #define LOOK_US 250000          /* for changed keys, and to bind again what could not be bound */
 #define FIGURES_US 500000
+#define GRAIN_US 10000          /* packets of a run that a link ends to send within this time go on together, with the last */
 #define LEAST_SLICE_US 1000     /* of background work at a time: a request that comes meanwhile waits this long */
 #define MOST_SLICE_US 20000
 #define MOST_PARCEL_BYTES ((size_t)256 << 20) /* in memory between satellites, and as many again held for their delay */
+
+/* The delay of a satellite's beam, which holds for a second's flight. */
+typedef struct {
+    bool known, placed;
+    int32_t slot_moves, plane_moves;
+    double second;
+    orbits_place place;
+    sky_us delay;
+} beam_delay;
 
 typedef struct {
     sky_satellite *core; /* NULL: disabled */
@@ -60,6 +75,7 @@ typedef struct {
     bool lived;
     sky_past past;
     fault_row rows[FAULT_ROWS];
+    beam_delay beam; /* as last asked for */
 } satellite;
 
 typedef struct {
@@ -76,6 +92,7 @@ typedef struct {
     size_t timers;
     parcel_queue arriving;
     delay_line held;
+    link_queues *queues; /* NULL: links carry everything */
     sky_us beat, look, figures, rested;
     unsigned *working; /* ring of satellites with background work, each once */
     unsigned work_first, work_count;
@@ -154,6 +171,70 @@ static void late_by(host *h, sky_us late, sky_us now) {
         measured(h, late, now);
 }
 
+/* --- Links --- */
+
+/* How long light takes between a satellite and a ground host, from where it says it is. */
+static sky_us beam_us(host *h, satellite *s, sky_link ground, sky_us now) {
+    const orbits_place *place = endpoints_place(h->endpoints, ground);
+    beam_delay asked = {.known = true, .placed = place != NULL, .second = floor(sky_clock_elapsed_s(&h->its->clock, now))};
+    if (!h->its->delayed)
+        return 0;
+    if (place != NULL)
+        asked.place = *place;
+    sky_satellite_moves(s->core, &asked.slot_moves, &asked.plane_moves);
+    const beam_delay *last = &s->beam;
+    if (!last->known || last->second != asked.second || last->slot_moves != asked.slot_moves ||
+        last->plane_moves != asked.plane_moves || last->placed != asked.placed ||
+        last->place.latitude_deg != asked.place.latitude_deg || last->place.longitude_deg != asked.place.longitude_deg) {
+        const double beam_s = share_beam_s(h->its, s->is->address, place, asked.slot_moves, asked.plane_moves, now);
+        asked.delay = share_scaled_us(h->its, beam_s);
+        s->beam = asked;
+    }
+    return s->beam.delay;
+}
+
+/* The same for the queues, which ask at times to come: by the box's moves as they were planned. */
+static double planned_beam_s(const void *context, uint32_t satellite, const orbits_place *place, sky_us at) {
+    const share *its = context;
+    int32_t slot_moves = 0;
+    int32_t plane_moves = 0;
+    sky_clock_moves(&its->clock, at, &slot_moves, &plane_moves);
+    slot_moves += its->config.pushed_slot;
+    plane_moves += its->config.pushed_plane;
+    return share_beam_s(its, satellite, place, slot_moves, plane_moves, at);
+}
+
+static bool is_blocked(const host *h, const satellite *s, sky_link to, sky_us now) {
+    int32_t slot_moves = 0;
+    int32_t plane_moves = 0;
+    if (!(h->its->sky.blocked_m > 0.0))
+        return false;
+    sky_satellite_moves(s->core, &slot_moves, &plane_moves);
+    return share_blocked(h->its, s->is->address, to, slot_moves, plane_moves, now);
+}
+
+/* Notes the place that a host announces, which may have come behind other packets of it, and takes it off. It is no packet
+ * of the protocol: only who simulates the length of beams needs it (skymemory.transport.udp_socket.PLACE). */
+static void hear_place(host *h, udp_arrival *arrival, sky_link source) {
+    enum { MARK_BYTES = 8, PLACE_BYTES = 24 };
+    const size_t segment = arrival->segment_bytes;
+    const size_t at = arrival->bytes > 0 && segment > 0 ? (arrival->bytes - 1) / segment * segment : 0;
+    const uint8_t *last = arrival->packets + at;
+    if (arrival->bytes - at != PLACE_BYTES || memcmp(last, "SKYPLACE", MARK_BYTES) != 0)
+        return;
+    double degrees[2];
+    for (unsigned i = 0; i < 2; i++) {
+        uint64_t bits = 0;
+        for (unsigned byte = 0; byte < 8; byte++)
+            bits = bits << 8 | last[MARK_BYTES + 8 * i + byte];
+        memcpy(&degrees[i], &bits, sizeof bits);
+    }
+    const orbits_place place = {degrees[0], degrees[1]};
+    if (orbits_place_is_on_earth(&place))
+        endpoints_set_place(h->endpoints, source, &place);
+    arrival->bytes = at;
+}
+
 /* --- Out --- */
 
 static void after(host *h, unsigned which, sky_us now);
@@ -172,21 +253,21 @@ static parcel *new_parcel(const host *h, unsigned to, size_t bytes, size_t segme
     one->to = to;
     one->life = h->all[to].life;
     one->leaves = false;
+    one->queues = false;
     one->source = 0;
     one->bytes = bytes;
     one->segment_bytes = segment_bytes;
     return one;
 }
 
-/* Copies packets of `out` from `first` on, as many as one run carries. NULL: no memory. */
-static parcel *copy(const host *h, unsigned to, const udp_outgoing *out, size_t first, size_t *count) {
+/* Copies packets of `out` from `first` on, which one run can carry. NULL: no memory. */
+static parcel *copy(const host *h, unsigned to, const udp_outgoing *out, size_t first, size_t count) {
     size_t bytes = 0;
-    *count = udp_run_length(out, first);
-    for (size_t i = first; i < first + *count; i++)
+    for (size_t i = first; i < first + count; i++)
         bytes += udp_packet_bytes(out, i);
     parcel *one = new_parcel(h, to, bytes, udp_packet_bytes(out, first));
     if (one != NULL)
-        (void)udp_flatten(out, first, *count, one->packets);
+        (void)udp_flatten(out, first, count, one->packets);
     return one;
 }
 
@@ -195,8 +276,9 @@ static void wait_to_send(host *h, unsigned which, const udp_outgoing *out, size_
     satellite *s = &h->all[which];
     for (size_t count = 0; first < out->count; first += count) {
         parcel *one = NULL;
+        count = udp_run_length(out, first);
         if (s->backlog.bytes <= BACKLOGS * h->its->config.backlog_bytes)
-            one = copy(h, which, out, first, &count);
+            one = copy(h, which, out, first, count);
         if (one == NULL) {
             s->dropped += out->count - first;
             break;
@@ -246,14 +328,16 @@ static void writable(host *h, unsigned which) {
 /* --- Faults: of every link where it arrives, and of a beam downwards where it begins --- */
 
 static unsigned row_from(const host *h, sky_link here, sky_link source) {
-    const unsigned slots = h->its->config.slots;
-    const unsigned planes = h->its->config.planes;
+    const sky_torus torus = sky_config_torus(&h->its->config);
+    unsigned direction = 0;
     if ((source & SKY_BEAM) == SKY_BEAM)
         return FROM_GROUND;
-    if (source >> 12 == here >> 12)
-        return ((source & 0xFFFU) + 1U) % slots == (here & 0xFFFU) ? 0 : 1;
-    return ((source >> 12) + 1U) % planes == here >> 12 ? 2 : 3;
+    while (direction < 3 && sky_neighbour(torus, here, (sky_direction)direction) != source)
+        direction++;
+    return direction;
 }
+
+static void enter_queue(host *h, parcel *run, sky_us now);
 
 /* What becomes of each packet of a parcel, whose last may be shorter; each leaves or arrives at `due` or a little later.
  * Frees it. */
@@ -274,6 +358,7 @@ static void inject(host *h, parcel *run, fault_row *row, sky_us due, sky_us now)
                 continue;
             }
             one->leaves = run->leaves;
+            one->queues = run->queues;
             one->source = run->source;
             one->endpoint = run->endpoint;
             memcpy(one->packets, run->packets + at, bytes);
@@ -282,6 +367,8 @@ static void inject(host *h, parcel *run, fault_row *row, sky_us due, sky_us now)
             if (when > now) {
                 if (!delay_hold(&h->held, one, when))
                     s->dropped++;
+            } else if (one->queues) {
+                enter_queue(h, one, now);
             } else if (one->leaves) {
                 const udp_outgoing out = outgoing_of(one);
                 transmit(h, one->to, &out, &one->endpoint);
@@ -294,61 +381,152 @@ static void inject(host *h, parcel *run, fault_row *row, sky_us due, sky_us now)
     free(run);
 }
 
-/* Sends one run of a satellite: by its socket, in memory to another of this host, or after the delay of its link. */
+/* --- The way of a run: its turn on a link with a rate, the time of light, its faults --- */
+
+/* Into satellite `which` of this host from `source`, or out by its socket to `endpoint`. */
+typedef struct {
+    unsigned which;
+    bool leaves, queues; /* as of a parcel */
+    sky_link source;
+    struct sockaddr_in endpoint;
+    sky_us hold;    /* for light */
+    fault_row *row; /* NULL: no faults */
+} journey;
+
+/* Whether packets wait for their time. */
+static bool holds(const host *h) {
+    return h->its->delayed || h->queues != NULL;
+}
+
+static link_way way_of(const host *h, link_class class, sky_link here, sky_link other) {
+    const bool beam = class != LINK_ISL;
+    const link_way way = {class, here, other, beam && h->its->onboard && here == h->its->onboard_at,
+                          beam ? endpoints_place(h->endpoints, other) : NULL};
+    return way;
+}
+
+/* A part of a run that one parcel can carry sets out, and arrives or leaves at `due`. */
+static void set_out(host *h, const journey *its, const udp_outgoing *out, size_t first, size_t count, sky_us due, sky_us now) {
+    parcel *one = NULL;
+    if ((holds(h) ? h->held.bytes : h->arriving.bytes) < MOST_PARCEL_BYTES)
+        one = copy(h, its->which, out, first, count);
+    if (one == NULL) {
+        h->all[its->which].dropped += count;
+        return;
+    }
+    one->leaves = its->leaves;
+    one->queues = its->queues;
+    one->source = its->source;
+    one->endpoint = its->endpoint;
+    if (its->row != NULL)
+        inject(h, one, its->row, due, now);
+    else if (!holds(h))
+        parcels_add(&h->arriving, one);
+    else if (!delay_hold(&h->held, one, due))
+        h->all[its->which].dropped += count;
+}
+
+/* Without a rate nothing waits. */
+static void travel(host *h, const journey *its, const udp_outgoing *out, sky_us now) {
+    size_t count = 0;
+    for (size_t first = 0; first < out->count; first += count) {
+        count = udp_run_length(out, first);
+        set_out(h, its, out, first, count, now + its->hold, now);
+    }
+}
+
+/* LINKS between satellites goes before all that waits, as packets of routing protocols do: else a full queue would make a
+ * neighbour look dead. */
+static bool is_urgent(const udp_outgoing *out, size_t i) {
+    const uint8_t *packet = out->headers + i * out->header_bytes;
+    const size_t left = out->headers_bytes - i * out->header_bytes;
+    const size_t at = sky_header_start(packet) + 1;
+    return left > at && packet[at] == SKY_LINKS;
+}
+
+/* Each packet of a run has its turn on the link; those that end within GRAIN_US go on together. What is lost is left out. */
+static void travel_by_turn(host *h, const journey *its, const link_way *way, const udp_outgoing *out, sky_us now) {
+    size_t first = 0;
+    size_t count = 0;
+    size_t most = 0;
+    sky_us begin = 0;
+    sky_us end = 0;
+    for (size_t i = 0; i < out->count; i++) {
+        const bool urgent = way->class == LINK_ISL && is_urgent(out, i);
+        const sky_us leaves = link_queues_leave(h->queues, way, udp_packet_bytes(out, i), now, urgent);
+        const bool joins = count > 0 && count < most && leaves != SKY_NEVER && leaves - begin <= GRAIN_US;
+        if (count > 0 && !joins) {
+            set_out(h, its, out, first, count, end + its->hold, now);
+            count = 0;
+        }
+        if (leaves == SKY_NEVER)
+            continue;
+        if (count == 0) {
+            first = i;
+            most = udp_run_length(out, i);
+            begin = leaves;
+        }
+        count++;
+        end = leaves;
+    }
+    if (count > 0)
+        set_out(h, its, out, first, count, end + its->hold, now);
+}
+
+/* A packet downwards that has had its faults waits for its turn. Frees it. */
+static void enter_queue(host *h, parcel *run, sky_us now) {
+    satellite *s = &h->all[run->to];
+    if (s->core != NULL && s->life == run->life) {
+        const link_way way = way_of(h, LINK_DOWN, s->is->address, run->source);
+        const udp_outgoing out = outgoing_of(run);
+        const journey its = {.which = run->to, .leaves = true, .endpoint = run->endpoint,
+                             .hold = beam_us(h, s, run->source, now)};
+        travel_by_turn(h, &its, &way, &out, now);
+    }
+    free(run);
+}
+
+/* Sends one run of a satellite: by its socket, in memory to another of this host, or when its link lets it. */
 static void depart(host *h, unsigned which, const sky_run *run, sky_us now) {
     satellite *s = &h->all[which];
-    const share *its = h->its;
     const udp_outgoing out = {run->headers, run->headers_bytes, run->header_bytes, run->payloads, s->core, run->count};
     const bool beam = (run->link & SKY_BEAM) == SKY_BEAM;
-    struct sockaddr_in ground;
-    const struct sockaddr_in *to = &ground;
-    int32_t local = -1;
-    sky_us hold = 0;
+    journey its = {.which = which, .leaves = true};
     if (beam) {
-        if (!endpoints_ground(h->endpoints, run->link, &ground)) {
+        if (!endpoints_ground(h->endpoints, run->link, &its.endpoint)) {
             s->dropped += run->count;
             return;
         }
     } else {
-        local = h->index[run->link] - 1;
-        to = h->peers[run->link];
-        if (local >= 0 && h->all[local].core == NULL)
-            return; /* as to a socket that is closed */
-    }
-    if (its->delayed && beam) {
-        int32_t slot_moves = 0;
-        int32_t plane_moves = 0;
-        sky_satellite_moves(s->core, &slot_moves, &plane_moves);
-        hold = share_beam_us(its, s->is->address, slot_moves, plane_moves);
-    } else if (its->delayed) {
-        hold = share_hop_us(its, s->is->address, run->link);
-    }
-    const bool injects = h->faulty && (beam || local >= 0);
-    if (!its->delayed && local < 0 && !injects) {
-        transmit(h, which, &out, to);
-        return;
-    }
-    size_t count = 0;
-    for (size_t first = 0; first < out.count; first += count) {
-        parcel *one = NULL;
-        if ((its->delayed ? h->held.bytes : h->arriving.bytes) < MOST_PARCEL_BYTES)
-            one = copy(h, local >= 0 ? (unsigned)local : which, &out, first, &count);
-        if (one == NULL) {
-            s->dropped += out.count - first;
-            return;
+        const int32_t local = h->index[run->link] - 1;
+        if ((local >= 0 && h->all[local].core == NULL) || is_blocked(h, s, run->link, now))
+            return; /* as to a socket that is closed; lost */
+        if (local >= 0) {
+            its.which = (unsigned)local;
+            its.leaves = false;
+            its.source = s->is->address;
+        } else {
+            its.endpoint = *h->peers[run->link];
         }
-        one->leaves = local < 0;
-        if (local >= 0)
-            one->source = s->is->address;
-        else
-            one->endpoint = *to;
-        if (injects)
-            inject(h, one, local >= 0 ? &h->all[local].rows[row_from(h, run->link, s->is->address)] : &s->rows[TO_GROUND],
-                   now + hold, now);
-        else if (!its->delayed)
-            parcels_add(&h->arriving, one);
-        else if (!delay_hold(&h->held, one, now + hold))
-            s->dropped += count;
+    }
+    if (h->faulty && beam)
+        its.row = &s->rows[TO_GROUND];
+    else if (h->faulty && !its.leaves)
+        its.row = &h->all[its.which].rows[row_from(h, run->link, s->is->address)];
+    if (!holds(h) && its.leaves && its.row == NULL) {
+        transmit(h, which, &out, &its.endpoint);
+    } else if (h->queues != NULL && beam && its.row != NULL) {
+        its.queues = true; /* its faults come first */
+        its.source = run->link;
+        travel(h, &its, &out, now);
+    } else {
+        its.hold = beam ? beam_us(h, s, run->link, now) : share_hop_us(h->its, s->is->address, run->link);
+        if (h->queues != NULL) {
+            const link_way way = way_of(h, beam ? LINK_DOWN : LINK_ISL, s->is->address, run->link);
+            travel_by_turn(h, &its, &way, &out, now);
+        } else {
+            travel(h, &its, &out, now);
+        }
     }
 }
 
@@ -388,29 +566,20 @@ static void deliver(host *h) {
     }
 }
 
-/* What came by a beam waits as long as light takes; what came by a faulty link has its faults. */
+/* What came by a beam waits for its turn and as long as light takes; what came by a faulty link has its faults. */
 static void hold(host *h, unsigned which, const udp_arrival *arrival, sky_link source, sky_us now) {
     satellite *s = &h->all[which];
-    int32_t slot_moves = 0;
-    int32_t plane_moves = 0;
-    sky_us due = now;
-    parcel *one = NULL;
-    if (h->held.bytes < MOST_PARCEL_BYTES)
-        one = new_parcel(h, which, arrival->bytes, arrival->segment_bytes);
-    if (one == NULL) {
-        s->dropped++;
-        return;
+    const bool beam = (source & SKY_BEAM) == SKY_BEAM;
+    const udp_outgoing run = {arrival->packets, arrival->bytes, arrival->segment_bytes, NULL, NULL,
+                              (arrival->bytes + arrival->segment_bytes - 1) / arrival->segment_bytes};
+    const journey its = {.which = which, .source = source, .hold = beam ? beam_us(h, s, source, now) : 0,
+                         .row = h->faulty ? &s->rows[row_from(h, s->is->address, source)] : NULL};
+    if (beam && h->queues != NULL) {
+        const link_way way = way_of(h, LINK_UP, s->is->address, source);
+        travel_by_turn(h, &its, &way, &run, now);
+    } else {
+        travel(h, &its, &run, now);
     }
-    memcpy(one->packets, arrival->packets, arrival->bytes);
-    one->source = source;
-    if (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM) {
-        sky_satellite_moves(s->core, &slot_moves, &plane_moves);
-        due += share_beam_us(h->its, s->is->address, slot_moves, plane_moves);
-    }
-    if (h->faulty)
-        inject(h, one, &s->rows[row_from(h, s->is->address, source)], due, now);
-    else if (!delay_hold(&h->held, one, due))
-        s->dropped++;
 }
 
 static void readable(host *h, unsigned which) {
@@ -421,9 +590,15 @@ static void readable(host *h, unsigned which) {
     for (unsigned round = 0; round < rounds; round++) {
         const unsigned count = udp_receive(s->fd, arrivals);
         for (unsigned i = 0; i < count; i++) {
-            const udp_arrival *arrival = &arrivals[i];
+            udp_arrival *arrival = &arrivals[i];
             const sky_link source = endpoints_link(h->endpoints, &arrival->from);
-            if (h->faulty || (h->its->delayed && (source & SKY_BEAM) == SKY_BEAM))
+            const bool beam = (source & SKY_BEAM) == SKY_BEAM;
+            if (beam && h->its->sky.plane != NULL) {
+                hear_place(h, arrival, source);
+                if (arrival->bytes == 0)
+                    continue;
+            }
+            if (h->faulty || (holds(h) && beam))
                 hold(h, which, arrival, source, now_us(h));
             else
                 sky_receive(s->core, arrival->packets, arrival->bytes, arrival->segment_bytes, source, now_us(h));
@@ -454,6 +629,10 @@ static void release_due(host *h) {
         const satellite *s = &h->all[one->to];
         now = now_us(h);
         h->errors_us[h->released++ % ERRORS_KEPT] = now - due < UINT32_MAX ? (uint32_t)(now - due) : UINT32_MAX;
+        if (one->queues) {
+            enter_queue(h, one, now);
+            continue;
+        }
         if (!one->leaves) {
             parcels_add(&h->arriving, one);
             deliver(h);
@@ -496,6 +675,7 @@ static bool launch(host *h, unsigned which) {
                "retransmitted");
     config.address = s->is->address;
     config.credit_bytes = receive_bytes / 2;
+    config.neighbour_timeout = share_timeout_us(h->its, s->is->address);
     config.ring = h->ring;
     config.shared = h->shared;
     config.shared_bytes = h->shared_bytes;
@@ -630,7 +810,19 @@ static void report_figures(host *h) {
         if (h->all[i].core != NULL)
             sky_set_figure(h->all[i].core, FAULTS_INJECTED, (int64_t)h->faults);
     }
-    if (!h->its->delayed || count == 0)
+    if (h->queues != NULL) {
+        uint64_t lost[LINK_CLASSES];
+        uint64_t waiting[LINK_CLASSES];
+        link_queues_figures(h->queues, now_us(h), lost, waiting);
+        for (unsigned i = 0; i < h->count * LINK_CLASSES; i++) {
+            sky_satellite *core = h->all[i / LINK_CLASSES].core;
+            if (core == NULL)
+                continue;
+            sky_set_figure(core, LINK_LOST + i % LINK_CLASSES, (int64_t)lost[i % LINK_CLASSES]);
+            sky_set_figure(core, LINK_QUEUED_BYTES + i % LINK_CLASSES, (int64_t)waiting[i % LINK_CLASSES]);
+        }
+    }
+    if (!holds(h) || count == 0)
         return;
     memcpy(sorted, h->errors_us, count * sizeof *sorted);
     qsort(sorted, count, sizeof *sorted, ascending);
@@ -672,7 +864,7 @@ static void alarms(host *h) {
             follow_outages(h);
         h->look = now + LOOK_US;
     }
-    if ((h->its->delayed || h->faulty) && now >= h->figures) {
+    if ((holds(h) || h->faulty) && now >= h->figures) {
         report_figures(h);
         h->figures = now + FIGURES_US;
     }
@@ -774,6 +966,8 @@ static bool prepare(host *h) {
             h->all[i].rows[row] = faults_row(&its->faults, (uint64_t)its->mine[i].address * FAULT_ROWS + row);
     }
     h->faulty = faults_any(&its->faults);
+    if (its->links.given && (h->queues = link_queues_new(&its->links, planned_beam_s, its)) == NULL)
+        return false;
     h->timers = h->count;
     parcels_begin(&h->arriving);
     (void)sigemptyset(&signals);

@@ -14,7 +14,8 @@ typedef struct parcel {
     unsigned to;          /* index of a satellite of this host */
     unsigned life;        /* of that satellite: one that has died meanwhile gets nothing */
     bool leaves;
-    sky_link source;      /* whom it came from */
+    bool queues;          /* it has had its faults, and waits for its turn on the link next */
+    sky_link source;      /* whom it came from; of one that leaves and queues, whom it goes to */
     struct sockaddr_in endpoint; /* where it leaves to */
     size_t bytes, segment_bytes;
     uint8_t packets[];

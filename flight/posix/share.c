@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,8 +17,23 @@ typedef struct {
     char *words[MOST_WORDS];
     int count; /* with the first */
     bool failed;
-    unsigned mine_room, others_room;
+    unsigned mine_room, others_room, knot_room, way_room, outage_room, elevation_room;
+    bool clock_is_set;
 } line_reader;
+
+/* Room for one more of a list, whose entries may move; false: the line fails. */
+static bool grow(line_reader *line, void **list, unsigned count, unsigned *room, size_t bytes) {
+    if (count < *room)
+        return true;
+    const unsigned more = *room > 0 ? 2 * *room : 128;
+    void *larger = realloc(*list, more * bytes);
+    line->failed = line->failed || larger == NULL;
+    if (larger == NULL)
+        return false;
+    *list = larger;
+    *room = more;
+    return true;
+}
 
 static double number(line_reader *line, int which) {
     char *end = NULL;
@@ -40,6 +56,16 @@ static int64_t whole(line_reader *line, int which, int64_t least, int64_t most) 
     errno = 0;
     const long long value = strtoll(line->words[which], &end, 10);
     if (errno != 0 || *line->words[which] == '\0' || *end != '\0' || value < least || value > most) {
+        line->failed = true;
+        return least;
+    }
+    return value;
+}
+
+/* Finite, and within bounds. */
+static double within(line_reader *line, int which, double least, double most) {
+    const double value = number(line, which);
+    if (!(value >= least && value <= most)) {
         line->failed = true;
         return least;
     }
@@ -69,35 +95,191 @@ static void read_satellite(line_reader *line, share_satellite **all, unsigned *c
     }
     one.address = (sky_link)whole(line, 1, 0, config->planes - 1) << 12;
     one.address |= (sky_link)whole(line, 2, 0, config->slots - 1);
+    line->failed = line->failed || sky_is_gap(sky_config_torus(config), one.address);
     one.endpoint.sin_family = AF_INET;
     one.endpoint.sin_port = htons((uint16_t)whole(line, 4, 1, 65535));
     line->failed = line->failed || inet_pton(AF_INET, line->words[3], &one.endpoint.sin_addr) != 1;
-    if (*count == *room) {
-        *room = *room > 0 ? 2 * *room : 128;
-        share_satellite *larger = realloc(*all, *room * sizeof *larger);
-        if (larger == NULL) {
-            line->failed = true;
-            return;
-        }
-        *all = larger;
+    void *list = *all;
+    if (grow(line, &list, *count, room, sizeof one)) {
+        *all = list;
+        (*all)[(*count)++] = one;
     }
-    (*all)[(*count)++] = one;
+}
+
+/* TIME PLANE SLOT: of the track that the clock counts by. */
+static void read_knot(line_reader *line) {
+    share *its = line->its;
+    void *list = its->knots;
+    const sky_knot one = {within(line, 1, -1e12, 1e12), within(line, 2, -1e12, 1e12), within(line, 3, -1e12, 1e12)};
+    const bool later = its->knot_count == 0 || one.time_s > its->knots[its->knot_count - 1].time_s;
+    line->failed = line->failed || line->count != 4 || !later || line->clock_is_set;
+    if (grow(line, &list, its->knot_count, &line->knot_room, sizeof one)) {
+        its->knots = list;
+        its->knots[its->knot_count++] = one;
+    }
+}
+
+/* PLANE SLOT: a cell without a satellite. */
+static void read_gap(line_reader *line) {
+    share *its = line->its;
+    const size_t cells = (size_t)its->config.planes * its->config.slots;
+    if (its->gaps == NULL && cells > 0)
+        its->gaps = calloc(cells, 1);
+    if (its->gaps == NULL || line->count != 3) {
+        line->failed = true;
+        return;
+    }
+    const int64_t plane = whole(line, 1, 0, its->config.planes - 1);
+    its->gaps[plane * its->config.slots + whole(line, 2, 0, its->config.slots - 1)] = 1;
+    its->config.gaps = its->gaps;
 }
 
 static void read_clock(line_reader *line) {
     share *its = line->its;
     const char *by = line->count > 1 ? line->words[1] : "";
     its->config.clock = sky_clock_counted;
-    if (strcmp(by, "periods") == 0 && line->count == 6)
+    if (strcmp(by, "periods") == 0 && line->count == 6) {
         sky_clock_by_periods(&its->clock, number(line, 2), number(line, 3), number(line, 4), number(line, 5));
-    else if (strcmp(by, "track") == 0 && line->count == 8)
-        sky_clock_by_track(&its->clock, number(line, 2), number(line, 3), number(line, 4), number(line, 5),
-                           number(line, 6), number(line, 7));
-    else if (strcmp(by, "preset") == 0 && line->count == 8)
-        line->failed = sky_clock_by_preset(&its->clock, line->words[2], (int)whole(line, 3, 1, 2), number(line, 4),
-                                           number(line, 5), number(line, 6), number(line, 7)) != NULL;
-    else
+    } else if (strcmp(by, "track") == 0 && line->count == 6 && its->knot_count > 0) { /* after its knots */
+        sky_clock_by_track(&its->clock, number(line, 2), number(line, 3), its->knots, its->knot_count, number(line, 4),
+                           number(line, 5));
+    } else if (strcmp(by, "preset") == 0 && line->count == 8 && its->knot_count == 0) {
+        its->knots = calloc(1, sizeof *its->knots);
+        line->failed = its->knots == NULL ||
+                       sky_clock_by_preset(&its->clock, its->knots, line->words[2], (int)whole(line, 3, 1, 2),
+                                           number(line, 4), number(line, 5), number(line, 6), number(line, 7)) != NULL;
+        its->knot_count = 1; /* no others may follow */
+        line->knot_room = 1;
+    } else {
         line->failed = true;
+    }
+    line->clock_is_set = true;
+}
+
+/* --- Orbits --- */
+
+/* RADIUS_M INCLINATION_RAD PERIOD_S NODE_RAD_S SPAN_RAD EPOCH_NODE_RAD EPOCH_SLOTS */
+static void read_orbit(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    const sky_config *config = &line->its->config;
+    line->failed = line->count != 8 || config->planes == 0 || sky->plane != NULL;
+    sky->planes = config->planes;
+    sky->slots = config->slots;
+    sky->radius_m = within(line, 1, 6e6, 1e8);
+    sky->inclination_rad = within(line, 2, 1e-9, 3.2);
+    sky->period_s = within(line, 3, 1.0, 1e9);
+    sky->node_rad_s = within(line, 4, -1.0, 1.0);
+    sky->span_rad = within(line, 5, 1e-3, 7.0);
+    sky->epoch_node_rad = within(line, 6, -1e3, 1e3);
+    sky->epoch_slots = within(line, 7, -1e4, 1e4);
+    if (!line->failed)
+        sky->plane = calloc(config->planes, sizeof *sky->plane);
+    line->failed = line->failed || sky->plane == NULL;
+}
+
+/* PLANE NODE_RAD AHEAD_SLOTS */
+static void read_plane_orbit(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    if (line->count != 4 || sky->plane == NULL) {
+        line->failed = true;
+        return;
+    }
+    orbits_plane *one = &sky->plane[whole(line, 1, 0, (int64_t)sky->planes - 1)];
+    one->node_rad = within(line, 2, -1e3, 1e3);
+    one->ahead_slots = within(line, 3, -1e4, 1e4);
+}
+
+/* RADIUS_M ECCENTRICITY2 ANGLE_RAD ANGLE_RAD_S MASK_DEG BLOCKED_M */
+static void read_earth(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    line->failed = line->count != 7;
+    sky->earth_m = within(line, 1, 1e6, 1e8);
+    sky->eccentricity2 = within(line, 2, 0.0, 0.5);
+    sky->angle_rad = within(line, 3, -1e6, 1e6);
+    sky->angle_rad_s = within(line, 4, 0.0, 1.0);
+    sky->mask_deg = within(line, 5, 0.0, 90.0);
+    sky->blocked_m = within(line, 6, 0.0, 1e9);
+}
+
+/* TIME_S LATITUDE_DEG LONGITUDE_DEG */
+static void read_waypoint(line_reader *line) {
+    orbits *sky = &line->its->sky;
+    void *list = sky->way;
+    const orbits_waypoint one = {within(line, 1, -1e12, 1e12), {number(line, 2), number(line, 3)}};
+    const bool later = sky->way_count == 0 || one.time_s > sky->way[sky->way_count - 1].time_s;
+    line->failed = line->failed || line->count != 4 || !later || !orbits_place_is_on_earth(&one.at);
+    if (grow(line, &list, sky->way_count, &line->way_room, sizeof one)) {
+        sky->way = list;
+        sky->way[sky->way_count++] = one;
+    }
+}
+
+/* --- What links carry --- */
+
+/* EPOCH_S BUFFER_BYTES ALTITUDE_M SEED */
+static void read_links(line_reader *line) {
+    link_terms *links = &line->its->links;
+    line->failed = line->count != 5 || strlen(line->words[4]) >= sizeof links->seed;
+    links->given = true;
+    links->epoch_s = within(line, 1, -1e12, 1e12);
+    links->buffer_bytes = within(line, 2, 65536.0, 1e15);
+    links->altitude_m = within(line, 3, 1e4, 1e8);
+    if (!line->failed)
+        memcpy(links->seed, line->words[4], strlen(line->words[4]) + 1);
+    for (unsigned class = 0; class < LINK_CLASSES; class++)
+        links->bytes_per_s[class] = HUGE_VAL;
+}
+
+/* CLASS BYTES_PER_S */
+static void read_rate(line_reader *line) {
+    line->failed = line->count != 3;
+    line->its->links.bytes_per_s[whole(line, 1, 0, LINK_CLASSES - 1)] = within(line, 2, 1e-3, 1e15);
+}
+
+/* FROM_S TO_S CLASSES [PLANE SLOT [PLANE SLOT]] */
+static void read_link_outage(line_reader *line) {
+    link_terms *links = &line->its->links;
+    const sky_config *config = &line->its->config;
+    void *list = links->outages;
+    link_outage one = {number(line, 1), number(line, 2), (unsigned)whole(line, 3, 1, 7), 0, {0, 0}};
+    line->failed = line->failed || config->planes == 0 || line->count > 8 || line->count % 2 != 0;
+    for (int at = 4; at + 1 < line->count && !line->failed; at += 2) {
+        one.satellites[one.named] = (uint32_t)whole(line, at, 0, config->planes - 1) << 12;
+        one.satellites[one.named++] |= (uint32_t)whole(line, at + 1, 0, config->slots - 1);
+    }
+    if (grow(line, &list, links->outage_count, &line->outage_room, sizeof one)) {
+        links->outages = list;
+        links->outages[links->outage_count++] = one;
+    }
+}
+
+/* LEAST_DEG SHARE */
+static void read_elevation(line_reader *line) {
+    link_terms *links = &line->its->links;
+    void *list = links->elevations;
+    const link_elevation one = {within(line, 1, 0.0, 90.0), within(line, 2, 0.0, 1.0)};
+    const bool higher =
+        links->elevation_count == 0 || one.least_deg > links->elevations[links->elevation_count - 1].least_deg;
+    line->failed = line->failed || line->count != 3 || !higher;
+    if (grow(line, &list, links->elevation_count, &line->elevation_room, sizeof one)) {
+        links->elevations = list;
+        links->elevations[links->elevation_count++] = one;
+    }
+}
+
+/* MM_H SHARE SPELL_S MARGIN_DB HEIGHT_KM, then k and alpha of a beam upwards and of one downwards */
+static void read_rain(line_reader *line) {
+    link_rain *rain = &line->its->links.rain;
+    line->failed = line->count != 10;
+    rain->mm_h = within(line, 1, 1e-3, 1e3);
+    rain->share = within(line, 2, 0.0, 1.0);
+    rain->spell_s = within(line, 3, 1e-6, 1e9);
+    rain->margin_db = within(line, 4, 0.0, 100.0);
+    rain->height_km = within(line, 5, 0.1, 20.0);
+    for (int class = LINK_UP; class <= LINK_DOWN; class++) {
+        rain->k[class] = within(line, 6 + 2 * class, 0.0, 1e3);
+        rain->alpha[class] = within(line, 7 + 2 * class, 0.0, 10.0);
+    }
 }
 
 static sky_replacement replacement_of(line_reader *line) {
@@ -110,30 +292,30 @@ static sky_replacement replacement_of(line_reader *line) {
     return SKY_LRFU;
 }
 
-static sky_us *delay_table(line_reader *line, sky_us **table, size_t count) {
-    if (*table == NULL)
-        *table = calloc(count > 0 ? count : 1, sizeof **table);
-    if (*table == NULL || count == 0)
-        line->failed = true;
-    return line->failed ? NULL : *table;
-}
-
 static void read_plane_delay(line_reader *line) {
     share *its = line->its;
-    sky_us *table = delay_table(line, &its->plane_delays_us, its->config.planes);
-    if (table != NULL)
-        table[whole(line, 1, 0, its->config.planes - 1)] = whole(line, 2, 0, INT32_MAX);
+    if (its->plane_delays_us == NULL && its->config.planes > 0)
+        its->plane_delays_us = calloc(its->config.planes, sizeof *its->plane_delays_us);
+    if (its->plane_delays_us == NULL) {
+        line->failed = true;
+        return;
+    }
+    its->plane_delays_us[whole(line, 1, 0, its->config.planes - 1)] = whole(line, 2, 0, INT32_MAX);
 }
 
-static void read_beam_delay(line_reader *line) {
+/* PLANES_SOUTH SLOTS_EAST SECONDS */
+static void read_beam(line_reader *line) {
     share *its = line->its;
     const size_t cells = (size_t)its->config.planes * its->config.slots;
-    sky_us *table = delay_table(line, &its->beam_delays_us, cells);
-    if (table == NULL)
+    if (its->beams_s == NULL && cells > 0)
+        its->beams_s = calloc(cells, sizeof *its->beams_s);
+    if (its->beams_s == NULL) {
+        line->failed = true;
         return;
+    }
     const int64_t south = whole(line, 1, 0, its->config.planes - 1);
     const int64_t east = whole(line, 2, 0, its->config.slots - 1);
-    table[south * its->config.slots + east] = whole(line, 3, 0, INT32_MAX);
+    its->beams_s[south * its->config.slots + east] = within(line, 3, 0.0, 10.0);
 }
 
 /* LOSS DUPLICATE REORDER CORRUPT, in 1/2^32 of packets, then the longest delay of a reordered one, and the seed */
@@ -166,6 +348,7 @@ static bool read_number(line_reader *line, const char *name) {
         {"slot-link-ps", &config->slot_link_ps, sizeof config->slot_link_ps},
         {"plane-link-ps", &config->plane_link_ps, sizeof config->plane_link_ps},
         {"neighbour-timeout-us", &config->neighbour_timeout, sizeof config->neighbour_timeout},
+        {"handover-timeout-us", &config->handover_timeout, sizeof config->handover_timeout},
         {"slot-delay-us", &line->its->slot_delay_us, sizeof line->its->slot_delay_us},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -191,6 +374,11 @@ static void read_line(line_reader *line) {
     } else if (strcmp(name, "torus") == 0) {
         config->planes = (uint16_t)whole(line, 1, 1, 4096);
         config->slots = (uint16_t)whole(line, 2, 1, 4096);
+    } else if (strcmp(name, "gap") == 0) {
+        read_gap(line);
+    } else if (strcmp(name, "reach") == 0) { /* planes and slots that a link over gaps may span */
+        config->most_planes = (uint16_t)whole(line, 1, 1, 4096);
+        config->most_slots = (uint16_t)whole(line, 2, 1, 4096);
     } else if (strcmp(name, "centre") == 0) {
         config->centre_plane = (uint16_t)whole(line, 1, 0, 4095);
         config->centre_slot = (uint16_t)whole(line, 2, 0, 4095);
@@ -215,13 +403,37 @@ static void read_line(line_reader *line) {
     } else if (strcmp(name, "record") == 0) {
         text(line, its->record_path, sizeof its->record_path);
     } else if (strcmp(name, "onboard") == 0) {
-        its->onboard = flag(line, 1);
+        its->onboard = true; /* PLANE SLOT */
+        its->onboard_at = (sky_link)whole(line, 1, 0, config->planes - 1) << 12;
+        its->onboard_at |= (sky_link)whole(line, 2, 0, config->slots - 1);
     } else if (strcmp(name, "faults") == 0) {
         read_faults(line);
     } else if (strcmp(name, "plane-delay-us") == 0) {
         read_plane_delay(line);
-    } else if (strcmp(name, "beam-delay-us") == 0) {
-        read_beam_delay(line);
+    } else if (strcmp(name, "delay-scale") == 0) {
+        its->delay_scale = within(line, 1, 0.0, 1000.0);
+    } else if (strcmp(name, "beam-s") == 0) {
+        read_beam(line);
+    } else if (strcmp(name, "links") == 0) {
+        read_links(line);
+    } else if (strcmp(name, "rate") == 0) {
+        read_rate(line);
+    } else if (strcmp(name, "link-outage") == 0) {
+        read_link_outage(line);
+    } else if (strcmp(name, "elevation") == 0) {
+        read_elevation(line);
+    } else if (strcmp(name, "rain") == 0) {
+        read_rain(line);
+    } else if (strcmp(name, "knot") == 0) {
+        read_knot(line);
+    } else if (strcmp(name, "orbit") == 0) {
+        read_orbit(line);
+    } else if (strcmp(name, "plane-orbit") == 0) {
+        read_plane_orbit(line);
+    } else if (strcmp(name, "earth") == 0) {
+        read_earth(line);
+    } else if (strcmp(name, "waypoint") == 0) {
+        read_waypoint(line);
     } else if (strcmp(name, "satellite") == 0) {
         read_satellite(line, &its->mine, &its->mine_count, &line->mine_room);
     } else if (strcmp(name, "peer") == 0) {
@@ -260,11 +472,17 @@ static bool check(share *its, char reason[512]) {
         lacks = "satellite";
     else if (its->name[0] == '\0')
         lacks = "name";
-    else if (its->mine_count + its->others_count != (unsigned)its->config.planes * its->config.slots)
-        lacks = "peer or satellite for each place of the torus";
-    its->delayed = its->plane_delays_us != NULL || its->beam_delays_us != NULL;
-    if (its->delayed && (its->plane_delays_us == NULL || its->beam_delays_us == NULL))
-        lacks = "plane-delay-us or beam-delay-us, which go together";
+    else if (its->mine_count + its->others_count != sky_satellites(sky_config_torus(&its->config)))
+        lacks = "peer or satellite for each place of the torus, but for its gaps";
+    its->delayed = its->delay_scale > 0.0;
+    its->sky.centre_plane = its->config.centre_plane;
+    its->sky.centre_slot = its->config.centre_slot;
+    if (its->sky.plane != NULL && (!(its->sky.earth_m > 0.0) || its->sky.way_count == 0))
+        lacks = "earth or waypoint, which belong to orbit";
+    if (its->delayed && (its->plane_delays_us == NULL || (its->beams_s == NULL && its->sky.plane == NULL)))
+        lacks = "plane-delay-us, or beam-s or orbit, which belong to delay-scale";
+    if ((its->links.elevation_count > 0 || its->links.rain.mm_h > 0.0) && its->beams_s == NULL && its->sky.plane == NULL)
+        lacks = "beam-s or orbit, which belong to elevation and rain";
     if (lacks != NULL)
         (void)snprintf(reason, 512, "it has no line `%s`", lacks);
     return lacks == NULL;
@@ -303,23 +521,74 @@ bool share_read(const char *path, share *its, char reason[512]) {
 void share_free(share *its) {
     free(its->mine);
     free(its->others);
+    free(its->gaps);
+    free(its->knots);
     free(its->plane_delays_us);
-    free(its->beam_delays_us);
+    free(its->beams_s);
+    free(its->sky.plane);
+    free(its->sky.way);
+    free(its->links.outages);
+    free(its->links.elevations);
     memset(its, 0, sizeof *its);
 }
 
-sky_us share_beam_us(const share *its, sky_link address, int32_t slot_moves, int32_t plane_moves) {
+/* What operators add is what a satellite counts beyond the clock. */
+static void split_moves(const share *its, int32_t slot_moves, int32_t plane_moves, sky_us now, orbits_moves *clocked,
+                        orbits_moves *pushed) {
+    sky_clock_moves(&its->clock, now, &clocked->slot, &clocked->plane);
+    pushed->slot = slot_moves - clocked->slot;
+    pushed->plane = plane_moves - clocked->plane;
+}
+
+double share_beam_s(const share *its, sky_link address, const orbits_place *place, int32_t slot_moves, int32_t plane_moves,
+                    sky_us now) {
     const sky_config *config = &its->config;
+    if (its->onboard && address == its->onboard_at)
+        return 0.0;
+    if (its->sky.plane != NULL) {
+        orbits_moves clocked;
+        orbits_moves pushed;
+        split_moves(its, slot_moves, plane_moves, now, &clocked, &pushed);
+        return orbits_beam_s(&its->sky, address, place, clocked, pushed, sky_clock_elapsed_s(&its->clock, now));
+    }
     const uint32_t south = sky_modulo((int64_t)(address >> 12) - config->centre_plane - plane_moves, config->planes);
     const uint32_t east = sky_modulo((int64_t)(address & 0xFFFU) - config->centre_slot + slot_moves, config->slots);
-    if (its->onboard && address == ((uint32_t)config->centre_plane << 12 | config->centre_slot))
-        return 0;
-    return its->beam_delays_us[(size_t)south * config->slots + east];
+    return its->beams_s[(size_t)south * config->slots + east];
+}
+
+bool share_blocked(const share *its, sky_link here, sky_link there, int32_t slot_moves, int32_t plane_moves, sky_us now) {
+    orbits_moves clocked;
+    orbits_moves pushed;
+    split_moves(its, slot_moves, plane_moves, now, &clocked, &pushed);
+    return orbits_blocked(&its->sky, here, there, pushed, sky_clock_elapsed_s(&its->clock, now));
+}
+
+sky_us share_scaled_us(const share *its, double seconds) {
+    return (sky_us)ceil(seconds * its->delay_scale * 1e6);
 }
 
 sky_us share_hop_us(const share *its, sky_link here, sky_link there) {
-    const uint32_t plane = here >> 12;
-    if (plane == there >> 12)
-        return its->slot_delay_us;
-    return its->plane_delays_us[(plane + 1U) % its->config.planes == there >> 12 ? plane : there >> 12];
+    const unsigned planes = its->config.planes;
+    int32_t east = 0;
+    int32_t south = 0;
+    sky_us found = 0;
+    if (!its->delayed)
+        return 0;
+    /* Over a gap: as long as the links that its satellites would have. Of a ring of two the link from `here` on. */
+    sky_delta(sky_config_torus(&its->config), here, there, &east, &south);
+    south = planes == 2 && south != 0 && its->gaps == NULL ? 1 : south;
+    found = its->slot_delay_us * (east < 0 ? -east : east);
+    for (int32_t step = 0; step < (south < 0 ? -south : south); step++)
+        found += its->plane_delays_us[sky_modulo((int64_t)(here >> 12) + (south < 0 ? -1 - step : step), planes)];
+    return found;
+}
+
+sky_us share_timeout_us(const share *its, sky_link here) {
+    const sky_torus torus = sky_config_torus(&its->config);
+    sky_us longest = 0;
+    for (unsigned direction = 0; torus.gaps != NULL && direction < 4; direction++) {
+        const sky_us hop = share_hop_us(its, here, sky_neighbour(torus, here, (sky_direction)direction));
+        longest = hop > longest ? hop : longest;
+    }
+    return its->config.neighbour_timeout + 2 * longest;
 }

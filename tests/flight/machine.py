@@ -232,6 +232,11 @@ def settings_of(
         us(config.handover_gap_s),
         config.authority is not None and config.authority.every_packet,
         *(bounds.get(name, 0) for name in BOUNDS),
+        torus.seam,
+        torus.most_planes,
+        torus.most_slots,
+        len(torus.gaps),
+        *sorted(map(torus.index, torus.gaps)),
     ]
 
 

@@ -263,8 +263,9 @@ uint32_t parts_all_places(placing *its, uint32_t strategy, uint32_t servers, int
 
 void *parts_clock(const char *preset, int version, const double *v) { /* epoch, scale, then latitude, longitude or periods */
     sky_move_clock *clock = calloc(1, sizeof *clock);
+    sky_knot *knot = calloc(1, sizeof *knot);
     if (preset[0]) {
-        if (sky_clock_by_preset(clock, preset, version, v[0], v[1], v[2], v[3]))
+        if (sky_clock_by_preset(clock, knot, preset, version, v[0], v[1], v[2], v[3]))
             return NULL;
     } else {
         sky_clock_by_periods(clock, v[0], v[1], v[2], v[3]);

@@ -2,7 +2,7 @@
 
 The environment variable ``SATELLITES`` says which: ``c`` (default) or ``mixed``. It holds for ``supervisor.start`` in
 the test's process, and for `skymemory constellation up` in others, which find ``chosen/sitecustomize.py``. A test that
-says itself which satellites it wants is left alone, as are plans that those in C do not serve.
+says itself which satellites it wants is left alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from skymemory.errors import InvalidInput
 from skymemory.testbed import supervisor
-from skymemory.testbed.flight import check_plan, daemon_path, kinds_of
+from skymemory.testbed.flight import daemon_path, kinds_of
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
 
@@ -27,11 +26,7 @@ started = {"c": 0, "python": 0}
 @wraps(_start)
 def start(directory: RunDirectory, plan: ConstellationPlan, **options: Any) -> supervisor.Started:
     if not options.get("kinds"):
-        try:
-            check_plan(plan)
-            options["kinds"] = kinds_of("mixed" if CHOSEN == "mixed" else "c", plan.hosts)
-        except InvalidInput:
-            options["kinds"] = {}
+        options["kinds"] = kinds_of("mixed" if CHOSEN == "mixed" else "c", plan.hosts)
     in_c = len(options["kinds"])
     started["c"] += in_c
     started["python"] += len(plan.hosts) - in_c

@@ -41,6 +41,32 @@ static void bound(const int64_t *v, sky_config *c) {
     c->hash_seed[0] = (uint64_t)v[sizeof bounds / sizeof *bounds];
 }
 
+/* Gaps that several satellites share, each set once: they live as long as the tests. */
+static const uint8_t *gaps_of(const int64_t *v, uint32_t cells) {
+    enum { SETS = 256 };
+    static struct {
+        uint32_t cells;
+        uint8_t *gaps;
+    } known[SETS];
+    uint8_t *gaps = calloc(cells, 1);
+    for (int64_t each = 0; each < v[0]; each++) {
+        gaps[v[1 + each]] = 1;
+    }
+    for (unsigned set = 0; v[0] > 0 && set < SETS; set++) {
+        if (known[set].gaps == NULL) {
+            known[set].cells = cells;
+            known[set].gaps = gaps;
+            return gaps;
+        }
+        if (known[set].cells == cells && memcmp(known[set].gaps, gaps, cells) == 0) {
+            free(gaps);
+            return known[set].gaps;
+        }
+    }
+    free(gaps);
+    return NULL;
+}
+
 static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *secrets, uint32_t count, sky_config *c) {
     sky_config_defaults(c);
     c->address = (uint32_t)v[0];
@@ -75,6 +101,11 @@ static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *se
     c->handover_gap = v[29];
     c->ring.every_packet = v[30] != 0;
     bound(v + 31, c);
+    v += 31 + 18; /* behind the bounds */
+    c->seam = v[0] != 0;
+    c->most_planes = (uint16_t)v[1];
+    c->most_slots = (uint16_t)v[2];
+    c->gaps = gaps_of(v + 3, (uint32_t)c->planes * c->slots);
     c->ring.count = count;
     for (uint32_t each = 0; each < count; each++) {
         c->ring.keys[each].id = (uint16_t)keys[2 * each];

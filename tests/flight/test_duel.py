@@ -11,6 +11,8 @@ from skymemory.protocol.satellite.state import EvictionConfig
 
 _ALL = EvictionConfig.of(["gossip", "periodic", "migration"])
 _COPIES = EvictionConfig.of(["gossip-plane", "periodic", "migration"], sweep_s=5.0, replicas=2)
+_GAPS = ((2, 2), (2, 4), (2, 5), (1, 3), (4, 0), (0, 6), (3, 2))
+"""On both sides of the satellite (2, 3), where the box goes next, two in a row, and behind others."""
 PACKETS = int(os.environ.get("SKYMEMORY_DUEL_PACKETS", "200000"))
 """Of all cases together; the nightly run has a million."""
 CASES = {
@@ -25,6 +27,15 @@ CASES = {
     "still": Case(time_scale=0.0, start_s=1_735_689_600.0),
     "moving": Case(slot_period_s=2.5, memory_bytes=60_000, calm=True),
     "still_copies": Case(time_scale=0.0, memory_bytes=100_000, calm=True, eviction=_COPIES),
+    "gaps": Case(gaps=_GAPS, most_planes=2, most_slots=3, eviction=_ALL, slot_period_s=5.0),
+    "gaps_late": Case(gaps=_GAPS, most_planes=2, most_slots=3, routing="alternate", lateness=True, calm=True),
+    "moving_gaps": Case(
+        gaps=_GAPS, most_planes=2, most_slots=3, slot_period_s=3.0, memory_bytes=60_000, calm=True, eviction=_COPIES
+    ),
+    "seam": Case(seam=True, eviction=_ALL, memory_bytes=30_000),
+    "seam_and_gaps": Case(
+        gaps=((1, 3), (2, 4), (3, 0)), most_slots=2, most_planes=2, seam=True, eviction=_COPIES, slot_period_s=5.0
+    ),
     "moving_copies": Case(slot_period_s=3.0, memory_bytes=60_000, calm=True, eviction=_COPIES),
 }
 

@@ -167,7 +167,7 @@ def clock_in_c(
 
 
 STANDING = [entry for entry in MOVES if not isinstance(entry["host"][0], list)]
-"""Hosts that move are refused in this release."""
+"""Clocks by the name of a preset have hosts that stand still; of those that move: test_orbits.py."""
 
 
 @pytest.mark.parametrize("entry", STANDING, ids=lambda entry: f"{entry['preset']} {entry['time_s']:g} s")

@@ -70,6 +70,11 @@ class Case:
     every_packet: bool = False
     lateness: bool = False
     start_s: float = 0.0
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Planes and slots without a satellite."""
+    most_planes: int = 1
+    most_slots: int = 1
+    seam: bool = False
     calm: bool = False
     """Little is deleted, so that much is handed over."""
     here: tuple[int, int] | None = None
@@ -162,7 +167,8 @@ class Duel:
     def __init__(self, case: Case, seed: int) -> None:
         self.random = random.Random(seed)
         self.case = case
-        self.torus = Torus(case.planes, case.slots)
+        gaps = frozenset(SatelliteId(*cell) for cell in case.gaps)
+        self.torus = Torus(case.planes, case.slots, case.seam, gaps, case.most_slots, case.most_planes)
         self.here = SatelliteId(*(case.here or (case.planes // 2, case.slots // 2)))
         self.sky = sky = SkyMap(self.torus, SatelliteId(*(case.centre or self.here)), *case.links_s)
         clock = MoveClock(

@@ -18,6 +18,8 @@ static double elapsed_at(const sky_move_clock *clock, double now_s) {
     return (now_s - clock->epoch_s) * clock->time_scale;
 }
 
+double sky_clock_elapsed_s(const sky_move_clock *clock, sky_us now) { return elapsed_at(clock, seconds(now)); }
+
 /* The cell that a point lies in; a cell extends half a cell to either side. */
 static double nearest(double cell) { return floor(cell + 0.5); }
 
@@ -33,6 +35,39 @@ static int32_t whole(double value) {
     return found;
 }
 
+/* The piece of the track at a time: how many knots are not after it. Their times ascend. */
+static uint32_t piece_at(const sky_move_clock *clock, double elapsed_s) {
+    uint32_t low = 0, high = clock->knot_count;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2U;
+        if (clock->knots[middle].time_s <= elapsed_s) {
+            low = middle + 1U;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+typedef struct {
+    double plane, slot, plane_rate, slot_rate;
+} overhead;
+
+/* The overhead point at a time of this piece. */
+static overhead overhead_in(const sky_move_clock *clock, uint32_t piece, double elapsed_s) {
+    const sky_knot *const before = &clock->knots[piece > 0U ? piece - 1U : 0U];
+    overhead found = {0.0, 0.0, clock->plane_rate, clock->slot_rate};
+    if (piece > 0U && piece < clock->knot_count) {
+        const sky_knot *const after = &clock->knots[piece];
+        const double lasts_s = after->time_s - before->time_s;
+        found.plane_rate = (after->plane - before->plane) / lasts_s;
+        found.slot_rate = (after->slot - before->slot) / lasts_s;
+    }
+    found.plane = before->plane + found.plane_rate * (elapsed_s - before->time_s);
+    found.slot = before->slot + found.slot_rate * (elapsed_s - before->time_s);
+    return found;
+}
+
 static void moves_at(const sky_move_clock *clock, double now_s, int32_t *slot_moves, int32_t *plane_moves) {
     const double elapsed_s = elapsed_at(clock, now_s);
     *slot_moves = 0;
@@ -41,8 +76,9 @@ static void moves_at(const sky_move_clock *clock, double now_s, int32_t *slot_mo
         *slot_moves = whole(floor(elapsed_s / clock->slot_period_s));
         *plane_moves = whole(floor(elapsed_s / clock->plane_period_s));
     } else if (clock->by == SKY_BY_OVERHEAD_POINT) {
-        *slot_moves = whole((double)clock->slot_origin - nearest(clock->slot + clock->slot_rate * elapsed_s));
-        *plane_moves = whole(nearest(clock->plane + clock->plane_rate * elapsed_s) - (double)clock->plane_origin);
+        const overhead point = overhead_in(clock, piece_at(clock, elapsed_s), elapsed_s);
+        *slot_moves = whole(clock->slot_origin - nearest(point.slot));
+        *plane_moves = whole(nearest(point.plane) - clock->plane_origin);
     } else {
         /* stands still */
     }
@@ -62,6 +98,22 @@ static double until_edge(double cell, double rate) {
 
 static double least(double a, double b) { return a < b ? a : b; }
 
+/* When the overhead point next reaches the edge of its cell: in this piece of its track, or in a later one. */
+static double next_crossing(const sky_move_clock *clock, double elapsed_s) {
+    double time_s = elapsed_s, crossing_s = HUGE_VAL;
+    uint32_t piece = piece_at(clock, elapsed_s);
+    bool going = true;
+    while (going) {
+        const double end_s = piece < clock->knot_count ? clock->knots[piece].time_s : HUGE_VAL;
+        const overhead point = overhead_in(clock, piece, time_s);
+        crossing_s = time_s + least(until_edge(point.plane, point.plane_rate), until_edge(point.slot, point.slot_rate));
+        going = crossing_s > end_s && piece < clock->knot_count;
+        time_s = end_s;
+        piece++;
+    }
+    return crossing_s;
+}
+
 /* When an edge of the cell is next reached, to within rounding. */
 static double next_edge(const sky_move_clock *clock, double now_s) {
     const double elapsed_s = elapsed_at(clock, now_s);
@@ -74,9 +126,7 @@ static double next_edge(const sky_move_clock *clock, double now_s) {
             next_s = least(next_s, (floor(elapsed_s / clock->plane_period_s) + 1.0) * clock->plane_period_s);
         }
     } else {
-        const double plane = clock->plane + clock->plane_rate * elapsed_s;
-        const double slot = clock->slot + clock->slot_rate * elapsed_s;
-        next_s = elapsed_s + least(until_edge(plane, clock->plane_rate), until_edge(slot, clock->slot_rate));
+        next_s = next_crossing(clock, elapsed_s);
     }
     return clock->epoch_s + next_s / clock->time_scale;
 }
@@ -110,6 +160,10 @@ static sky_us next_move(const sky_move_clock *clock, sky_us now, int32_t slot_mo
     return found;
 }
 
+void sky_clock_moves(const sky_move_clock *clock, sky_us now, int32_t *slot_moves, int32_t *plane_moves) {
+    moves_at(clock, seconds(now), slot_moves, plane_moves);
+}
+
 sky_counted sky_clock_counted(void *context, sky_us now) {
     const sky_move_clock *const clock = context;
     sky_counted counted;
@@ -128,18 +182,20 @@ void sky_clock_by_periods(sky_move_clock *clock, double epoch_s, double time_sca
     clock->plane_period_s = plane_period_s;
 }
 
-void sky_clock_by_track(sky_move_clock *clock, double epoch_s, double time_scale, double plane, double slot,
+void sky_clock_by_track(sky_move_clock *clock, double epoch_s, double time_scale, const sky_knot *knots, uint32_t count,
                         double plane_rate, double slot_rate) {
+    overhead point;
     (void)memset(clock, 0, sizeof *clock);
     clock->by = SKY_BY_OVERHEAD_POINT;
     clock->epoch_s = epoch_s;
     clock->time_scale = time_scale;
-    clock->plane = plane;
-    clock->slot = slot;
+    clock->knots = knots;
+    clock->knot_count = count;
     clock->plane_rate = plane_rate;
     clock->slot_rate = slot_rate;
-    clock->plane_origin = (int64_t)nearest(plane);
-    clock->slot_origin = (int64_t)nearest(slot);
+    point = overhead_in(clock, piece_at(clock, 0.0), 0.0);
+    clock->plane_origin = nearest(point.plane);
+    clock->slot_origin = nearest(point.slot);
 }
 
 /* --- Presets: as constellation.orbit and visibility have them --- */
@@ -223,8 +279,8 @@ static double overhead_argument(const preset *its, const orbit *flown, bool pape
     return asin(sine < -1.0 ? -1.0 : (sine > 1.0 ? 1.0 : sine));
 }
 
-const char *sky_clock_by_preset(sky_move_clock *clock, const char *name, int version, double epoch_s, double time_scale,
-                                double latitude_deg, double longitude_deg) {
+const char *sky_clock_by_preset(sky_move_clock *clock, sky_knot *knot, const char *name, int version, double epoch_s,
+                                double time_scale, double latitude_deg, double longitude_deg) {
     const preset *its = NULL;
     bool papers;
     orbit flown;
@@ -250,8 +306,10 @@ const char *sky_clock_by_preset(sky_move_clock *clock, const char *name, int ver
             const double u = overhead_argument(its, &flown, papers, latitude_deg);
             const double from_node = atan2(cos(radians(its->inclination_deg)) * sin(u), cos(u));
             const double node = radians(longitude_deg) + flown.epoch_rad - from_node;
-            sky_clock_by_track(clock, epoch_s, time_scale, node * its->planes / (2 * PI), u / (2 * PI) * its->slots,
-                               1 / plane_period_s, -1 / slot_period_s);
+            knot->time_s = 0.0;
+            knot->plane = node * its->planes / (2 * PI);
+            knot->slot = u / (2 * PI) * its->slots;
+            sky_clock_by_track(clock, epoch_s, time_scale, knot, 1, 1 / plane_period_s, -1 / slot_period_s);
         }
     }
     return NULL;

@@ -7,8 +7,8 @@
 bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_config *config) {
     const size_t cells = (size_t)config->planes * config->slots;
     bool whole = true;
-    placements->torus.planes = config->planes;
-    placements->torus.slots = config->slots;
+    placements->torus = sky_config_torus(config);
+    placements->satellites = sky_satellites(placements->torus);
     placements->centre = (uint32_t)config->centre_plane << 12 | config->centre_slot;
     placements->slot_link_ps = config->slot_link_ps;
     placements->plane_link_ps = config->plane_link_ps;
@@ -229,7 +229,7 @@ static void lay_out(sky_placements *placements, sky_layout *layout) {
 const sky_layout *sky_layout_of(sky_placements *placements, uint32_t strategy, uint32_t servers) {
     sky_layout *layout = NULL;
     if (strategy < SKY_ROTATION || strategy > SKY_BASELINE || servers < 1U ||
-        servers > (uint32_t)placements->torus.planes * placements->torus.slots) {
+        servers > placements->satellites) {
         return NULL;
     }
     placements->asked++;
@@ -297,7 +297,8 @@ uint32_t sky_locate(const sky_placements *placements, const sky_layout *layout, 
         y = (int64_t)sky_modulo(y - now.plane + set.plane + north, box.height) - north;
     }
     centre = sky_centre_of(placements, layout, set, now);
-    return sky_wrap(placements->torus, sky_plane_of(centre) + y, sky_slot_of(centre) + x);
+    return sky_living(placements->torus,
+                      sky_wrap(placements->torus, sky_plane_of(centre) + y, sky_slot_of(centre) + x));
 }
 
 uint32_t sky_locate_copy(sky_placements *placements, const uint8_t *tag, sky_moves now, uint32_t replica) {

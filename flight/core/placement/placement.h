@@ -49,6 +49,7 @@ typedef struct {
 
 typedef struct {
     sky_torus torus;
+    uint32_t satellites; /* without the gaps */
     uint32_t centre; /* at no moves */
     uint64_t slot_link_ps, plane_link_ps;
     uint32_t asked;

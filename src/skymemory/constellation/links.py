@@ -90,11 +90,19 @@ class Outage:
                 f"outage of {self.link} from {self.from_s:g} s to {self.to_s:g} s: expected an end after its begin"
             )
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Of the links that it may be of."""
+        return _WHOLE_CLASSES.get(self.link, LINK_CLASSES)
+
+    @property
+    def satellites(self) -> frozenset[SatelliteId]:
+        """All of which its links end at; none: they are all links of its classes."""
+        return frozenset() if self.link in _WHOLE_CLASSES else _satellites_of(self.link)
+
     def hits(self, kind: LinkClass, satellites: tuple[SatelliteId, ...]) -> bool:
         """Whether it is one of a link of this class, whose satellites (one of a beam) are given."""
-        if self.link in _WHOLE_CLASSES:
-            return kind in _WHOLE_CLASSES[self.link]
-        return _satellites_of(self.link) <= set(satellites)
+        return kind in self.classes and self.satellites <= set(satellites)
 
     def check(self, torus: Torus) -> None:
         """Raises ``InvalidInput`` for a satellite or a link that this grid does not have: it would be of nothing."""

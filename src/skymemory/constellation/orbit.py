@@ -343,6 +343,11 @@ class Shell:
             most = max(most, float((mean + np.abs(0.5 * (np.cos(node) - k))).max()))
         return self.radius_m * math.sqrt(max(0.0, 2 * (1 - most)))
 
+    @property
+    def longest_link_m(self) -> float:
+        """A longer one would pass through the Earth or its atmosphere."""
+        return 2 * math.sqrt(max(0.0, self.radius_m**2 - (self.earth_radius_m + LINK_CLEARANCE_M) ** 2))
+
     def link_blocked(self, chord_m: float) -> bool:
         """Whether a link of this length would pass through the Earth or its atmosphere."""
         if chord_m >= 2 * self.radius_m:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EARTH_ROTATION_RAD_S = 7.292115146706979e-5
-_WGS84_E2 = 0.0066943799901413165
+WGS84_E2 = 0.0066943799901413165
 """Eccentricity squared of the ellipsoid."""
 Times = TypeVar("Times", float, "NDArray[np.float64]")
 """A time, or an array of times."""
@@ -104,8 +104,8 @@ def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
     sine, cosine = math.sin(math.radians(latitude_deg)), math.cos(math.radians(latitude_deg))
     if model == "paper":
         return EARTH_RADIUS_M * cosine, EARTH_RADIUS_M * sine
-    normal_m = WGS84_RADIUS_M / math.sqrt(1 - _WGS84_E2 * sine**2)
-    return normal_m * cosine, normal_m * (1 - _WGS84_E2) * sine
+    normal_m = WGS84_RADIUS_M / math.sqrt(1 - WGS84_E2 * sine**2)
+    return normal_m * cosine, normal_m * (1 - WGS84_E2) * sine
 
 
 def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:

@@ -1,7 +1,7 @@
 """Hosts whose satellites are in C: the daemon of ``flight/posix``, and the flat text that it reads of a plan.
 
-The daemon needs neither JSON nor geometry: where satellites listen, how far they are, how fast the box moves are
-numbers in lines of words, computed here from the plan.
+The daemon needs neither JSON nor presets: where satellites listen, their orbits, how fast the box moves are numbers in
+lines of words, computed here from the plan.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from skymemory.constellation.sight import BoxSight
-from skymemory.constellation.torus import SatelliteId
+from skymemory.constellation.ground_track import Trajectory
+from skymemory.constellation.links import LINK_CLASSES, rain_coefficients
+from skymemory.constellation.sight import OrbitSight
+from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.constellation.visibility import WGS84_E2, ground_angle_rad
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.protocol.satellite.state import SatelliteConfig
 from skymemory.testbed.connect import clock_of, shell_of
 from skymemory.testbed.plan import ConstellationPlan, HostShare
 from skymemory.testbed.run_directory import OUTAGES_NAME, Kind
+from skymemory.transport.delay_line import handover_timeout_s
 from skymemory.transport.faults import DEFAULT_REORDER_DELAY_S
 from skymemory.transport.udp_host import PATIENCE_S
 
@@ -34,6 +39,8 @@ MOST_REPLICAS = 32
 """Satellites in C ask at most so many about a copy: flight/core/config.c."""
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
+_LONG_S = 1e6
+"""Over which the Earth's rate of turning is taken: exact, since its angle is linear."""
 
 
 def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
@@ -68,18 +75,9 @@ def daemon_path() -> Path:
 
 
 def check_plan(plan: ConstellationPlan) -> None:
-    """Raises ``InvalidInput`` for what satellites in C do not do in this release."""
-    preset = plan.constellation
-    refused = {
-        "rates, outages and weather of links (--links)": plan.links is not None,
-        "a host that moves (--host-path)": bool(plan.ground.waypoints),
-        "grids with gaps or a seam (--tle)": bool(plan.torus.gaps) or plan.torus.seam or plan.flown is not None,
-        "links through the Earth": plan.delay_scale > 0 and preset.fixed_centre is None and plan.sight().any_blocked,
-        f"more than {MOST_REPLICAS} replicas": plan.replicas > MOST_REPLICAS,
-        "delays of real orbits (use --delay off)": plan.delay_scale > 0 and preset.fixed_centre is None,
-    }
-    if found := [what for what, is_so in refused.items() if is_so]:
-        raise InvalidInput(f"satellites in C cannot simulate {'; '.join(found)}: use --satellite python")
+    """Raises ``InvalidInput`` for what satellites in C do not do."""
+    if plan.replicas > MOST_REPLICAS:
+        raise InvalidInput(f"satellites in C keep at most {MOST_REPLICAS} replicas: use --satellite python")
 
 
 def _us(seconds: float) -> int:
@@ -87,20 +85,73 @@ def _us(seconds: float) -> int:
     return math.ceil(seconds * 1e6)
 
 
+def _gaps(torus: Torus) -> Iterator[str]:
+    if torus.gaps:
+        yield f"reach {torus.most_planes} {torus.most_slots}"
+    for gap in sorted(torus.gaps):
+        yield f"gap {gap.plane} {gap.slot}"
+
+
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
-    """How long light takes over links and beams, by the plan's scale; nothing where it is 0."""
-    if not plan.delay_scale:
-        return
+    """How long light takes over links and beams, and the plan's scale of it."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
-    sight = BoxSight(shell, torus)
-    yield f"slot-delay-us {_us(shell.isl_one_way_s('slot') * scale)}"
-    for plane in range(torus.planes):
-        yield f"plane-delay-us {plane} {_us(shell.plane_link_one_way_s(plane) * scale)}"
-    centre = SatelliteId(0, 0)
-    for one in torus.satellites():
-        yield f"beam-delay-us {one.plane} {one.slot} {_us(sight.one_way_s(one, centre, 0.0) * scale)}"
+    if scale:
+        yield f"delay-scale {scale!r}"
+        yield f"slot-delay-us {_us(shell.isl_one_way_s('slot') * scale)}"
+        for plane in range(torus.planes):
+            yield f"plane-delay-us {plane} {_us(shell.plane_link_one_way_s(plane) * scale)}"
     if plan.access == "onboard":
-        yield "onboard 1"
+        yield f"onboard {' '.join(map(str, torus.living(plan.centre)))}"
+    sight = plan.sight()
+    if isinstance(sight, OrbitSight):
+        yield from _orbits(sight)
+    elif scale or plan.links is not None:
+        centre = SatelliteId(0, 0)
+        for one in torus.satellites():
+            yield f"beam-s {one.plane} {one.slot} {sight.one_way_s(one, centre, 0.0)!r}"
+
+
+def _orbits(sight: OrbitSight) -> Iterator[str]:
+    """The closed form of ``OrbitSight``: the daemon asks it at any time, however long it runs."""
+    shell, epoch_s = sight.shell, sight.epoch_unix_s
+    numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
+    yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
+    for plane in range(shell.planes):
+        ahead = shell.argument_rad(plane, 0) / (2 * math.pi) * shell.slots_per_plane
+        yield f"plane-orbit {plane} {shell.node_rad(plane)!r} {ahead!r}"
+    eccentricity2 = 0.0 if shell.model == "paper" else WGS84_E2
+    angle_rad = ground_angle_rad(shell.model, epoch_s, 0.0)
+    turn_rad_s = (ground_angle_rad(shell.model, epoch_s, _LONG_S) - angle_rad) / _LONG_S
+    blocked_m = shell.longest_link_m if sight.any_blocked else 0.0
+    earth = shell.earth_radius_m, eccentricity2, angle_rad, turn_rad_s, sight.mask_deg, blocked_m
+    yield f"earth {' '.join(map(repr, earth))}"
+    place = sight.place
+    points = place.waypoints if isinstance(place, Trajectory) else ((0.0, place.latitude_deg, place.longitude_deg),)
+    for point in points:
+        yield f"waypoint {' '.join(map(repr, point))}"
+
+
+def _links(plan: ConstellationPlan) -> Iterator[str]:
+    """What links carry."""
+    links = plan.links
+    if links is None:
+        return
+    yield f"links {plan.epoch_s!r} {links.buffer_bytes} {shell_of(plan).altitude_m!r} {links.seed}"
+    for number, kind in enumerate(LINK_CLASSES):
+        if (bytes_per_s := links.bytes_per_s(kind)) < math.inf:
+            yield f"rate {number} {bytes_per_s!r}"
+    for outage in links.outages:
+        classes = sum(1 << number for number, kind in enumerate(LINK_CLASSES) if kind in outage.classes)
+        ends = (f" {one.plane} {one.slot}" for one in sorted(outage.satellites))
+        yield f"link-outage {outage.from_s!r} {outage.to_s!r} {classes}{''.join(ends)}"
+    for least_deg, share in links.elevations:
+        yield f"elevation {least_deg!r} {share!r}"
+    if (rain := links.rain) is not None:
+        terms = rain_coefficients(rain.up_ghz), rain_coefficients(rain.down_ghz)
+        numbers = rain.mm_h, rain.share, rain.spell_s, rain.margin_db, rain.height_km, *terms[0], *terms[1]
+        yield f"rain {' '.join(map(repr, numbers))}"
+    timeout_s = handover_timeout_s(SatelliteConfig(SatelliteId(0, 0), 1).handover_timeout_s, links)
+    yield f"handover-timeout-us {_us(timeout_s)}"
 
 
 def _clock(plan: ConstellationPlan) -> Iterator[str]:
@@ -111,8 +162,10 @@ def _clock(plan: ConstellationPlan) -> Iterator[str]:
     if clock.track is None:
         yield f"clock periods {clock.epoch_s!r} {clock.time_scale!r} {clock.slot_period_s!r} {clock.plane_period_s!r}"
         return
-    (plane, slot), (plane_rate, slot_rate) = clock.track.cell(0.0), clock.track.rates
-    yield f"clock track {clock.epoch_s!r} {clock.time_scale!r} {plane!r} {slot!r} {plane_rate!r} {slot_rate!r}"
+    for knot in clock.track.knots:
+        yield f"knot {' '.join(map(repr, knot))}"
+    plane_rate, slot_rate = clock.track.rates
+    yield f"clock track {clock.epoch_s!r} {clock.time_scale!r} {plane_rate!r} {slot_rate!r}"
 
 
 def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
@@ -133,12 +186,15 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
     """
     check_plan(plan)
     shell, eviction = shell_of(plan), plan.memory_policy.satellites(plan.replicas)
+    # Over gaps the daemon adds the longest link of each satellite.
     longest_s = max(shell.isl_one_way_s("slot"), *map(shell.plane_link_one_way_s, range(plan.planes)))
+    longest_s = 0.0 if plan.torus.gaps else longest_s
     links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
     lines = [
         f"skymemory-flight {FORMAT_VERSION}",
         f"name {host.name}",
         f"torus {plan.planes} {plan.slots_per_plane}",
+        *_gaps(plan.torus),
         f"centre {plan.centre.plane} {plan.centre.slot}",
         f"memory-bytes {plan.memory_per_satellite_bytes}",
         f"chunk-bytes {plan.chunk_bytes}",
@@ -154,6 +210,7 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
         f"neighbour-timeout-us {_us(PATIENCE_S + 2 * longest_s * plan.delay_scale)}",
         *_clock(plan),
         *_delays(plan),
+        *_links(plan),
         *_faults(plan, host),
     ]
     if plan.auth != "off":

@@ -514,9 +514,10 @@ static bool SKY_App_Init(char reason[512])
     strcpy(reason, "no folder /cf");
     if (OS_TranslatePath(SKY_APP_CONFIG, path) != OS_SUCCESS || !share_read(path, &SKY_App.its, reason))
         return false;
-    snprintf(reason, 512, "expected no simulated delays, and at most %d satellites: OSAL_CONFIG_MAX_NUM_OPEN_FILES less %d",
+    snprintf(reason, 512, "expected no simulated links, and at most %d satellites: OSAL_CONFIG_MAX_NUM_OPEN_FILES less %d",
              SKY_APP_MOST, SKY_APP_OTHERS);
-    if (SKY_App.its.mine_count > SKY_APP_MOST || SKY_App.its.delayed)
+    if (SKY_App.its.mine_count > SKY_APP_MOST || SKY_App.its.delayed || SKY_App.its.sky.blocked_m > 0.0 ||
+        SKY_App.its.links.given)
         return false;
     SKY_App.endpoints = endpoints_new(SKY_App.its.mine_count + SKY_App.its.others_count);
     strcpy(reason, "no memory, mutex or semaphore");

@@ -189,7 +189,8 @@ class Gossip:
         origin = Address(*self._here)
         self._remember((origin, self._number))
         # Enough to reach the centre and cross the rectangle, and two spare.
-        away = self._sky.torus.hops(self._here, region.centre)
+        torus = self._sky.torus
+        away = torus.hops(self._here, torus.living(region.centre))
         hops = min(255, away + region.north + region.south + region.west + region.east + 2)
         notice = Notice(origin, self._number, region, hops, self.notify_ground(dead, now_s), dead)
         self._forward(notice, None, now_s)
