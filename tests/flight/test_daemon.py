@@ -273,7 +273,8 @@ def test_every_second_host_of_a_mix() -> None:
 
 
 def test_more_replicas_than_it_can_ask_about_are_refused(daemon: Path) -> None:
-    plan = make_plan(preset_named("starlink-a"), hosts=local_hosts(preset_named("starlink-a"), 2, 26_000), replicas=33)
+    hosts = local_hosts("starlink-a", 2, 26_000)
+    plan = make_plan("starlink-a", hosts=hosts, servers=64, replicas=33)
     with pytest.raises(InvalidInput, match="at most 32 replicas"):
         kinds_for("mixed", plan)
     with pytest.raises(InvalidInput, match="at most 32 replicas"):
