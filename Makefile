@@ -170,7 +170,7 @@ test-flight: $(VENV)/.installed-dev ## the satellite in C against the one in Pyt
 	@$(MAKE) -s -j$$(nproc) -C flight
 	@$(MAKE) -s -j$$(nproc) -C flight SANITIZE=1
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -rs tests/flight $(ARGS)
-	@ASAN_OPTIONS=detect_leaks=0 SKYMEMORY_FLIGHT=$(CURDIR)/build/flight-sanitized/skymemory-flight $(BIN)/python -m pytest -n 2 --dist worksteal \
+	@SKYMEMORY_FLIGHT=$(CURDIR)/build/flight-sanitized/skymemory-flight $(BIN)/python -m pytest -n 2 --dist worksteal \
 	  -k "not ContractInBoth" tests/flight/test_daemon.py tests/flight/test_hostile.py
 
 flight-fuzz: $(VENV)/.installed-dev ## libFuzzer on the satellite in C, ASan and UBSan (needs clang; ARGS="-runs=1000000", default a minute each)

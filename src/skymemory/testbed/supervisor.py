@@ -403,8 +403,10 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
     """
     asked = [record for record in records if record.alive]
     for record in asked:
+        # A stopped process would not handle SIGTERM. Before it: afterwards it would undo the stop by which LeakSanitizer
+        # examines a process that ends, which then waits for that stop without end.
+        record.send_signal(signal.SIGCONT)
         record.send_signal(signal.SIGTERM)
-        record.send_signal(signal.SIGCONT)  # a stopped process would not handle SIGTERM
     _await_end(lambda: {str(record.pid): record.pid for record in asked if record.alive}, grace_s)
     remaining = [record for record in asked if record.alive]
     for record in remaining:
@@ -436,8 +438,8 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     for child in started:
         child.line.close()
         if child.process.poll() is None:
+            child.process.send_signal(signal.SIGCONT)  # as there
             child.process.terminate()
-            child.process.send_signal(signal.SIGCONT)
     _await_end(lambda: {one.host.name: one.process.pid for one in started if one.process.poll() is None}, grace_s)
     for child in started:
         if child.process.poll() is None:
