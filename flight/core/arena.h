@@ -26,7 +26,7 @@ typedef struct {
 #define SKY_SMALL_STRUCTURE 16384U
 
 /* For builds with AddressSanitizer, which knows nothing of the parts of one allocation: bytes behind every part must not be
- * touched, so what reads or writes past the end of its pool is found. Memory is freed without guards. */
+ * touched, so what reads or writes past the end of its pool is found. Whoever gives memory back takes them off. */
 #ifdef SKY_ADDRESS_SANITIZER
 #define SKY_GUARD_BYTES 32U
 #define SKY_GUARD(at, bytes) __asan_poison_memory_region((at), (bytes))

@@ -82,7 +82,6 @@ sky_satellite *sky_satellite_begin(void *memory, size_t bytes, const sky_config 
     if (sky_config_error(config) != NULL || sizeof(sky_satellite) > bytes) {
         return NULL;
     }
-    SKY_UNGUARD(memory, bytes);
     sky_satellite *satellite = place(&arena, memory, config, now);
     if (satellite == NULL) {
         return NULL;
