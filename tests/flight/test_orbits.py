@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.flight.share import Share
 
@@ -23,6 +23,8 @@ from skymemory.transport.udp_host import PATIENCE_S
 EPOCH_S = 1_750_000_000.0
 BOUND_S = 1e-9
 """Both compute the same closed form; this is a third of a metre."""
+_PHASES = (Phase.explicit, Phase.generate)
+"""A wrong closed form is wrong nearly everywhere: there is nothing to shrink."""
 REAL = [name for name, preset in PRESETS.items() if preset.fixed_centre is None]
 TRACKS: dict[str, tuple[Waypoint, ...]] = {
     "still": (),
@@ -41,7 +43,7 @@ def plan_of(name: str, version: int, ground: Ground, scale: float, **more: Any) 
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, phases=_PHASES)
 @given(
     st.sampled_from(REAL),
     st.integers(1, 2),
@@ -150,7 +152,7 @@ def test_real_satellites_with_gaps() -> None:
             assert abs(share.beam_s(here, moves, round(now_s * 1e6)) - twin_s) < BOUND_S
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, phases=_PHASES)
 @given(st.sampled_from(REAL), st.sampled_from(sorted(TRACKS)), st.sampled_from([1.0, 60.0, 3600.0]), st.floats(0, 1.2))
 def test_a_box_follows_a_host_that_moves(name: str, track: str, scale: float, share_of_path: float) -> None:
     """Satellites in C count the same moves, and know to a few microseconds when the next comes."""

@@ -403,8 +403,8 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
     """
     asked = [record for record in records if record.alive]
     for record in asked:
-        # A stopped process would not handle SIGTERM. Before it: afterwards it would undo the stop by which LeakSanitizer
-        # examines a process that ends, which then waits for that stop without end.
+        # A stopped process would not handle SIGTERM. Before it: afterwards it would undo the stop by which
+        # LeakSanitizer examines a process that ends, which then waits for that stop without end.
         record.send_signal(signal.SIGCONT)
         record.send_signal(signal.SIGTERM)
     _await_end(lambda: {str(record.pid): record.pid for record in asked if record.alive}, grace_s)
