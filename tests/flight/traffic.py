@@ -573,6 +573,8 @@ class Duel:
             return
         if header.source != Address(*self.here) or header.destination.shell:
             return
+        if packet is None and len(data) < COMMAND_BYTES + SKY_BYTES + CHUNK_REF_BYTES:
+            return  # not its own: a forged one that was forwarded
         moves = self.python.moves
         if not truly and r.random() < 0.3:
             moves = header.slot_moves + 1, header.plane_moves
