@@ -71,6 +71,17 @@ def _command(name: str) -> dict[str, tuple[int, str]]:
     return {name: (int(bits), value) for name, bits, value in found}
 
 
+def _given(ours):
+    """What an operator fills in, so that a command is our packet ``ours``."""
+    return {
+        "DESTINATION": Address(*HERE).pack(),
+        "SOURCE": Address(*HERE, 0xFF).pack(),
+        "GROUND": 7,
+        "REQUEST_ID": 9,
+        "CRC": int.from_bytes(ours[48:52], "big"),
+    }
+
+
 @pytest.mark.parametrize(("op", "body"), [(Op.PING, b""), (Op.EVICT, pack_keys([bytes(range(32))]))])
 def test_a_command_of_the_cosmos_definition_is_ours(op, body):
     """Filled in as an operator's tool does, its bits are those of our own packet, but for the CRC, which is ours."""
@@ -78,14 +89,7 @@ def test_a_command_of_the_cosmos_definition_is_ours(op, body):
         op, Address(*HERE), Address(*HERE, 0xFF), 7, 9, hop_limit=operator_definitions.HOP_LIMIT, credit=256
     )
     ours = build_packet(header, body, 0, 0.0)
-    given = {
-        "DESTINATION": Address(*HERE).pack(),
-        "SOURCE": Address(*HERE, 0xFF).pack(),
-        "GROUND": 7,
-        "REQUEST_ID": 9,
-        "CRC": int.from_bytes(ours[48:52], "big"),
-        "KEY": int.from_bytes(bytes(range(32)), "big"),
-    }
+    given = _given(ours) | {"KEY": int.from_bytes(bytes(range(32)), "big")}
     bits = "".join(
         f"{given[name] if name in given else int(value):0{size}b}" for name, (size, value) in _command(op.name).items()
     )
@@ -147,14 +151,7 @@ def test_cosmos_builds_commands_that_are_ours(cosmos):
     ours = build_packet(header, b"", 0, 0.0)
     ping = cosmos.commands["SKYMEMORY"]["PING"]
     ping.restore_defaults()
-    given = {
-        "DESTINATION": Address(*HERE).pack(),
-        "SOURCE": Address(*HERE, 0xFF).pack(),
-        "GROUND": 7,
-        "REQUEST_ID": 9,
-        "CRC": int.from_bytes(ours[48:52], "big"),
-    }
-    for name, value in given.items():
+    for name, value in _given(ours).items():
         ping.write(name, value)
     assert ping.buffer == ours
     for name in ("NOOP", "RESET_COUNTERS"):
