@@ -173,7 +173,7 @@ test-flight: $(VENV)/.installed-dev ## the satellite in C against the one in Pyt
 	@SKYMEMORY_FLIGHT=$(CURDIR)/build/flight-sanitized/skymemory-flight $(BIN)/python -m pytest -n 2 --dist worksteal \
 	  -k "not ContractInBoth" tests/flight/test_daemon.py tests/flight/test_hostile.py
 
-flight-fuzz: $(VENV)/.installed-dev ## libFuzzer on the satellite in C, ASan and UBSan (needs clang; ARGS="-runs=1000000", default a minute each)
+flight-fuzz: $(VENV)/.installed-dev ## libFuzzer on the satellite in C, ASan and UBSan (needs clang; ARGS="--inputs 1000000", default a minute each)
 	@$(BIN)/python -m tests.flight.fuzz $(ARGS)
 
 flight-misra: ## MISRA C:2012 in the satellite's core, beyond the deviations of flight/core/misra.txt (needs cppcheck; a minute)

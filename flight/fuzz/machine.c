@@ -11,6 +11,7 @@
 
 #include "arena.h"
 #include "config.h"
+#include "placement/clock.h"
 #include "placement/placement.h"
 #include "satellite.h"
 #include "state.h"
@@ -41,6 +42,7 @@ static uint32_t take(input *in, unsigned bytes) {
     return value;
 }
 
+/* By a period of the input: or, as it flies, by a host's overhead point; see configure. */
 static sky_counted counted(void *context, sky_us now) {
     const sky_us period = *(const sky_us *)context;
     const sky_counted found = {(int32_t)(now / period), (int32_t)(now / (4 * period)), (now / period + 1) * period};
@@ -64,6 +66,9 @@ typedef struct {
     sky_satellite *satellite;
     sky_config config;
     sky_us now, period;
+    sky_move_clock flown;
+    sky_knot knots[3];
+    uint8_t gaps[16 * 19];
     bool others_sign; /* clients and other satellites have its keys */
     sky_authority authority;
     sky_ring ring;
@@ -252,7 +257,7 @@ static void give(world *w, size_t bytes, size_t segment, sky_link link) {
     drain(w);
 }
 
-/* Some or all chunks of a value, as one run. */
+/* Some or all chunks of a value, as one run: in their order, or in any, some twice. */
 static void give_chunks(world *w, input *in, uint8_t op, uint32_t how) {
     const uint32_t what = take(in, 2);
     const uint32_t which = (what & 7U) % KEYS;
@@ -265,7 +270,8 @@ static void give_chunks(world *w, input *in, uint8_t op, uint32_t how) {
     const uint32_t step = (what & 32U) != 0U ? 1U : its->servers;
     uint32_t most = 1U + (what >> 8 & 15U);
     size_t at = 0, segment = 0;
-    for (uint32_t index = (what >> 12) % its->chunks; index < its->chunks && most > 0U; index += step, most--) {
+    for (uint32_t next = (what >> 12) % its->chunks; next < its->chunks && most > 0U; next += step, most--) {
+        const uint32_t index = (what & 128U) != 0U ? next * 5U % its->chunks : next;
         uint8_t *packet = runs + at;
         const size_t prefix = op < 0x40U ? SKY_COMMAND_PREFIX_BYTES : SKY_TELEMETRY_PREFIX_BYTES;
         ref_of(w, which, index, replica, packet + prefix);
@@ -372,10 +378,10 @@ static size_t body_of(world *w, input *in, uint8_t op, uint8_t *body) {
     case SKY_FORGET: {
         const uint32_t count = 1U + (drawn >> 3 & 1U);
         sky_records_head(body, count);
+        sky_store16(body + 2, (uint16_t)((drawn >> 8) * 20U)); /* since_ms */
         for (uint32_t i = 0; i < count; i++)
-            dead_record(w, (which + i) % KEYS, body + SKY_LIST_HEAD + 4 + (size_t)i * SKY_DEAD_BYTES);
-        sky_store32(body + SKY_LIST_HEAD, (drawn >> 8) * 20U); /* since_ms */
-        return SKY_LIST_HEAD + 4 + (size_t)count * SKY_DEAD_BYTES;
+            dead_record(w, (which + i) % KEYS, body + SKY_LIST_HEAD + (size_t)i * SKY_DEAD_BYTES);
+        return SKY_LIST_HEAD + (size_t)count * SKY_DEAD_BYTES;
     }
     case SKY_LINKS: {
         const uint32_t count = drawn & 3U;
@@ -576,6 +582,36 @@ static void give_bytes(world *w, input *in, bool back, uint32_t how) {
 
 /* --- Its configuration --- */
 
+/* The box follows a host: standing, or, for a while, moving against the satellites. */
+static void fly(world *w) {
+    const double now_s = (double)w->now / 1e6, cells_a_second = 1e6 / (double)w->period;
+    w->knots[0] = (sky_knot){10.0, 2.4, -0.5};
+    w->knots[1] = (sky_knot){40.0, 2.4 - 7.0 * cells_a_second, 3.0};
+    w->knots[2] = (sky_knot){55.0, 1.0, 3.0};
+    if (w->period % 3 == 0)
+        sky_clock_by_periods(&w->flown, now_s - 20.0, 1.0, 1.0 / cells_a_second, 2.5 / cells_a_second);
+    else if (w->period % 3 == 1)
+        (void)sky_clock_by_preset(&w->flown, w->knots, "starlink-a", 2, now_s - 900.0, 200.0 * cells_a_second, 47.0, 8.0);
+    else
+        sky_clock_by_track(&w->flown, now_s - 20.0, 1.0, w->knots, 3, cells_a_second / 9.0, -cells_a_second);
+}
+
+/* Cells without a satellite: some, a plane, most of them; and a seam. */
+static void make_gaps(world *w, unsigned how) {
+    sky_config *const config = &w->config;
+    const uint32_t plane = config->address >> 12, slot = config->address & 0xFFFU;
+    config->seam = (how & 8U) != 0U;
+    if ((how & 3U) == 0U)
+        return;
+    for (uint32_t index = 0; index < (uint32_t)config->planes * config->slots; index++)
+        w->gaps[index] = (how & 3U) == 1U   ? index % 7U == 3U
+                         : (how & 3U) == 2U ? index / config->slots == (plane + 1U) % config->planes
+                                            : index % 5U != 1U;
+    w->gaps[plane * config->slots + slot] = 0;
+    config->gaps = w->gaps;
+    config->most_planes = config->most_slots = (how & 4U) != 0U ? 2 : 6;
+}
+
 static void configure(world *w, input *in) {
     static const struct {
         uint16_t planes, slots;
@@ -586,7 +622,7 @@ static void configure(world *w, input *in) {
     static const uint32_t replicas[4] = {1, 2, 3, 32};
     sky_config *const config = &w->config;
     const uint32_t flags = take(in, 2), more = take(in, 1);
-    w->period = 1 + (sky_us)take(in, 1) * 20000;
+    w->period = (1 + (sky_us)take(in, 1)) * 20000;
     sky_config_defaults(config);
     config->planes = places[more & 7U].planes;
     config->slots = places[more & 7U].slots;
@@ -609,6 +645,12 @@ static void configure(world *w, input *in) {
     config->routing = (more & 32U) != 0U ? SKY_ALTERNATE : SKY_GREEDY;
     config->clock = (flags & 128U) != 0U ? counted : NULL;
     config->clock_context = &w->period;
+    if ((flags & 192U) == 192U) {
+        fly(w);
+        config->clock = sky_clock_counted;
+        config->clock_context = &w->flown;
+    }
+    make_gaps(w, flags >> 12);
     config->sweep = 200000;
     config->confirm = (more & 64U) != 0U ? 300000 : config->confirm;
     config->slot_link_ps = 4000000000U;

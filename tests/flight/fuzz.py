@@ -1,28 +1,29 @@
 """libFuzzer on the satellite in C, with ASan and UBSan: `make flight-fuzz`, or `python -m tests.flight.fuzz [OPTIONS]`.
 
-Seeds are the golden packets of tests/vectors. Every target runs for --seconds, or for --inputs inputs; what it finds
-that reaches new code is kept in build/flight-fuzz, so that the next run goes on from there. The exit code is 1 if one
-fails, and the input that it failed at is printed.
+Seeds are the golden packets of tests/vectors, and for a whole machine stories of every kind of event. Every target runs
+for --seconds, or for --inputs inputs; what it finds that reaches new code is kept in build/flight-fuzz for the next run.
+The exit code is 1 if one fails, and the input that it failed at is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "flight-fuzz"
 VECTORS = ROOT / "tests" / "vectors"
 TARGETS = ("packet", "machine")
-_MOST_BYTES = {"packet": 2048, "machine": 2048}
-_CONFIGURATION = bytes([50, 0x00, 0xBC, 64])
-"""Of the machine: its move period, flags, memory; see flight/fuzz/machine.c."""
-_SMALL_POOLS = bytes([50, 0x02, 0xFC, 64])
+_MOST_BYTES = {"packet": 2048, "machine": 400}
+_EVENTS = 32
+_STORIES_OF_AN_EVENT = 8
 
 
 def golden() -> list[bytes]:
@@ -31,22 +32,33 @@ def golden() -> list[bytes]:
     return [packet for packet in found if len(packet) < 4096]
 
 
-def seeds(target: str) -> list[bytes]:
-    packets = golden()
-    if target == "packet":
-        return packets
-    # An event is its kind, the time that passes, and here the length of a packet; each after some others, with a timer.
-    events = [bytes([kind, 5]) + len(one).to_bytes(2, "big") + one for one in packets for kind in (0x00, 0x10, 0x08)]
-    after = b"\x0f\x01"
-    alone = [each + event + after for each in (_CONFIGURATION, _SMALL_POOLS) for event in events]
-    return [*alone, _CONFIGURATION + b"".join(events[:24]) + b"\x09\x01\x0f\xff\x0f\xff"]
+def stories() -> Iterator[bytes]:
+    """For each kind of event some inputs of the machine, as flight/fuzz/machine.c reads them.
+
+    Any configuration, values of four keys, the event between timers and true answers, once more, and another.
+    """
+    draw = random.Random(1)
+    timers, answers = bytes([22, 3]), bytes([27, 3])
+
+    def event(kind: int) -> bytes:
+        return bytes([kind + _EVENTS * draw.randrange(8), draw.randrange(256)]) + draw.randbytes(6)
+
+    def values() -> bytes:
+        """By a SET of all chunks of each."""
+        return b"".join(bytes([0, 0, 0x0F, 0x28 + key]) + draw.randbytes(3) for key in range(4))
+
+    for kind in range(_EVENTS):
+        for _ in range(_STORIES_OF_AN_EVENT):
+            once, again = event(kind), event(kind)
+            story = [values(), once, timers, answers, again, values(), event(draw.randrange(_EVENTS)), timers]
+            yield draw.randbytes(5) + b"".join(story)
 
 
 def run(target: str, options: list[str]) -> tuple[int, int, str]:
     """Exit code, inputs tried, and what it said last."""
     corpus = BUILD / f"corpus-{target}"
     corpus.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(seeds(target)):
+    for number, seed in enumerate(golden() if target == "packet" else stories()):
         (corpus / f"seed-{number}").write_bytes(seed)
     words = [str(BUILD / target), str(corpus), f"-max_len={_MOST_BYTES[target]}", f"-artifact_prefix={BUILD}/{target}-"]
     # Without entropic scheduling, whose accounts cost a quarter of the time of the larger target.
