@@ -1,7 +1,7 @@
 """libFuzzer on the satellite in C, with ASan and UBSan: `make flight-fuzz`, or `python -m tests.flight.fuzz [OPTIONS]`.
 
 Seeds are the golden packets of tests/vectors, and for a whole machine stories of every kind of event. Every target runs
-for --seconds, or for --inputs inputs; what it finds that reaches new code is kept in build/flight-fuzz for the next run.
+for --seconds, or for --inputs inputs; what it finds that reaches new code is kept in build/flight-fuzz for the next.
 The exit code is 1 if one fails, and the input that it failed at is printed.
 """
 
