@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.flight.test_daemon import check, daemon, ledger_balances, put, up, values
 from tests.soak.overload import sleeping
+from tests.soak.slept_host import fall_asleep
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.store.sky.store import ConstellationStore
@@ -43,7 +43,7 @@ def test_a_computer_that_slept(
         with open_constellation(directory.path) as store:
             put(store, kept)
             check(store, kept)
-            slept.write_bytes(struct.pack("d", SLEPT_S))
+            fall_asleep(slept, SLEPT_S)
             await_all(store, kept)
         answers = await_answers(plan)
     # By the clock of this process, which slept as well.

@@ -47,8 +47,8 @@ def daemon() -> Path:
 
 @pytest.fixture
 def up(daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunDirectory]]:
-    """Starts a constellation, which is stopped afterwards. No daemon may have said more than that it listens: ASan and
-    UBSan report in its log.
+    """Starts a constellation, which is stopped afterwards. All hosts live until then, and no daemon may have said more
+    than that it listens: ASan and UBSan report in its log.
     """
     monkeypatch.setenv("SKYMEMORY_FLIGHT", str(daemon))
     directory = RunDirectory(tmp_path / "run")
@@ -68,7 +68,9 @@ def up(daemon: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     yield start
     logs = {path.stem: path.read_text() for path in directory.path.glob("*.log")}
+    died = set(directory.recorded_hosts()) - set(directory.living())
     _, killed = stop(directory)
+    assert not died
     assert killed == 0
     for host, log in logs.items():
         assert "ERROR" not in log and "runtime error" not in log, f"{host}: {log}"

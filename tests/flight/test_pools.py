@@ -341,6 +341,20 @@ def test_full_leases_and_expiries_are_refused_and_free_again() -> None:
     assert len(one.c.store.leases) == 1
 
 
+@pytest.mark.parametrize("what", [Retain.PIN, Retain.EXPIRE, Retain.LEASE])
+def test_a_promise_ends_at_its_time_and_not_before(what: Retain) -> None:
+    one, key = alone(), bytes([1]) * 32
+    promised = {Retain.PIN: one.c.store.pins, Retain.EXPIRE: one.c.store.expiries, Retain.LEASE: one.c.store.leases}
+    stored(one, key)
+    assert one.now_s * 1000 == int(one.now_s * 1000)  # so its end, in milliseconds on the wire, is a tick
+    retained(one, what, [key], 7)
+    one.advance(64 * 50 - 1)
+    assert key in promised[what]
+    one.advance(1)
+    assert key not in promised[what]
+    one.compare_states()
+
+
 def replicas_of(one: Squeezed, key: bytes) -> list[int]:
     return [ChunkRef.unpack(chunk.ref).tag.replica for name, chunk in one.c.store.items() if name[0] == key]
 

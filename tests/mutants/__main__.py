@@ -1,8 +1,8 @@
 """`python -m tests.mutants`: seeded faults, and whether the tests notice them.
 
 Each fault of ``tests/mutants/faults`` is made in a copy of the tree, and the tests named for it are run. One that makes
-them fail, or hang, is killed; one that they pass survives. Before all, every test that is named must pass without a
-fault. Exit code 1 where less than ``--least`` of the faults are killed, 2 where the list does not fit the code.
+them fail, hang or (in C) crash, is killed; one that they pass survives. Before all, every test that is named must pass
+without a fault. Exit code 1 where less than ``--least`` of the faults are killed, 2 where the list does not fit the code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TESTS_FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``verdict`` is "killed", "hangs" (killed, too) or "survives"."""
+    """``verdict`` is "killed", "hangs" or "crashes" (killed, too), or "survives"."""
 
     fault: Fault
     verdict: str
@@ -109,9 +109,10 @@ def _try(fault: Fault, tree: Tree) -> Outcome:
         raise BadList(f"{fault.area}: {fault.name!r} does not compile:\n{error}") from None
     finally:
         tree.write(fault.file, sound)
-    if code not in (None, 0, _TESTS_FAILED):
+    crashed = code is not None and code < 0 and fault.file.suffix == ".c"
+    if code not in (None, 0, _TESTS_FAILED) and not crashed:
         raise BadList(f"{fault.area}: {fault.name!r}: pytest ends with {code}, so no test ran:\n{said[-2000:]}")
-    verdict = "hangs" if code is None else "killed" if code else "survives"
+    verdict = "hangs" if code is None else "crashes" if crashed else "killed" if code else "survives"
     failed = [line.split(" ")[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     outcome = Outcome(fault, verdict, failed[0] if failed else "", time.monotonic() - began_s)
     print(f"{verdict:8} {outcome.seconds:5.1f} s  {fault.area}: {fault.name}", flush=True)

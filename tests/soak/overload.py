@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from tests.soak.slept_host import build, sleepy
+from tests.soak.slept_host import build, fall_asleep, sleepy
 from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
 
 from skymemory.constellation.presets import preset_named
@@ -284,8 +284,7 @@ def suspend(trial: Trial) -> None:
     """The computer sleeps for 45 s: processes stand still, ``CLOCK_MONOTONIC`` too, all other clocks go on."""
     _signal_all(trial.pids, signal.SIGSTOP)
     time.sleep(2.0)
-    with trial.slept.open("r+b") as file:
-        file.write(struct.pack("d", 45.0))
+    fall_asleep(trial.slept, 45.0)
     _signal_all(trial.pids, signal.SIGCONT)
 
 
