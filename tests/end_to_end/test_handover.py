@@ -141,7 +141,10 @@ def test_a_prefill_engine_killed_in_the_middle_is_waited_for_until_the_deadline(
         answer = pool.submit(ask, made["d_url"], ids, 8, kv_transfer_params={"do_remote_prefill": True})
         step = pool.submit(ask, made["p_url"], ids, 1, kv_transfer_params={"do_remote_decode": True})
         while not metric(made["d_url"], "skymemory:store_fetched_blocks_total") and not answer.done():
-            time.sleep(0.002)
+            made["p"].send_signal(signal.SIGCONT)
+            time.sleep(0.02)
+            made["p"].send_signal(signal.SIGSTOP)  # so that it does not end before it is seen to have begun
+            time.sleep(0.02)
         made["p"].kill()
         with pytest.raises((OSError, urllib.error.URLError, json.JSONDecodeError, ConnectionError)):
             step.result(PATIENCE_S)
