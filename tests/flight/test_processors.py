@@ -17,8 +17,8 @@ PROCESSORS = {
     "sparc64-linux-gnu-gcc -m32": ("qemu-sparc32plus", "32 bits, big-endian, numbers at their own addresses only"),
     "arm-linux-gnueabihf-gcc": ("qemu-arm", "32 bits, `char` without a sign"),
 }
-"""By compiler: Debian's gcc and libc for them (gcc-multilib-sparc64-linux-gnu), and qemu-user. Not PowerPC: its libm has
-an instruction that qemu refuses.
+"""By compiler: Debian's gcc and libc for them (gcc-multilib-sparc64-linux-gnu), and qemu-user. Not PowerPC: qemu
+refuses an instruction of its libm.
 """
 
 
