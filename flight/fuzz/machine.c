@@ -42,7 +42,7 @@ static uint32_t take(input *in, unsigned bytes) {
     return value;
 }
 
-/* By a period of the input: or, as it flies, by a host's overhead point; see configure. */
+/* The box moves by a period of the input. As orbits have it: see fly. */
 static sky_counted counted(void *context, sky_us now) {
     const sky_us period = *(const sky_us *)context;
     const sky_counted found = {(int32_t)(now / period), (int32_t)(now / (4 * period)), (now / period + 1) * period};
