@@ -2,7 +2,7 @@
 
 Each fault of ``tests/mutants/faults`` is made in a copy of the tree, and the tests named for it are run. One that makes
 them fail, hang or (in C) crash, is killed; one that they pass survives. Before all, every test that is named must pass
-without a fault. Exit code 1 where less than ``--least`` of the faults are killed, 2 where the list does not fit the code.
+without a fault. Exit code 1 where less than ``--least`` of the faults are killed, 2 where the list does not fit.
 """
 
 from __future__ import annotations
