@@ -31,7 +31,7 @@ def sleepy(file: Path) -> udp_socket.UnixClock:
 
 
 def fall_asleep(file: Path, seconds: float) -> None:
-    """Written in its place: who reads a mapped file while it is made anew, and has no bytes yet, is killed (SIGBUS)."""
+    """Written in its place: who reads a mapped file while it is empty, as a new one is, is killed (SIGBUS)."""
     with file.open("r+b") as opened:
         opened.write(struct.pack("d", seconds))
 
