@@ -2,7 +2,8 @@
 
 ``path``   one value of 480 chunks of 6,144 bytes on ten of 95 satellites, read and written without delays by one
            client; the satellites, all in one process, are in C, in Python with its native helper, or in Python alone
-``start``  1,584 satellites in one process without chunks: how long until they listen, and how much memory they take
+``start``  1,584 satellites in one process without chunks, with keys and without: how long until they listen, and in how
+           much memory
 
 The client is the same everywhere, with the native helper. Paths take turns; ratios are to Python with the helper: of
 medians, and of processor time the median of each round's.
@@ -12,6 +13,7 @@ medians, and of processor time the median of each round's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import socket
 import statistics
 import subprocess
@@ -27,6 +29,7 @@ from _bench import block_verbs, client_process, constellation, environment, meas
 from data_path import BLOCK_BYTES, processor_s, value_of
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.flight import Choice, daemon_path, share_text
+from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, free_ports
 from skymemory.testbed.supervisor import READY, resident_bytes
@@ -111,11 +114,15 @@ def _beside_the_store(folder: Path, pid: int) -> int:
 
 def start(options: argparse.Namespace) -> Iterator[Row]:
     """The daemon alone, as the supervisor starts it, with its configuration written before."""
-    plan = make_plan(SHELL, hosts=local_hosts(SHELL, 1, free_ports(1584)), delay_scale=0.0)
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "share"
-        config.write_text(share_text(plan, plan.hosts[0]))
-        for _ in range(options.starts):
+        config, keys = Path(folder) / "share", Path(folder) / "keys"
+        new_keys(keys)
+        for auth, _ in itertools.product(("off", "on"), range(options.starts)):
+            hosts = local_hosts(SHELL, 1, free_ports(1584))
+            plan = make_plan(
+                SHELL, hosts=hosts, delay_scale=0.0, auth=auth, keys_file="" if auth == "off" else str(keys)
+            )
+            config.write_text(share_text(plan, plan.hosts[0]))
             ours, theirs = socket.socketpair()
             words = [str(daemon_path()), "satellite", "--config", str(config), "--supervisor-fd", str(theirs.fileno())]
             began_s = time.perf_counter()
@@ -124,7 +131,7 @@ def start(options: argparse.Namespace) -> Iterator[Row]:
             assert ours.recv(len(READY)) == READY
             ready_s = time.perf_counter() - began_s
             time.sleep(2.0)  # they have greeted their neighbours
-            row = {"section": "start", "satellites": 1584, "ready_s": ready_s}
+            row = {"section": "start", "satellites": 1584, "keys": auth == "on", "ready_s": ready_s}
             row["resident_bytes"] = resident_bytes(process.pid) or 0
             row["processor_s"] = processor_s([process.pid])
             ours.close()
@@ -173,7 +180,12 @@ def main() -> None:
         print_table(f"{BLOCK_BYTES} bytes on ten of 95 satellites of one process", header, cells)
     if its := [row for row in rows if row["section"] == "start"]:
         cells = [
-            ["C", f"{row['ready_s']:.2f}", f"{row['processor_s']:.2f}", f"{row['resident_bytes'] / 1e6:.1f}"]
+            [
+                "with keys" if row["keys"] else "C",
+                f"{row['ready_s']:.2f}",
+                f"{row['processor_s']:.2f}",
+                f"{row['resident_bytes'] / 1e6:.1f}",
+            ]
             for row in its
         ]
         print_table("1,584 satellites of one process", ("satellites", "s until ready", "processor s", "MB"), cells)
