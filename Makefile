@@ -203,12 +203,13 @@ compatibility-page: $(VENV)/.installed-dev $(VLLM)/.installed $(ENGINES)/.instal
 small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
 
-check: $(VENV)/.installed-dev ## style, types, who may import whom, and the word list
+check: $(VENV)/.installed-dev ## style, types, who may import whom, the word list, and figures in prose against their runs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.words
+	@$(BIN)/python -m tools.prose_figures --check
 
 bench: $(VENV)/.installed-dev ## every table of docs/benchmarks
 	@for benchmark in benchmarks/[a-z]*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark"; done

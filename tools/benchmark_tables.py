@@ -796,6 +796,18 @@ def _store_daemon() -> str:
     )
 
 
+def _copies() -> str:
+    return columns(
+        "copies",
+        ("case", _text("case")),
+        ("copies", _text("copies")),
+        ("median ms", _number("median_ms", 1)),
+        ("p99 ms", _number("p99_ms", 1)),
+        ("hits", lambda row: f"{row['hits']} of {row['reads']}"),
+        ("bytes sent / value", _number("sent_over_value", 2)),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "accelerator": _accelerator,
@@ -843,6 +855,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loading": _loading,
     "loading in the sky": _loading_in_the_sky,
     "proxy": _proxy,
+    "copies": _copies,
 }
 
 if __name__ == "__main__":
