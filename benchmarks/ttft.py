@@ -1,6 +1,6 @@
 """Time to first token against prompt length, with the cache in the sky and without: `python benchmarks/ttft.py`.
 
-The model has TinyLlama-1.1B's shape (random weights, bfloat16 or ``--dtype``). Beside each figure stands what it is held to:
+The model has TinyLlama-1.1B's shape (random weights, bfloat16 or ``--dtype``). Beside each figure stands its goal:
 1.25 × (forward pass of the uncached tail alone + the cache's bytes at the rate at which Redis gives them in this run).
 
 The rival is a safetensors file of the prompt's keys and values on tmpfs, mapped into transformers' cache by hand, and

@@ -1,6 +1,6 @@
 """Measured figures in prose, from the JSON of the runs that measured them: ``python -m tools.prose_figures``.
 
-A page marks a figure by ``<!-- figure: NAME -->…<!-- end -->``; this command writes what stands between, from ``FIGURES``.
+A page marks a figure by ``<!-- figure: NAME -->…<!-- end -->``; this command writes what stands between.
 
 ``--check`` (part of ``make check``) prints, and exits with 1 for:
 
@@ -271,8 +271,8 @@ def faults() -> Iterator[str]:
     for path in PROSE:
         for line, quantity in unsourced(path.read_text("utf-8"), stated_in(path)):
             yield (
-                f"{path.relative_to(ROOT)}:{line}: {quantity}: mark it as a figure of a run, or, if it was not measured "
-                f"(a setting, a limit, a definition), list it in {STATED.relative_to(ROOT)}"
+                f"{path.relative_to(ROOT)}:{line}: {quantity}: mark it as a figure of a run, or, if it was not "
+                f"measured (a setting, a limit, a definition), list it in {STATED.relative_to(ROOT)}"
             )
         for quantity in unused(path.read_text("utf-8"), stated_in(path)):
             yield f"{STATED.relative_to(ROOT)}: {quantity} no longer stands in {path.relative_to(ROOT)}"

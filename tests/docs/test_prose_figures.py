@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from tools import prose_figures
 from tools.prose_figures import FIGURES, PAGES, ROOT, faults, page, unsourced, unused
+
+from tools import prose_figures
 
 
 def test_every_figure_is_that_of_its_run_and_every_quantity_has_a_source() -> None:
