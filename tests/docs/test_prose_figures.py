@@ -83,3 +83,11 @@ class _Page:
 
     def relative_to(self, root: object) -> str:
         return "page"
+
+
+def test_the_picture_of_the_readme_is_that_of_its_runs() -> None:
+    image = pytest.importorskip("PIL.Image")
+    from benchmarks.plot_ttft import TARGET, source_digest
+
+    with image.open(TARGET) as picture:
+        assert picture.text["Source"] == source_digest(), "run: python benchmarks/plot_ttft.py"
