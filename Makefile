@@ -23,6 +23,9 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints.txt
+# The satellite in C, where a compiler is: tests that need it are skipped, and say why, where none is.
+FLIGHT := $(if $(shell command -v $${CC:-cc}),$(BIN)/skymemory-flight)
+FLIGHT_SOURCES := flight/Makefile $(shell find flight/core flight/posix -name '*.[ch]') $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 
 help: ## what there is to make
@@ -74,10 +77,10 @@ demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, 
 # One process more than there are cores (tests/conftest.py), since many tests wait; one that is idle takes over from another.
 PARALLEL := -n auto --dist worksteal
 
-test: $(VENV)/.installed-dev ## the tests, in a process for each core and one more
+test: $(VENV)/.installed-dev $(FLIGHT) ## the tests, in a process for each core and one more
 	@$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=brief -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed-dev ## the tests marked slow, likewise
+test-slow: $(VENV)/.installed-dev $(FLIGHT) ## the tests marked slow, likewise
 	@$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm and not engines and not clients" $(ARGS)
 
 # vLLM has an environment of its own, since it wants other versions than we do. It comes for Linux on x86-64 only; where it
@@ -165,6 +168,10 @@ flight: $(VENV)/.made ## the satellite in C, for --satellite c (needs cc; SANITI
 	@$(MAKE) -s -j$$(nproc) -C flight $(if $(SANITIZE),SANITIZE=1)
 	@install -m 755 build/flight$(if $(SANITIZE),-sanitized)/skymemory-flight $(BIN)/skymemory-flight
 	@echo "built $$(ls build/flight$(if $(SANITIZE),-sanitized)/{libskyflight.so,skymemory-flight} | xargs); installed $(BIN)/skymemory-flight"
+
+# Before the tests, which want it installed, and once for all of their processes; `make flight` itself always asks its Makefile.
+$(BIN)/skymemory-flight: $(VENV)/.made $(FLIGHT_SOURCES)
+	@$(MAKE) --no-print-directory flight
 
 test-flight: $(VENV)/.installed-dev ## the satellite in C against the one in Python, sanitized and not, with daemons; five minutes
 	@$(MAKE) -s -j$$(nproc) -C flight
