@@ -330,13 +330,15 @@ def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | N
     """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
     import torch
 
+    from skymemory.engine.forward import cache_option
     from skymemory.engine.prompts import flat_ids
 
     tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
     cache = kvc.get_cache_ids(ids) if kvc is not None else None
     start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
-        return model(input_ids=tokens[:, start:], past_key_values=cache, use_cache=cache is not None).logits[0, -1]
+        cached = cache_option(model, cache) if cache is not None else {}
+        return model(input_ids=tokens[:, start:], use_cache=cache is not None, **cached).logits[0, -1]
 
 
 def measure_logit_distance(kvc: KVCManager, ids: TokenIds) -> LogitDistance:
