@@ -17,7 +17,7 @@ class ComputedTokens:
     def __init__(self, model: torch.nn.Module) -> None:
         self.passes: list[int] = []
         try:
-            self._embedding: torch.nn.Module | None = model.get_input_embeddings()  # type: ignore[operator]
+            self._embedding: torch.nn.Module | None = model.get_input_embeddings()
         except (AttributeError, NotImplementedError):
             self._embedding = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,7 @@ from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.block import ITEM_BYTES, KVLayout
 from skymemory.kv.context import CacheContext
 
+_SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -188,7 +190,11 @@ def check_hits(
     guard: Guarding,
     context: CacheContext,
 ) -> None:
-    """Raises UnsupportedModel unless a forward pass and ``generate`` skip the tokens that a cache has loaded."""
+    """Raises UnsupportedModel unless a forward pass and ``generate`` skip the tokens that a cache has loaded. A model
+    that was found to do so is not tried again, for another tenant's manager.
+    """
+    if model in _SERVED:
+        return
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
     for what, call in (("a forward pass", probe.pass_whole), ("generate", probe.generate_one)):
         try:
@@ -205,6 +211,7 @@ def check_hits(
                 f"{transformers.__version__} is installed, and {TRIED_TRANSFORMERS} was tried: install such a release; "
                 "if this is one, its model code hands the cache over in a way that is not known here"
             )
+    _SERVED.add(model)
 
 
 class _Probe:
