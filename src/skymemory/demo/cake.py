@@ -20,6 +20,7 @@ from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import Pace
 from skymemory.demo.screen import Screen
 from skymemory.engine.cake import OtherPrompts
+from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
 from skymemory.store.memory import MemoryStore
@@ -96,7 +97,8 @@ class CakeRuns:
         began_s = time.perf_counter()
         cache = kvc.get_cache_ids(ids)
         with torch.inference_mode():
-            logits = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, logits_to_keep=1).logits
+            rest = {"input_ids": ids[:, cache.begin() :], **cache_option(self.model, cache)}
+            logits = self.model(**rest, logits_to_keep=1).logits
         first, seconds, loader = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
         computed, loaded, met = 0, 0, None
         if loader:

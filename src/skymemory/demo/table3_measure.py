@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
@@ -83,7 +84,7 @@ class _FirstToken:
 def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> tuple[list[int], float, float]:
     """New tokens, seconds to the first and to the last of them; calling ``cache`` is part of the time."""
     clock = _FirstToken()
-    options = {"past_key_values": cache()} if cache is not None else {}
+    options = cache_option(model, cache()) if cache is not None else {}
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -99,7 +100,7 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache:
 def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
     start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
-        out = model(input_ids=ids[:, start:], past_key_values=cache, logits_to_keep=1)
+        out = model(input_ids=ids[:, start:], logits_to_keep=1, **cache_option(model, cache))
     return out.logits[0, -1].float()
 
 
