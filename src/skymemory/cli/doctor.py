@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             codec=args.codec,
         )
     if args.save is not None and result.context:
-        args.save.write_text(json.dumps(result.context, indent=1) + "\n")
+        args.save.write_text(json.dumps(result.context, indent=1) + "\n", encoding="utf-8")
     return _printed(args, result)
 
 
