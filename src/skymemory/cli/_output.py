@@ -21,12 +21,14 @@ PLAIN = "skymemory.plain"
 _PLAIN_FORMS = {
     "→": "->", "←": "<-", "↔": "<->", "↑": "^", "↓": "v", "⇒": "=>",
     "×": "x", "·": ".", "•": "*", "…": "...", "−": "-", "–": "-", "—": "-", "±": "+-", "÷": "/",
-    "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "∞": "inf", "√": "sqrt", "∑": "sum", "✓": "v", "✗": "x", "✔": "v", "✘": "x",
+    "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "∞": "inf", "√": "sqrt", "∑": "sum", "✓": "v", "✗": "x",
+    "✔": "v", "✘": "x",
     "‘": "'", "’": "'", "‚": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "°": "deg", "§": "section ",
     "µ": "u", "μ": "u", "Δ": "Delta", "Σ": "Sigma", "δ": "delta", "θ": "theta", "π": "pi", "ρ": "rho", "τ": "tau",
     "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%", "█": "#", "░": ".", "▒": ":", "▓": "%",
     "■": "#", "□": ".", "▪": "#", "▫": ".", "●": "*", "○": "o", "◆": "*", "◇": "o",
-    "╱": "/", "╲": "\\", "╳": "x", "⌈": "[", "⌉": "]", "⌊": "[", "⌋": "]", "²": "2", "³": "3", "⁻": "-", "½": "1/2", "¼": "1/4", "¾": "3/4",
+    "╱": "/", "╲": "\\", "╳": "x", "⌈": "[", "⌉": "]", "⌊": "[", "⌋": "]",
+    "²": "2", "³": "3", "⁻": "-", "½": "1/2", "¼": "1/4", "¾": "3/4",
 }  # fmt: skip
 
 
@@ -63,9 +65,9 @@ def prepare_streams(*, read_by_ours: bool = False) -> None:
     """Let both streams write any text. Where a program of this project reads them (``read_by_ours``), in UTF-8."""
     # A stream that was closed (``>&-``) is None, which few callers expect; its text goes nowhere.
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     chosen = ":" in os.environ.get("PYTHONIOENCODING", "")  # as in latin-1:replace
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, io.TextIOWrapper):  # a notebook's, which takes any text

@@ -27,7 +27,8 @@ from skymemory.cli._output import (
     print_error,
 )
 from skymemory.config import suggestion
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import InvalidInput, SkyMemoryError, quoted
+from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -71,8 +72,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # argparse reports a failed ``int`` as "invalid int value"; these say what was expected.
-        self.register("type", int, argument(_whole))
-        self.register("type", float, argument(_number))
+        self.register("type", int, argument(parse_whole))
+        self.register("type", float, argument(parse_number))
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -98,21 +99,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             guess = suggestion(str(value), [str(choice) for choice in action.choices])
-            raise argparse.ArgumentError(action, f"there is no {value!r}; {guess}")
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InvalidInput(f"{text!r}: expected a whole number") from error
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InvalidInput(f"{text!r}: expected a number") from error
+            raise argparse.ArgumentError(action, f"there is no {quoted(value)}; {guess}")
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
