@@ -75,6 +75,17 @@ class WrongProcess(SkyMemoryError):
     """A store, socket or manager that a forked child uses, though its parent opened it."""
 
 
+def quoted(value: object, most: int = 60) -> str:
+    """``value`` as messages show what a user wrote: in quotes, and its beginning where it is long."""
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to write out more than 4,300 digits
+        return f"a number of about {round(value.bit_length() * 0.30103):,} digits"
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    size = f"{len(value):,} characters" if isinstance(value, str) else f"{len(text):,} characters when written out"
+    return f"{text[: most // 2]}…{text[-1]} ({size})"
+
+
 def os_reason(error: OSError) -> str:
     """What went wrong, without the error number."""
     if error.errno and (error.strerror or "").startswith("Connect call failed"):  # asyncio's words, with the address

@@ -234,7 +234,8 @@ def _constellation(*words: str) -> None:
         [sys.executable, "-m", "skymemory.cli.main", "constellation", *words],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         start_new_session=True,  # Ctrl-C ends us, and we end it
         check=False,
     )
@@ -250,6 +251,7 @@ def _spawn_supervisor(directory: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
             start_new_session=True,
         )
 

@@ -17,7 +17,7 @@ from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
-from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml, write_private
+from skymemory.files import MAX_TABLE_BYTES, read_text, read_toml, write_private
 from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
@@ -631,11 +631,9 @@ def _ground_of(args: argparse.Namespace) -> Ground:
     waypoints: tuple[Waypoint, ...] = ()
     if args.host_path is not None:
         try:
-            lines = read_bounded(args.host_path, MAX_TABLE_BYTES).decode("utf-8").splitlines()
+            lines = read_text(args.host_path, MAX_TABLE_BYTES).splitlines()
         except OSError as error:
             raise InvalidInput(cannot_read(args.host_path, error)) from error
-        except UnicodeDecodeError as error:
-            raise InvalidInput(f"{args.host_path}: not a text file with waypoints") from error
         waypoints = parse_waypoints(lines, str(args.host_path))
     latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
     gateway = args.gateway or _preset_of(args).gateway

@@ -23,8 +23,9 @@ from skymemory.cli._options import (
     size,
     token_ids,
 )
+from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_bounded
+from skymemory.files import read_text
 
 if TYPE_CHECKING:
     import aiohttp
@@ -222,11 +223,11 @@ def _shape(args: argparse.Namespace) -> ModelShape:
 
     file = args.shape or Path(SMALL_MODEL_FOLDER) / "config.json"
     try:
-        config = json.loads(read_bounded(file))
+        config = parse_json(read_text(file))
     except OSError as error:
         raise InvalidInput(cannot_read(file, error)) from error
-    except ValueError as error:
-        raise InvalidInput(f"--shape {file}: not JSON ({error}); expected a model's config.json") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"--shape {file}: {error}; expected a model's config.json") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"--shape {file}: expected a model's config.json")
     if args.engine is not None:

@@ -101,16 +101,14 @@ def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
 def read(path: Path, skip_bad: bool) -> ElementFile:
     """The element sets in a file. Raises ``InvalidInput`` with its name and what was wrong."""
     from skymemory.constellation.tle import read_elements
-    from skymemory.files import MAX_TABLE_BYTES, read_bounded
+    from skymemory.files import MAX_TABLE_BYTES, read_text
 
     try:
-        text = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
+        text = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:
         raise InvalidInput(cannot_read(path, error)) from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{path}: not a text file: expected two-line elements, or OMM as CSV, JSON or XML"
-        ) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; expected two-line elements, or OMM as CSV, JSON or XML") from error
     try:
         return read_elements(text, skip_bad=skip_bad)
     except InvalidInput as error:

@@ -376,6 +376,7 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
     ours, theirs = socket.socketpair()
     # Otherwise BLAS starts a thread per core, with buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONIOENCODING"] = "utf-8"  # of its log, whose end we print
     try:
         with directory.open_log(host.name) as log:
             process = subprocess.Popen(
