@@ -29,13 +29,14 @@ import transformers
 from skymemory.cache.blocks import BlockSink, LoadResult
 from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
+from skymemory.installation import install_command
 from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
 from skymemory.native import Rows
 
 if not (4, 57) <= tuple(map(int, transformers.__version__.split(".")[:2])) < (6, 0):
     raise MissingExtra(
-        f"transformers >= 4.57, < 6 is needed, found {transformers.__version__}: pip install -U 'skymemory[hf]'"
+        f"transformers >= 4.57, < 6 is needed, found {transformers.__version__}: {install_command('hf')}"
     )
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer

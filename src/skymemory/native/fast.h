@@ -41,7 +41,7 @@ static inline PyObject *sky_tuple(PyObject *given, const char *message)
     return tuple;
 }
 
-/* Raises the TypeError of an argument that is no number. */
+/* Raises the TypeError of an argument that is not a number. */
 static inline void sky_no_number(const char *what, PyObject *given)
 {
     PyObject *name = PyType_GetName(Py_TYPE(given));

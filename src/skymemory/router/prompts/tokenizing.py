@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from skymemory.errors import InvalidInput, MissingExtra, os_reason
+from skymemory.errors import InvalidInput, missing_extra, os_reason
 from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_bounded
 
 try:
@@ -35,7 +35,7 @@ try:
     import jinja2.sandbox
     from tokenizers import Tokenizer
 except ImportError as error:
-    raise MissingExtra("a router with a tokenizer needs the extra `router`: pip install 'skymemory[router]'") from error
+    raise missing_extra("a router with a tokenizer", "jinja2 and tokenizers", "router") from error
 
 PIECE_LETTERS = 512
 """A piece ends at the first possible cut after this many letters."""
