@@ -45,6 +45,7 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 	@echo "set-up: the package with torch and transformers (about half a minute)"
+	@rm -f src/skymemory/native/_fast.cpython-*.so # of before the stable ABI; Python would prefer it
 	@$(PIP) -e '.[hf,fast,router,redis]'
 	@touch $@
 

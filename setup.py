@@ -1,5 +1,7 @@
 """Builds the optional native helper; without a C compiler the pure-Python twin serves instead."""
 
+import sysconfig
+
 from setuptools import Extension, setup
 
 SOURCES = "_fast crc crc_calls acks answers hashes headers segments runs landing packets serve relay sha macs slices"
@@ -7,12 +9,16 @@ SOURCES += " take udp prefix_rows prefix_shelf prefix_table prefix_calls holders
 SOURCES += " delay_price ttft fit http_headers receive blocks block_calls cached"
 HEADERS = "blocks crc fast packet answers udp serve sha prefix holders ttft"
 
+# As in fast.h, which chooses the version.
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
 setup(
     ext_modules=[
         Extension(
             "skymemory.native._fast",
             sources=[f"src/skymemory/native/{name}.c" for name in SOURCES.split()],
             depends=[f"src/skymemory/native/{name}.h" for name in HEADERS.split()],
+            py_limited_api=STABLE_ABI,
             extra_compile_args=[
                 "-O3",
                 "-fvisibility=hidden",
@@ -25,5 +31,6 @@ setup(
             libraries=["dl", "m"],
             optional=True,
         )
-    ]
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
 )

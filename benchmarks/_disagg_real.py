@@ -23,7 +23,7 @@ from _disagg_workload import AFTER, line_of, token_ids
 from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
 from skymemory.demo.engines import own_engine, router, store_daemon, vllm_server
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+from skymemory.engine.inputs import small_model_folder
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama, train_tokenizer
 from skymemory.serving.fitting import DecodeCell, Measurement, decode_cells
 from skymemory.serving.replay.client import Client, Target
@@ -69,7 +69,7 @@ class Kind:
 
 
 def own() -> Kind:
-    return Kind("own", SMALL_MODEL_FOLDER, None, 16, 8, 256, 4096)
+    return Kind("own", small_model_folder(), None, 16, 8, 256, 4096)
 
 
 def vllm(python: Path, folder: Path) -> Kind:

@@ -29,14 +29,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import skymemory
 from _bench import print_table, write_json
+from skymemory.engine.inputs import small_model_folder
 
 HERE = Path(__file__).parent
 ENGINES = 4
 SIZES = (8192, 65_536)
 SEED = 7
-TOKENIZER = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
+TOKENIZER = small_model_folder()
 PEERS = {"sglang-router": "sglang_router.launch_router", "vllm-router": "vllm_router"}
 PINNED = shutil.which("taskset") is not None and (os.cpu_count() or 1) > 1
 ROUTER_CORE, REST_CORE = "0", "1"

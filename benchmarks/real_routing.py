@@ -44,7 +44,7 @@ from tests.vllm.server import PYTHON as VLLM_PYTHON
 from tests.vllm.server import Vllm
 
 from skymemory.demo.processes import service
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+from skymemory.engine.inputs import shipped_document
 from skymemory.router.engines.metrics import samples
 from skymemory.router.envoy.config import Entrance, bootstrap
 
@@ -130,7 +130,7 @@ class Talk:
     ) -> None:
         """``whole``: part of the requests whose answers do. ``answers``: the least and the most tokens of one."""
         dice = random.Random(seed)
-        words = _WORDS.findall((Path(SMALL_MODEL_FOLDER).parents[1] / "texts/operators-handbook.txt").read_text())
+        words = _WORDS.findall(shipped_document())
 
         def text(count: int) -> str:
             at = dice.randrange(len(words) - count)

@@ -41,9 +41,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if name not in _EXTRA or (error.name or "").startswith("skymemory"):
             raise
-        raise errors.MissingExtra(
-            f"skymemory.{name} needs {error.name}: pip install 'skymemory[{_EXTRA[name]}]'"
-        ) from error
+        raise errors.missing_extra(f"skymemory.{name}", str(error.name), _EXTRA[name]) from error
 
 
 def __dir__() -> list[str]:

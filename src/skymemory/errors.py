@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 
+from skymemory.installation import install_command
+
 
 class SkyMemoryError(Exception):
     """Base of everything SkyMemory raises on purpose."""
@@ -98,9 +100,9 @@ def cannot_read(what: object, error: OSError) -> str:
     return f"cannot read {what}: {os_reason(error)}"
 
 
-def missing_extra(what: str, packages: str, extra: str) -> MissingExtra:
+def missing_extra(what: str, packages: str, *extras: str) -> MissingExtra:
     """Where ``what`` needs ``packages`` that are not installed; one wording for all verbs."""
-    return MissingExtra(f"{what} needs {packages}, not installed here: pip install 'skymemory[{extra}]'")
+    return MissingExtra(f"{what} needs {packages}, not installed here: {install_command(*extras)}")
 
 
 def cannot_listen(address: str, error: OSError) -> str:

@@ -9,10 +9,12 @@ import pytest
 
 from skymemory.cli import _options
 from skymemory.cli.main import main
+from skymemory.engine.inputs import small_model_folder
+from skymemory.installation import install_command
 from skymemory.router.envoy.config import Entrance, bootstrap
 
 ONE = ["--endpoint", "127.0.0.1:8001"]
-TOKENIZER = Path(__file__).parents[2] / "src" / "skymemory" / "engine" / "trained" / "small" / "tokenizer.json"
+TOKENIZER = small_model_folder() / "tokenizer.json"
 BY_EVENTS = ["--strategy", "precise", "--tokenizer", str(TOKENIZER)]
 
 
@@ -98,7 +100,7 @@ def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch, capsys
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "envoy.service.ext_proc.v3.external_processor_pb2", None)
     assert main(["epp", *ONE]) == 1
-    assert "pip install 'skymemory[envoy,router]'" in capsys.readouterr().err
+    assert install_command("envoy", "router") in capsys.readouterr().err
 
 
 def test_envoys_configuration_is_json_with_one_cluster_for_servers_and_one_for_the_picker() -> None:

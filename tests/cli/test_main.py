@@ -15,6 +15,7 @@ import pytest
 import skymemory
 from skymemory.cli import main as command
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.installation import install_command
 
 HEAVY = {"torch", "transformers", "matplotlib", "numpy", "asyncio", "hqq", "optimum"}
 
@@ -251,7 +252,7 @@ def test_a_missing_extra_is_named_in_one_wording(
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command.main(words.split()) == 1
     error = capsys.readouterr().err
-    assert error.endswith(f" needs {package}, not installed here: pip install 'skymemory[{extra}]'\n")
+    assert error.endswith(f" needs {package}, not installed here: {install_command(*extra.split(','))}\n")
 
 
 @pytest.mark.parametrize("words", [["--admission", "erly"], ["--report", "page.gif"]])

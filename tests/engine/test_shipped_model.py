@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from skymemory.engine.huggingface import KVCManager  # noqa: E402
-from skymemory.engine.inputs import MODEL_NAMES, SMALL_MODEL_FOLDER, check_model, shipped_document  # noqa: E402
+from skymemory.engine.inputs import MODEL_NAMES, check_model, shipped_document, small_model_folder  # noqa: E402
 from skymemory.engine.models import ReadyModel, ready_model  # noqa: E402
 from skymemory.errors import InvalidInput  # noqa: E402
 
@@ -33,10 +33,10 @@ def test_it_is_small_and_says_where_it_comes_from() -> None:
     assert 5_000_000 < sum(parameter.numel() for parameter in ready.model.parameters()) < 12_000_000
     assert ready.model.dtype == torch.bfloat16 and not ready.model.training
     assert ready.model.config.max_position_embeddings >= 2048
-    assert sum(file.stat().st_size for file in SMALL_MODEL_FOLDER.iterdir()) < 25_000_000
-    origin = (SMALL_MODEL_FOLDER / "ORIGIN.txt").read_text()
+    assert sum(file.stat().st_size for file in small_model_folder().iterdir()) < 25_000_000
+    origin = (small_model_folder() / "ORIGIN.txt").read_text()
     assert "python3.11-doc" in origin and "PSF-2.0" in origin and "bits per byte" in origin
-    assert json.loads((SMALL_MODEL_FOLDER / "training.json").read_text())["held_out"]["bits_per_byte"] <= 1.5
+    assert json.loads((small_model_folder() / "training.json").read_text())["held_out"]["bits_per_byte"] <= 1.5
 
 
 def test_its_tokenizer_says_every_text_with_the_ids_the_model_has(exact: ReadyModel) -> None:

@@ -11,7 +11,7 @@ from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.strategies.estimates import GivenSpeeds
 from skymemory.conductor.strategies.least_ttft import LeastTtft
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
 from skymemory.router.prefix_state import PrefixState
 from skymemory.router.settings import settings_from
@@ -28,7 +28,7 @@ def a_file(folder: Path) -> str:
 @pytest.mark.parametrize("options", [{}, {"events": True}])
 def test_the_router_takes_its_seconds_from_the_file(tmp_path: Path, options: dict[str, bool]) -> None:
     """Whichever index it has. Without a file it learns: the first estimate is another."""
-    prompts = {"tokenizer": str(SMALL_MODEL_FOLDER)}
+    prompts = {"tokenizer": str(small_model_folder())}
     settings = settings_from({**BACKENDS, "cost": a_file(tmp_path), "options": options, "prompts": prompts})
     scorer = PrefixState(settings, Fleet()).scorer
     assert isinstance(scorer, LeastTtft) and isinstance(scorer.speeds, GivenSpeeds)

@@ -14,9 +14,9 @@ import pytest
 from tests.router.running import Loop, Running, until
 from tests.store.redis_server import RedisServer
 
-import skymemory
 from skymemory.conductor.picker import Fleet
 from skymemory.conductor.prefix_index.precise import PreciseIndex
+from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
 from skymemory.router import prefix_state
 from skymemory.router.prefix_state import PrefixState, kind_of_blocks
@@ -125,7 +125,7 @@ def test_places_of_blocks_are_another_routers_secret(strategy: str, monkeypatch:
 
 @pytest.mark.parametrize(("strategy", "options"), [("precise", {}), ("least-ttft", {"events": True})])
 def test_so_are_those_of_blocks_that_engines_report(strategy: str, options: dict[str, Any]) -> None:
-    tokenizer = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
+    tokenizer = small_model_folder()
     settings = settings_from({"strategy": strategy, "options": options, "prompts": {"tokenizer": str(tokenizer)}})
     indices = [PrefixState(settings, Fleet(), None).scorer.index for _ in range(2)]  # type: ignore[attr-defined]
     assert all(isinstance(index, PreciseIndex) and index.block_tokens == 16 for index in indices)

@@ -16,7 +16,7 @@ from tests.serving.door import Door
 from skymemory.cli.main import main
 from skymemory.conductor.cost_fit import decode_errors, fit_decode, fit_prefill, prefill_errors
 from skymemory.conductor.cost_model import CostModel, Machine, ModelShape
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.settings import read_cost
 from skymemory.serving.fitting import Measurement, cut, decode_cells, prefill_cells, step_s
@@ -143,7 +143,7 @@ def test_a_real_engine_is_measured_and_its_model_can_be_routed_by(
 ) -> None:
     """How good the fit is is not asked here: others use this computer. What is in the report is."""
     out = tmp_path / "cost.json"
-    words = ["--url", f"http://127.0.0.1:{door.port}", "--shape", str(Path(SMALL_MODEL_FOLDER) / "config.json")]
+    words = ["--url", f"http://127.0.0.1:{door.port}", "--shape", str(small_model_folder() / "config.json")]
     words += ["--lengths", "32-256", "--shares", "0,0.5", "--repeats", "1", "--batch", "2", "--contexts", "32,64"]
     assert main(["fit", *words, "--prompt-unit", unit, "--out", str(out), "--json"]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -26,7 +26,7 @@ def test_in_processes_as_in_sequence() -> None:
 @pytest.mark.slow
 def test_on_ray_as_in_sequence() -> None:
     if not has_ray():
-        pytest.skip("Ray is not installed: pip install 'skymemory[ray]'")
+        pytest.skip("Ray is not installed: make test-ray does it")
     cells = [poisson(workload, 2.0, 60, seed) for workload, seed in CELLS]
     ours: list[TraceStatistics] = sweep(statistics_of, cells, "sequence")
     assert sweep(statistics_of, cells, "ray", jobs=2) == ours

@@ -17,7 +17,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SKYMEMORY_VLLM_VENV", ROOT / ".venv-vllm")) / "bin" / "python"
-MODEL = ROOT / "src/skymemory/engine/trained/small"
+MODEL = ROOT / "models/small/skymemory_small_model"
 BLOCK_TOKENS = 32
 BLOCKS = 96
 START_S = 420.0

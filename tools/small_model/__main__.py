@@ -20,7 +20,7 @@ from tools.small_model.export import export
 from tools.small_model.sources import SOURCES, Document, missing_packages, read_sources
 from tools.small_model.train import Plan, Progress, Run, bits_per_byte
 
-SHIPPED = Path("src/skymemory/engine/trained/small")
+SHIPPED = Path("models/small/skymemory_small_model")
 
 
 def main(arguments: list[str] | None = None) -> int:

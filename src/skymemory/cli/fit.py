@@ -219,9 +219,9 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
 
 def _shape(args: argparse.Namespace) -> ModelShape:
     from skymemory.conductor.cost_model import shape_of
-    from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+    from skymemory.engine.inputs import small_model_folder
 
-    file = args.shape or Path(SMALL_MODEL_FOLDER) / "config.json"
+    file = args.shape or small_model_folder() / "config.json"
     try:
         config = parse_json(read_text(file))
     except OSError as error:

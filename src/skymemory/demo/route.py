@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from skymemory.demo.processes import service
 from skymemory.demo.screen import Screen
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER
+from skymemory.engine.inputs import small_model_folder
 from skymemory.kv.block import hash_blocks
 from skymemory.metrics import percentile
 from skymemory.serving.replay.client import Client, Target
@@ -96,7 +96,7 @@ def make_load(workload: str, requests: int, seed: int) -> Load:
             break
         rate *= 1.12 * requests / max(1, len(drawn))
     drawn = drawn[:requests]
-    tokenizer = Tokenizer.from_file(str(Path(SMALL_MODEL_FOLDER) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(small_model_folder() / "tokenizer.json"))
     dice = random.Random(seed)
     known: set[bytes] = set()
     asked, supplied = [], 0
@@ -215,7 +215,7 @@ def router_words(strategy: str, folder: Path) -> list[str]:
 async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, folder: Path) -> None:
     """Writes both files for ``router_words``; the engines report where they publish events."""
     common = [f"seed = {seed}", 'drain = "1s"']
-    tokens = ["[prompts]", f"tokenizer = {json.dumps(str(SMALL_MODEL_FOLDER))}", f"block_tokens = {BLOCK_TOKENS}"]
+    tokens = ["[prompts]", f"tokenizer = {json.dumps(str(small_model_folder()))}", f"block_tokens = {BLOCK_TOKENS}"]
     backends, followed = list[str](), list[str]()
     for url in urls:
         async with client.get(f"{url}/kv_event_sources") as answer:

@@ -6,13 +6,12 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
-from skymemory.errors import InvalidInput, cannot_read, missing_extra
+from skymemory.errors import InvalidInput, MissingExtra, cannot_read, missing_extra
 from skymemory.files import read_text
+from skymemory.installation import find_checkout, small_model_command
 
 MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
-"""Names that ``models.ready_model`` accepts: the trained model in the package, and shapes with random weights."""
-SMALL_MODEL_FOLDER = Path(__file__).parent / "trained" / "small"
-"""6.5 million parameters, trained by ``make small-model``; ORIGIN.txt there says on what."""
+"""Names that ``models.ready_model`` accepts: the small trained model, and shapes with random weights."""
 SHIPPED_DOCUMENT = "operators-handbook.txt"
 _DOCUMENT_LIMIT_BYTES = 256 << 20
 
@@ -41,18 +40,39 @@ def read_document(path: str | Path) -> str:
     return text
 
 
+def small_model_folder() -> Path:
+    """Returns the folder of the small model: 6.5 million parameters, trained by ``make small-model``.
+
+    It is a distribution of its own, found in a checkout without being installed; ORIGIN.txt in it says what it was
+    trained on. Raises MissingExtra if it is nowhere.
+    """
+    if (checkout := find_checkout()) is not None:
+        folder = checkout / "models" / "small" / "skymemory_small_model"
+        if (folder / "config.json").is_file():
+            return folder
+    found = find_spec("skymemory_small_model")
+    if found is None or found.origin is None:
+        raise MissingExtra(f"the small model is not installed: {small_model_command()}")
+    return Path(found.origin).parent
+
+
 def is_model_name(name: str) -> bool:
     """Whether ``name`` is one of ``MODEL_NAMES``; write ``./small`` for a folder of that name."""
     return name in MODEL_NAMES
 
 
 def check_model(name: str) -> None:
-    """Raises ``InvalidInput`` where ``name`` is neither a model's name nor a folder with a saved model."""
+    """Raises ``InvalidInput`` if ``name`` is neither a model's name nor a folder with a saved model.
+
+    Raises ``MissingExtra`` if it is the small model and that is not installed.
+    """
     if not is_model_name(name) and not (Path(name) / "config.json").is_file():
         raise InvalidInput(
             f"no model {name!r}: expected a folder with config.json, as save_pretrained writes, or one of "
             f"{', '.join(MODEL_NAMES)}"
         )
+    if name == "small":
+        small_model_folder()
 
 
 def check_model_folder(path: str | Path) -> None:

@@ -30,6 +30,7 @@ from skymemory.cache.blocks import BlockSink, LoadResult
 from skymemory.engine.releases import TRIED_TRANSFORMERS, is_tried
 from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
+from skymemory.installation import install_command
 from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
 from skymemory.native import Rows
@@ -37,7 +38,7 @@ from skymemory.native import Rows
 if not is_tried(transformers.__version__):
     raise MissingExtra(
         f"transformers {TRIED_TRANSFORMERS} is needed (the releases that were tried), found "
-        f"{transformers.__version__}: pip install -U 'skymemory[hf]'"
+        f"{transformers.__version__}: {install_command('hf')}"
     )
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer

@@ -1,7 +1,7 @@
 """Models to demonstrate and test with: built from a configuration with seeded random weights, or loaded from a path.
 
 Random weights compute as fast and cache as large as trained ones; what they say is noise. ``named`` has them by name,
-and the trained one that the package ships.
+and the small trained one, which is a package of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from skymemory.engine.inputs import MODEL_NAMES, SMALL_MODEL_FOLDER, check_model_folder, is_model_name, shipped_document
+from skymemory.engine.inputs import MODEL_NAMES, check_model_folder, is_model_name, shipped_document, small_model_folder
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
 
@@ -120,7 +120,7 @@ def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) ->
         piece.mul_(scale)
 
 
-# Models by name, each with its tokenizer: the trained one that the package ships, and shapes with random weights.
+# Models by name, each with its tokenizer: the small trained one, a package of its own, and shapes with random weights.
 #
 # Nothing is fetched from anywhere. Names are listed in ``inputs.MODEL_NAMES``, so that they can be checked without
 # torch.
@@ -144,7 +144,8 @@ def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> ReadyMo
         return ReadyModel(load_model(name, dtype=dtype), load_tokenizer(name), name)
     if name == "small":
         words = "the small trained model (6.5 M parameters)"
-        return ReadyModel(load_model(SMALL_MODEL_FOLDER, dtype=dtype), load_tokenizer(SMALL_MODEL_FOLDER), words)
+        folder = small_model_folder()
+        return ReadyModel(load_model(folder, dtype=dtype), load_tokenizer(folder), words)
     if name == "small-random":
         tokenizer = train_tokenizer(1024)
         words = "a small model (random weights)"

@@ -22,6 +22,7 @@ import torch
 
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import CodecUnavailable, InvalidInput, MalformedPacket
+from skymemory.installation import install_command
 from skymemory.kv.block import KVLayout
 from skymemory.kv.codec.base import RAW, Codec
 from skymemory.kv.codec.cachegen import LEVELS, CacheGen
@@ -152,7 +153,7 @@ def _hqq() -> Any:
 
 
 def _missing(codec: str, package: str, error: ImportError) -> str:
-    return f"codec {codec!r} needs {package} ({error}): pip install 'skymemory[hf]', or use codec=\"raw\""
+    return f'codec {codec!r} needs {package} ({error}): use codec="raw", or {install_command("hf")}'
 
 
 def _row_count(layout: KVLayout) -> int:

@@ -10,7 +10,7 @@ static PyObject *crc_kind(PyObject *self, PyObject *none)
 
 static PyObject *crc_select(PyObject *self, PyObject *name)
 {
-    const char *wanted = PyUnicode_AsUTF8(name);
+    const char *wanted = PyUnicode_AsUTF8AndSize(name, NULL);
     return wanted ? PyBool_FromLong(sky_crc_select(wanted)) : NULL;
 }
 
@@ -78,14 +78,12 @@ PyMODINIT_FUNC PyInit__fast(void)
 {
     sky_crc_init();
     PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddType(made, &sky_block_table_type) < 0 ||
-                 PyModule_AddType(made, &sky_prefix_table_type) < 0 ||
-                 PyModule_AddType(made, &sky_holder_table_type) < 0 ||
-                 PyModule_AddType(made, &sky_under_way_type) < 0 ||
-                 PyModule_AddType(made, &sky_prefill_queues_type) < 0 ||
-                 PyModule_AddType(made, &sky_share_guard_type) < 0 ||
-                 PyModule_AddType(made, &sky_delay_price_type) < 0 ||
-                 PyModule_AddType(made, &sky_ttft_ranker_type) < 0))
-        Py_CLEAR(made);
+    SkyType *types[] = {&sky_block_table_type, &sky_prefix_table_type, &sky_holder_table_type, &sky_under_way_type,
+                        &sky_prefill_queues_type, &sky_share_guard_type, &sky_delay_price_type, &sky_ttft_ranker_type};
+    for (size_t at = 0; made && at < sizeof types / sizeof *types; at++) {
+        types[at]->object = (PyTypeObject *)PyType_FromSpec(&types[at]->spec);
+        if (!types[at]->object || PyModule_AddType(made, types[at]->object) < 0)
+            Py_CLEAR(made);
+    }
     return made;
 }

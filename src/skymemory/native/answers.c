@@ -40,12 +40,12 @@ static Py_ssize_t collect(PyObject *share, const Wanted *wanted, PyObject **refs
         PyObject *index = PyLong_FromUnsignedLongLong(wanted->first - 1 + (uint64_t)wanted->stride * step);
         PyObject *chunk = index ? PyDict_GetItemWithError(share, index) : NULL;
         Py_XDECREF(index);
-        if (!chunk || !PyTuple_CheckExact(chunk) || PyTuple_GET_SIZE(chunk) != 2)
+        if (!chunk || !PyTuple_CheckExact(chunk) || PyTuple_Size(chunk) != 2)
             return -1;
-        refs[found] = PyTuple_GET_ITEM(chunk, 0);
-        payloads[found] = PyTuple_GET_ITEM(chunk, 1);
-        if (!PyBytes_CheckExact(refs[found]) || PyBytes_GET_SIZE(refs[found]) != REF_BYTES ||
-            !PyBytes_CheckExact(payloads[found]) || PyBytes_GET_SIZE(payloads[found]) + ROW_BYTES - 7 > 0xFFFF)
+        refs[found] = PyTuple_GetItem(chunk, 0);
+        payloads[found] = PyTuple_GetItem(chunk, 1);
+        if (!PyBytes_CheckExact(refs[found]) || PyBytes_Size(refs[found]) != REF_BYTES ||
+            !PyBytes_CheckExact(payloads[found]) || PyBytes_Size(payloads[found]) + ROW_BYTES - 7 > 0xFFFF)
             return -1;
         found++;
     }
@@ -80,14 +80,14 @@ static PyObject *answer(const uint8_t *prefix, PyObject **refs, PyObject **paylo
         Py_XDECREF(list);
         return NULL;
     }
-    uint8_t *row = (uint8_t *)PyByteArray_AS_STRING(headers);
+    uint8_t *row = (uint8_t *)PyByteArray_AsString(headers);
     for (Py_ssize_t i = 0; i < count; i++, row += ROW_BYTES) {
         memcpy(row, prefix, ANSWER_PREFIX_BYTES);
-        memcpy(row + ANSWER_PREFIX_BYTES, PyBytes_AS_STRING(refs[i]), REF_BYTES);
+        memcpy(row + ANSWER_PREFIX_BYTES, PyBytes_AsString(refs[i]), REF_BYTES);
         put16(row + 2, UNSEGMENTED << 14 | ((sequence + (uint32_t)i) & 0x3FFF));
-        put16(row + 4, (uint32_t)(PyBytes_GET_SIZE(payloads[i]) + ROW_BYTES - 7));
+        put16(row + 4, (uint32_t)(PyBytes_Size(payloads[i]) + ROW_BYTES - 7));
         put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, ROW_BYTES));
-        PyList_SET_ITEM(list, i, Py_NewRef(payloads[i]));
+        PyList_SetItem(list, i, Py_NewRef(payloads[i]));
     }
     return Py_BuildValue("(y#NN)", (const char *)key, (Py_ssize_t)KEY_BYTES, headers, list);
 }

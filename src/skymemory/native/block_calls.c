@@ -15,7 +15,11 @@ typedef struct {
 
 static const uint8_t *key_from(PyObject *key)
 {
-    return PyBytes_Check(key) && PyBytes_GET_SIZE(key) == HASH_BYTES ? (const uint8_t *)PyBytes_AS_STRING(key) : NULL;
+    char *bytes;
+    Py_ssize_t size;
+    if (!PyBytes_CheckExact(key) && !PyBytes_Check(key))
+        return NULL;
+    return PyBytes_AsStringAndSize(key, &bytes, &size) == 0 && size == HASH_BYTES ? (const uint8_t *)bytes : NULL;
 }
 
 static PyObject *hash_from(const Blocks *table, uint32_t at)
@@ -78,17 +82,17 @@ static PyObject *remove_block(PyObject *self, PyObject *key)
 /* Look up a sequence of keys. ``rows``: a list of their rows; else how many of the first are all there. */
 static PyObject *look_up(const Object *self, PyObject *keys, int rows)
 {
-    PyObject *asked = PySequence_Fast(keys, "keys: expected a sequence of bytes"), *result = NULL;
+    PyObject *asked = sky_tuple(keys, "keys: expected a sequence of bytes"), *result = NULL;
     if (!asked)
         return NULL;
-    size_t count = (size_t)PySequence_Fast_GET_SIZE(asked);
+    size_t count = (size_t)PyTuple_Size(asked);
     const uint8_t *few[FEW], **hashes = count <= FEW ? few : malloc(count * sizeof *hashes);
     uint32_t few_found[FEW], *found = !rows ? NULL : count <= FEW ? few_found : malloc(count * sizeof *found);
     if (!hashes || (rows && !found)) {
         PyErr_NoMemory();
     } else {
         for (size_t i = 0; i < count; i++)
-            hashes[i] = key_from(PySequence_Fast_GET_ITEM(asked, (Py_ssize_t)i));
+            hashes[i] = key_from(PyTuple_GetItem(asked, (Py_ssize_t)i));
         size_t leading = sky_blocks_look_up(&self->table, hashes, count, found);
         result = rows ? PyList_New((Py_ssize_t)count) : PyLong_FromSize_t(leading);
         for (size_t i = 0; rows && result && i < count; i++) {
@@ -96,7 +100,7 @@ static PyObject *look_up(const Object *self, PyObject *keys, int rows)
                                                  : PyBytes_FromStringAndSize(
                                                        (const char *)self->table.blocks[found[i]].row, ROW_BYTES);
             if (row)
-                PyList_SET_ITEM(result, (Py_ssize_t)i, row);
+                PyList_SetItem(result, (Py_ssize_t)i, row);
             else
                 Py_CLEAR(result);
         }
@@ -145,7 +149,7 @@ static PyObject *held(PyObject *self, PyObject *none)
     for (size_t i = 0; list && i < table->groups; i++) {
         PyObject *its = PyFloat_FromDouble(table->held[i]);
         if (its)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, its);
+            PyList_SetItem(list, (Py_ssize_t)i, its);
         else
             Py_CLEAR(list);
     }
@@ -181,13 +185,13 @@ static PyObject *run_of(const Blocks *table, const uint32_t *follows, uint32_t h
     uint32_t at = head, last = 0, last_place = NO_BLOCK;
     for (Py_ssize_t i = 0; hashes && rows && groups && i < count; i++, at = follows[at]) {
         const Block *block = &table->blocks[at];
-        uint8_t *row = (uint8_t *)PyBytes_AS_STRING(rows) + i * ROW_BYTES;
-        memcpy(PyBytes_AS_STRING(hashes) + i * HASH_BYTES, block->hash, HASH_BYTES);
+        uint8_t *row = (uint8_t *)PyBytes_AsString(rows) + i * ROW_BYTES;
+        memcpy(PyBytes_AsString(hashes) + i * HASH_BYTES, block->hash, HASH_BYTES);
         memcpy(row, block->row, ROW_BYTES);
         if (last_place == NO_BLOCK || group_of(row) != last) {
             last = group_of(row);
-            PyObject *number = PyLong_FromUnsignedLong(last), *fresh = PyLong_FromSsize_t(PyDict_GET_SIZE(groups));
-            PyObject *known = number && fresh ? PyDict_SetDefault(groups, number, fresh) : NULL;
+            PyObject *number = PyLong_FromUnsignedLong(last), *fresh = PyLong_FromSsize_t(PyDict_Size(groups));
+            PyObject *known = number && fresh ? sky_set_default(groups, number, fresh) : NULL;
             last_place = known ? (uint32_t)PyLong_AsUnsignedLong(known) : 0;
             Py_XDECREF(number);
             Py_XDECREF(fresh);
@@ -249,21 +253,21 @@ typedef struct {
 
 static int groups_from(Groups *groups, const uint8_t *raw, Py_ssize_t raw_bytes, uint32_t count, int sized)
 {
-    if (groups->raw && groups->sized == sized && groups->count == count && PyBytes_GET_SIZE(groups->raw) == raw_bytes &&
-        !memcmp(PyBytes_AS_STRING(groups->raw), raw, (size_t)raw_bytes))
+    if (groups->raw && groups->sized == sized && groups->count == count && PyBytes_Size(groups->raw) == raw_bytes &&
+        !memcmp(PyBytes_AsString(groups->raw), raw, (size_t)raw_bytes))
         return 1;
     Py_CLEAR(groups->raw);
     PyObject *packed = PyBytes_FromStringAndSize((const char *)raw, raw_bytes);
     PyObject *given = packed ? PyObject_CallFunction(groups->numbers_of, "OkO", packed, (unsigned long)count,
                                                      sized ? Py_True : Py_False)
                              : NULL;
-    PyObject *listed = given ? PySequence_Fast(given, "numbers of groups: expected a sequence") : NULL;
-    size_t many = listed ? (size_t)PySequence_Fast_GET_SIZE(listed) : 0;
+    PyObject *listed = given ? sky_tuple(given, "numbers of groups: expected a sequence") : NULL;
+    size_t many = listed ? (size_t)PyTuple_Size(listed) : 0;
     uint32_t *numbers = listed ? realloc(groups->numbers, (many + 1) * sizeof *numbers) : NULL;
     if (listed && !numbers)
         PyErr_NoMemory();
     for (size_t i = 0; numbers && i < many && !PyErr_Occurred(); i++) {
-        unsigned long number = PyLong_AsUnsignedLong(PySequence_Fast_GET_ITEM(listed, (Py_ssize_t)i));
+        unsigned long number = PyLong_AsUnsignedLong(PyTuple_GetItem(listed, (Py_ssize_t)i));
         if (!PyErr_Occurred() && number >= MOST_GROUPS)
             PyErr_Format(PyExc_ValueError, "a row names a group beyond %d", MOST_GROUPS - 1);
         numbers[i] = (uint32_t)number;
@@ -385,7 +389,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, named, ":BlockTable", names))
         return NULL;
-    Object *self = (Object *)type->tp_alloc(type, 0);
+    Object *self = (Object *)PyType_GenericAlloc(type, 0);
     if (self && !init_table(self))
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -394,7 +398,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
 static void destroy(PyObject *self)
 {
     sky_blocks_free(&((Object *)self)->table);
-    Py_TYPE(self)->tp_free(self);
+    sky_free(self);
 }
 
 static PyMethodDef methods[] = {
@@ -418,16 +422,21 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PySequenceMethods as_sequence = {.sq_length = length};
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"BlockTable(): the blocks of a radix index"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_sq_length, (void *)length},
+    {0, NULL},
+};
 
-PyTypeObject sky_block_table_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.BlockTable",
-    .tp_basicsize = sizeof(Object),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "BlockTable(): the blocks of a radix index",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_methods = methods,
-    .tp_members = members,
-    .tp_as_sequence = &as_sequence,
+SkyType sky_block_table_type = {
+    .spec = {
+        .name = "skymemory.native._fast.BlockTable",
+        .basicsize = sizeof(Object),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

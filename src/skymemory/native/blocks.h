@@ -59,6 +59,6 @@ int sky_blocks_remove(Blocks *table, const uint8_t *hash); /* 0: it was not ther
 uint32_t sky_blocks_named(const Blocks *table, const uint8_t *hash); /* there, or only as a parent; or NO_BLOCK */
 size_t sky_blocks_look_up(const Blocks *table, const uint8_t *const *keys, size_t count, uint32_t *found);
 
-extern PyTypeObject sky_block_table_type; /* block_calls.c */
+extern SkyType sky_block_table_type; /* block_calls.c */
 
 #endif

@@ -50,7 +50,7 @@ PyObject *sky_py_read_cached(PyObject *self, PyObject *args)
         return NULL;
     Py_ssize_t got;
     Py_BEGIN_ALLOW_THREADS
-    got = read_now(PyBytes_AS_STRING(path), &head, &out);
+    got = read_now(PyBytes_AsString(path), &head, &out);
     Py_END_ALLOW_THREADS
     Py_DECREF(path);
     PyBuffer_Release(&head);

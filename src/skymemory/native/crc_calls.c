@@ -56,7 +56,7 @@ PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args)
         result = PyBytes_FromStringAndSize(NULL, chunks * 4);
         if (result) {
             const uint8_t *data = value.buf;
-            char *out = PyBytes_AS_STRING(result);
+            char *out = PyBytes_AsString(result);
             Py_BEGIN_ALLOW_THREADS
             for (Py_ssize_t at = 0; at < value.len; at += chunk, out += 4) {
                 Py_ssize_t size = value.len - at < chunk ? value.len - at : chunk;

@@ -78,12 +78,19 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject sky_delay_price_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.DelayPrice",
-    .tp_basicsize = sizeof(Price),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_doc = "DelayPrice(weight=0.3, window_s=60.0, most_busy=0.9): what work costs those who come later",
-    .tp_new = PyType_GenericNew,
-    .tp_init = init,
-    .tp_methods = methods,
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"DelayPrice(weight=0.3, window_s=60.0, most_busy=0.9): what work costs those who come later"},
+    {Py_tp_new, (void *)PyType_GenericNew},
+    {Py_tp_init, (void *)init},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+SkyType sky_delay_price_type = {
+    .spec = {
+        .name = "skymemory.native._fast.DelayPrice",
+        .basicsize = sizeof(Price),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

@@ -2,13 +2,62 @@
 #ifndef SKYMEMORY_FAST_H
 #define SKYMEMORY_FAST_H
 
+#include <pyconfig.h>
+
+/* One file for each Python from 3.11 up. A Python without the interpreter lock has no stable ABI. */
+#ifndef Py_GIL_DISABLED
+#define Py_LIMITED_API 0x030B0000
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
+#include <string.h>
 
 #include "crc.h"
 
 /* Below this many bytes a loop is faster than releasing the interpreter lock. */
 #define SKY_RELEASE_BYTES 16384
+
+/* A type of the module. It is made at the import, since the stable ABI has no static types. */
+typedef struct {
+    PyType_Spec spec;
+    PyTypeObject *object;
+} SkyType;
+
+/* The end of each tp_dealloc: the memory, and the object's hold on its type. */
+static inline void sky_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_Free(object);
+    Py_DECREF(type);
+}
+
+/* A list or another iterable as a tuple, a tuple as itself; a new reference. TypeError with the message if it is neither. */
+static inline PyObject *sky_tuple(PyObject *given, const char *message)
+{
+    PyObject *tuple = PySequence_Tuple(given);
+    if (!tuple && PyErr_ExceptionMatches(PyExc_TypeError))
+        PyErr_SetString(PyExc_TypeError, message);
+    return tuple;
+}
+
+/* Raises the TypeError of an argument that is not a number. */
+static inline void sky_no_number(const char *what, PyObject *given)
+{
+    PyObject *name = PyType_GetName(Py_TYPE(given));
+    if (name)
+        PyErr_Format(PyExc_TypeError, "%s: expected a number, got %U", what, name);
+    Py_XDECREF(name);
+}
+
+/* Like dict.setdefault; the value borrowed, NULL with an exception. */
+static inline PyObject *sky_set_default(PyObject *dict, PyObject *key, PyObject *value)
+{
+    PyObject *known = PyDict_GetItemWithError(dict, key);
+    if (!known && !PyErr_Occurred() && PyDict_SetItem(dict, key, value) == 0)
+        known = value;
+    return known;
+}
 
 /* crc_calls.c */
 uint32_t sky_crc32_join(const uint8_t *crcs, size_t chunks, size_t chunk_bytes, size_t size);

@@ -121,20 +121,20 @@ static size_t points_from(PyObject *given, int columns, int room, double **into)
 {
     static const char *wrong = "points: expected tuples of tokens, fewer cached tokens, and seconds";
     PyObject *points = PySequence_Tuple(given);
-    size_t count = points ? (size_t)PyTuple_GET_SIZE(points) : 0;
+    size_t count = points ? (size_t)PyTuple_Size(points) : 0;
     double *numbers = NULL;
     if (points && (count < 1 || count > MOST_POINTS))
         PyErr_Format(PyExc_ValueError, "%zu points: expected 1 to %d", count, MOST_POINTS);
     else if (points && !(numbers = malloc(count * (size_t)(columns + room) * sizeof(double))))
         PyErr_NoMemory();
     for (size_t at = 0; numbers && at < count && !PyErr_Occurred(); at++) {
-        PyObject *point = PyTuple_GET_ITEM(points, at);
-        int there = PyTuple_Check(point) && PyTuple_GET_SIZE(point) == columns;
+        PyObject *point = PyTuple_GetItem(points, at);
+        int there = PyTuple_Check(point) && PyTuple_Size(point) == columns;
         for (int column = 0; there && column < columns; column++) {
-            PyObject *number = PyTuple_GET_ITEM(point, column);
-            there = PyFloat_Check(number) && fabs(PyFloat_AS_DOUBLE(number)) <= 1e15;
+            PyObject *number = PyTuple_GetItem(point, column);
+            there = PyFloat_Check(number) && fabs(PyFloat_AsDouble(number)) <= 1e15;
             if (there)
-                numbers[(size_t)column * count + at] = PyFloat_AS_DOUBLE(number);
+                numbers[(size_t)column * count + at] = PyFloat_AsDouble(number);
         }
         if (!there || !(numbers[count + at] >= 0 && numbers[at] - numbers[count + at] >= 1))
             PyErr_SetString(PyExc_ValueError, wrong);

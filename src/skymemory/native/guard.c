@@ -146,7 +146,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
         PyErr_SetString(PyExc_ValueError, "a guard's limit is 1 or more, its window over 0 s, its requests 1 or more");
         return NULL;
     }
-    PyObject *object = type->tp_alloc(type, 0);
+    PyObject *object = PyType_GenericAlloc(type, 0);
     if (object) {
         Guard *self = (Guard *)object;
         self->limit = limit;
@@ -165,7 +165,7 @@ static void destroy(PyObject *object)
         free(self->shares[slot].sent.pairs);
     }
     free(self->shares);
-    Py_TYPE(object)->tp_free(object);
+    sky_free(object);
 }
 
 static PyMethodDef methods[] = {
@@ -175,12 +175,19 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject sky_share_guard_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.ShareGuard",
-    .tp_basicsize = sizeof(Guard),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "ShareGuard(limit, window_s, requests, mean): whether a slot had its share of requests",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_methods = methods,
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"ShareGuard(limit, window_s, requests, mean): whether a slot had its share of requests"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+SkyType sky_share_guard_type = {
+    .spec = {
+        .name = "skymemory.native._fast.ShareGuard",
+        .basicsize = sizeof(Guard),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

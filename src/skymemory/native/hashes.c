@@ -124,9 +124,9 @@ static PyObject *hashes(PyObject *args, const char *format, int chained)
         size_t blocks = (size_t)(data.len / block_bytes);
         result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)blocks * 8);
         if (result && data.len < SKY_RELEASE_BYTES) {
-            hash_all(data.buf, blocks, (size_t)block_bytes, seed, chained, PyBytes_AS_STRING(result));
+            hash_all(data.buf, blocks, (size_t)block_bytes, seed, chained, PyBytes_AsString(result));
         } else if (result) {
-            char *out = PyBytes_AS_STRING(result);
+            char *out = PyBytes_AsString(result);
             Py_BEGIN_ALLOW_THREADS
             hash_all(data.buf, blocks, (size_t)block_bytes, seed, chained, out);
             Py_END_ALLOW_THREADS
@@ -166,8 +166,8 @@ static PyObject *chained(const Py_buffer *data, Py_ssize_t block_bytes, const ui
     for (Py_ssize_t block = 0; found && block < blocks; block++) {
         PyObject *digest = PyBytes_FromStringAndSize(NULL, SHA_BYTES);
         if (digest) {
-            PyList_SET_ITEM(found, block, digest);
-            digests[block] = (uint8_t *)PyBytes_AS_STRING(digest);
+            PyList_SetItem(found, block, digest);
+            digests[block] = (uint8_t *)PyBytes_AsString(digest);
         } else {
             Py_CLEAR(found);
         }
@@ -219,15 +219,16 @@ PyObject *sky_py_pack_tokens(PyObject *self, PyObject *tokens)
 {
     if (!PyList_CheckExact(tokens) && !PyTuple_CheckExact(tokens))
         Py_RETURN_NONE;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(tokens);
-    PyObject **each = PySequence_Fast_ITEMS(tokens), *packed = NULL;
+    PyObject *(*item)(PyObject *, Py_ssize_t) = PyList_CheckExact(tokens) ? PyList_GetItem : PyTuple_GetItem;
+    PyObject *packed = NULL;
+    Py_ssize_t count = PyObject_Size(tokens);
     if (count > PY_SSIZE_T_MAX / 4)
         return PyErr_NoMemory();
     if (!(packed = PyBytes_FromStringAndSize(NULL, 4 * count)))
         return NULL;
-    uint8_t *out = (uint8_t *)PyBytes_AS_STRING(packed);
+    uint8_t *out = (uint8_t *)PyBytes_AsString(packed);
     for (Py_ssize_t at = 0; at < count; at++, out += 4) {
-        long long token = token_of(each[at]);
+        long long token = token_of(item(tokens, at));
         if (token < 0) {
             Py_DECREF(packed);
             Py_RETURN_NONE;

@@ -120,7 +120,7 @@ PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args)
     } else {
         Py_ssize_t size = refs.len / REF_BYTES * (prefix.len + REF_BYTES);
         headers = PyByteArray_FromStringAndSize(NULL, size);
-        if (headers && !fill_headers((uint8_t *)PyByteArray_AS_STRING(headers), &prefix, &refs, (uint32_t)sequence,
+        if (headers && !fill_headers((uint8_t *)PyByteArray_AsString(headers), &prefix, &refs, (uint32_t)sequence,
                                      (size_t)sky)) {
             PyErr_SetString(PyExc_ValueError, "a chunk that no packet carries");
             Py_CLEAR(headers);
@@ -173,7 +173,7 @@ PyObject *sky_py_value_refs(PyObject *self, PyObject *args)
         uint8_t *crcs = PyMem_Calloc(chunks, 4);
         refs = crcs ? PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(chunks * REF_BYTES)) : PyErr_NoMemory();
         if (refs) {
-            uint8_t *rows = (uint8_t *)PyByteArray_AS_STRING(refs);
+            uint8_t *rows = (uint8_t *)PyByteArray_AsString(refs);
             int32_t its_moves[2] = {moves[0], moves[1]};
             Py_BEGIN_ALLOW_THREADS
             for (size_t i = 0; size && i < chunks; i++) {

@@ -11,7 +11,7 @@ typedef struct {
 static int number_from(PyObject *given, const char *what, size_t most, size_t *number)
 {
     if (!PyLong_Check(given)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected a number, got %s", what, Py_TYPE(given)->tp_name);
+        sky_no_number(what, given);
         return 0;
     }
     int overflow;
@@ -100,11 +100,11 @@ static int media_from(Object *self, PyObject *order, Walk *walk)
     PyObject *entries = PySequence_Tuple(order); /* a copy: reading a weight may run other code */
     if (!entries)
         return 0;
-    Py_ssize_t given = PyTuple_GET_SIZE(entries);
+    Py_ssize_t given = PyTuple_Size(entries);
     if (given > MAX_MEDIA)
         PyErr_Format(PyExc_ValueError, "%zd media: expected at most %d", given, MAX_MEDIA);
     for (Py_ssize_t at = 0; at < given && !PyErr_Occurred(); at++) {
-        PyObject *entry = PyTuple_GET_ITEM(entries, at), *which;
+        PyObject *entry = PyTuple_GetItem(entries, at), *which;
         size_t medium;
         if (!PyTuple_Check(entry))
             PyErr_SetString(PyExc_TypeError, "media: expected pairs of a number and a weight");
@@ -143,9 +143,9 @@ static PyObject *walked(Walk *walk, const Py_buffer *blocks, const size_t *slots
             sum += walk->weights[medium] * walk->counts[medium * places + slots[at]];
         PyObject *depth = PyLong_FromUnsignedLong(walk->depths[slots[at]]), *total = PyFloat_FromDouble(sum);
         if (depth)
-            PyList_SET_ITEM(depths, at, depth);
+            PyList_SetItem(depths, at, depth);
         if (total)
-            PyList_SET_ITEM(sums, at, total);
+            PyList_SetItem(sums, at, total);
     }
     if (!PyErr_Occurred())
         both = PyTuple_Pack(2, depths, sums);
@@ -164,13 +164,13 @@ static PyObject *match(PyObject *self, PyObject *args)
     Walk walk = {0};
     if (!PyArg_ParseTuple(args, "y*OO:match", &blocks, &given, &order))
         return NULL;
-    PyObject *asked = PySequence_Fast(given, "slots: expected a sequence of numbers");
-    Py_ssize_t count = asked ? PySequence_Fast_GET_SIZE(asked) : 0;
+    PyObject *asked = sky_tuple(given, "slots: expected a sequence of numbers");
+    Py_ssize_t count = asked ? PyTuple_Size(asked) : 0;
     size_t *slots = asked ? malloc(((size_t)count + 1) * sizeof(size_t)) : NULL;
     if (asked && !slots)
         PyErr_NoMemory();
     for (Py_ssize_t at = 0; slots && at < count && !PyErr_Occurred(); at++)
-        if (number_from(PySequence_Fast_GET_ITEM(asked, at), "slot", MAX_SLOTS, &slots[at]) &&
+        if (number_from(PyTuple_GetItem(asked, at), "slot", MAX_SLOTS, &slots[at]) &&
             slots[at] / 64 >= walk.words)
             walk.words = slots[at] / 64 + 1;
     if (!PyErr_Occurred() && blocks.len % 8)
@@ -212,7 +212,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
         PyErr_SetString(PyExc_ValueError, "the secret of a table must be odd");
         return NULL;
     }
-    PyObject *self = type->tp_alloc(type, 0);
+    PyObject *self = PyType_GenericAlloc(type, 0);
     for (int medium = 0; self && medium < MAX_MEDIA; medium++)
         ((Object *)self)->media[medium].secret = secret;
     return self;
@@ -222,7 +222,7 @@ static void destroy(PyObject *self)
 {
     for (int medium = 0; medium < MAX_MEDIA; medium++)
         sky_rows_free(&((Object *)self)->media[medium]);
-    Py_TYPE(self)->tp_free(self);
+    sky_free(self);
 }
 
 static PyMethodDef methods[] = {
@@ -236,12 +236,19 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject sky_holder_table_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.HolderTable",
-    .tp_basicsize = sizeof(Object),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "HolderTable(secret=...): which slots hold which blocks, by medium",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_methods = methods,
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"HolderTable(secret=...): which slots hold which blocks, by medium"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+SkyType sky_holder_table_type = {
+    .spec = {
+        .name = "skymemory.native._fast.HolderTable",
+        .basicsize = sizeof(Object),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

@@ -6,10 +6,10 @@
 /* The header at an index, borrowed; 0 with an exception if there is none. */
 static int header_at(PyObject *headers, Py_ssize_t at, PyObject **name, PyObject **value)
 {
-    PyObject *pair = PySequence_Fast_GET_ITEM(headers, at);
-    if (PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) == 2) {
-        *name = PyTuple_GET_ITEM(pair, 0);
-        *value = PyTuple_GET_ITEM(pair, 1);
+    PyObject *pair = PyTuple_GetItem(headers, at);
+    if (PyTuple_Check(pair) && PyTuple_Size(pair) == 2) {
+        *name = PyTuple_GetItem(pair, 0);
+        *value = PyTuple_GetItem(pair, 1);
         if (PyBytes_CheckExact(*name) && PyBytes_CheckExact(*value))
             return 1;
     }
@@ -20,26 +20,29 @@ static int header_at(PyObject *headers, Py_ssize_t at, PyObject **name, PyObject
 /* Like bytes.lower; the object itself if it has no capitals. */
 static PyObject *lowered(PyObject *name)
 {
-    const char *from = PyBytes_AS_STRING(name);
-    Py_ssize_t size = PyBytes_GET_SIZE(name), at = 0;
+    char *from;
+    Py_ssize_t size, at = 0;
+    if (PyBytes_AsStringAndSize(name, &from, &size) < 0)
+        return NULL;
     while (at < size && !(from[at] >= 'A' && from[at] <= 'Z'))
         at++;
     if (at == size)
         return Py_NewRef(name);
     /* Without its content: made from one byte it would be the interpreter's own object for that byte, shared by all. */
     PyObject *low = PyBytes_FromStringAndSize(NULL, size);
+    char *to = low ? PyBytes_AsString(low) : NULL;
     for (at = 0; low && at < size; at++)
-        PyBytes_AS_STRING(low)[at] = Py_TOLOWER(from[at]);
+        to[at] = (char)(from[at] >= 'A' && from[at] <= 'Z' ? from[at] + ('a' - 'A') : from[at]);
     return low;
 }
 
 PyObject *sky_py_first_values(PyObject *self, PyObject *given)
 {
-    PyObject *headers = PySequence_Fast(given, "headers: expected a sequence"), *name, *value;
+    PyObject *headers = sky_tuple(given, "headers: expected a sequence"), *name, *value;
     PyObject *first = headers ? PyDict_New() : NULL;
-    for (Py_ssize_t at = 0; first && at < PySequence_Fast_GET_SIZE(headers); at++) {
+    for (Py_ssize_t at = 0; first && at < PyTuple_Size(headers); at++) {
         PyObject *low = header_at(headers, at, &name, &value) ? lowered(name) : NULL;
-        if (!low || !PyDict_SetDefault(first, low, value))
+        if (!low || !sky_set_default(first, low, value))
             Py_CLEAR(first);
         Py_XDECREF(low);
     }
@@ -66,13 +69,13 @@ static char *put(char *to, const char *from, Py_ssize_t size)
 static PyObject *lines_of(PyObject *headers, const char *marks, Py_ssize_t bytes)
 {
     PyObject *lines = PyBytes_FromStringAndSize(NULL, bytes), *name, *value;
-    char *to = lines ? PyBytes_AS_STRING(lines) : NULL;
-    for (Py_ssize_t at = 0; lines && at < PySequence_Fast_GET_SIZE(headers); at++) {
+    char *to = lines ? PyBytes_AsString(lines) : NULL;
+    for (Py_ssize_t at = 0; lines && at < PyTuple_Size(headers); at++) {
         if (!marks[at] || !header_at(headers, at, &name, &value))
             continue;
-        to = put(to, PyBytes_AS_STRING(name), PyBytes_GET_SIZE(name));
+        to = put(to, PyBytes_AsString(name), PyBytes_Size(name));
         to = put(to, ": ", 2);
-        to = put(to, PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value));
+        to = put(to, PyBytes_AsString(value), PyBytes_Size(value));
         to = put(to, "\r\n", 2);
     }
     return lines;
@@ -86,18 +89,18 @@ PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t 
     }
     /* A copy as a tuple: looking names up in a set may run other code, which could change a list. */
     PyObject *headers = PySequence_Tuple(args[0]), *lines = NULL, *name, *value;
-    char *marks = headers ? PyMem_Malloc((size_t)PyTuple_GET_SIZE(headers) + 1) : NULL;
+    char *marks = headers ? PyMem_Malloc((size_t)PyTuple_Size(headers) + 1) : NULL;
     Py_ssize_t bytes = 0, at = 0;
-    for (; marks && at < PyTuple_GET_SIZE(headers); at++) {
+    for (; marks && at < PyTuple_Size(headers); at++) {
         int kept = header_at(headers, at, &name, &value) ? stays(name, args[1]) : -1;
         if (kept < 0)
             break;
         marks[at] = (char)kept;
-        bytes += kept ? PyBytes_GET_SIZE(name) + PyBytes_GET_SIZE(value) + 4 : 0;
+        bytes += kept ? PyBytes_Size(name) + PyBytes_Size(value) + 4 : 0;
     }
     if (headers && !marks)
         PyErr_NoMemory();
-    else if (headers && at == PyTuple_GET_SIZE(headers))
+    else if (headers && at == PyTuple_Size(headers))
         lines = lines_of(headers, marks, bytes);
     PyMem_Free(marks);
     Py_XDECREF(headers);

@@ -129,7 +129,7 @@ static PyObject *tallies_of(const Landings *to)
         PyObject *entry = Py_BuildValue("IInnnnn", (unsigned)t->request, (unsigned)t->echo, t->runs, t->placed,
                                         t->duplicates, t->corrupt, t->foreign);
         if (entry)
-            PyList_SET_ITEM(list, i, entry);
+            PyList_SetItem(list, i, entry);
         else
             Py_CLEAR(list);
     }
@@ -146,13 +146,13 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "first run %zd: expected 0 or more", first);
-    for (Py_ssize_t i = first; placed == 1 && i < PyList_GET_SIZE(runs); i++) {
+    for (Py_ssize_t i = first; placed == 1 && i < PyList_Size(runs); i++) {
         Py_buffer data;
         Py_ssize_t segment;
-        if (!PyTuple_Check(PyList_GET_ITEM(runs, i))) {
+        if (!PyTuple_Check(PyList_GetItem(runs, i))) {
             PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
             placed = -1;
-        } else if (!PyArg_ParseTuple(PyList_GET_ITEM(runs, i), "y*n:run", &data, &segment)) {
+        } else if (!PyArg_ParseTuple(PyList_GetItem(runs, i), "y*n:run", &data, &segment)) {
             placed = -1;
         } else {
             placed = land(&to, data.buf, (size_t)data.len, segment);
@@ -221,7 +221,7 @@ static int receive(Landings *to, int fd, PyObject *scratch, uint8_t *room, unsig
         header->msg_iov = &parts[i], header->msg_iovlen = 1;
         header->msg_control = &controls[i];
     }
-    for (; calls > 0 && !to->complete && !PyList_GET_SIZE(others); calls--) {
+    for (; calls > 0 && !to->complete && !PyList_Size(others); calls--) {
         int count;
         Py_BEGIN_ALLOW_THREADS
         count = look(fd, messages, controls, slots, patience_us);

@@ -45,11 +45,11 @@ static int find_key(MacCheck *check, long key_id)
     Py_XDECREF(number);
     if (!key)
         return PyErr_Occurred() ? -1 : 0;
-    if (!PyBytes_Check(key) || PyBytes_GET_SIZE(key) != MAC_KEY_BYTES) {
+    if (!PyBytes_Check(key) || PyBytes_Size(key) != MAC_KEY_BYTES) {
         PyErr_Format(PyExc_TypeError, "keys: expected %d bytes by number", MAC_KEY_BYTES);
         return -1;
     }
-    sky_mac_key(&check->mac, (const uint8_t *)PyBytes_AS_STRING(key));
+    sky_mac_key(&check->mac, (const uint8_t *)PyBytes_AsString(key));
     check->key_id = key_id;
     return 1;
 }
@@ -120,7 +120,7 @@ PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
                      key_id, key.len);
     } else if ((result = PyByteArray_FromStringAndSize(NULL, headers.len / width * (width + MAC_BYTES))) != NULL) {
         MacKey mac;
-        uint8_t *row = (uint8_t *)PyByteArray_AS_STRING(result);
+        uint8_t *row = (uint8_t *)PyByteArray_AsString(result);
         const uint8_t *plain = headers.buf;
         sky_mac_key(&mac, key.buf);
         for (Py_ssize_t at = 0; at < headers.len; at += width, row += width + MAC_BYTES) {
@@ -153,7 +153,7 @@ PyObject *sky_py_check_macs(PyObject *self, PyObject *args)
         int right = sky_check_mac(&check, (const uint8_t *)data.buf + at, size, (size_t)sky, &sent_us);
         PyObject *item = right < 0 ? NULL : right ? PyLong_FromLongLong(sent_us) : Py_NewRef(Py_None);
         if (item)
-            PyList_SET_ITEM(found, i, item);
+            PyList_SetItem(found, i, item);
         else
             Py_CLEAR(found);
     }
@@ -185,7 +185,7 @@ PyObject *sky_py_strip_macs(PyObject *self, PyObject *args)
             Py_CLEAR(plain);
             break;
         }
-        sky_strip_mac(packet, size, (size_t)sky, end, (uint8_t *)PyByteArray_AS_STRING(plain) + written);
+        sky_strip_mac(packet, size, (size_t)sky, end, (uint8_t *)PyByteArray_AsString(plain) + written);
         written += (Py_ssize_t)size - MAC_BYTES;
     }
     if (plain && PyByteArray_Resize(plain, written) < 0)

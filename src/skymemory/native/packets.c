@@ -21,7 +21,7 @@ static PyObject *command_packet(const uint8_t *prefix, PyObject *row, uint32_t s
     if (body.len > MAX_RUN_BYTES - (Py_ssize_t)head) {
         PyErr_Format(PyExc_ValueError, "a body of %zd bytes: no packet carries it", body.len);
     } else if ((packet = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)head + body.len)) != NULL) {
-        uint8_t *out = (uint8_t *)PyBytes_AS_STRING(packet);
+        uint8_t *out = (uint8_t *)PyBytes_AsString(packet);
         size_t size = head + (size_t)body.len;
         memcpy(out, prefix, head);
         memcpy(out + head, body.buf, (size_t)body.len);
@@ -48,8 +48,8 @@ PyObject *sky_py_command_packets(PyObject *self, PyObject *args)
                      sequence, COMMAND_BYTES + SKY_BYTES);
     } else {
         packets = PyList_New(0);
-        for (Py_ssize_t i = 0; packets && i < PyList_GET_SIZE(rows); i++) {
-            PyObject *packet = command_packet(prefix.buf, PyList_GET_ITEM(rows, i), (uint32_t)sequence + (uint32_t)i);
+        for (Py_ssize_t i = 0; packets && i < PyList_Size(rows); i++) {
+            PyObject *packet = command_packet(prefix.buf, PyList_GetItem(rows, i), (uint32_t)sequence + (uint32_t)i);
             if (!packet || PyList_Append(packets, packet) < 0)
                 Py_CLEAR(packets);
             Py_XDECREF(packet);
@@ -91,7 +91,7 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "first packet %zd: expected 0 or more", first);
-    PyObject *rows = PySequence_Fast(given, "packets: expected a sequence");
+    PyObject *rows = sky_tuple(given, "packets: expected a sequence");
     if (!rows)
         return NULL;
     struct mmsghdr messages[PACKETS_A_CALL];
@@ -99,8 +99,8 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
     struct sockaddr_in to[PACKETS_A_CALL];
     Py_buffer packets[PACKETS_A_CALL];
     unsigned count = 0;
-    for (; count < PACKETS_A_CALL && first + count < PySequence_Fast_GET_SIZE(rows); count++) {
-        if (!address_of(PySequence_Fast_GET_ITEM(rows, first + count), &packets[count], &to[count]))
+    for (; count < PACKETS_A_CALL && first + count < PyTuple_Size(rows); count++) {
+        if (!address_of(PyTuple_GetItem(rows, first + count), &packets[count], &to[count]))
             break;
         parts[count] = (struct iovec){packets[count].buf, (size_t)packets[count].len};
         messages[count] = (struct mmsghdr){.msg_hdr = {.msg_name = &to[count], .msg_namelen = sizeof to[count],

@@ -140,8 +140,8 @@ void sky_table_clear(Table *table);
 size_t sky_table_bytes(const Table *table);
 
 /* prefix_calls.c */
-extern PyTypeObject sky_prefix_table_type;
+extern SkyType sky_prefix_table_type;
 /* holders.c: rows alone, several of them. */
-extern PyTypeObject sky_holder_table_type;
+extern SkyType sky_holder_table_type;
 
 #endif

@@ -15,13 +15,13 @@ static Table *table_of(PyObject *self)
 
 Table *sky_table_of(PyObject *object)
 {
-    return Py_TYPE(object) == &sky_prefix_table_type ? table_of(object) : NULL;
+    return Py_TYPE(object) == sky_prefix_table_type.object ? table_of(object) : NULL;
 }
 
 static int slot_from(PyObject *number, void *slot)
 {
     if (!PyLong_Check(number)) {
-        PyErr_Format(PyExc_TypeError, "slot: expected a number, got %s", Py_TYPE(number)->tp_name);
+        sky_no_number("slot", number);
         return 0;
     }
     int overflow;
@@ -57,32 +57,27 @@ static int count_of(const Py_buffer *blocks, size_t *count)
     return 0;
 }
 
-/* Slots are read twice: a list could change only while other code runs, which none does here. */
 static int fill_depths(Table *table, const Py_buffer *blocks, PyObject *slots, PyObject *depths)
 {
     uint64_t left[MAX_SLOTS / 64];
     size_t count, slot;
-    Py_ssize_t asked = PyList_GET_SIZE(depths);
+    Py_ssize_t asked = PyList_Size(depths);
     if (!count_of(blocks, &count))
         return 0;
-    if (PySequence_Fast_GET_SIZE(slots) != asked) {
-        PyErr_SetString(PyExc_ValueError, "slots changed while they were read");
-        return 0;
-    }
     memset(left, 0, table->rows.words * sizeof(uint64_t));
     for (Py_ssize_t at = 0; at < asked; at++) {
-        if (!slot_from(PySequence_Fast_GET_ITEM(slots, at), &slot))
+        if (!slot_from(PyTuple_GetItem(slots, at), &slot))
             return 0;
         if (slot < table->slots)
             left[slot / 64] |= (uint64_t)1 << slot % 64;
     }
     sky_table_walk(table, blocks->buf, count, left);
     for (Py_ssize_t at = 0; at < asked; at++) {
-        slot_from(PySequence_Fast_GET_ITEM(slots, at), &slot);
+        slot_from(PyTuple_GetItem(slots, at), &slot);
         PyObject *depth = PyLong_FromUnsignedLong(slot < table->slots ? table->depths[slot] : 0);
         if (!depth)
             return 0;
-        PyList_SET_ITEM(depths, at, depth);
+        PyList_SetItem(depths, at, depth);
     }
     return 1;
 }
@@ -93,8 +88,8 @@ static PyObject *match(PyObject *self, PyObject *args)
     PyObject *given;
     if (!PyArg_ParseTuple(args, "y*O:match", &blocks, &given))
         return NULL;
-    PyObject *slots = PySequence_Fast(given, "slots: expected a sequence of numbers");
-    PyObject *depths = slots ? PyList_New(PySequence_Fast_GET_SIZE(slots)) : NULL;
+    PyObject *slots = sky_tuple(given, "slots: expected a sequence of numbers");
+    PyObject *depths = slots ? PyList_New(PyTuple_Size(slots)) : NULL;
     if (depths && !fill_depths(table_of(self), &blocks, slots, depths))
         Py_CLEAR(depths);
     Py_XDECREF(slots);
@@ -197,7 +192,7 @@ static PyObject *dump(PyObject *self, PyObject *number)
         return NULL;
     size_t used = slot < table->slots ? table->shelves[slot].used : 0;
     PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(used * DUMP_ROW_BYTES));
-    if (result && used && sky_table_dump(table, slot, PyBytes_AS_STRING(result)) < 0) {
+    if (result && used && sky_table_dump(table, slot, PyBytes_AsString(result)) < 0) {
         Py_DECREF(result);
         return PyErr_NoMemory();
     }
@@ -245,7 +240,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
         PyErr_SetString(PyExc_ValueError, "the secret of a table must be odd");
         return NULL;
     }
-    PyObject *self = type->tp_alloc(type, 0);
+    PyObject *self = PyType_GenericAlloc(type, 0);
     if (self) {
         table_of(self)->capacity = most;
         table_of(self)->rows.secret = secret;
@@ -256,7 +251,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
 static void destroy(PyObject *self)
 {
     sky_table_clear(table_of(self));
-    Py_TYPE(self)->tp_free(self);
+    sky_free(self);
 }
 
 static PyMethodDef methods[] = {
@@ -275,12 +270,19 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject sky_prefix_table_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.PrefixTable",
-    .tp_basicsize = sizeof(Object),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "PrefixTable(capacity, secret=...): which slots hold which blocks",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_methods = methods,
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"PrefixTable(capacity, secret=...): which slots hold which blocks"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+SkyType sky_prefix_table_type = {
+    .spec = {
+        .name = "skymemory.native._fast.PrefixTable",
+        .basicsize = sizeof(Object),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

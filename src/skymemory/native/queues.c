@@ -68,7 +68,7 @@ int sky_ring_push(Ring *ring, double first, double second)
 int sky_slot_from(PyObject *number, size_t *slot)
 {
     if (!PyLong_Check(number)) {
-        PyErr_Format(PyExc_TypeError, "slot: expected a number, got %s", Py_TYPE(number)->tp_name);
+        sky_no_number("slot", number);
         return 0;
     }
     int overflow;
@@ -149,9 +149,9 @@ static int read_one(Queues *self, PyObject *server, Asked *asked)
 
 int sky_queues_read(Queues *self, PyObject *servers, Asked *asked)
 {
-    Py_ssize_t count = PyTuple_GET_SIZE(servers);
+    Py_ssize_t count = PyTuple_Size(servers);
     for (Py_ssize_t at = 0; at < count; at++)
-        if (read_one(self, PyTuple_GET_ITEM(servers, at), &asked[at]) < 0)
+        if (read_one(self, PyTuple_GetItem(servers, at), &asked[at]) < 0)
             return -1;
     return 0;
 }
@@ -305,7 +305,7 @@ static PyObject *waits_s(PyObject *object, PyObject *const *args, Py_ssize_t giv
     PyObject *servers = PySequence_Tuple(args[0]);
     if (!servers)
         return NULL;
-    Py_ssize_t count = PyTuple_GET_SIZE(servers);
+    Py_ssize_t count = PyTuple_Size(servers);
     Asked one, *asked = count > 1 ? malloc((size_t)count * sizeof(Asked)) : &one;
     if (!asked)
         PyErr_NoMemory();
@@ -314,7 +314,7 @@ static PyObject *waits_s(PyObject *object, PyObject *const *args, Py_ssize_t giv
     for (Py_ssize_t at = 0; waits && at < count; at++) {
         PyObject *wait = PyFloat_FromDouble(sky_queues_wait_s(self, &asked[at], now_s));
         if (wait)
-            PyList_SET_ITEM(waits, at, wait);
+            PyList_SetItem(waits, at, wait);
         else
             Py_CLEAR(waits);
     }
@@ -463,7 +463,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
     double overdue;
     if (names() < 0 || !PyArg_ParseTupleAndKeywords(args, named, "d:PrefillQueues", keys, &overdue))
         return NULL;
-    PyObject *self = type->tp_alloc(type, 0);
+    PyObject *self = PyType_GenericAlloc(type, 0);
     if (self)
         ((Queues *)self)->overdue = overdue;
     return self;
@@ -478,7 +478,7 @@ static void destroy(PyObject *object)
     }
     free(self->queues);
     free(self->prefills);
-    Py_TYPE(object)->tp_free(object);
+    sky_free(object);
 }
 
 static PyMethodDef methods[] = {
@@ -495,13 +495,20 @@ static PyGetSetDef members[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyTypeObject sky_prefill_queues_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.PrefillQueues",
-    .tp_basicsize = sizeof(Queues),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "PrefillQueues(overdue): what was sent to each slot and waits there",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_methods = methods,
-    .tp_getset = members,
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"PrefillQueues(overdue): what was sent to each slot and waits there"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, members},
+    {0, NULL},
+};
+
+SkyType sky_prefill_queues_type = {
+    .spec = {
+        .name = "skymemory.native._fast.PrefillQueues",
+        .basicsize = sizeof(Queues),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

@@ -48,7 +48,7 @@ PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
     PyObject *made = size < 0 ? PyErr_Format(PyExc_ValueError, "%zd bytes", size)
                               : PyBytes_FromStringAndSize(NULL, head.len + size);
     if (made) {
-        char *data = PyBytes_AS_STRING(made);
+        char *data = PyBytes_AsString(made);
         Py_ssize_t whole = head.len + size, all = whole + tail.len;
         memcpy(data, head.buf, head.len);
         while (at < all) {

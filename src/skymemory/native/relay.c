@@ -78,7 +78,7 @@ PyObject *sky_py_count_hops(PyObject *self, PyObject *args)
     else if (!may_go_on(data.buf, (size_t)data.len, (size_t)segment))
         copy = Py_NewRef(Py_None);
     else if ((copy = PyByteArray_FromStringAndSize(data.buf, data.len)) != NULL)
-        count_hops((uint8_t *)PyByteArray_AS_STRING(copy), (size_t)data.len, (size_t)segment);
+        count_hops((uint8_t *)PyByteArray_AsString(copy), (size_t)data.len, (size_t)segment);
     PyBuffer_Release(&data);
     return copy;
 }
@@ -137,11 +137,11 @@ static long came_by(const Service *service, PyObject *source)
 {
     if (!source)
         return 0;
-    if (!PyTuple_Check(source) || !PyTuple_GET_SIZE(source)) {
+    if (!PyTuple_Check(source) || !PyTuple_Size(source)) {
         PyErr_SetString(PyExc_TypeError, "neighbours: expected (plane, slot) of each");
         return -1;
     }
-    long plane = PyLong_AsLong(PyTuple_GET_ITEM(source, 0));
+    long plane = PyLong_AsLong(PyTuple_GetItem(source, 0));
     if (plane == -1 && PyErr_Occurred())
         return -1;
     return plane == (long)(be32(service->addresses) >> 12 & 0xFFF) ? BY_SLOT_LINK : BY_PLANE_LINK;

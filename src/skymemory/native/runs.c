@@ -81,15 +81,15 @@ PyObject *sky_py_open_runs(PyObject *self, PyObject *args)
     indices = PyList_New(0);
     chunks = PyList_New(0);
     int more = indices && chunks ? 1 : -1;
-    for (Py_ssize_t i = first; more == 1 && i < PyList_GET_SIZE(runs); i++) {
+    for (Py_ssize_t i = first; more == 1 && i < PyList_Size(runs); i++) {
         Py_buffer data;
         Py_ssize_t segment, bytes = 0;
-        if (!PyTuple_Check(PyList_GET_ITEM(runs, i))) {
+        if (!PyTuple_Check(PyList_GetItem(runs, i))) {
             PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
             more = -1;
             break;
         }
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(runs, i), "y*n:run", &data, &segment)) {
+        if (!PyArg_ParseTuple(PyList_GetItem(runs, i), "y*n:run", &data, &segment)) {
             more = -1;
             break;
         }

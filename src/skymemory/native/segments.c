@@ -31,7 +31,7 @@ PyObject *sky_py_verify_segments(PyObject *self, PyObject *args)
     PyObject *codes = NULL;
     Py_ssize_t count = sky_count_segments(&data, segment);
     if (count >= 0 && (codes = PyBytes_FromStringAndSize(NULL, count)) != NULL) {
-        uint8_t *out = (uint8_t *)PyBytes_AS_STRING(codes);
+        uint8_t *out = (uint8_t *)PyBytes_AsString(codes);
         if (data.len < SKY_RELEASE_BYTES) {
             verify(data.buf, (size_t)data.len, (size_t)segment, count, out);
         } else {

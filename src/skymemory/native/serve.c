@@ -14,18 +14,18 @@ enum {
  * payloads or None), None if it took all; NULL with an exception. All is returned where ``to`` has no endpoint. */
 static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject *headers, PyObject *payloads)
 {
-    Py_ssize_t count = payloads ? PyList_GET_SIZE(payloads) : 1;
+    Py_ssize_t count = payloads ? PyList_Size(payloads) : 1;
     if (!to->sin_family)
         return PyTuple_Pack(2, headers, payloads ? payloads : Py_None);
     Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : PyMem_Malloc((size_t)count * sizeof *held);
     if (!held)
         return PyErr_NoMemory();
     for (Py_ssize_t i = 0; payloads && i < count; i++) { /* the list keeps the bytes, they are never changed */
-        held[i].buf = PyBytes_AS_STRING(PyList_GET_ITEM(payloads, i));
-        held[i].len = PyBytes_GET_SIZE(PyList_GET_ITEM(payloads, i));
+        held[i].buf = PyBytes_AsString(PyList_GetItem(payloads, i));
+        held[i].len = PyBytes_Size(PyList_GetItem(payloads, i));
     }
-    size_t bytes = (size_t)PyByteArray_GET_SIZE(headers), width = bytes / (size_t)count, sent;
-    Outgoing out = {PyByteArray_AS_STRING(headers), bytes, width, payloads ? held : NULL, (size_t)count};
+    size_t bytes = (size_t)PyByteArray_Size(headers), width = bytes / (size_t)count, sent;
+    Outgoing out = {PyByteArray_AsString(headers), bytes, width, payloads ? held : NULL, (size_t)count};
     int error;
     Py_BEGIN_ALLOW_THREADS
     sent = sky_send_all(service->fd, to, &out, &error);
@@ -96,9 +96,9 @@ static int serve(Service *service, int at, PyObject *source, PyObject *link, str
     if (op == OP_GET && segment >= size) {
         answer = answer_get(service, packet, size);
         if (answer) {
-            headers = Py_NewRef(PyTuple_GET_ITEM(answer, 1));
-            payloads = PyTuple_GET_ITEM(answer, 2);
-            taken.chunks = PyList_GET_SIZE(payloads);
+            headers = Py_NewRef(PyTuple_GetItem(answer, 1));
+            payloads = PyTuple_GetItem(answer, 2);
+            taken.chunks = PyList_Size(payloads);
             packets = (int)taken.chunks, messages = 1;
         }
     } else if (op == OP_SET) {
@@ -151,7 +151,7 @@ static int handle(Service *service, int at, int plain, PyObject *host, PyObject 
     if (host) {
         endpoint = Py_BuildValue("(Oi)", host, (int)ntohs(service->messages[at].from->sin_port));
         source = endpoint ? PyDict_GetItemWithError(service->neighbours, endpoint) : NULL;
-    } else if (PyTuple_GET_SIZE(source) && PyUnicode_Check(PyTuple_GET_ITEM(source, 0))) {
+    } else if (PyTuple_Size(source) && PyUnicode_Check(PyTuple_GetItem(source, 0))) {
         endpoint = Py_NewRef(source);
         source = NULL;
     }
@@ -188,8 +188,8 @@ static PyObject *serve_all(Service *service, PyObject *arrivals, PyObject *sourc
     if (service->first && !sky_sha_ready()) /* MACs cannot be checked here: the machine gets everything */
         service->routes = NULL, plain = 0;
     for (int at = 0; messages >= 0 && at < service->count; at += messages > 0 ? messages : 1) {
-        PyObject *arrival = PyList_GET_ITEM(arrivals, at);
-        messages = handle(service, at, plain, source ? NULL : PyTuple_GET_ITEM(arrival, 3), source, served);
+        PyObject *arrival = PyList_GetItem(arrivals, at);
+        messages = handle(service, at, plain, source ? NULL : PyTuple_GetItem(arrival, 3), source, served);
         if (!messages) {
             plain = 0;
             messages = PyList_Append(kept, arrival);
@@ -244,7 +244,7 @@ PyObject *sky_py_serve_runs(PyObject *self, PyObject *args)
                           &PyTuple_Type, &source, &addresses, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
                           &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
         return NULL;
-    Py_ssize_t count = PyList_GET_SIZE(runs);
+    Py_ssize_t count = PyList_Size(runs);
     int right = read_terms(&service, guard, transit, &addresses);
     service.scratch = scratch.buf;
     service.messages = PyMem_Malloc(((size_t)count + 1) * sizeof *service.messages);
@@ -252,7 +252,7 @@ PyObject *sky_py_serve_runs(PyObject *self, PyObject *args)
         right = 0, PyErr_NoMemory();
     for (Py_ssize_t i = 0; right && i < count; i++) {
         Py_ssize_t at, size, segment;
-        PyObject *run = PyList_GET_ITEM(runs, i);
+        PyObject *run = PyList_GetItem(runs, i);
         right = PyTuple_Check(run) && PyArg_ParseTuple(run, "nnn:run", &at, &size, &segment);
         if (right && (at < 0 || size < 1 || segment < 1 || size > scratch.len || at > scratch.len - size))
             right = 0, PyErr_Format(PyExc_ValueError, "a run of %zd bytes at %zd, in packets of %zd", size, at, segment);

@@ -77,8 +77,8 @@ static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, size
     PyObject *index = PyLong_FromUnsignedLong(be32(packet + REF_AT + REF_NUMBER_AT) - 1);
     PyObject *old = index ? PyDict_GetItemWithError(share, index) : NULL;
     PyObject *chunk = index && !PyErr_Occurred() ? sky_chunk_of(packet, size, mac) : NULL;
-    if (chunk && old && PyTuple_Check(old) && PyTuple_GET_SIZE(old) == 2) {
-        Py_ssize_t old_bytes = PyObject_Size(PyTuple_GET_ITEM(old, 1));
+    if (chunk && old && PyTuple_Check(old) && PyTuple_Size(old) == 2) {
+        Py_ssize_t old_bytes = PyObject_Size(PyTuple_GetItem(old, 1));
         if (old_bytes < 0)
             Py_CLEAR(chunk);
         taken->replaced++, taken->replaced_bytes += old_bytes + REF_BYTES;
@@ -96,7 +96,7 @@ static PyObject *acknowledgement(const Service *service, const uint8_t *request,
     PyObject *packet = PyByteArray_FromStringAndSize(NULL, size);
     if (!packet)
         return NULL;
-    uint8_t *row = (uint8_t *)PyByteArray_AS_STRING(packet), *body = row + ANSWER_PREFIX_BYTES;
+    uint8_t *row = (uint8_t *)PyByteArray_AsString(packet), *body = row + ANSWER_PREFIX_BYTES;
     sky_write_prefix(row, OP_ACK, request, &service->terms);
     put16(row + 2, UNSEGMENTED << 14 | (service->terms.sequence & 0x3FFF));
     put16(row + 4, size - 7);
@@ -133,7 +133,7 @@ int sky_is_admitted(Service *service, int first, int messages)
             PyObject *sequence = PyLong_FromUnsignedLong(be16(packet + 2) & 0x3FFF);
             if (!sequence)
                 right = -1;
-            else if (PyList_GET_SIZE(sequences) && its_us != sent_us)
+            else if (PyList_Size(sequences) && its_us != sent_us)
                 right = 0;
             else
                 right = PyList_Append(sequences, sequence) < 0 ? -1 : 1;

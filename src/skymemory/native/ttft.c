@@ -67,17 +67,17 @@ static int read_servers(Ranker *self, PyObject *servers, PyObject *hear, Asked *
     PyObject *result, *new = NULL;
     if (sky_queues_read(self->queues, servers, asked) < 0)
         return -1;
-    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(servers); at++) {
+    for (Py_ssize_t at = 0; at < PyTuple_Size(servers); at++) {
         int comes = is_new(self, &asked[at]);
         if (comes < 0 || (comes && ((!new && !(new = PyList_New(0))) ||
-                                    PyList_Append(new, PyTuple_GET_ITEM(servers, at)) < 0))) {
+                                    PyList_Append(new, PyTuple_GetItem(servers, at)) < 0))) {
             Py_XDECREF(new);
             return -1;
         }
     }
     if (!new)
         return 0;
-    result = PyObject_CallOneArg(hear, new);
+    result = PyObject_CallFunctionObjArgs(hear, new, NULL);
     Py_DECREF(new);
     Py_XDECREF(result);
     return result ? sky_queues_read(self->queues, servers, asked) : -1;
@@ -100,12 +100,12 @@ static int fill_held(const Question *question, const Asked *asked, Row *rows, Py
             rows[at].held = count && asked[at].slot < table->slots ? table->depths[asked[at].slot] : 0;
         return 0;
     }
-    if (!PyList_Check(question->held) || PyList_GET_SIZE(question->held) != servers) {
+    if (!PyList_Check(question->held) || PyList_Size(question->held) != servers) {
         PyErr_Format(PyExc_ValueError, "held: expected a table or a list with a number for each of %zd servers", servers);
         return -1;
     }
     for (Py_ssize_t at = 0; at < servers; at++) {
-        PyObject *number = PyList_GET_ITEM(question->held, at);
+        PyObject *number = PyList_GetItem(question->held, at);
         int overflow = 0;
         long long held = PyLong_Check(number) ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
         if (overflow || held < 0 || held >= UINT32_MAX) {
@@ -242,7 +242,7 @@ static PyObject *places_tuple(const uint32_t *places, Py_ssize_t count)
     for (Py_ssize_t at = 0; tuple && at < count; at++) {
         PyObject *place = PyLong_FromUnsignedLong(places[at]);
         if (place)
-            PyTuple_SET_ITEM(tuple, at, place);
+            PyTuple_SetItem(tuple, at, place);
         else
             Py_CLEAR(tuple);
     }
@@ -258,9 +258,9 @@ static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places
     double best = best_of(rows, servers);
     Py_ssize_t tied = 0;
     for (Py_ssize_t at = 0; scores && figures && at < servers; at++) {
-        char *row = PyBytes_AS_STRING(figures) + at * FIGURES_BYTES;
+        char *row = PyBytes_AsString(figures) + at * FIGURES_BYTES;
         int64_t matched = rows[at].matched, held = rows[at].held;
-        memcpy(PyBytes_AS_STRING(scores) + at * 8, &rows[at].score, 8);
+        memcpy(PyBytes_AsString(scores) + at * 8, &rows[at].score, 8);
         memcpy(row, &rows[at].wait_s, 8);
         memcpy(row + 8, &rows[at].work_s, 8);
         memcpy(row + 16, &matched, 8);
@@ -281,7 +281,7 @@ static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places
 /* Servers are read first: that may run other code, which could change anything read before. */
 static PyObject *ranked(Ranker *self, const Question *question, PyObject *servers)
 {
-    Py_ssize_t count = PyTuple_GET_SIZE(servers), held_back;
+    Py_ssize_t count = PyTuple_Size(servers), held_back;
     PyObject *result = NULL;
     long long unworthy;
     if (!count) {
@@ -370,11 +370,11 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
     static char *keys[] = {"queues", "guard", "under_way", "min_tokens", "min_ratio", NULL};
     PyObject *queues, *guard, *under_way;
     double min_tokens, min_ratio;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!O!dd:TtftRanker", keys, &sky_prefill_queues_type, &queues,
-                                     &sky_share_guard_type, &guard, &sky_under_way_type, &under_way, &min_tokens,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!O!O!dd:TtftRanker", keys, sky_prefill_queues_type.object, &queues,
+                                     sky_share_guard_type.object, &guard, sky_under_way_type.object, &under_way, &min_tokens,
                                      &min_ratio))
         return NULL;
-    PyObject *object = type->tp_alloc(type, 0);
+    PyObject *object = PyType_GenericAlloc(type, 0);
     if (object) {
         Ranker *self = (Ranker *)object;
         self->queues = (Queues *)Py_NewRef(queues);
@@ -395,7 +395,7 @@ static void destroy(PyObject *object)
     Py_XDECREF((PyObject *)self->queues);
     Py_XDECREF((PyObject *)self->guard);
     Py_XDECREF((PyObject *)self->under_way);
-    Py_TYPE(object)->tp_free(object);
+    sky_free(object);
 }
 
 static PyMethodDef methods[] = {
@@ -405,12 +405,19 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyTypeObject sky_ttft_ranker_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.TtftRanker",
-    .tp_basicsize = sizeof(Ranker),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "TtftRanker(queues, guard, under_way, min_tokens, min_ratio): the least time to a first token",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_methods = methods,
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"TtftRanker(queues, guard, under_way, min_tokens, min_ratio): the least time to a first token"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+SkyType sky_ttft_ranker_type = {
+    .spec = {
+        .name = "skymemory.native._fast.TtftRanker",
+        .basicsize = sizeof(Ranker),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

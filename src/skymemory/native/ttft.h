@@ -7,7 +7,7 @@
 
 /* under_way.c: a tree of the beginnings that chains under way have in common. */
 typedef struct UnderWay UnderWay;
-extern PyTypeObject sky_under_way_type;
+extern SkyType sky_under_way_type;
 size_t sky_under_way_open(const UnderWay *self);
 /* Raises ``depths[slot]``, where slot < slots, to the blocks of the chain that are under way there. */
 void sky_under_way_walk(const UnderWay *self, const char *hashes, size_t count, uint32_t *depths, size_t slots);
@@ -20,7 +20,7 @@ typedef struct {
 } Asked;
 
 typedef struct Queues Queues;
-extern PyTypeObject sky_prefill_queues_type;
+extern SkyType sky_prefill_queues_type;
 /* Fills one ``Asked`` for each entry of the tuple ``servers``, whose slots then have a queue's room. -1: an error. */
 int sky_queues_read(Queues *self, PyObject *servers, Asked *asked);
 /* Seconds until the server could begin. */
@@ -33,14 +33,14 @@ int sky_slot_from(PyObject *number, size_t *slot);
 
 /* guard.c. 1: over, 0: not, -1: no memory. */
 typedef struct Guard Guard;
-extern PyTypeObject sky_share_guard_type;
+extern SkyType sky_share_guard_type;
 int sky_guard_over(Guard *self, size_t slot, long long servers, double now_s);
 
 /* delay_price.c */
-extern PyTypeObject sky_delay_price_type;
+extern SkyType sky_delay_price_type;
 
 /* ttft.c */
-extern PyTypeObject sky_ttft_ranker_type;
+extern SkyType sky_ttft_ranker_type;
 
 /* fit.c */
 PyObject *sky_py_fit_prefills(PyObject *self, PyObject *args);

@@ -107,7 +107,7 @@ PyObject *sky_arrivals(Inbox *inbox)
                                                  (int)ntohs(from->sin_port))
                                  : NULL;
         if (arrival)
-            PyList_SET_ITEM(list, i, arrival);
+            PyList_SetItem(list, i, arrival);
         else
             Py_CLEAR(list);
     }
@@ -263,7 +263,7 @@ int sky_send_wholes(int fd, Whole *runs, size_t count)
 static Py_ssize_t hold(PyObject *payloads, Py_buffer *held, Py_ssize_t count, size_t width)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (PyObject_GetBuffer(PyTuple_GET_ITEM(payloads, i), &held[i], PyBUF_SIMPLE) < 0)
+        if (PyObject_GetBuffer(PyTuple_GetItem(payloads, i), &held[i], PyBUF_SIMPLE) < 0)
             return i;
         if ((size_t)held[i].len > MAX_RUN_BYTES - width) {
             PyErr_Format(PyExc_ValueError, "a segment of %zd bytes: a datagram has at most %d",
@@ -313,7 +313,7 @@ PyObject *sky_py_send_batch(PyObject *self, PyObject *args)
         if (payloads == Py_None) {
             result = sky_send_held(fd, &to, &out);
         } else if ((list = PySequence_Tuple(payloads)) != NULL) {
-            count = PyTuple_GET_SIZE(list);
+            count = PyTuple_Size(list);
             if (headers.len % width || headers.len / width != count)
                 PyErr_Format(PyExc_ValueError, "%zd bytes of headers of %zd for %zd payloads", headers.len, width, count);
             else if ((held = PyMem_Calloc((size_t)count + 1, sizeof *held)) == NULL)

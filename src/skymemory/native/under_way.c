@@ -417,9 +417,9 @@ static PyObject *depths(PyObject *object, PyObject *const *args, Py_ssize_t give
         Py_DECREF(asked);
         return NULL;
     }
-    Py_ssize_t count = PyTuple_GET_SIZE(asked);
+    Py_ssize_t count = PyTuple_Size(asked);
     size_t most = 0, slot;
-    for (Py_ssize_t at = 0; at < count && sky_slot_from(PyTuple_GET_ITEM(asked, at), &slot); at++)
+    for (Py_ssize_t at = 0; at < count && sky_slot_from(PyTuple_GetItem(asked, at), &slot); at++)
         most = slot >= most ? slot + 1 : most;
     if (!PyErr_Occurred() && blocks.len % 8)
         PyErr_Format(PyExc_ValueError, "%zd bytes are not a whole number of 8-byte hashes", blocks.len);
@@ -430,10 +430,10 @@ static PyObject *depths(PyObject *object, PyObject *const *args, Py_ssize_t give
         size_t whole = (size_t)blocks.len / 8;
         sky_under_way_walk(self, blocks.buf, whole < UINT32_MAX ? whole : UINT32_MAX, found, most);
         for (Py_ssize_t at = 0; result && at < count; at++) {
-            sky_slot_from(PyTuple_GET_ITEM(asked, at), &slot);
+            sky_slot_from(PyTuple_GetItem(asked, at), &slot);
             PyObject *depth = PyLong_FromUnsignedLong(found[slot]);
             if (depth)
-                PyList_SET_ITEM(result, at, depth);
+                PyList_SetItem(result, at, depth);
             else
                 Py_CLEAR(result);
         }
@@ -494,7 +494,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
         PyErr_SetString(PyExc_ValueError, "the secret of a table must be odd");
         return NULL;
     }
-    PyObject *self = type->tp_alloc(type, 0);
+    PyObject *self = PyType_GenericAlloc(type, 0);
     if (self) {
         ((UnderWay *)self)->secret = secret;
         ((UnderWay *)self)->most_blocks = (size_t)most;
@@ -512,7 +512,7 @@ static void destroy(PyObject *object)
         }
     free(self->cells);
     free(self->records);
-    Py_TYPE(object)->tp_free(object);
+    sky_free(object);
 }
 
 static PyMethodDef methods[] = {
@@ -531,16 +531,21 @@ static PyGetSetDef members[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PySequenceMethods as_sequence = {.sq_length = length};
+static PyType_Slot type_slots[] = {
+    {Py_tp_doc, (void *)"UnderWay(most_blocks, secret=...): chains that slots are computing"},
+    {Py_tp_new, (void *)make},
+    {Py_tp_dealloc, (void *)destroy},
+    {Py_tp_methods, methods},
+    {Py_sq_length, (void *)length},
+    {Py_tp_getset, members},
+    {0, NULL},
+};
 
-PyTypeObject sky_under_way_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "skymemory.native._fast.UnderWay",
-    .tp_basicsize = sizeof(UnderWay),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "UnderWay(most_blocks, secret=...): chains that slots are computing",
-    .tp_new = make,
-    .tp_dealloc = destroy,
-    .tp_as_sequence = &as_sequence,
-    .tp_methods = methods,
-    .tp_getset = members,
+SkyType sky_under_way_type = {
+    .spec = {
+        .name = "skymemory.native._fast.UnderWay",
+        .basicsize = sizeof(UnderWay),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = type_slots,
+    },
 };

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from skymemory.errors import InvalidInput, MissingExtra, os_reason
+from skymemory.errors import InvalidInput, missing_extra, os_reason
 from skymemory.files import read_bounded
 from skymemory.router.tasks import Stamp, stamp
 
@@ -157,9 +157,7 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
     except ImportError as error:
-        raise MissingExtra(
-            "a self-signed certificate needs the extra `secure`: pip install 'skymemory[secure]'"
-        ) from error
+        raise missing_extra("a self-signed certificate", "cryptography", "secure") from error
     key = ec.generate_private_key(ec.SECP256R1())
     who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
     now = datetime.datetime.now(datetime.UTC)

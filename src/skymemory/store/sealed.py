@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.errors import InvalidInput, missing_extra
 from skymemory.forks import Owner
 from skymemory.keys import KeyRing
 from skymemory.kv.value import LATER_VERSION
@@ -72,7 +72,7 @@ class SealedStore(Wrapped):
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise MissingExtra("sealed values need the extra 'secure': pip install 'skymemory[secure]'") from error
+            raise missing_extra("a store with sealed values", "cryptography", "secure") from error
         self._cipher, self._invalid = AESGCM, (InvalidTag, ValueError)
         super().__init__(store)
         self._ring = ring

@@ -18,10 +18,10 @@ from tests.router.envoy.exchanges import a_completion, a_service
 from tests.router.envoy.test_ext_proc_server import LOOP
 from tests.store.redis_server import RedisServer
 
-import skymemory
 from skymemory.conductor.picker import Fleet, LoadReport, Picker
 from skymemory.conductor.request import Decision
 from skymemory.conductor.strategies.simple import RoundRobin
+from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
 from skymemory.keys import first_ring
 from skymemory.router.backends import Backends
@@ -32,7 +32,7 @@ from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import RequestAccount
 from skymemory.router.settings import Backend, Settings, settings_from
 
-TOKENIZER = str(Path(skymemory.__file__).parent / "engine" / "trained" / "small" / "tokenizer.json")
+TOKENIZER = str(small_model_folder() / "tokenizer.json")
 METRICS = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{model_name="m"} 2.0
 vllm:num_requests_waiting{model_name="m"} 5.0

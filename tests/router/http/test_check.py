@@ -13,9 +13,10 @@ from tests.router.engines.test_events import BLOCK_TOKENS, a_publisher
 from tests.router.running import Running
 
 from skymemory.cli.main import main
+from skymemory.engine.inputs import small_model_folder
 from skymemory.router.http import check
 
-TRAINED = Path(__file__).parents[3] / "src/skymemory/engine/trained/small"
+TRAINED = small_model_folder()
 CACHE = 'vllm:cache_config_info{{block_size="32",num_gpu_blocks="96"}} 1\n'
 
 

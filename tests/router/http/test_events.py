@@ -6,18 +6,18 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.router.engines.test_events import BLOCK_TOKENS, Publisher, a_publisher
 from tests.router.running import Running, until
 
+from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
 from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import settings_from
 
-TRAINED = Path(__file__).parents[3] / "src/skymemory/engine/trained/small"
+TRAINED = small_model_folder()
 PRECISE = {"strategy": "precise", "prompts": {"tokenizer": str(TRAINED), "block_tokens": BLOCK_TOKENS}}
 
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.router.running import Running
 
-import skymemory
+from skymemory.engine.inputs import small_model_folder
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, token_bytes
 from skymemory.router.prompts.tokenizing import KNOWN_PATTERNS, Pieces, PromptTokenizer, TooMuchNewText, can_cut
 from skymemory.router.settings import Prompts, Settings
 
-SHIPPED = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
+SHIPPED = small_model_folder()
 BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 WORDS = [
     "the",

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import skymemory
 from skymemory import native
 from skymemory.conductor.request import seed
+from skymemory.engine.inputs import small_model_folder
 from skymemory.errors import InvalidInput
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader
 from skymemory.router.prompts.tokenizing import PromptTokenizer
 from skymemory.router.settings import Prompts, Settings
 
-SHIPPED = Path(skymemory.__file__).parent / "engine" / "trained" / "small"
+SHIPPED = small_model_folder()
 TEMPLATE = """{{ bos_token }}{%- if tools %}tools: {{ tools | tojson }}
 {% endif %}
 {%- for message in messages %}

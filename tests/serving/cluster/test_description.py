@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp", reason="a cluster has a router")
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
+from skymemory.installation import install_command
 from skymemory.serving.cluster.description import ROLES, ClusterDescription, description_of, read_description
 from skymemory.serving.cluster.on_ray import actor_options
 from skymemory.serving.cluster.services import Service, ports_wanted, router_settings, services
@@ -162,7 +163,7 @@ def test_on_ray_a_store_of_this_computer_is_refused(tmp_path: Path, capsys: pyte
     file.write_text("[[instances]]\nengine = 'vllm'", "utf-8")
     if not has_ray():
         assert main(["cluster", "up", str(file), *on_ray]) == 1
-        assert "pip install 'skymemory[ray]'" in capsys.readouterr().err
+        assert install_command("ray") in capsys.readouterr().err
     assert not run.exists()
 
 

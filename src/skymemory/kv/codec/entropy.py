@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skymemory.errors import CodecUnavailable, MalformedPacket
+from skymemory.installation import install_command
 
 Ints = npt.NDArray[np.int32]
 
@@ -33,7 +34,7 @@ def constriction() -> Any:
     try:
         import constriction as library
     except ImportError as error:
-        hint = "pip install 'skymemory[cachegen]', or use codec=\"raw\""
+        hint = f'use codec="raw", or {install_command("cachegen")}'
         raise CodecUnavailable(f"codec 'cachegen' needs constriction ({error}): {hint}") from error
     return library
 

@@ -23,7 +23,7 @@ from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
 from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 from skymemory.conductor.strategies.base import requests_at
-from skymemory.errors import MissingExtra
+from skymemory.errors import missing_extra
 from skymemory.metrics import Counters
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError
@@ -41,7 +41,7 @@ try:
 
     from skymemory.router.envoy import messages as say
 except ImportError as error:
-    raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
+    raise missing_extra("the endpoint picker", str(error.name), "envoy", "router") from error
 
 COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "ejections_total")
 RETRY_AFTER_S = 1

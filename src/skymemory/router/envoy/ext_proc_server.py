@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 from skymemory.conductor.request import Request
-from skymemory.errors import MissingExtra, SkyMemoryError, cannot_listen
+from skymemory.errors import SkyMemoryError, cannot_listen, missing_extra
 
 try:
     from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
@@ -28,7 +28,7 @@ try:
         GrpcServer,
     )
 except ImportError as error:
-    raise MissingExtra("the endpoint picker needs the extra `envoy`: pip install 'skymemory[envoy,router]'") from error
+    raise missing_extra("the endpoint picker", str(error.name), "envoy", "router") from error
 
 from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.ext_proc import Exchange, PickerService

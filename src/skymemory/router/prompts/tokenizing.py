@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from skymemory.config import parse_json
-from skymemory.errors import InvalidInput, MissingExtra, cannot_read
+from skymemory.errors import InvalidInput, cannot_read, missing_extra
 from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_text
 
 try:
@@ -36,7 +36,7 @@ try:
     import jinja2.sandbox
     from tokenizers import Tokenizer
 except ImportError as error:
-    raise MissingExtra("a router with a tokenizer needs the extra `router`: pip install 'skymemory[router]'") from error
+    raise missing_extra("a router with a tokenizer", "jinja2 and tokenizers", "router") from error
 
 PIECE_LETTERS = 512
 """A piece ends at the first possible cut after this many letters."""

@@ -1,0 +1,89 @@
+"""How SkyMemory was installed, and the commands that add what is missing.
+
+SkyMemory is on no package index: a command with its bare name would install whatever a stranger registered there. So
+each command names the checkout or the file that this installation came from, and works from any directory.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+_SMALL_MODEL = "skymemory-small-model"
+
+
+def find_checkout() -> Path | None:
+    """Returns the folder of the source tree that this code runs from; None if it is installed elsewhere."""
+    folder = _PACKAGE.parents[1]
+    try:
+        text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return folder if _PACKAGE.parent.name == "src" and '\nname = "skymemory"\n' in text else None
+
+
+def install_command(*extras: str) -> str:
+    """Returns a shell command that adds the extras to this installation."""
+    bracket = f"[{','.join(extras)}]"
+    if (checkout := find_checkout()) is not None:
+        return f"{_pip()} -e {shlex.quote(f'{checkout}{bracket}')}"
+    kind, source = _origin()
+    if kind == "url":
+        return f"{_pip()} {shlex.quote(f'skymemory{bracket} @ {source}')}"
+    if kind == "path" and Path(source).exists():
+        return f"{_pip()} {shlex.quote(source + bracket)}"
+    return f"{_pip()} {shlex.quote(f'./FILE{bracket}')}, where FILE is {_whose(kind, source)}"
+
+
+def small_model_command() -> str:
+    """Returns a shell command that installs the small model."""
+    if (checkout := find_checkout()) is not None:
+        return f"{_pip()} {shlex.quote(str(checkout / 'models' / 'small'))}"
+    kind, source = _origin()
+    if kind == "url" and not source.endswith(".whl"):
+        part = "&subdirectory=" if "#" in source else "#subdirectory="
+        return f"{_pip()} {shlex.quote(f'{_SMALL_MODEL} @ {source}{part}models/small')}"
+    if kind == "path" and (Path(source) / "models" / "small").is_dir():
+        return f"{_pip()} {shlex.quote(str(Path(source) / 'models' / 'small'))}"
+    if kind == "path" and source.endswith(".tar.gz") and Path(source).exists():
+        return f"{_pip()} {shlex.quote(f'{_SMALL_MODEL} @ {Path(source).as_uri()}#subdirectory=models/small')}"
+    if kind == "path" and (beside := sorted(Path(source).parent.glob("skymemory_small_model-*.whl"))):
+        return f"{_pip()} {shlex.quote(str(beside[-1]))}"
+    return f"{_pip()} ./FILE, where FILE is the wheel skymemory_small_model-….whl, or models/small of a checkout"
+
+
+def _pip() -> str:
+    """The command that installs into this environment, also where the environment is not activated."""
+    python = sys.executable or "python3"
+    if find_spec("pip") is None:
+        return f"uv pip install --python {shlex.quote(python)}"
+    pip = shutil.which("pip")
+    return "pip install" if pip and Path(pip).parent == Path(python).parent else f"{shlex.quote(python)} -m pip install"
+
+
+def _origin() -> tuple[str, str]:
+    """What the installer noted (PEP 610): ``("path", PATH)``, ``("url", URL)``, or ``("", "")`` if nothing."""
+    from importlib import metadata  # these three take 30 ms to import, which only an error is worth
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        noted: Any = json.loads(metadata.distribution("skymemory").read_text("direct_url.json") or "null")
+        url = noted["url"]
+    except (metadata.PackageNotFoundError, ValueError, TypeError, KeyError):
+        return "", ""
+    parts = urlsplit(url)
+    if "vcs_info" in noted:
+        return "url", f"{noted['vcs_info']['vcs']}+{url}@{noted['vcs_info']['commit_id']}"
+    return ("path", url2pathname(parts.path)) if parts.scheme == "file" else ("url", url)
+
+
+def _whose(kind: str, source: str) -> str:
+    moved = f" ({source} is no longer there)" if kind else ""
+    return f"the wheel or checkout that SkyMemory was installed from{moved}"
