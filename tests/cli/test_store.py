@@ -54,7 +54,7 @@ def secured(tmp_path: Path) -> Iterator[tuple[int, Path]]:
         assert process.stdout is not None
         yield int(process.stdout.readline().split(b"127.0.0.1:")[1].split()[0]), tmp_path / "chain.pem"
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_over_tls_with_a_password(secured: tuple[int, Path]) -> None:

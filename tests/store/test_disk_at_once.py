@@ -126,11 +126,11 @@ def test_a_store_that_another_thread_holds_or_that_must_expire_something_says_no
     def hold() -> None:
         with store._lock:
             held.set()
-            done.wait(10)
+            done.wait(60)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    held.wait(10)
+    held.wait(60)
     with store.at_once() as free:
         assert not free
     assert store.load_now(ticket) is None
