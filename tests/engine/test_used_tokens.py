@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.engine.families import build, known  # noqa: E402
 from tests.engine.generation import BLOCK, cake, manager  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
@@ -320,3 +321,62 @@ def test_a_batch_may_go_on_with_other_tokens_in_some_of_its_rows(kvc: KVCManager
         cache.batch_repeat_interleave(2)
         got = kvc.model(rows[:, held:], logits_to_keep=1, **cache_option(kvc.model, cache)).logits
         assert torch.allclose(got, kvc.model(rows, logits_to_keep=1).logits, atol=1e-5)
+
+
+# --- rows of different lengths ---
+
+
+def padded_rows(ids: Any, lengths: list[int], common: int) -> tuple[Any, Any]:
+    """Prompts of these lengths, padded on the left, which part behind ``common`` tokens."""
+    rows = [ids[0, :length].clone() for length in lengths]
+    for number, row in enumerate(rows):
+        row[common:] = (row[common:] + number) % 1000 + 3
+    width = max(lengths)
+    padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
+    return padded, mask
+
+
+@pytest.mark.parametrize(
+    ("lengths", "common", "used"),
+    [
+        ([PROMPT, PROMPT - 9], 200, 200),
+        ([PROMPT - 9, PROMPT], 325, 320),
+        ([PROMPT, PROMPT - 30, PROMPT - 1], 150, 150),
+        ([PROMPT, 3], 100, 100),
+        ([250, 100], 100, 100),
+    ],
+)
+@pytest.mark.parametrize("more", [0, 6])
+def test_rows_of_different_lengths_are_served_what_they_share(
+    kvc: KVCManager, ids: Any, lengths: list[int], common: int, used: int, more: int
+) -> None:
+    padded, mask = padded_rows(ids, lengths, common)
+    padded = torch.nn.functional.pad(padded, (more, 0))
+    mask = torch.nn.functional.pad(mask, (more, 0))
+    options = {"attention_mask": mask, "max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
+    plain = generate(kvc, padded, None, **options)
+    cache = kvc.get_cache_ids(ids)
+    with ComputedTokens(kvc.model) as computed:
+        got = generate(kvc, padded, cache, **options)
+    assert computed.passes[0] == max(lengths) - used and cache.result.used_tokens == used
+    assert torch.equal(got.sequences, plain.sequences)
+    assert torch.allclose(torch.stack(got.logits), torch.stack(plain.logits), atol=1e-4)
+    assert len(cache.tokens()) == 0, "its columns are other tokens in each row: none is stored"
+    beams = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 2}
+    assert torch.equal(generate(kvc, padded, kvc.get_cache_ids(ids), **beams), generate(kvc, padded, None, **beams))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Falcon-H1"])
+def test_with_windows_or_states_rows_of_different_lengths_are_computed_whole(name: str, ids: Any) -> None:
+    if not known(name):
+        pytest.skip("this transformers has no such family, or its states in another form")
+    model, prompt = build(name), ids[:, : 6 * BLOCK + 5]
+    padded, mask = padded_rows(prompt, [101, 92], 60)
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(prompt)
+        cache = kvc.get_cache_ids(prompt)
+        with ComputedTokens(model) as computed:
+            got = generate(kvc, padded, cache, attention_mask=mask, max_new_tokens=8)
+        assert torch.equal(got, generate(kvc, padded, None, attention_mask=mask, max_new_tokens=8))
+        assert computed.passes[0] == 101 and "rows of different lengths" in cache.result.unused_tokens
