@@ -5,7 +5,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model models-page compatibility-page check bench docs clean
+.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds test-bounds-hf fuzz soak mutants small-model models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +15,7 @@ CLIENTS := .venv-clients
 ENGINES := .venv-engines
 RAY := .venv-ray
 ENDS := .venv-lowest .venv-newest
+HF_ENDS := .venv-hf-lowest .venv-hf-newest
 ARGS ?=
 # Where Python may write no bytecode beside what it imports (in many containers), each of the hundreds of processes of the
 # tests would compile all of it again, torch in 14 s instead of 6: then it goes into the virtual environment.
@@ -162,6 +163,26 @@ test-bounds: $(ENDS:%=%/.installed) ## the router's tests with the lowest and th
 	@for end in $(ENDS); do echo "== $$end"; \
 	  PYTHONPATH=src $$end/bin/python -m pytest -m "not slow" -p no:cacheprovider tests/router $(ARGS); done
 
+# The ends of what the engine for transformers admits. From PyPI both bring torch's CUDA build, several GB: where that
+# cannot be had, or the disk has no 20 GB, it is said and that end is not tried.
+$(HF_ENDS:%=%/.installed): .venv-hf-%/.installed: pyproject.toml tools/bounds.py $(VENV)/.installed-dev
+	@rm -rf .venv-hf-$*; mkdir .venv-hf-$*
+	@echo "set-up: torch and transformers at their $* in .venv-hf-$* (two to five minutes, 6 GB)"
+	@$(BIN)/python -m tools.bounds $* hf fast redis router cachegen secure > .venv-hf-$*.txt
+	@if [ "$$(df --output=avail -BG . | tail -1 | tr -dc 0-9)" -lt 20 ]; then \
+	  echo "skipped: less than 20 GB of disk are free" >&2; rm -rf .venv-hf-$*; \
+	elif $(BIN)/python -m venv .venv-hf-$* \
+	  && .venv-hf-$*/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -r .venv-hf-$*.txt pytest pytest-timeout pytest-xdist hypothesis psutil peft jsonschema PyYAML; \
+	then touch $@; \
+	else echo "torch and transformers at their $* cannot be installed here: not tried" >&2; rm -rf .venv-hf-$*; fi; rm -f .venv-hf-$*.txt
+
+test-bounds-hf: $(HF_ENDS:%=%/.installed) ## the engine's tests with the lowest and the newest torch and transformers, fifteen minutes
+	@failed=0; for end in $(HF_ENDS); do \
+	  if [ -x $$end/bin/python ]; then \
+	    $$end/bin/python -c 'import torch, transformers; print("== torch", torch.__version__, "transformers", transformers.__version__)'; \
+	    PYTHONPATH=$(CURDIR)/src $$end/bin/python -m pytest $(PARALLEL) -rs -p no:cacheprovider -m "not slow or seeded" tests/engine tests/cache tests/serving $(ARGS) || failed=1; \
+	  else echo "skipped: no $$end" >&2; fi; done; exit $$failed
+
 # The satellite in C: build/flight/, and the daemon beside the environment's Python, where `--satellite c` looks for it.
 # One call of the compiler a core: a whole build takes seconds.
 flight: $(VENV)/.made ## the satellite in C, for --satellite c (needs cc; SANITIZE=1: with ASan and UBSan, in another folder)
@@ -226,5 +247,5 @@ docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) $(HF_ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.engine.families import build, known  # noqa: E402
 from tests.engine.generation import BLOCK, cake, manager  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
@@ -29,6 +30,7 @@ from skymemory.store.memory import MemoryStore  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
+Use = Callable[[KVCManager, Any, Any], None]
 PROMPT, LOADED = 20 * BLOCK + 5, 20 * BLOCK
 _RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 ANNOUNCED = pytest.mark.skipif(_RELEASE < (5, 17), reason="before 5.17 a cache serves one generate")
@@ -75,7 +77,7 @@ def begin_and_rest(kvc: KVCManager, ids: Any, cache: Any) -> None:
     kvc.model(ids[:, cache.begin() :], past_key_values=cache)
 
 
-def directly(name: str) -> Callable[[KVCManager, Any, Any], None]:
+def directly(name: str) -> Use:
     """A forward pass of the whole prompt, with the cache under this name."""
 
     def call(kvc: KVCManager, ids: Any, cache: Any) -> None:
@@ -88,9 +90,7 @@ def by_position(kvc: KVCManager, ids: Any, cache: Any) -> None:
     kvc.model(ids, torch.ones_like(ids), torch.arange(PROMPT)[None], cache, logits_to_keep=1)
 
 
-def generating(
-    prepare: Callable[[Any], Any] = lambda ids: ids, **options: Any
-) -> Callable[[KVCManager, Any, Any], None]:
+def generating(prepare: Callable[[Any], Any] = lambda ids: ids, **options: Any) -> Use:
     def call(kvc: KVCManager, ids: Any, cache: Any) -> None:
         if "assistant" in options:
             generate(kvc, ids, cache, assistant_model=build_small(seed=7))
@@ -187,7 +187,7 @@ def test_a_cache_that_is_dropped_before_use_is_counted_and_not_warned_of(
     kvc.get_cache_ids(ids)
     begun = kvc.get_cache_ids(ids)
     begun.begin()
-    copy.deepcopy(begun), pickle.loads(pickle.dumps(begun))
+    copy.deepcopy(begun), pickle.loads(pickle.dumps(begun))  # noqa: S301
     del begun
     assert counted(kvc) == (2 * LOADED, 0, {DROPPED: 2 * LOADED}) and not caplog.records
 
@@ -240,9 +240,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unguarded")
 def test_a_model_whose_hits_save_nothing_is_refused(document: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        UnsupportedModel, match=r"computed 24 of 24 tokens, though 16 were loaded; expected 8.*was tried"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"24 of 24 tokens, though 16 were loaded; expected 8.*was tried"):
         KVCManager(build_small(seed=8))
     (finding,) = examine(build_small(seed=8), train_tokenizer(1024), MemoryStore(), document).findings
     assert not finding.well and "a hit would save nothing" in finding.words
@@ -323,3 +321,62 @@ def test_a_batch_may_go_on_with_other_tokens_in_some_of_its_rows(kvc: KVCManager
         cache.batch_repeat_interleave(2)
         got = kvc.model(rows[:, held:], logits_to_keep=1, **cache_option(kvc.model, cache)).logits
         assert torch.allclose(got, kvc.model(rows, logits_to_keep=1).logits, atol=1e-5)
+
+
+# --- rows of different lengths ---
+
+
+def padded_rows(ids: Any, lengths: list[int], common: int) -> tuple[Any, Any]:
+    """Prompts of these lengths, padded on the left, which part behind ``common`` tokens."""
+    rows = [ids[0, :length].clone() for length in lengths]
+    for number, row in enumerate(rows):
+        row[common:] = (row[common:] + number) % 1000 + 3
+    width = max(lengths)
+    padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
+    return padded, mask
+
+
+@pytest.mark.parametrize(
+    ("lengths", "common", "used"),
+    [
+        ([PROMPT, PROMPT - 9], 200, 200),
+        ([PROMPT - 9, PROMPT], 325, 320),
+        ([PROMPT, PROMPT - 30, PROMPT - 1], 150, 150),
+        ([PROMPT, 3], 100, 100),
+        ([250, 100], 100, 100),
+    ],
+)
+@pytest.mark.parametrize("more", [0, 6])
+def test_rows_of_different_lengths_are_served_what_they_share(
+    kvc: KVCManager, ids: Any, lengths: list[int], common: int, used: int, more: int
+) -> None:
+    padded, mask = padded_rows(ids, lengths, common)
+    padded = torch.nn.functional.pad(padded, (more, 0))
+    mask = torch.nn.functional.pad(mask, (more, 0))
+    options = {"attention_mask": mask, "max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
+    plain = generate(kvc, padded, None, **options)
+    cache = kvc.get_cache_ids(ids)
+    with ComputedTokens(kvc.model) as computed:
+        got = generate(kvc, padded, cache, **options)
+    assert computed.passes[0] == max(lengths) - used and cache.result.used_tokens == used
+    assert torch.equal(got.sequences, plain.sequences)
+    assert torch.allclose(torch.stack(got.logits), torch.stack(plain.logits), atol=1e-4)
+    assert len(cache.tokens()) == 0, "its columns are other tokens in each row: none is stored"
+    beams = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 2}
+    assert torch.equal(generate(kvc, padded, kvc.get_cache_ids(ids), **beams), generate(kvc, padded, None, **beams))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Falcon-H1"])
+def test_with_windows_or_states_rows_of_different_lengths_are_computed_whole(name: str, ids: Any) -> None:
+    if not known(name):
+        pytest.skip("this transformers has no such family, or its states in another form")
+    model, prompt = build(name), ids[:, : 6 * BLOCK + 5]
+    padded, mask = padded_rows(prompt, [101, 92], 60)
+    with manager(model, None) as kvc:
+        kvc.add_blocks_ids(prompt)
+        cache = kvc.get_cache_ids(prompt)
+        with ComputedTokens(model) as computed:
+            got = generate(kvc, padded, cache, attention_mask=mask, max_new_tokens=8)
+        assert torch.equal(got, generate(kvc, padded, None, attention_mask=mask, max_new_tokens=8))
+        assert computed.passes[0] == 101 and "rows of different lengths" in cache.result.unused_tokens

@@ -196,6 +196,8 @@ class Guard:
         if not start:
             _check_begins(cache, given)
         call = self._read(start, given)
+        if not isinstance(call, str) and call.shifts and not cache.can_shift:
+            call = "rows of different lengths"
         usable, why = 0, ""
         if isinstance(call, str):
             why = call
@@ -223,6 +225,8 @@ class Guard:
             return given
         if call.rows > 1:
             cache.batch_repeat_interleave(call.rows)
+        if call.shifts:
+            cache.shift_rows(call.shifts)
         cache.padding = call.padding
         return _rest_of(given, call.padding + usable, call.padding)
 
@@ -293,25 +297,26 @@ class Guard:
             return "more asked for than its last logits"
         if other := next((name for name, value in given.items() if self._is_other_input(name, value)), ""):
             return f"other inputs ({other})"
-        width, padding, mask = int(ids.shape[1]), 0, given.get("attention_mask")
+        width, paddings, mask = int(ids.shape[1]), [0] * len(ids), given.get("attention_mask")
         if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != start + width:
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape != (len(ids), start + width):
                 return "an attention mask of its own"
-            padding = int((mask[0] != 0).int().argmax()) if not start else 0
-            if not bool(mask[:, padding:].all()) or bool(mask[:, :padding].any()):
-                return "rows of different lengths" if mask.shape[0] > 1 else "an attention mask of its own"
+            left = (mask != 0).int().argmax(dim=1) if not start else torch.zeros_like(mask[:, 0])
+            if not torch.equal(mask != 0, torch.arange(mask.shape[1], device=mask.device) >= left[:, None]):
+                return "an attention mask of its own"
+            paddings = left.tolist()
         positions = given.get("position_ids")
         if positions is None:
-            if padding:
+            if any(paddings):
                 return "padding and no positions"
-        elif positions.shape[-1] != width or not bool(
-            (positions[..., padding:] == torch.arange(start, start + width - padding, device=positions.device)).all()
-        ):
+        elif positions.shape[-1] != width or not _count_on(positions, start, paddings):
             return "positions of its own"
         places = given.get("cache_position")
         if places is not None and not bool((places == torch.arange(start, start + width, device=places.device)).all()):
             return "positions of its own"
-        return _Call(ids[:, padding:], padding, kept)
+        padding = min(paddings)
+        shifts = tuple(each - padding for each in paddings) if len(set(paddings)) > 1 else ()
+        return _Call(ids[:, padding:], padding, kept, shifts)
 
     def _asked(self, name: str, given: dict[str, Any]) -> bool:
         """Whether this call or the configuration requests an output for each token."""
@@ -378,10 +383,12 @@ class _Call:
     """Input tokens that continue a cache, with left ``padding``."""
 
     ids: torch.Tensor
-    """(rows, tokens), without the padding."""
+    """(rows, tokens), without the padding that all rows have."""
     padding: int
     kept: int
     """Number of last tokens that must be computed for their logits."""
+    shifts: tuple[int, ...] = ()
+    """More left padding of each row; empty if all rows are equally long."""
 
     @property
     def rows(self) -> int:
@@ -399,8 +406,11 @@ class _Call:
     def shared(self, loaded: Tokens) -> int:
         """Number of leading tokens equal to ``loaded`` in all rows."""
         length = min(len(loaded), self.tokens)
-        ids = self.ids[:, :length].cpu().numpy()
-        differing = np.flatnonzero((ids != loaded[:length]).any(axis=0))
+        differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
+        for row, shift in enumerate(self.shifts):
+            own = self.ids[row, shift:length].cpu().numpy()
+            differ[row, :shift], differ[row, shift:length] = False, own != loaded[: len(own)]
+        differing = np.flatnonzero(differ.any(axis=0))
         return int(differing[0]) if len(differing) else length
 
 
@@ -419,6 +429,13 @@ def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
     if positions.numel() == 1:  # a decoding step waits for this
         return bool(positions.item() == start)
     return bool((positions == torch.arange(start, end, device=positions.device)).all())
+
+
+def _count_on(positions: torch.Tensor, start: int, paddings: list[int]) -> bool:
+    """Whether each row counts from ``start`` on, behind its left padding."""
+    places = torch.arange(start, start + positions.shape[-1], device=positions.device)
+    left = torch.tensor(paddings, device=positions.device)[:, None]
+    return not bool(((positions != places - left) & (places - start >= left)).any())
 
 
 def _has_tensors(value: object) -> bool:

@@ -751,6 +751,24 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             repeat(layer, repeats)
         self.loaded = _NO_TOKENS
 
+    @property
+    def can_shift(self) -> bool:
+        """Whether ``shift_rows`` can move its rows: no recurrent states, and no windows, whose tokens may be lacking."""
+        return not self.states and all(group.presence is None for group in self.groups)
+
+    def shift_rows(self, shifts: Sequence[int]) -> None:
+        """Move each row's contents so many columns to the right, behind left padding that the caller's mask hides; as
+        many at its end are dropped. Its columns then belong to other tokens in each row, so that none is stored.
+        """
+        for layer in self._attention:
+            for name in ("keys", "values"):
+                held: torch.Tensor = getattr(layer, name)
+                moved = torch.zeros_like(held)
+                for row, shift in enumerate(shifts):
+                    moved[row, :, shift:] = held[row, :, : max(0, held.shape[2] - shift)]
+                setattr(layer, name, moved)
+        self._seen, self._seen_tokens, self._closed, self.loaded = [], 0, True, _NO_TOKENS
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
         self.loaded = _NO_TOKENS
