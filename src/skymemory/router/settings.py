@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from skymemory.addresses import host_and_port
 from skymemory.conductor.cost_fit import parse
 from skymemory.conductor.cost_model import PRESETS, CostModel
 from skymemory.config import (
@@ -70,18 +71,6 @@ def _one_of(words: tuple[str, ...], value: object) -> str:
     if value not in words:
         raise InvalidInput(f"{value!r}: expected one of {', '.join(words)}")
     return text(value)
-
-
-def host_and_port(listen: str) -> tuple[str, int]:
-    """Parts of ``127.0.0.1:8080``, ``[::1]:8080`` or ``:8080`` (which is 127.0.0.1)."""
-    host, colon, port = listen.rpartition(":")
-    try:
-        number = int(port)
-    except ValueError:
-        number = -1
-    if not colon or not 0 <= number < 65536:
-        raise InvalidInput(f"{listen!r} is not an address to listen at: expected one such as 127.0.0.1:8080")
-    return host.strip("[]") or "127.0.0.1", number
 
 
 def _check_origin(origin: str) -> None:
