@@ -80,6 +80,14 @@ def _is_ipv6(host: str) -> bool:
         return False
 
 
+def without_api_path(url: str) -> str:
+    """``url`` of a server without ``/v1`` and what follows it, which is added to each request."""
+    url = url.rstrip("/")
+    for ending in ("/chat/completions", "/completions", "/models", "/v1"):
+        url = url.removesuffix(ending).rstrip("/")
+    return url
+
+
 def host_and_port(listen: str) -> tuple[str, int]:
     """Parts of a TCP address in any form that ``ListenAddress.parse`` reads."""
     address = ListenAddress.parse(listen)
