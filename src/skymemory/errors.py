@@ -95,6 +95,49 @@ def os_reason(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
+def connection_reason(error: BaseException) -> str:
+    """Why a connection failed, in our words for the errors of sockets, TLS and HTTP clients."""
+    import socket
+    import ssl
+
+    # Clients wrap what the system said; the innermost is the cause.
+    cause: BaseException = error
+    while (inner := getattr(cause, "certificate_error", None) or getattr(cause, "os_error", None)) is not None:
+        cause = inner
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"TLS failed: its certificate is not accepted ({cause.verify_message or cause.reason})"
+    if isinstance(cause, ssl.SSLError):
+        plain = cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+        hint = "; it may speak plain HTTP: try http://" if plain else ""
+        return f"TLS failed: {(cause.reason or str(cause)).lower().replace('_', ' ')}{hint}"
+    if isinstance(cause, socket.gaierror):
+        return f"its name is not known ({os_reason(cause)})"
+    if isinstance(cause, ConnectionRefusedError):
+        return "connection refused: nothing listens there"
+    if isinstance(cause, ConnectionResetError | BrokenPipeError) or type(cause).__name__ == "ServerDisconnectedError":
+        return "connection closed by the other side before it answered"
+    if isinstance(cause, TimeoutError):
+        return "no answer in time"
+    return os_reason(cause) if isinstance(cause, OSError) else str(cause) or type(cause).__name__
+
+
+def no_room_reason(folder: object, error: OSError) -> str:
+    """Why a value could not be written in ``folder``, and what to do."""
+    what = {
+        errno.ENOSPC: "the disk is full: free some of it, or choose a smaller budget or another folder",
+        errno.EDQUOT: "this user's disk quota is used up: free some, or choose a smaller budget or another folder",
+        errno.EROFS: "the file system is read-only: mount it for writing, or choose another folder",
+        errno.EACCES: "this user may not write there: give it the right, or choose another folder",
+        errno.EPERM: "this user may not write there: give it the right, or choose another folder",
+        errno.EIO: "the disk fails (input/output error): look at the system's log, and choose another disk",
+        errno.ENOENT: "the folder is no longer there: make it again, or choose another folder",
+        errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "too many files are open in the system",
+        errno.EFBIG: "the file system takes no file of this size: choose another folder",
+    }.get(error.errno or 0) or os_reason(error)
+    return f"{folder}: {what}"
+
+
 def cannot_read(what: object, error: OSError) -> str:
     """The message where a file cannot be read; one wording for all verbs."""
     return f"cannot read {what}: {os_reason(error)}"

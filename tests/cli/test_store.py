@@ -18,7 +18,7 @@ from skymemory.cli.main import main
     ("words", "complaint"),
     [
         (["memory", "--listen", "tcp://0.0.0.0:0"], "needs --password-file, --tls-cert and --tls-key"),
-        (["memory", "--listen", "127.0.0.1:1"], "expected unix:///PATH or tcp://HOST:PORT"),
+        (["memory", "--listen", "127.0.0.1"], "or unix:PATH"),
         (["memory", "--connections", "0"], "expected 1 or more"),
         (["memory", "--largest", "2MiB", "--in-flight", "1MiB"], "at most --in-flight, 1048576 bytes"),
         (["memory", "--password-file", "/nowhere/file"], "cannot read /nowhere/file: No such file"),

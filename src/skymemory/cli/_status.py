@@ -210,7 +210,8 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             f"{format_size(report.total('memory_limit_bytes'))}; moved by hand: {moves[0]} slots, {moves[1]} planes"
         )
         if plan.delay_scale > 0:
-            print(f"link delays are off by up to {report.worst('delay_error_p99_us')} µs (p99 of the worst host)")
+            error_s = report.worst("delay_error_p99_us") / 1e6
+            print(f"link delays of the last minute: 99 % late by less than {format_duration(error_s)} (worst host)")
         for kind, its in (_links(report) or {}).items():
             rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
             print(f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting")

@@ -356,10 +356,19 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
     ports = [port for _, port in plan.addresses().values()]
     print(
         f"{plan.preset} is up: {torus.size} satellites in {_processes(hosts)} on ports {min(ports)} to "
-        f"{max(ports)}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
+        f"{max(ports)}, in {started.seconds:.2f} s; {_memory_words(plan, directory)}",
         flush=True,
     )
     return started
+
+
+def _memory_words(plan: ConstellationPlan, directory: RunDirectory) -> str:
+    """What its processes use now, and what their values may grow to."""
+    from skymemory.testbed.supervisor import inspect
+
+    used_bytes = sum(host.memory_bytes or 0 for host in inspect(directory))
+    now = f"{format_size(used_bytes)} of memory used now, " if used_bytes else ""
+    return f"{now}values may take up to {format_size(plan.memory_bytes)}"
 
 
 def _status(args: argparse.Namespace) -> int:

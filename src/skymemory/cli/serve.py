@@ -8,6 +8,7 @@ import shlex
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from skymemory.addresses import host_and_port
 from skymemory.cli._options import add_json, argument, check_serving_installed, duration, size
 from skymemory.errors import InvalidInput, MissingExtra
 
@@ -40,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--name", default="", metavar="NAME", help="name of the model in requests (default: its name or its folder's)")
     add(
         "--listen",
-        type=argument(_address),
+        type=argument(host_and_port),
         default=("127.0.0.1", 8000),
         metavar="HOST:PORT",
         help="address to listen on; port 0: any free (default: 127.0.0.1:8000)",
@@ -176,14 +177,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         run_engines(settings, args.engines, _say)
     return 0
-
-
-def _address(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:8000`` or ``[::1]:8000``."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidInput(f"{text!r}: expected HOST:PORT such as 127.0.0.1:8000, the port 0 to 65535")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _say(words: str) -> None:

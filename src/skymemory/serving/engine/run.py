@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
+from skymemory.addresses import format_address
 from skymemory.engine.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
 from skymemory.serving.engine.caches import PrefixCaches
@@ -200,7 +201,7 @@ async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettin
     try:
         await web.SockSite(runner, listener).start()
         host, port = runner.addresses[0][:2]
-        say(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        say(f"{engine.name} at http://{format_address(host, port)}/v1")
         blocks = engine.caches.capacity_blocks
         say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
         if settings.store:
