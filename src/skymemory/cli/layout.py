@@ -36,8 +36,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from skymemory.text import has_colour, width_of
     from skymemory.view.layout_map import render
-    from skymemory.view.text import has_colour, width_of
 
     shown = _shown(args)
     if args.out is not None:

@@ -23,8 +23,8 @@ from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
+from skymemory.text import Table, has_colour, wrapped
 from skymemory.units import format_size
-from skymemory.view.text import Table, has_colour, wrapped
 
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
 PROBE_TOKENS = 2 * STEP_TOKENS

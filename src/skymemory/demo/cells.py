@@ -25,9 +25,9 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
+from skymemory.text import Table, write
 from skymemory.transport.simulated import Node, SimulatedConstellation
 from skymemory.units import format_size
-from skymemory.view.text import Table, write
 
 HOP_S, RADIO_S = 0.001, 0.004
 READ_EVERY_S = 5.0

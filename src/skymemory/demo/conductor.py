@@ -31,8 +31,8 @@ from skymemory.sim.cluster.outcome import (
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source
+from skymemory.text import Table, wrapped, write
 from skymemory.view.drawing import drawing_path
-from skymemory.view.text import Table, wrapped, write
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
 PREFILL, DECODE = 8, 8

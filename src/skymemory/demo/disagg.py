@@ -36,7 +36,7 @@ from skymemory.demo.engines import (
 )
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.view.text import write
+from skymemory.text import write
 
 _NEW_TOKENS = 16
 _CHECKED = 3

@@ -32,9 +32,9 @@ from skymemory.testbed.flight import Choice, kinds_for
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Child, SignalGate, Started, end_children, revive, start_on_free_ports
+from skymemory.text import Table, flowed, has_colour, width_of, wrapped
 from skymemory.units import format_duration, format_size
 from skymemory.view.layout_map import LEGEND, OrbitFrame, render_frame
-from skymemory.view.text import Table, flowed, has_colour, width_of, wrapped
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Reader(threading.Thread):
         tally = self.tally
         return (
             f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
-            f"{tally.wrong} wrong, {tally.recomputed} computed again, p50 {format_duration(tally.percentile_s(50))}"
+            f"{tally.wrong} wrong, {tally.recomputed} recomputed, p50 {format_duration(tally.percentile_s(50))}"
         )
 
     def report(self) -> ReadReport:
@@ -209,11 +209,11 @@ class ReadReport:
     def cells(self) -> list[str]:
         """Its row of the report."""
         periods = (f"{right:,} of {reads:,}" for right, reads in (self.before, self.while_down, self.after))
-        again = f"{self.recomputed} values, {format_size(self.recomputed_bytes)}"
+        again = f"{self.recomputed} values"
         return [copies(self.copies), *periods, again, format_duration(self.p50_s), format_duration(self.p99_s)]
 
 
-_HEAD = ("reads right", "before", "while dead", "after", "computed again", "p50", "p99")
+_HEAD = ("right", "before", "while dead", "after", "recomputed", "p50", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +266,9 @@ class MotionReport:
             "in the end": f"{self.readable_at_end} of {self.values} values can be read, "
             f"{self.satellites_at_end} of {self.satellites} satellites answer",
             "reads": f"{self.wrong} wrong; values of {format_size(self.value_bytes)}; the longest miss took "
-            f"{format_duration(max(one.longest_miss_s for one in self.reads))}; {refused} times a value was computed "
-            "again and the sky could not take it yet",
+            f"{format_duration(max(one.longest_miss_s for one in self.reads))}; "
+            f"{format_size(sum(one.recomputed_bytes for one in self.reads))} recomputed; {refused} times a value was "
+            "computed again and the sky could not take it yet",
         }
         lines = [line for name, words in facts.items() for line in wrapped(f"{name:<12}{words}", width, 12)]
         return [*lines, "", *Table(_HEAD, [one.cells() for one in self.reads]).lines(width)]

@@ -31,7 +31,7 @@ from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
 from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
-from skymemory.view.text import Table, write
+from skymemory.text import Table, write
 
 # 1. Generate prompts of the workload, scaled to the small model; 2. start four engines and measure what they compute
 # together with nothing cached; 3. offer 85 % of that, so that queues form but do not grow without end; 4. for each

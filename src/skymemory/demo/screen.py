@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from skymemory.view.text import is_terminal, size_of, width_of, wrapped
+from skymemory.text import is_terminal, size_of, width_of, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -29,8 +29,8 @@ from skymemory.testbed.connect import store_of
 from skymemory.testbed.control import rotate
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.text import Table, write
 from skymemory.units import format_duration, format_size
-from skymemory.view.text import Table, write
 
 TAIL_TOKENS = 12
 """What a question adds to a cached context."""

@@ -21,7 +21,7 @@ from typing import Any
 from skymemory.demo.engines import constellation, our_package, random_model, say, store_daemon, vllm_server
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.view.text import Table, write
+from skymemory.text import Table, write
 
 _SAVED_S = 6.0
 """What was computed is on its way to the satellites behind the answers; vLLM kills its workers when it is stopped."""

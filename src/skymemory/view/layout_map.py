@@ -13,7 +13,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Moves, Placement, ServerHandover, server_moves
-from skymemory.view.text import flowed, wrapped
+from skymemory.text import flowed, wrapped
 
 WHOLE_MAP = 24
 """Planes and slots up to which the whole torus is shown; a larger one is cut to the box and some of its
