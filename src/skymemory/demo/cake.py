@@ -117,6 +117,7 @@ def run_cake(args: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_error()
     began_s = time.monotonic()
     bars = Bars(sys.stderr if args.json else sys.stdout, began_s, colour=not args.no_color)
+    bars.say("a model with random weights is built")
     try:
         runs = CakeRuns(args)
         rows, tokens = _rows(args, runs, bars, began_s)
@@ -137,6 +138,7 @@ def run_cake(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
+    bars.say("the model is built; its speed is measured, which decides how long the prompt is")
     runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
     # 1. Probe: how long a short prompt takes (the second time counts), which decides how long the shown one may be.
     # 2. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
@@ -154,10 +156,11 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) 
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
     rows: list[RateRow] = []
+    skipped: list[str] = []
     for ratio in RATIOS:
         at_most_s = compute_s * (1 + 1 / ratio + 1 / (1 + ratio)) if rows else 0
         if time.monotonic() + at_most_s > ends_s and rows:
-            bars.say(f"no time left for the link at {ratio:g} of that rate")
+            skipped.append(f"{ratio:g}")
             continue
         runs.learn(even * ratio)
         done = {}
@@ -170,6 +173,8 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) 
             if not rows:
                 bars.ended(done[word].seconds, done[word].met_at_token)
         rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))
+    if skipped:
+        bars.say(f"left out, for want of time: links of {', '.join(skipped)} times that rate")
     return sorted(rows, key=lambda row: row.bytes_per_s), tokens
 
 

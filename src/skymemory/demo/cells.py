@@ -168,7 +168,7 @@ def _delay_s(sender: Node, receiver: Node) -> float:
     return HOP_S if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId) else RADIO_S
 
 
-SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays where it was stored"))
+SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
 
 
