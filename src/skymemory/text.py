@@ -88,6 +88,13 @@ def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> 
     out.flush()
 
 
+def write_line(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
+    """Print ``words`` wrapped on a terminal, as one line elsewhere, for programs that read lines."""
+    out = sys.stdout if stream is None else stream
+    out.write("\n".join(wrapped(words, width_of(out), hanging) if out.isatty() else [words]) + "\n")
+    out.flush()
+
+
 # A table that is too wide is cut between its columns: below the first block comes the next, beginning with the same
 # key columns. So every row stays one line, and figures stay below each other. Only a column of words that is too wide
 # even then is wrapped within its cells.
@@ -111,7 +118,9 @@ class Table:
             if found:
                 found.append("")
             limits = self._limits(widths, block, room)
-            for row in (self.head, *self.rows):
+            # Below the first block, rows that have nothing in this one would be noise.
+            rows = [row for row in self.rows if not found or any(row[at] for at in block)]
+            for row in (self.head, *rows):
                 found += [f"{indent}{line}".rstrip() for line in self._row(row, block, limits)]
         return found
 

@@ -17,7 +17,7 @@ from skymemory.testbed.connect import tolerated_skew_s
 from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves, read_outages
 from skymemory.testbed.plan_file import load_plan
 from skymemory.testbed.supervisor import Demand, HostState, inspect
-from skymemory.text import Table, write
+from skymemory.text import Table, write_line
 from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         print(json.dumps(_as_object(report), indent=2))
         return
     plan = report.plan
-    write(
+    write_line(
         f"{plan.preset}: {plan.planes} planes x {plan.slots_per_plane} slots = {plan.torus.size} satellites; "
         f"{'up to ' if plan.by_size else ''}{plan.servers} servers by {plan.strategy}; access {plan.access}; "
         f"delay {_delay_text(plan.delay_scale)}"
@@ -207,30 +207,32 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
     Table(("host", "planes", "ports", "process", "in", "memory", "answering"), rows, left=range(5)).print()
     if any(report.answers.values()):
         moves = pushed_moves(report.answers.values())
-        write(
+        write_line(
             f"holding {report.total('chunks_held')} chunks, {format_size(report.total('memory_used_bytes'))} of "
             f"{format_size(report.total('memory_limit_bytes'))}; moved by hand: {moves[0]} slots, {moves[1]} planes"
         )
         if plan.delay_scale > 0:
-            write(f"link delays are off by up to {report.worst('delay_error_p99_us')} µs (p99 of the worst host)")
+            write_line(f"link delays are off by up to {report.worst('delay_error_p99_us')} µs (p99 of the worst host)")
         for kind, its in (_links(report) or {}).items():
             rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
-            write(f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting")
+            write_line(
+                f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting"
+            )
         if full := report.total("pools_full"):
-            write(f"fixed pools of satellites were full {full} times; each time something was refused or put off")
+            write_line(f"fixed pools of satellites were full {full} times; each time something was refused or put off")
         if plan.faults.any:
-            write(f"faults injected: {report.per_host('faults_injected')}")
+            write_line(f"faults injected: {report.per_host('faults_injected')}")
     if report.index is not None:
         standing, values = report.index
-        write(
+        write_line(
             f"index of this computer: {values} values"
             + ("" if standing.complete else "; incomplete: keys that it lacks are looked up at the satellites")
             + (f": {standing.values_adopted} values found there so far" if standing.values_adopted else "")
         )
     if older := report.of_older_releases:
-        write(f"{older} satellites run an older release than this program; operations that they lack are not used")
+        write_line(f"{older} satellites run an older release than this program; operations that they lack are not used")
     if report.wrong_clocks:
-        write(
+        write_line(
             f"WARNING: clocks of {len(report.wrong_clocks)} satellites differ from this computer's by up to "
             f"{report.worst('clock_off_us') / 1e6:.3g} s; at time scale {plan.time_scale:g} at most "
             f"{tolerated_skew_s(plan):.3g} s is tolerated: synchronise the clocks of the hosts (NTP)"
@@ -244,7 +246,7 @@ def print_rotation(report: Rotation, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**dataclasses.asdict(report), "complete": report.complete}, indent=2))
         return
-    write(
+    write_line(
         f"moved from {report.moves_before} to {report.moves_after} (slots, planes): {report.acknowledged} of "
         f"{report.satellites} satellites acknowledged, {report.chunks_migrated} chunks handed over in "
         f"{format_duration(report.seconds)}" + ("" if report.settled else "; more are in flight")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, argument
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.text import Table, write
+from skymemory.text import Table, write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -173,7 +173,7 @@ def _passes(args: argparse.Namespace) -> int:
             )
         )
     elif found.passes:
-        write(f"{asked}, {args.hours:g} h from {_utc(start_unix_s)}")
+        write_line(f"{asked}, {args.hours:g} h from {_utc(start_unix_s)}")
         _print_passes(found, sky)
         _print_missing(left_out, skipped)
     if not found.passes:
@@ -245,9 +245,9 @@ def _span(seconds: float) -> str:
 
 def _print_missing(left_out: dict[str, str], skipped: tuple[str, ...]) -> None:
     for why, count in Counter(left_out.values()).most_common():
-        write(f"left out      {count}: {why}")
+        write_line(f"left out      {count}: {why}")
     if skipped:
-        write(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
+        write_line(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
 
 
 def _shells(args: argparse.Namespace) -> int:
@@ -294,7 +294,7 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
         head = ("shell", "inclination", "altitude", "planes", "slots", "filled", "gaps", "empty planes", "nodes")
         Table((*head, "after 1 day", "7 days"), rows, left=(8,)).print()
     for why, count in Counter(one.why for one in found.left_out).most_common():
-        write(f"left out      {count} {_MEANING[why]}", hanging=14)
+        write_line(f"left out      {count} {_MEANING[why]}", hanging=14)
     _print_missing({}, file.skipped)
 
 

@@ -111,7 +111,7 @@ def _print(result: Reproduction) -> None:
         [one.what, _value(one, one.paper), _value(one, one.ours), one.deviation, _remark(one)]
         for one in result.headlines
     ]
-    Table(("", "paper", "ours", "deviation", ""), rows, left=(0, 4)).print(indent="  ")
+    Table(("", "paper", "ours", "deviation", "remark"), rows, left=(0, 4)).print(indent="  ")
 
 
 def _value(headline: Headline, value: float) -> str:

@@ -86,7 +86,7 @@ def as_text(experiment: Experiment, width: int) -> list[str]:
     ]
     return [
         *(part for line in lines for part in wrapped(line, width, 2)),
-        *Table(("", "published", "ours", "", ""), values, left=(0, 3, 4)).lines(width, "  "),
+        *Table(("", "published", "ours", "", "why"), values, left=(0, 3, 4)).lines(width, "  "),
         "",
         *table(experiment.header, experiment.rows).lines(width, "  "),
     ]
