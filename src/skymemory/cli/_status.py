@@ -219,7 +219,7 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
                 f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting"
             )
         if full := report.total("pools_full"):
-            write_line(f"fixed pools of satellites were full {full} times; each time something was refused or put off")
+            write_line(f"fixed pools of satellites were full {full} times; each time a value was refused or put off")
         if plan.faults.any:
             write_line(f"faults injected: {report.per_host('faults_injected')}")
     if report.index is not None:

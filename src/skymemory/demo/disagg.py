@@ -275,5 +275,6 @@ def _print(requests: int, same: bool, burst: dict[str, float]) -> None:
     write(
         f"Burst of {burst['requests']:.0f}: {burst['admitted']:.0f} admitted, {burst['kept']:.0f} of them with their "
         f"first token within {burst['promise_s']:.2f} s; {burst['refused']:.0f} refused at once (429, Retry-After), "
-        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} prompts."
+        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} "
+        f"prompt{'s' * (burst['prefills'] != 1)}."
     )
