@@ -82,12 +82,12 @@ class Activity:
 
     processor_s: float
     read_bytes: int
-    log_bytes: int
+    log: str
     runnable: bool
 
 
-def activity(pid: int, log_bytes: int) -> Activity:
-    """Sums over the session that ``pid`` leads, or over ``pid`` alone if it leads none."""
+def activity(pid: int, log: str) -> Activity:
+    """Sums over the session that ``pid`` leads, or over ``pid`` alone if it leads none; ``log``: what it printed."""
     processor_s, read_bytes, runnable = 0.0, 0, False
     for number in _session(pid):
         try:
@@ -101,7 +101,7 @@ def activity(pid: int, log_bytes: int) -> Activity:
             read_bytes += int(io["rchar"]) + int(io["read_bytes"])
         except (OSError, ValueError, IndexError, KeyError):
             continue
-    return Activity(processor_s, read_bytes, log_bytes, runnable)
+    return Activity(processor_s, read_bytes, log, runnable)
 
 
 def _session(pid: int) -> list[int]:
@@ -134,14 +134,14 @@ class StartWait:
         idle_s: float = IDLE_S,
         most_s: float = MOST_S,
     ) -> None:
-        """``what``: it in words. ``log``: reads what it has printed so far; called every half second."""
+        """``what``: it in words. ``log``: reads what it printed, or the end of that; called every half second."""
         self._what = what
         self._pid = pid
         self._log = log
         self._idle_s = idle_s
         self._most_s = most_s
         self._began_s = self._progress_s = self._look_s = time.monotonic()
-        self._seen = activity(pid, len(log()))
+        self._seen = activity(pid, log())
         self._did = "nothing"
 
     @property
@@ -154,20 +154,28 @@ class StartWait:
         lines = self._log().strip().splitlines()
         return lines[-1].strip() if lines else ""
 
-    def check(self) -> None:
-        """Raises SkyMemoryError when the wait is over: it names the limit, what was last seen, and what to do."""
+    def is_over(self) -> bool:
+        """Whether one of the limits has passed."""
         now_s = time.monotonic()
         if now_s - self._look_s >= _LOOK_S:
             self._look(now_s)
+        return now_s - self._progress_s >= self._idle_s or now_s - self._began_s >= self._most_s
+
+    def check(self) -> None:
+        """Raises ``error`` when the wait is over."""
+        if self.is_over():
+            raise self.error()
+
+    def error(self) -> SkyMemoryError:
+        """The error of a wait that is over: it names the limit, what was last seen, and what to do."""
+        now_s = time.monotonic()
         idle_s = now_s - self._progress_s
-        if idle_s < self._idle_s and now_s - self._began_s < self._most_s:
-            return
         limit = (
             f"no progress for {idle_s:.0f} s (limit {self._idle_s:g} s)"
             if idle_s >= self._idle_s
             else f"not ready after {now_s - self._began_s:.0f} s (limit {self._most_s:g} s), though it made progress"
         )
-        raise SkyMemoryError(
+        return SkyMemoryError(
             f"{self._what} did not start: {limit}; last seen: {self._did} {idle_s:.0f} s ago; {self._printed()}; "
             "look for what it waits for, such as a lock, a network or memory, or end what keeps this computer busy"
         )
@@ -184,10 +192,10 @@ class StartWait:
 
     def _look(self, now_s: float) -> None:
         passed_s, before = now_s - self._look_s, self._seen
-        self._look_s, self._seen = now_s, activity(self._pid, len(self._log()))
+        self._look_s, self._seen = now_s, activity(self._pid, self._log())
         seen = self._seen
         did = ""
-        if seen.log_bytes != before.log_bytes:
+        if seen.log != before.log:
             did = "it printed"
         elif seen.processor_s - before.processor_s >= SHARE * passed_s:
             did = "it used a processor"
