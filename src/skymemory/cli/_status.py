@@ -15,8 +15,9 @@ from skymemory.protocol.messages import OURS, Capabilities
 from skymemory.store.sky.shared_index import inspect_journal
 from skymemory.testbed.connect import tolerated_skew_s
 from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves, read_outages
+from skymemory.testbed.liveness import Demand
 from skymemory.testbed.plan_file import load_plan
-from skymemory.testbed.supervisor import Demand, HostState, inspect
+from skymemory.testbed.supervisor import HostState, inspect
 from skymemory.text import Table, write_line
 from skymemory.units import format_duration, format_size
 

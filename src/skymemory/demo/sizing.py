@@ -16,7 +16,7 @@ from skymemory.engine.inputs import SMALL_MODEL_FOLDER, is_model_name
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
 """Limits of the whole demo, from its first line to its last."""
-PLANNED_SHARE = 0.75
+PLANNED_SHARE = 0.85
 """Share of the promised time that a run may be estimated to take: others may begin to use the computer meanwhile."""
 PROBED_TOKENS = 512
 """Tokens that ``Speeds.prefill_s`` is about."""
@@ -156,11 +156,13 @@ def seconds(speeds: Speeds, size: Size) -> float:
 
 
 # Seconds of plain Python and small tensors on the reference computer, times ``slowdown``.
-_IDENTITY_S = 3.0
-_STORE_S, _READ_S, _ROTATE_S = 0.25, 0.25, 1.0
+_IDENTITY_S, _MANAGER_S = 0.8, 0.3
+_STORE_S, _READ_S, _ROTATE_S = 0.06, 0.12, 0.4
+_EXAMINED = 7
+"""Short passes by which a cache examines its model."""
 _TOKEN_S = 0.003
 """Of one generated token, beside its layers."""
-_CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 1.2e-8, "hqq8": 2.5e-8}
+_CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 
 def parts(speeds: Speeds, size: Size) -> list[Part]:
@@ -185,6 +187,7 @@ def parts(speeds: Speeds, size: Size) -> list[Part]:
     for at, codec in enumerate(CODECS):
         coded_s = stored * _CODEC_S_PER_NUMBER[codec] * slow
         found += [
+            Part(f"{codec}: manager", _MANAGER_S * slow + _EXAMINED * token_s, "manager"),
             Part(f"{codec}: first token", prefill_s(size.tokens), "prefill"),
             Part(f"{codec}: other tokens", later_s, "decode"),
             Part(f"{codec}: storing", _STORE_S * slow + coded_s, "storing"),
@@ -217,11 +220,11 @@ def reasons(speeds: Speeds, size: Size, *, quick: bool, promised_s: float) -> li
     ):
         whole_s = min(seconds(speeds, replace(first, dtype=dtype)) for dtype in DTYPES)
         fitting = any(fits(speeds, replace(first, dtype=dtype)) for dtype in DTYPES)
+        asked = f"{_layers(first.shape.layers)}, {first.tokens} tokens of prompt and {first.new_tokens} generated"
         why.append(
-            f"not {_layers(first.shape.layers)}, {first.tokens} and {first.new_tokens} tokens, which would take "
-            f"{whole_s:.0f} s of {promised_s:.0f}"
+            f"{asked} would take {whole_s:.0f} s more, of {promised_s:.0f} s in all"
             if fitting
-            else f"not {_layers(first.shape.layers)}, whose weights do not fit into {speeds.free_bytes / 1e9:.1f} GB"
+            else f"{asked} need {first.needed_bytes / 1e9:.1f} GB of memory; {speeds.free_bytes / 1e9:.1f} GB are free"
         )
     return [*lines, *why]
 

@@ -188,9 +188,10 @@ class Table3:
             with _store(self._plan, self._directory) as store:
                 try:
                     # Blocks of one context may be in any codec; a salt each keeps the three runs apart.
-                    manager = KVCManager(
-                        model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
-                    )
+                    with self._run.part(f"{codec}: the model is examined", f"{codec}: manager"):
+                        manager = KVCManager(
+                            model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
+                        )
                 except CodecUnavailable as error:
                     self._run.estimate.skip(f"{codec}: ")
                     self._say(f"{codec}: left out, {error}")
