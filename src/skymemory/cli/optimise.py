@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._options import add_json, add_links, fraction, size
-from skymemory.text import Table, write
+from skymemory.text import Table, width_of, write
 from skymemory.units import format_size
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         servers=args.servers,
         report=_progress,
     )
+    _progress("")
     if args.csv is not None:
         rows = [{"parameter": name, **one.row()} for name, curve in found.curves.items() for one in curve]
         save_csv(args.csv, list(rows[0]), [list(row.values()) for row in rows])
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _progress(line: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="" if line else "\r", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _as_json(found: Optimum, preset: str) -> dict[str, object]:

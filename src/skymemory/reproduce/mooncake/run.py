@@ -17,7 +17,7 @@ from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, chosen
 from skymemory.reproduce.mooncake.figures import draw, write_mooncake_csv
 from skymemory.sim.workload import Source
-from skymemory.text import Table, width_of, wrapped
+from skymemory.text import Table, width_of, wrapped, write_line
 from skymemory.view.drawing import PRINT_DPI, save
 
 
@@ -27,10 +27,10 @@ def run_mooncake(args: argparse.Namespace) -> int:
     names = chosen(args.fig or [])
     source = Source(args.trace, args.seed, args.quick)
     if args.trace is None:
-        print(
+        write_line(
             "skymemory: no --trace FILE: requests come from the seeded generator, which has the statistics of"
             " Mooncake's conversation trace, not its requests",
-            file=sys.stderr,
+            sys.stderr,
         )
     # Each experiment is printed when it is done: all of them take long.
     results: list[Experiment] = []
