@@ -96,3 +96,12 @@ def test_a_pipe_has_lines_of_a_fixed_width(text: str, monkeypatch: pytest.Monkey
     write(text, out)
     assert width_of(out) == PIPED_WIDTH and not is_terminal(out)
     assert max(map(len, out.getvalue().split("\n"))) <= PIPED_WIDTH
+
+
+def test_characters_that_an_encoding_lacks_are_measured_as_they_will_be_shown() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
+    Table(["a", "Δ"], [["b", "→ 1"]]).print(out)
+    write("→ " * 40, out)
+    lines = raw.getvalue().decode("ascii").splitlines()
+    assert lines[:2] == ["a    \\u0394", "b  \\u2192 1"] and max(map(len, lines)) <= PIPED_WIDTH

@@ -81,17 +81,30 @@ def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
     return found
 
 
+def shown(text: str, stream: TextIO) -> str:
+    """``text`` as the stream will show it: characters that its encoding lacks in the form that its error handler gives,
+    which may be wider.
+    """
+    encoding, errors = getattr(stream, "encoding", None), getattr(stream, "errors", None)
+    if not encoding or text.isascii():
+        return text
+    try:
+        return text.encode(encoding, errors or "strict").decode(encoding)
+    except (LookupError, UnicodeError):
+        return text
+
+
 def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
     """Print ``words``, wrapped for the stream (default: standard output)."""
     out = sys.stdout if stream is None else stream
-    out.write("\n".join(wrapped(words, width_of(out), hanging)) + "\n")
+    out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging)) + "\n")
     out.flush()
 
 
 def write_line(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
     """Print ``words`` wrapped on a terminal, as one line elsewhere, for programs that read lines."""
     out = sys.stdout if stream is None else stream
-    out.write("\n".join(wrapped(words, width_of(out), hanging) if out.isatty() else [words]) + "\n")
+    out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging) if out.isatty() else [words]) + "\n")
     out.flush()
 
 
@@ -127,7 +140,9 @@ class Table:
     def print(self, stream: TextIO | None = None, indent: str = "") -> None:
         """Write it to the stream (default: standard output), as wide as that is."""
         out = sys.stdout if stream is None else stream
-        out.write("\n".join(self.lines(width_of(out), indent)) + "\n")
+        rows = [[shown(cell, out) for cell in row] for row in (self.head, *self.rows)]
+        table = Table(rows[0], rows[1:], self.left, self.keys)
+        out.write("\n".join(table.lines(width_of(out), indent)) + "\n")
         out.flush()
 
     def _blocks(self, widths: Sequence[int], room: int) -> list[list[int]]:
