@@ -11,6 +11,7 @@ from skymemory.cli._options import add_json
 from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import read_text
+from skymemory.text import write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -102,7 +103,7 @@ def _printed(args: argparse.Namespace, result: Examination) -> int:
         print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))
     else:
         for one in result.findings:
-            print(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}")
+            write_line(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}", hanging=7)
     return 0 if result.well else 1
 
 

@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from skymemory.engine.inputs import MODEL_NAMES, check_model_folder, is_model_name, shipped_document, small_model_folder
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
+from skymemory.progress import Report, ignore
 
 TINYLLAMA_SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -62,9 +63,16 @@ _WEIGHT_STD = 0.02
 _PIECE = 1 << 22  # numbers converted at a time: stays in the processor's cache
 
 
-def build_tinyllama(seed: int = 0, *, dtype: str = "bfloat16") -> LlamaForCausalLM:
-    """TinyLlama-1.1B's shape with random weights: 2.2 GB in 16 bit, a few seconds."""
-    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 8192}, seed, dtype=dtype)
+def build_tinyllama(
+    seed: int = 0,
+    *,
+    dtype: str = "bfloat16",
+    layers: int = TINYLLAMA_SHAPE["num_hidden_layers"],
+    report: Report = ignore,
+) -> LlamaForCausalLM:
+    """TinyLlama-1.1B's shape with random weights, or only ``layers`` of it: 2.2 GB in 16 bit, a few seconds."""
+    shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 8192}
+    return build_llama(shape, seed, dtype=dtype, report=report)
 
 
 def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:
@@ -74,7 +82,12 @@ def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024
 
 
 def build_llama(
-    shape: dict[str, Any], seed: int = 0, *, dtype: str = "float32", weight_std: float = _WEIGHT_STD
+    shape: dict[str, Any],
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    weight_std: float = _WEIGHT_STD,
+    report: Report = ignore,
 ) -> LlamaForCausalLM:
     """A Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; the same seed, the same weights.
 
@@ -89,12 +102,15 @@ def build_llama(
     model = model.to(TORCH_DTYPES[dtype]).to_empty(device="cpu")
     model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its tables are computed, not weights
     generator = torch.Generator().manual_seed(seed)
+    drawn, total = 0, sum(parameter.numel() for parameter in model.parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 _randomise(parameter.view(-1), weight_std, generator)
+            drawn += parameter.numel()
+            report(drawn / total, f"{drawn / 1e6:,.0f} of {total / 1e6:,.0f} million weights")
     # Random weights end a sentence at random: let every run have the length it asked for.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -135,10 +151,11 @@ class ReadyModel:
     words: str
 
 
-def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> ReadyModel:
+def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
     """The model called ``name``, or the one saved in the folder of this name.
 
-    ``seed``: of random weights, otherwise unused. Raises InvalidInput where there is neither.
+    ``seed``: of random weights, otherwise unused; ``report`` is told how many of them are drawn. Raises InvalidInput
+    where there is neither.
     """
     if not is_model_name(name):
         return ReadyModel(load_model(name, dtype=dtype), load_tokenizer(name), name)
@@ -150,15 +167,19 @@ def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> ReadyMo
         tokenizer = train_tokenizer(1024)
         words = "a small model (random weights)"
         return ReadyModel(build_small(seed, dtype=dtype, vocab_size=len(tokenizer)), tokenizer, words)
-    tokenizer = train_tokenizer(4096)
     if name == "tinyllama-random":
-        words = "a model of TinyLlama-1.1B's shape (random weights)"
-        return ReadyModel(build_tinyllama(seed, dtype=dtype), tokenizer, words)
+        return ready_tinyllama(TINYLLAMA_SHAPE["num_hidden_layers"], seed=seed, dtype=dtype, report=report)
     if name == "tinyllama-6-random":
-        shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6}
-        words = "a model of TinyLlama-1.1B's shape but 6 of its 22 layers (random weights)"
-        return ReadyModel(build_llama(shape, seed, dtype=dtype), tokenizer, words)
+        return ready_tinyllama(6, seed=seed, dtype=dtype, report=report)
     raise InvalidInput(f"no model is called {name!r}: choose one of {', '.join(MODEL_NAMES)}")
+
+
+def ready_tinyllama(layers: int, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
+    """A model of TinyLlama-1.1B's shape with ``layers`` of its layers, of random weights."""
+    most = TINYLLAMA_SHAPE["num_hidden_layers"]
+    words = f"a model of TinyLlama-1.1B's shape{f' but {layers} of its {most} layers' if layers != most else ''}"
+    model = build_tinyllama(seed, dtype=dtype, layers=layers, report=report)
+    return ReadyModel(model, train_tokenizer(4096), f"{words} (random weights)")
 
 
 # A tokenizer without a download: byte-level BPE trained on the text the package ships, or one from a path.
