@@ -214,7 +214,9 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         )
         if plan.delay_scale > 0:
             error_s = report.worst("delay_error_p99_us") / 1e6
-            write_line(f"link delays of the last minute: 99 % late by less than {format_duration(error_s)} (worst host)")
+            write_line(
+                f"link delays of the last minute: 99 % late by less than {format_duration(error_s)} (worst host)"
+            )
         for kind, its in (_links(report) or {}).items():
             rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
             write_line(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skymemory.demo.estimate import Part
-from skymemory.engine.inputs import SMALL_MODEL_FOLDER, is_model_name
+from skymemory.engine.inputs import is_model_name, small_model_folder
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
 """Limits of the whole demo, from its first line to its last."""
@@ -62,7 +62,7 @@ def shape_of(model: str) -> Shape:
     if is_model_name(model) and model != "small":
         named = {"small-random": SMALL_RANDOM, "tinyllama-6-random": replace(PAPER, layers=6)}
         return named.get(model, PAPER)
-    folder = SMALL_MODEL_FOLDER if model == "small" else Path(model)
+    folder = small_model_folder() if model == "small" else Path(model)
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
