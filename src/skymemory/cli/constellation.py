@@ -19,7 +19,7 @@ from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.files import MAX_TABLE_BYTES, read_text, read_toml, write_private
 from skymemory.text import write_line
-from skymemory.units import format_size, parse_delay
+from skymemory.units import format_size, parse_delay, parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -268,7 +268,7 @@ def _base_port(text: str) -> int | None:
         return None
     if not text.isdecimal():
         raise InvalidInput(f"{text!r} is not a port: expected a number such as 26000, or auto")
-    return int(text)
+    return parse_whole(text)
 
 
 def _place(text: str) -> tuple[float, float]:
@@ -285,7 +285,7 @@ def _satellite(text: str) -> SatelliteId:
     found = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
     if found is None:
         raise InvalidInput(f"{text!r}: expected a satellite as PLANE,SLOT, such as 2,9")
-    return SatelliteId(int(found[1]), int(found[2]))
+    return SatelliteId(parse_whole(found[1]), parse_whole(found[2]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -502,7 +502,7 @@ def _write_plan(args: argparse.Namespace) -> int:
         ip, colon, port = text.rpartition(":")
         if not colon or not port.isdecimal():
             raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
-        addresses.append((ip, int(port)))
+        addresses.append((ip, parse_whole(port)))
     plan = _plan_of(args, remote_hosts(_preset_of(args), addresses))
     _check_plan(plan, args.insecure)
     save_plan(plan, args.out)

@@ -26,6 +26,7 @@ from skymemory.cli._options import (
 from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import read_text
+from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
     import aiohttp
@@ -155,12 +156,12 @@ def _range(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     if not first.isdecimal() or not last.isdecimal():
         raise InvalidInput(f"{text!r}: expected two lengths, such as 64-4096")
-    return int(first), int(last)
+    return parse_whole(first), parse_whole(last)
 
 
 def _shares(text: str) -> tuple[float, ...]:
     try:
-        return tuple(sorted({float(one) for one in text.split(",")}))
+        return tuple(sorted({parse_number(one) for one in text.split(",")}))
     except ValueError:
         raise InvalidInput(f"{text!r}: expected shares such as 0,0.5,0.9") from None
 
@@ -168,7 +169,7 @@ def _shares(text: str) -> tuple[float, ...]:
 def _wholes(text: str) -> tuple[int, ...]:
     if not all(one.isdecimal() for one in text.split(",")):
         raise InvalidInput(f"{text!r}: expected whole numbers such as 64,256,1024")
-    return tuple(sorted({int(one) for one in text.split(",")}))
+    return tuple(sorted({parse_whole(one) for one in text.split(",")}))
 
 
 @dataclass

@@ -183,8 +183,8 @@ def _pin(args: argparse.Namespace, store: Store) -> int:
     ttl_s = 0.0 if args.off else args.ttl
     if not values.pin(args.key, ttl_s):
         raise SkyMemoryError(
-            f"{quoted(args.key)} is not pinned: a satellite with chunks of it does not answer, lacks them, or has half of "
-            "its memory pinned; unpin other values with --off, or start the satellites with more memory"
+            f"{quoted(args.key)} is not pinned: a satellite with chunks of it does not answer, lacks them, or has half "
+            "of its memory pinned; unpin other values with --off, or start the satellites with more memory"
         )
     facts: dict[str, object] = {"key": args.key, "pinned": not args.off, "ttl_s": ttl_s}
     text = f"{args.key} may be evicted again" if args.off else f"pinned {args.key} for {format_duration(args.ttl)}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory.addresses import format_address, host_and_port
 from skymemory.cli._options import check_router_installed, duration, size
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.units import parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -474,7 +475,7 @@ def _option(text: str) -> tuple[str, object]:
         raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
     if value in ("true", "false"):
         return name, value == "true"
-    for read in (int, float):
+    for read in (parse_whole, float):
         try:
             return name, read(value)
         except ValueError:

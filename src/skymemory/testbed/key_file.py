@@ -72,13 +72,17 @@ def read_keys(path: Path) -> KeyRing:
                 )
             if status.st_size > MAX_FILE_BYTES:
                 raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes; expected a key file")
-            text = decode_text(file.read(MAX_FILE_BYTES))
+            data = file.read(MAX_FILE_BYTES)
     except FileNotFoundError:
         raise InvalidInput(
             f"no key file {path}: copy the constellation's, or make one with `skymemory keys new`"
         ) from None
     except OSError as error:
         raise InvalidInput(f"cannot read the keys in {path}: {error.strerror}") from error
+    try:
+        text = decode_text(data)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from None  # the cause would show the file's bytes
     return from_json(text, str(path))
 
 
