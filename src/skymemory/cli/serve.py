@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, argument, check_serving_installed, duration, size
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.progress import Progress
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -149,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to {most}")
     check_model(args.model)
     check_serving_installed()
-    from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
+    progress = Progress(sys.stderr)
+    with progress.wait("torch and transformers are loaded"):
+        from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
 
     host, port = args.listen
     settings = EngineSettings(
@@ -172,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         wait_s=args.wait,
     )
     if args.engines == 1:
-        run_engine(settings, _say)
+        run_engine(settings, _say, progress=progress)
     else:
         run_engines(settings, args.engines, _say)
     return 0
