@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, check_router_installed, check_serving_installed, duration
 from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
+from skymemory.text import Table
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -396,16 +397,14 @@ def _ask_roles(state: ClusterState) -> None:
 
 
 def _print_table(state: ClusterState) -> None:
-    rows = [("name", "role", "engine", "state", "pid", "restarts", "address", "")]
+    head = ("name", "role", "engine", "state", "pid", "restarts", "address", "")
+    rows = []
     for one in state.services:
         pid = "" if one.pid is None else str(one.pid)
         last = f"last: {one.last_end}" if one.last_end else ""
         role = one.role or one.kind
         rows.append((one.name, role, one.engine, one.state, pid, str(one.restarts), one.address, last))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    sys.stdout.flush()
+    Table(head, rows, left=(0, 1, 2, 3, 6, 7)).print()
 
 
 def _logs(directory: Path, name: str, lines: int) -> int:

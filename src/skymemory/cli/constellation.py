@@ -18,6 +18,7 @@ from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, ar
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml, write_private
+from skymemory.text import write_line
 from skymemory.units import format_size, parse_delay
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ def _up(args: argparse.Namespace) -> int:
     directory = _directory(args)
     if not args.foreground:
         _start(args, directory, None)
-        print("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
+        write_line("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
         return 0
     with SignalGate() as gate:
         started = _start(args, directory, gate)
@@ -354,10 +355,9 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
         started = start(directory, plan_at(args.base_port), **how)
     plan = started.plan
     ports = [port for _, port in plan.addresses().values()]
-    print(
+    write_line(
         f"{plan.preset} is up: {torus.size} satellites in {_processes(hosts)} on ports {min(ports)} to "
-        f"{max(ports)}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
-        flush=True,
+        f"{max(ports)}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s"
     )
     return started
 

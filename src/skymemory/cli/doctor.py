@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory.cli._options import add_json
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import read_bounded
+from skymemory.text import write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -101,7 +102,7 @@ def _printed(args: argparse.Namespace, result: Examination) -> int:
         print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))
     else:
         for one in result.findings:
-            print(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}")
+            write_line(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}", hanging=7)
     return 0 if result.well else 1
 
 

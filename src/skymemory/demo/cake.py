@@ -6,7 +6,6 @@ import argparse
 import copy
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
+from skymemory.text import Table, has_colour, wrapped
 from skymemory.units import format_size
 
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
@@ -117,6 +117,7 @@ def run_cake(args: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_error()
     began_s = time.monotonic()
     bars = Bars(sys.stderr if args.json else sys.stdout, began_s, colour=not args.no_color)
+    bars.say("a model with random weights is built")
     try:
         runs = CakeRuns(args)
         rows, tokens = _rows(args, runs, bars, began_s)
@@ -129,13 +130,15 @@ def run_cake(args: argparse.Namespace) -> int:
             json.dumps({"tokens": tokens, "share": args.share, "sound": sound, "rows": [asdict(row) for row in rows]})
         )
     else:
-        print("\n".join(_table(rows, tokens)))
+        print()
+        _table(rows, tokens).print()
         words = "every way the same next token" if same else "the ways DIFFER in their next token"
         print(f"\n{words}; {time.monotonic() - began_s:.0f} s")
     return 0 if sound else 1
 
 
 def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
+    bars.say("the model is built; its speed is measured, which decides how long the prompt is")
     runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
     # 1. Probe: how long a short prompt takes (the second time counts), which decides how long the shown one may be.
     # 2. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
@@ -153,10 +156,11 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) 
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
     rows: list[RateRow] = []
+    skipped: list[str] = []
     for ratio in RATIOS:
         at_most_s = compute_s * (1 + 1 / ratio + 1 / (1 + ratio)) if rows else 0
         if time.monotonic() + at_most_s > ends_s and rows:
-            bars.say(f"no time left for the link at {ratio:g} of that rate")
+            skipped.append(f"{ratio:g}")
             continue
         runs.learn(even * ratio)
         done = {}
@@ -169,26 +173,29 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) 
             if not rows:
                 bars.ended(done[word].seconds, done[word].met_at_token)
         rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))
+    if skipped:
+        bars.say(f"left out, for want of time: links of {', '.join(skipped)} times that rate")
     return sorted(rows, key=lambda row: row.bytes_per_s), tokens
 
 
-def _table(rows: list[RateRow], tokens: int) -> list[str]:
+_HEAD = ("MB/s", "compute", "load", "both", "of the better", "met at", "computed | loaded")
+_TABLE_BAR = 16
+
+
+def _table(rows: list[RateRow], tokens: int) -> Table:
     """The rates, and how much of the better side's time both take."""
-    lines = [
-        "",
-        f"{'MB/s':>8}{'compute':>10}{'load':>10}{'both':>10}{'of the better':>16}{'met at':>9}  computed | loaded",
-    ]
+    cells = []
     for row in rows:
         met = f"{row.both.met_at_token:,}" if row.both.met_at_token is not None else "-"
+        times = (f"{way.seconds:.2f} s" for way in (row.compute, row.load, row.both))
         share = row.both.computed_tokens / max(1, tokens)
-        lines.append(
-            f"{row.bytes_per_s / 1e6:>8.1f}{row.compute.seconds:>8.2f} s{row.load.seconds:>8.2f} s"
-            f"{row.both.seconds:>8.2f} s{row.of_better:>16.2f}{met:>9}  {bar(math.floor(share * 24 + 0.5), 24)}"
-        )
-    return lines
+        drawn = bar(math.floor(share * _TABLE_BAR + 0.5), _TABLE_BAR)
+        cells.append([f"{row.bytes_per_s / 1e6:.1f}", *times, f"{row.of_better:.2f}", met, drawn])
+    return Table(_HEAD, cells, left=(6,))
 
 
-WIDTH = 56
+MOST_WIDTH, _BESIDE = 56, 34
+"""Columns of a bar, and those that its name and words take beside it."""
 COMPUTED, LOADED, NOTHING = "█", "▒", "·"
 _COLOURS = {COMPUTED: "\x1b[38;5;215m", LOADED: "\x1b[38;5;75m", NOTHING: "\x1b[2m"}
 _PLAIN = "\x1b[0m"
@@ -205,8 +212,8 @@ class Bars:
     """Three bars that fill, drawn in place on a terminal and printed as lines elsewhere. Thread-safe."""
 
     def __init__(self, stream: TextIO, began_s: float, *, colour: bool) -> None:
-        self._screen = Screen(stream, WIDTH + 24, began_s, line_every_s=float("inf"))
-        self._colour = colour and self._screen.live and "NO_COLOR" not in os.environ
+        self._screen = Screen(stream, began_s, line_every_s=float("inf"))
+        self._colour = colour and self._screen.live and has_colour(stream)
         self._lock = threading.Lock()
         self._title = ""
         self._chunks: dict[str, list[str]] = {}
@@ -253,23 +260,31 @@ class Bars:
             self._words[self._way] = f"{seconds:.2f} s{met}"
             self._draw()
             if not self._screen.live:
-                self._screen.say(f"{self._way:<8}{self._bar(self._way)} {self._words[self._way]}")
+                self._screen.say(f"{self._way:<8}{self._bar(self._way, MOST_WIDTH)} {self._words[self._way]}")
 
     def _draw(self) -> None:
         self._drawn_s = time.monotonic()
         if self._screen.live:
-            lines = []
-            for way in _WAYS:
-                words = self._words.get(way, "")
-                if way == self._way and not words:
-                    words = f"{self._drawn_s - self._began_s:.2f} s"
-                lines.append(f"  {way:<8}{self._bar(way)} {words}")
-            legend = f"  {self._paint(COMPUTED)} computed  {self._paint(LOADED)} loaded"
-            self._screen.show([*lines, legend], [])
+            self._screen.show(self._frame)
 
-    def _bar(self, way: str) -> str:
+    # Called by the screen's thread, too, without the lock: it only reads.
+    def _frame(self, width: int) -> list[str]:
+        lines = []
+        for way in _WAYS:
+            words = self._words.get(way, "")
+            if way == self._way and not words:
+                words = f"{time.monotonic() - self._began_s:.2f} s"
+            lines.append(f"{way:<8}{self._bar(way, min(MOST_WIDTH, width - _BESIDE))} {words}")
+        return [
+            *wrapped(self._title, width),
+            "",
+            *lines,
+            f"{self._paint(COMPUTED)} computed  {self._paint(LOADED)} loaded",
+        ]
+
+    def _bar(self, way: str, width: int) -> str:
         chunks = self._chunks.get(way) or [NOTHING]
-        columns = [chunks[at * len(chunks) // WIDTH] for at in range(WIDTH)]
+        columns = [chunks[at * len(chunks) // width] for at in range(width)]
         return "".join(self._paint(one) for one in columns)
 
     def _paint(self, one: str) -> str:

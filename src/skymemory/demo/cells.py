@@ -25,6 +25,7 @@ from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
+from skymemory.text import Table, write
 from skymemory.transport.simulated import Node, SimulatedConstellation
 from skymemory.units import format_size
 
@@ -167,7 +168,7 @@ def _delay_s(sender: Node, receiver: Node) -> float:
     return HOP_S if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId) else RADIO_S
 
 
-SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays where it was stored"))
+SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
 
 
@@ -177,11 +178,11 @@ def run_cells(args: argparse.Namespace) -> int:
     value = random.Random(args.seed).randbytes(town.value_bytes)
     out = sys.stderr if args.json else sys.stdout
     minutes, kilometres = path[-1].time_s / 60, path[-1].time_s * args.speed_kmh / 3600
-    print(
+    write(
         f"{town.grid.rows} x {town.grid.columns} base stations {town.cell_m:g} m apart, 1 ms from one to the next and "
         f"4 ms to the user; {format_size(town.value_bytes)} on {town.servers} of them, read every 5 s\n"
         f"a drive of {kilometres:.1f} km in {minutes:.0f} minutes of virtual time",
-        file=out,
+        out,
     )
     reports = []
     for strategy, words in SCHEMES:
@@ -191,7 +192,7 @@ def run_cells(args: argparse.Namespace) -> int:
             nonlocal said_s
             if time_s >= said_s + SAY_EVERY_S:
                 said_s = time_s
-                print(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", file=out, flush=True)
+                write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", out, 11)
 
         reports.append(run_drive(town, path, strategy, value, passed))
     if args.json:
@@ -207,20 +208,28 @@ def run_cells(args: argparse.Namespace) -> int:
         }
         print(json.dumps(facts))
     else:
-        print("\n".join(_table(reports)))
+        _print(reports)
     return int(any(report.wrong or report.hits < report.reads for report in reports))
 
 
-def _table(reports: list[DriveReport]) -> list[str]:
-    lines = ["", f"{'the cache':<26}{'hits':>12}{'median':>10}{'p99':>10}{'worst':>10}{'farthest':>10}{'moved':>12}"]
-    for (_, words), report in zip(SCHEMES, reports, strict=True):
-        lines.append(
-            f"{words:<26}{f'{report.hits} of {report.reads}':>12}{f'{report.median_ms:.1f} ms':>10}"
-            f"{f'{report.p99_ms:.1f} ms':>10}{f'{report.worst_ms:.1f} ms':>10}{f'{report.farthest_hops} hops':>10}"
-            f"{format_size(report.moved_bytes):>12}"
-        )
+def _print(reports: list[DriveReport]) -> None:
+    head = ("the cache", "hits", "median", "p99", "worst", "farthest", "moved")
+    rows = [
+        [
+            words,
+            f"{report.hits} of {report.reads}",
+            *(f"{milliseconds:.1f} ms" for milliseconds in (report.median_ms, report.p99_ms, report.worst_ms)),
+            f"{report.farthest_hops} hops",
+            format_size(report.moved_bytes),
+        ]
+        for (_, words), report in zip(SCHEMES, reports, strict=True)
+    ]
+    print()
+    Table(head, rows).print()
     first = reports[0]
     share = f", {first.moved_bytes / first.least_bytes:.3f} of the least possible" if first.least_bytes else ""
-    lines += ["", f"{first.crossings} borders crossed, {format_size(first.moved_bytes)} handed over{share}; "]
-    lines[-1] += f"{sum(report.wrong for report in reports)} wrong"
-    return lines
+    print()
+    write(
+        f"{first.crossings} borders crossed, {format_size(first.moved_bytes)} handed over{share}; "
+        f"{sum(report.wrong for report in reports)} wrong"
+    )

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -36,6 +36,7 @@ from skymemory.demo.engines import (
 )
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.text import write
 
 _NEW_TOKENS = 16
 _CHECKED = 3
@@ -142,7 +143,7 @@ def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -
     """The rows, which are printed as they come; and whether those that were checked have the words of one engine."""
     rows, same = list[Row](), True
     _asked(url, "The first request takes longer. " * 40)
-    print(_HEAD, file=live, flush=True)
+    print(_line(_HEAD), file=live, flush=True)
     for number, prompt in enumerate(_prompts(count)):
         before = _figures(prefill), _figures(decode)
         answer = _asked(url, prompt)
@@ -150,7 +151,7 @@ def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -
             raise SkyMemoryError(f"request {number + 1} was answered {answer.status}: {answer.text[:200]}")
         row = _row(prompt, answer, before, _settled(prefill, decode, before))
         rows.append(row)
-        print(_line(number + 1, row), file=live, flush=True)
+        print(_line(_cells(number + 1, row)), file=live, flush=True)
         if number < _CHECKED:
             same = same and _asked(prefill, prompt).text == answer.text
     return rows, same
@@ -254,24 +255,26 @@ def _figures(url: str) -> _Figures:
     return found
 
 
-_HEAD = (
-    f"{'':>3}  {'prompt tokens':>13}  {'prefill computed':>16}  {'moved':>6}  {'decode computed':>15}"
-    f"  {'first token':>11}  {'between':>8}"
-)
+# Each row is printed when its request is answered, so widths are fixed: those of the largest numbers.
+_HEAD = ("request", "tokens", "prefilled", "moved", "decode computed", "first token", "between")
 
 
-def _line(number: int, row: Row) -> str:
-    return (
-        f"{number:>3}  {row.tokens:>13}  {row.prefilled:>16}  {row.moved:>6}  {row.decode_computed:>15}"
-        f"  {row.ttft_s * 1e3:>8.0f} ms  {row.tbt_s * 1e3:>5.0f} ms"
-    )
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, _HEAD, strict=True))
+
+
+def _cells(number: int, row: Row) -> list[str]:
+    counts = (number, row.tokens, row.prefilled, row.moved, row.decode_computed)
+    return [*map(str, counts), f"{row.ttft_s * 1e3:.0f} ms", f"{row.tbt_s * 1e3:.0f} ms"]
 
 
 def _print(requests: int, same: bool, burst: dict[str, float]) -> None:
     words = "the same words as one engine alone" if same else "OTHER WORDS than one engine alone"
-    print(f"\nThe first {min(_CHECKED, requests)} answers have {words}.")
-    print(
+    print()
+    write(f"The first {min(_CHECKED, requests)} answers have {words}.")
+    write(
         f"Burst of {burst['requests']:.0f}: {burst['admitted']:.0f} admitted, {burst['kept']:.0f} of them with their "
-        f"first token within {burst['promise_s']:.2f} s; {burst['refused']:.0f} refused at once (429, Retry-After),\n"
-        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} prompts."
+        f"first token within {burst['promise_s']:.2f} s; {burst['refused']:.0f} refused at once (429, Retry-After), "
+        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} "
+        f"prompt{'s' * (burst['prefills'] != 1)}."
     )

@@ -31,6 +31,7 @@ from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
 from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
+from skymemory.text import Table, write
 
 # 1. Generate prompts of the workload, scaled to the small model; 2. start four engines and measure what they compute
 # together with nothing cached; 3. offer 85 % of that, so that queues form but do not grow without end; 4. for each
@@ -202,7 +203,7 @@ class Stage:
                 counters = await metrics(self.client, url)
                 row.served[at] = int(counters.get("vllm:time_to_first_token_seconds_count", 0)) - before[at]
                 row.loads[at] = int(counters["vllm:num_requests_waiting"] + counters["vllm:num_requests_running"])
-            self.screen.show(frame(self.rows, row), [] if self.screen.live else figures(row))
+            self.screen.show(frame(self.rows, row).lines, () if self.screen.live else figures(row))
             await asyncio.sleep(WATCH_S)
 
 
@@ -230,7 +231,7 @@ async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], see
 def run_route(args: argparse.Namespace) -> int:
     """Run the demo; exit code 0 if every request got one complete answer under every strategy."""
     began_s = time.monotonic()
-    screen = Screen(sys.stderr if args.json else sys.stdout, WIDTH, began_s)
+    screen = Screen(sys.stderr if args.json else sys.stdout, began_s)
     try:
         stage, loads = asyncio.run(_until_interrupted(_demonstrate(args, screen)))
     except asyncio.CancelledError:
@@ -242,9 +243,11 @@ def run_route(args: argparse.Namespace) -> int:
         print(json.dumps(_report(args, stage, loads, sound), indent=1))
     else:
         if not screen.live:  # there it stands already
-            print("\n" + "\n".join(final(stage.rows)))
+            print()
+            final(stage.rows).print()
         words = "every request was answered" if sound else "FAILED: requests were not answered"
-        print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
+        print()
+        write(f"{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
     for row in stage.rows:
         for error in sorted({error for one in row.answers if (error := error_of(one))}):
             print(f"{row.strategy}: {error}", file=sys.stderr)
@@ -284,9 +287,9 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
                 words_of = router_words(row.strategy, folder)
                 await stage.run(row, words_of, load, load.tokens / (OFFERED * speed))
                 if not screen.live:
-                    screen.say(row.line())
+                    screen.say("; ".join(figures(row)))
         if screen.live:
-            screen.show(final(stage.rows), [])
+            screen.show(final(stage.rows).lines)
         return stage, loads
 
 
@@ -318,8 +321,9 @@ async def _until_interrupted(work: Any) -> Any:
     return await task
 
 
-_HEAD = f"{'strategy':<14}{'answered':>10}{'TTFT mean':>11}{'p90':>9}{'p99':>9}{'hits':>7}   requests by server"
-WIDTH = 100
+_HEAD = ("strategy", "answered", "TTFT mean", "p90", "p99", "hits", "by server")
+_WORDS = (0, 6, 7)
+"""Columns that are not numbers."""
 
 
 @dataclass(slots=True)
@@ -356,15 +360,12 @@ class Row:
     def percentile_s(self, percent: float) -> float:
         return percentile(self._times(), percent)
 
-    def line(self) -> str:
-        figures = "".join(
-            f"{_seconds(value):>{width}}"
-            for value, width in ((self.mean_s, 11), (self.percentile_s(90), 9), (self.percentile_s(99), 9))
-        )
+    def cells(self) -> list[str]:
+        """Its row of the table."""
+        times = (self.mean_s, self.percentile_s(90), self.percentile_s(99))
         hits = f"{self.hits:.0%}" if self.answers else "-"
-        return (
-            f"{self.strategy:<14}{f'{len(self.answers)}/{self.requests}':>10}{figures}{hits:>7}   {_each(self.served)}"
-        )
+        answered = f"{len(self.answers)}/{self.requests}"
+        return [self.strategy, answered, *map(_seconds, times), hits, _each(self.served)]
 
     def as_object(self) -> dict[str, object]:
         return {
@@ -385,16 +386,15 @@ class Row:
         return sorted(one.ttft_s for one in self.answers if not error_of(one))
 
 
-def frame(rows: Sequence[Row], current: Row | None) -> list[str]:
-    """All strategies in their order; with the one that runs, the load at each engine."""
-    lines = [row.line() if row.answers or row is current else row.strategy for row in rows]
-    return [
-        _HEAD,
-        *(
-            line + (f"   now {_bars(row.loads)}" if row is current else "")
-            for row, line in zip(rows, lines, strict=True)
-        ),
-    ]
+def frame(rows: Sequence[Row], current: Row | None) -> Table:
+    """All strategies in their order; with the current one, the load at each engine now."""
+    cells = []
+    for row in rows:
+        begun = bool(row.answers) or row is current
+        cells.append(
+            [*(row.cells() if begun else [row.strategy, *[""] * 6]), _bars(row.loads) if row is current else ""]
+        )
+    return Table((*_HEAD, "now    "), cells, _WORDS)
 
 
 def figures(row: Row) -> list[str]:
@@ -407,9 +407,9 @@ def figures(row: Row) -> list[str]:
     ]
 
 
-def final(rows: Sequence[Row]) -> list[str]:
+def final(rows: Sequence[Row]) -> Table:
     """The table, best mean first."""
-    return [_HEAD, *(row.line() for row in sorted(rows, key=lambda row: row.mean_s))]
+    return Table(_HEAD, [row.cells() for row in sorted(rows, key=lambda row: row.mean_s)], _WORDS)
 
 
 def _seconds(value: float) -> str:
@@ -417,7 +417,7 @@ def _seconds(value: float) -> str:
 
 
 def _each(counts: Sequence[int]) -> str:
-    return " ".join(f"{count:>3}" for count in counts)
+    return " ".join(f"{count:>2}" for count in counts)
 
 
 def _bars(loads: Sequence[int]) -> str:

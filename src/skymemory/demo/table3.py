@@ -35,6 +35,7 @@ from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Started, end_children, start_on_free_ports
+from skymemory.text import write
 from skymemory.units import format_duration, format_size
 
 _END_S = 1.0
@@ -130,10 +131,12 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
     else:
         print_table_3(rows, words)
         verdict = "done" if sound else "FAILED: see above"
-        print(f"\n{verdict}; the constellation is down again; {run.took()}. Try next:")
-        print("  skymemory constellation up && skymemory kv put README.md && skymemory kv get README.md -o copy.md")
-        print("  skymemory demo --tokens 2048          a longer context: the cache wins by more")
-        print("  skymemory layout --rotations 1        where the chunks are, and where they go")
+        print()
+        write(f"{verdict}; the constellation is down again; {run.took()}. Try next:")
+        print("  skymemory constellation up")
+        print("  skymemory kv put README.md && skymemory kv get README.md -o copy.md")
+        print("  skymemory demo --tokens 2048     a longer context: the cache wins by more")
+        print("  skymemory layout --rotations 1   where the chunks are, and where they go")
     return 0 if sound else 1
 
 

@@ -32,6 +32,7 @@ from skymemory.testbed.connect import store_of
 from skymemory.testbed.control import rotate
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.text import Table, write
 from skymemory.units import format_duration, format_size
 
 TAIL_TOKENS = 12
@@ -314,31 +315,45 @@ def _common(plain: list[int], sky: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
 
 
+_COLUMNS = ("quantization", "TTFT without", "with", "", "total without", "with", "")
+_MORE = ("block", "chunks", "sats", "resent", "rms error", "|Δlogit|", "same")
+
+
 def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
-    """The paper's table 3 on this machine; ``caption``: what was run, and why."""
+    """The paper's table 3 on this machine, in blocks if the terminal is narrow; ``caption``: what was run, and why."""
     if not rows:
         return
-    print("\nTable 3, here (seconds): " + "\n".join(caption))
-    print(
-        f"{'quantization':<16}{'TTFT no KVC':>12}{'TTFT KVC':>10}{'':>7}{'all no KVC':>12}{'all KVC':>9}{'':>7}"
-        f"{'block':>10}{'chunks':>8}{'sats':>6}{'resent':>8}{'rms error':>11}{'|Δlogit|':>10}{'same':>7}"
+    print()
+    write("\n".join(("Table 3, here, in seconds without and with the cache", *caption)))
+    print()
+    Table((*_COLUMNS, *_MORE), [cells for row in rows for cells in _cells(row)]).print()
+    print()
+    write("TTFT: to the first new token; total: to the last.")
+    write("rms error: of the codec on a block's keys and values, read back.")
+    write(
+        "|Δlogit|: largest difference at the first new token from computing everything at once (in bfloat16 the split "
+        "of the prefill alone changes rounding); same: leading tokens equal to those without the cache.",
     )
-    for row in rows:
-        print(
-            f"{_NAMES[row.codec]:<16}{row.plain_ttft_s:>12.2f}{row.sky_ttft_s:>10.2f}"
-            f"{_change(row.plain_ttft_s, row.sky_ttft_s):>7}{row.plain_total_s:>12.2f}{row.sky_total_s:>9.2f}"
-            f"{_change(row.plain_total_s, row.sky_total_s):>7}{format_size(row.block_bytes):>10}"
-            f"{row.chunks_per_block:>8}{row.satellites:>6}{row.retransmitted:>8}{row.rms_error:>11.4f}{row.logit_distance:>10.3f}"
-            f"{f'{row.same_tokens}/{row.new_tokens}':>7}"
-        )
-        if row.codec in _PAPER:
-            without, with_cache = _PAPER[row.codec]
-            print(f"{'  the paper':<16}{'':>29}{without:>12.1f}{with_cache:>9.1f}{_change(without, with_cache):>7}")
-    print(
-        "rms error: of the codec on a block's keys and values, read back.\n"
-        "|Δlogit|: largest difference at the first new token from computing everything at once (in bfloat16 the split\n"
-        "of the prefill alone changes rounding); same: leading tokens equal to those without the cache."
-    )
+
+
+def _cells(row: Row) -> Iterator[list[str]]:
+    """The row, and the paper's below it."""
+    times = []
+    for before_s, after_s in ((row.plain_ttft_s, row.sky_ttft_s), (row.plain_total_s, row.sky_total_s)):
+        times += [f"{before_s:.2f}", f"{after_s:.2f}", _change(before_s, after_s)]
+    yield [
+        _NAMES[row.codec],
+        *times,
+        format_size(row.block_bytes),
+        *(str(count) for count in (row.chunks_per_block, row.satellites, row.retransmitted)),
+        f"{row.rms_error:.4f}",
+        f"{row.logit_distance:.3f}",
+        f"{row.same_tokens}/{row.new_tokens}",
+    ]
+    if row.codec in _PAPER:
+        without, with_cache = _PAPER[row.codec]
+        paper = [f"{without:.1f}", f"{with_cache:.1f}", _change(without, with_cache)]
+        yield ["  the paper", "", "", "", *paper, *[""] * len(_MORE)]
 
 
 def _change(before_s: float, after_s: float) -> str:

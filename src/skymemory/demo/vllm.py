@@ -21,6 +21,7 @@ from typing import Any
 from skymemory.demo.engines import constellation, our_package, random_model, say, store_daemon, vllm_server
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.text import Table, write
 
 _SAVED_S = 6.0
 """What was computed is on its way to the satellites behind the answers; vLLM kills its workers when it is stopped."""
@@ -60,13 +61,20 @@ def run_vllm(args: argparse.Namespace) -> int:
 
 
 def _print(answers: list[list[dict[str, Any]]]) -> None:
-    print(f"\n{'server':8}{'question':32}{'prompt tokens':>14}{'from the cache':>16}{'first token':>14}")
-    for name, rows in zip(("first", "second"), answers, strict=True):
-        for question, row in zip(_QUESTIONS, rows, strict=True):
-            print(
-                f"{name:8}{question:32}{row['prompt_tokens']:14}{row['cached_tokens']:16}{row['ttft_s'] * 1e3:11.0f} ms"
-            )
-    print("\nThe second server's first answer begins with what the first one stored in the sky.")
+    rows = [
+        [
+            name,
+            question,
+            *(str(row[kind]) for kind in ("prompt_tokens", "cached_tokens")),
+            f"{row['ttft_s'] * 1e3:.0f} ms",
+        ]
+        for name, given in zip(("first", "second"), answers, strict=True)
+        for question, row in zip(_QUESTIONS, given, strict=True)
+    ]
+    print()
+    Table(("server", "question", "tokens", "from cache", "first token"), rows, left=(0, 1)).print()
+    print()
+    write("The second server's first answer begins with what the first one stored in the sky.")
 
 
 def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
