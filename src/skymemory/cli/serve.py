@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from skymemory.addresses import host_and_port
 from skymemory.cli._options import add_json, argument, check_serving_installed, duration, size
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.progress import Progress
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -150,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to {most}")
     check_model(args.model)
     check_serving_installed()
-    from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
+    progress = Progress(sys.stderr)
+    with progress.wait("torch and transformers are loaded"):
+        from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
 
     host, port = args.listen
     settings = EngineSettings(
@@ -173,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         wait_s=args.wait,
     )
     if args.engines == 1:
-        run_engine(settings, _say)
+        run_engine(settings, _say, progress=progress)
     else:
         run_engines(settings, args.engines, _say)
     return 0

@@ -6,6 +6,9 @@ and the small trained one, which is a package of its own.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from skymemory.engine.inputs import MODEL_NAMES, check_model_folder, is_model_na
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
 from skymemory.progress import Report, ignore
+from skymemory.units import format_size
 
 TINYLLAMA_SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -117,13 +121,55 @@ def build_llama(
     return model.eval()
 
 
-def load_model(path: str | Path, *, dtype: str = "bfloat16") -> PreTrainedModel:
+def load_model(path: str | Path, *, dtype: str = "bfloat16", report: Report = ignore) -> PreTrainedModel:
     """A causal language model saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
     check_model_folder(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(str(path), dtype=TORCH_DTYPES[dtype], local_files_only=True).eval()
+        with _loading_reported(Path(path), report):
+            return AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=TORCH_DTYPES[dtype], local_files_only=True
+            ).eval()
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(f"the model in {str(path)!r} cannot be loaded: {error}") from error
+
+
+_LOOK_S = 0.5
+
+
+@contextmanager
+def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
+    """Reports how much this process' memory has grown in the block, as a share of the weights' files in ``folder``.
+
+    transformers tells nobody how far it is. Memory that is a mapped file's and memory that is a copy are not added.
+    """
+    total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
+    before, ended = _resident_bytes(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            grown = max(now - then for now, then in zip(_resident_bytes(), before, strict=True))
+            report(min(0.99, grown / total), f"{format_size(min(grown, total))} of {format_size(total)} of weights")
+
+    thread = threading.Thread(target=look, name="loading", daemon=True)
+    if total and any(before):
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Memory of this process that is its own, and that is mapped from files; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return 0, 0
+    found = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
+    own, mapped = (int(found[name].split()[0]) * 1024 if name in found else 0 for name in ("RssAnon", "RssFile"))
+    return own, mapped
 
 
 def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) -> None:
@@ -154,11 +200,11 @@ class ReadyModel:
 def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
     """The model called ``name``, or the one saved in the folder of this name.
 
-    ``seed``: of random weights, otherwise unused; ``report`` is told how many of them are drawn. Raises InvalidInput
+    ``seed``: of random weights, otherwise unused; ``report`` is told how many are drawn or loaded. Raises InvalidInput
     where there is neither.
     """
     if not is_model_name(name):
-        return ReadyModel(load_model(name, dtype=dtype), load_tokenizer(name), name)
+        return ReadyModel(load_model(name, dtype=dtype, report=report), load_tokenizer(name), name)
     if name == "small":
         words = "the small trained model (6.5 M parameters)"
         folder = small_model_folder()
