@@ -28,7 +28,7 @@ from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, trailer_of
 
 def connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(20)
+    sock.settimeout(60)
     sock.connect(path)
     return sock
 
