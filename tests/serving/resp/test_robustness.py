@@ -83,7 +83,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
                 for at, byte in enumerate(head + bytes(size - 1)):
                     sock.sendall(bytes([byte]))
                     time.sleep(0.02)
-                    assert at < 500, "it may go on for ever"
+                    assert at < 500, "it may go on forever"
         until(lambda: commands.budget.used_bytes == 0)
 
 
