@@ -183,7 +183,8 @@ def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
 _ENDS = {
     "computes": "until = time.monotonic() + 1.5\nwhile time.monotonic() < until: pass\n"
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\ntime.sleep(60)",
-    "is stopped": "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "is stopped": "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    "time.sleep(60)",
     "hangs": "time.sleep(60)",
     "spins": "while True: pass",
 }

@@ -68,7 +68,7 @@ def test_after_a_suspend_the_moves_that_were_missed_are_made_at_once() -> None:
         try:
             host._clock = UnixClock(lambda: awake_s + asleep_s, lambda: asleep_s)
             asleep_s = 180.0
-            # One beat finds out and sets the timers anew; those that are due ring before the next one.
+            # One beat finds out and sets the timers again; those that are due ring before the next one.
             for _ in range(2):
                 beat = host._beat
                 async with asyncio.timeout(60):

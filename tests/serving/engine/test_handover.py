@@ -56,7 +56,7 @@ class Wayward(MemoryStore):
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
         if self.held:
-            self.pass_on.acquire(timeout=10)
+            self.pass_on.acquire(timeout=120)
         if self.lost:
             return [False] * len(items)
         if self.damages:
@@ -151,7 +151,7 @@ def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(
         return pair.decode.metric("skymemory:store_fetched_blocks_total") - before
 
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(pair.decode.complete, ids, 12, **decode(sky_wait_ms=20_000))
+        answer = pool.submit(pair.decode.complete, ids, 12, **decode(sky_wait_ms=120_000))
         pair.decode.until(lambda: pair.decode.metric("vllm:num_requests_waiting") == 1)
         other = pair.decode.complete(some_ids(40, seed=3), 4)  # is not held up by the one that waits
         assert other["usage"]["completion_tokens"] == 4

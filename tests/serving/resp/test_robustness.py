@@ -28,7 +28,7 @@ from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, trailer_of
 
 def connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(20)
+    sock.settimeout(60)
     sock.connect(path)
     return sock
 
@@ -83,7 +83,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
                 for at, byte in enumerate(head + bytes(size - 1)):
                     sock.sendall(bytes([byte]))
                     time.sleep(0.02)
-                    assert at < 500, "it may go on for ever"
+                    assert at < 500, "it may go on forever"
         until(lambda: commands.budget.used_bytes == 0)
 
 
