@@ -753,7 +753,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def can_shift(self) -> bool:
-        """Whether ``shift_rows`` can move its rows: no recurrent states, and no windows, whose tokens may be lacking."""
+        """Whether ``shift_rows`` can move its rows: neither recurrent states nor windows, whose tokens may lack."""
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
