@@ -40,7 +40,7 @@ DISK = {
 
 @pytest.mark.parametrize("kind", ["disk://{folder}?budget=1MiB", "tiers:?tier=memory://64KiB&tier=disk://{folder}"])
 @pytest.mark.parametrize("fault", DISK)
-def test_a_disk_that_takes_nothing_is_told_apart(
+def test_a_disk_that_takes_nothing_is_distinguished(
     fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     value, folder = tmp_path / "value", tmp_path / "values"
@@ -201,7 +201,7 @@ def test_the_path_of_the_api_may_stand_in_a_servers_address(more: str, tmp_path:
         assert settings.backends[0].url == url
 
 
-def test_a_connection_that_failed_is_told_in_our_words() -> None:
+def test_a_connection_that_failed_is_described_in_our_words() -> None:
     import aiohttp
     from aiohttp.client_reqrep import ConnectionKey
 
