@@ -325,6 +325,8 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
                     screen.say("; ".join(figures(row)))
         if screen.live:
             screen.show(final(stage.rows).lines)
+        with progress.wait("the engines end") if not screen.live else contextlib.nullcontext():
+            await stack.aclose()
         return stage, loads, estimate_s
 
 
