@@ -57,7 +57,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 setup: $(VENV)/.installed-dev ## everything installed in .venv, for demo, tests and checks
 
-demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 minutes (ARGS=--quick: 45 s)
+demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 minutes (ARGS=--quick: one)
 	@$(BIN)/skymemory demo $(ARGS)
 
 demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane dies and returns, reads go on (40 s)

@@ -607,6 +607,20 @@ def _motion() -> str:
     )
 
 
+def _demo_times() -> str:
+    return columns(
+        "demo_times",
+        ("demo", _text("demo")),
+        ("condition", _text("condition")),
+        ("estimate", lambda row: f"{row['estimate_s']:.0f} s"),
+        ("took", lambda row: f"{row['seconds']:.0f} s"),
+        ("of it", lambda row: f"{row['seconds'] / row['estimate_s']:.2f}"),
+        ("first line", lambda row: f"{row['first_line_s']:.1f} s"),
+        ("longest silence", lambda row: f"{row['longest_silence_s']:.1f} s"),
+        ("linear, float32 / bfloat16", lambda row: f"{row['float32_ms']:.0f} / {row['bfloat16_ms']:.0f} ms"),
+    )
+
+
 def _prediction() -> str:
     def megabytes(link: str, *kinds: str) -> Callable[[Row], str]:
         return lambda row: f"{sum(row[link].get(kind, 0) for kind in kinds or row[link]) / 1e6:,.1f}"
@@ -811,6 +825,7 @@ def _copies() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "accelerator": _accelerator,
+    "demo times": _demo_times,
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
     "data path, processor": _data_path_processor,

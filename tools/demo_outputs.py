@@ -30,8 +30,8 @@ DEMOS = {
     "table-3": Shown((), "Table 3, here", "TTFT: to the first"),
     "motion": Shown(("motion",), "flown", "done;"),
     "route": Shown(("route",), "strategy ", "every request"),
-    "conductor": Shown(("conductor", "--no-play"), "scheduler ", "written:"),
-    "cells": Shown(("cells",), "the cache  "),
+    "conductor": Shown(("conductor", "--no-play"), "scheduler ", "took "),
+    "cells": Shown(("cells",), "the cache  ", "took "),
 }
 
 

@@ -6,9 +6,10 @@ import argparse
 import copy
 import json
 import math
-import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -17,11 +18,13 @@ from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import Pace
+from skymemory.demo.estimate import Estimate, Part, format_estimate, took
 from skymemory.demo.screen import Screen
 from skymemory.engine.cake import OtherPrompts
 from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
+from skymemory.progress import Progress
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
 from skymemory.text import Table, has_colour, wrapped
@@ -114,15 +117,36 @@ class CakeRuns:
         self.run(PROBE_TOKENS, "load", bytes_per_s)
 
 
-def run_cake(args: argparse.Namespace) -> int:
+PROMISED_S, QUICK_PROMISED_S = 50.0, 25.0
+_AIM_S, _QUICK_AIM_S = 2.0, 0.8
+"""Seconds that computing the prompt should take: long enough to watch."""
+_LEAST_S = 10.0
+"""Time that runs get even where loading torch has used up what is promised."""
+_MOST_PROBES = 12
+
+
+def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     """Run the demo; exit code 1 if the three ways gave different tokens, or one did not work as it should."""
     transformers_logging.set_verbosity_error()
-    began_s = time.monotonic()
-    bars = Bars(sys.stderr if args.json else sys.stdout, began_s, colour=not args.no_color)
-    bars.say("a model with random weights is built")
-    try:
+    with progress.wait("a model with random weights is built", 1.0):
         runs = CakeRuns(args)
-        rows, tokens = _rows(args, runs, bars, began_s)
+    with progress.wait("its speed is measured, which decides how long the prompt is", 2.0):
+        runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
+        for _ in range(2):  # the first time also picks kernels
+            probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
+    promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
+    left_s = max(_LEAST_S, 0.9 * promised_s - progress.seconds)
+    tokens, ratios, seconds = plan_runs(probe_s, left_s, quick=args.quick, tokens=args.tokens)
+    estimate = Estimate([Part("runs", seconds)], spent_s=progress.seconds)
+    progress.say(f"estimate: {format_estimate(estimate.first_s)} in all")
+    if len(ratios) < len(RATIOS):
+        left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in ratios)
+        progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
+    bars = Bars(progress.stream, progress.began_s, colour=not args.no_color)
+    try:
+        # Bars have the terminal to themselves; elsewhere they are printed when they are full, and a wait between them.
+        with progress.wait("the prompt is computed, and loaded", seconds) if not bars.live else nullcontext():
+            rows = _rows(args, runs, bars, tokens, ratios)
     finally:
         bars.close()
     same = len({one.first_token for row in rows for one in (row.compute, row.load, row.both)}) == 1
@@ -134,36 +158,56 @@ def run_cake(args: argparse.Namespace) -> int:
     else:
         print()
         _table(rows, tokens).print()
-        words = "every way the same next token" if same else "the ways DIFFER in their next token"
-        print(f"\n{words}; {time.monotonic() - began_s:.0f} s")
+        print(f"\n{'every way the same next token' if same else 'the ways DIFFER in their next token'}")
+    print(took(progress.seconds, estimate.first_s), file=progress.stream)
     return 0 if sound else 1
 
 
-def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
-    bars.say("the model is built; its speed is measured, which decides how long the prompt is")
-    runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
-    # 1. Probe: how long a short prompt takes (the second time counts), which decides how long the shown one may be.
-    # 2. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
+def plan_runs(
+    probe_s: float, left_s: float, *, quick: bool, tokens: int | None = None
+) -> tuple[int, tuple[float, ...], float]:
+    """Tokens of the prompt, rates of the link, and seconds for all runs; ``probe_s`` computes ``PROBE_TOKENS``.
+
+    The longest prompt up to the aim with which all rates fit into ``left_s``. With the shortest prompt, as many rates
+    as fit, the even one in any case. Tokens that are given are kept, all rates with them.
+    """
+    if tokens is not None:
+        tokens = tokens // STEP_TOKENS * STEP_TOKENS
+        return tokens, RATIOS, _seconds_of(probe_s, tokens, RATIOS, quick=quick)
+    aim_s = _QUICK_AIM_S if quick else _AIM_S
+    for probes in range(min(_MOST_PROBES, max(1, round(aim_s / probe_s))), 0, -1):
+        seconds = _seconds_of(probe_s, probes * PROBE_TOKENS, RATIOS, quick=quick)
+        if seconds <= left_s:
+            return probes * PROBE_TOKENS, RATIOS, seconds
+    ratios: tuple[float, ...] = RATIOS
+    while len(ratios) > 1 and _seconds_of(probe_s, PROBE_TOKENS, ratios, quick=quick) > left_s:
+        slowest = min(ratios[1:])  # takes the longest
+        ratios = tuple(ratio for ratio in ratios if ratio != slowest)
+    return PROBE_TOKENS, ratios, _seconds_of(probe_s, PROBE_TOKENS, ratios, quick=quick)
+
+
+def _seconds_of(probe_s: float, tokens: int, ratios: Sequence[float], *, quick: bool) -> float:
+    """Seconds of all runs: storing, two runs alone, and at each rate the probe and the three ways."""
+    compute_s = probe_s * tokens / PROBE_TOKENS
+    whole_s = 4 * compute_s
+    for at, ratio in enumerate(ratios):
+        computed = 1 if not at or not quick else 0
+        whole_s += compute_s * (computed + 1 / ratio + 1 / (1 + ratio)) + probe_s * (1 / ratio + (at == 0))
+    return whole_s
+
+
+def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, ratios: Sequence[float]) -> list[RateRow]:
+    # 1. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
     #    as long as computing, where doing both gains most.
-    # 3. For each rate: learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
-    # Rates that no longer fit into the time that --help promises are skipped, and said to be.
-    for _ in range(2):
-        probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
-    aim_s, ends_s = (0.8, began_s + 15) if args.quick else (2.0, began_s + 45)
-    tokens = args.tokens or PROBE_TOKENS * min(12, max(1, round(aim_s / probe_s)))
-    tokens = tokens // STEP_TOKENS * STEP_TOKENS
+    # 2. For each rate: learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
     size_bytes = runs.kvc.add_blocks_ids(runs.ids[:, :tokens]).blocks * (128 + runs.kvc.layout.block_bytes)
     runs.kvc.warm(tokens)
-    compute_s = runs.run(tokens, "compute", _UNLIMITED).seconds
+    # The better of two: a moment in which others had the processor must not make all links slow.
+    compute_s = min(runs.run(tokens, "compute", _UNLIMITED).seconds for _ in range(2))
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
     rows: list[RateRow] = []
-    skipped: list[str] = []
-    for ratio in RATIOS:
-        at_most_s = compute_s * (1 + 1 / ratio + 1 / (1 + ratio)) if rows else 0
-        if time.monotonic() + at_most_s > ends_s and rows:
-            skipped.append(f"{ratio:g}")
-            continue
+    for ratio in ratios:
         runs.learn(even * ratio)
         done = {}
         for word, loading in SIDES:
@@ -175,9 +219,7 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) 
             if not rows:
                 bars.ended(done[word].seconds, done[word].met_at_token)
         rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))
-    if skipped:
-        bars.say(f"left out, for want of time: links of {', '.join(skipped)} times that rate")
-    return sorted(rows, key=lambda row: row.bytes_per_s), tokens
+    return sorted(rows, key=lambda row: row.bytes_per_s)
 
 
 _HEAD = ("MB/s", "compute", "load", "both", "of the better", "met at", "computed | loaded")
@@ -223,6 +265,11 @@ class Bars:
         self._way = ""
         self._began_s = 0.0
         self._drawn_s = 0.0
+
+    @property
+    def live(self) -> bool:
+        """Whether they are drawn in place."""
+        return self._screen.live
 
     def title(self, tokens: int, size_bytes: int, bytes_per_s: float, share: float) -> None:
         """What is about to be shown."""

@@ -18,9 +18,12 @@ from dataclasses import asdict, dataclass
 
 from skymemory.constellation.ground_track import CellGrid, Stop
 from skymemory.constellation.torus import SatelliteId
+from skymemory.demo.estimate import Estimate, Part, TimedRun, say_estimate
+from skymemory.demo.resources import slowdown
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import server_moves
+from skymemory.progress import Progress
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.sky.shared_index import SharedIndex
@@ -170,6 +173,10 @@ def _delay_s(sender: Node, receiver: Node) -> float:
 
 SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
+_READ_S, _CHUNK_S = 0.002, 38e-6
+"""Time of one read and of each chunk in it, on the reference computer."""
+_FARTHER = 1.7
+"""Of a value that stays: its chunks cross more cells, and every hop is simulated."""
 
 
 def run_cells(args: argparse.Namespace) -> int:
@@ -184,17 +191,28 @@ def run_cells(args: argparse.Namespace) -> int:
         f"a drive of {kilometres:.1f} km in {minutes:.0f} minutes of virtual time",
         out,
     )
+    progress = Progress(out)
+    chunks = -(-town.value_bytes // town.chunk_bytes)
+    drive_s = path[-1].time_s / READ_EVERY_S * (_READ_S + chunks * _CHUNK_S) * slowdown()
+    times_s = (drive_s, _FARTHER * drive_s)
+    estimate = Estimate(
+        [Part(words, seconds, "drive") for (_, words), seconds in zip(SCHEMES, times_s, strict=True)], spent_s=0.5
+    )
+    run = TimedRun(progress, estimate)
+    say_estimate(progress, estimate.first_s)
     reports = []
     for strategy, words in SCHEMES:
         said_s = 0.0
 
         def passed(time_s: float, reads: int, hits: int, words: str = words) -> None:
             nonlocal said_s
+            wait.on_progress(time_s / path[-1].time_s, f"minute {time_s / 60:.0f} of {minutes:.0f}")
             if time_s >= said_s + SAY_EVERY_S:
                 said_s = time_s
                 write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", out, 11)
 
-        reports.append(run_drive(town, path, strategy, value, passed))
+        with run.part(f"the cache {words}", words) as wait:
+            reports.append(run_drive(town, path, strategy, value, passed))
     if args.json:
         facts = {
             "rows": town.grid.rows,
@@ -209,6 +227,7 @@ def run_cells(args: argparse.Namespace) -> int:
         print(json.dumps(facts))
     else:
         _print(reports)
+    write(run.took(), out)
     return int(any(report.wrong or report.hits < report.reads for report in reports))
 
 

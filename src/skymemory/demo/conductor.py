@@ -15,9 +15,12 @@ from typing import TextIO
 from skymemory.conductor.admission.named import options_of
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Slo
+from skymemory.demo.estimate import format_estimate, say_estimate, took
+from skymemory.demo.resources import slowdown, usable_cores
 from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import check_readable
+from skymemory.progress import Progress
 from skymemory.router.settings import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.outcome import (
@@ -41,6 +44,8 @@ PLAYED_S, QUICK_PLAYED_S = 30.0, 10.0
 PART, QUICK_PART = 1.0, 0.4
 """Of the ten minutes of requests."""
 FRAMES_PER_S = 8.0
+_SIMULATED_S = 6.0
+"""Of two cores, for the ten minutes at twice the workload's rate under all schedulers, on the reference computer."""
 
 
 def run_conductor(args: argparse.Namespace) -> int:
@@ -69,8 +74,17 @@ def run_conductor(args: argparse.Namespace) -> int:
         f"{setup.slo.tbt_s:g} s between tokens; admission: {args.admission}",
         stream,
     )
+    progress = Progress(stream)
+    simulated_s = _SIMULATED_S * part * args.rate / 2.0 * slowdown() / min(usable_cores(), len(cells)) * 2
+    played_s = 0.0 if args.no_play else QUICK_PLAYED_S if args.quick else PLAYED_S
+    estimate_s = simulated_s + played_s + 0.5
+    say_estimate(progress, estimate_s)
     began_s = time.monotonic()
-    runs = sweep(run_of, cells)
+    with progress.wait(f"the cluster is simulated under {len(cells)} schedulers", simulated_s):
+        runs = sweep(run_of, cells)
+    changed_s = progress.seconds + played_s
+    if abs(changed_s - estimate_s) > 0.2 * estimate_s:
+        progress.say(f"estimate corrected: {format_estimate(changed_s)} in all")
     write(
         f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; "
         "each bar below is a machine: its prefill queue, or its decoding batch",
@@ -78,7 +92,7 @@ def run_conductor(args: argparse.Namespace) -> int:
     )
     metrics = [measured(run, setup.slo) for run in runs]
     if not args.no_play:
-        _play(runs, setup, stream, QUICK_PLAYED_S if args.quick else PLAYED_S)
+        _play(runs, setup, stream, played_s)
     write("", stream)
     final(SCHEDULERS, metrics).print(stream)
     if args.pools == "elastic":
@@ -94,6 +108,7 @@ def run_conductor(args: argparse.Namespace) -> int:
         write(f"written: {write_chrome_trace(runs[-1], args.chart)} ({SCHEDULERS[-1]}; for chrome://tracing)", stream)
     if args.json:
         print(json.dumps(_as_json(args, source, metrics), indent=1, ensure_ascii=False))
+    write(took(progress.seconds, estimate_s), stream)
     _check(metrics)
     return 0
 

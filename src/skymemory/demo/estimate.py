@@ -81,6 +81,11 @@ def format_estimate(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 300 else f"about {seconds / 60:.0f} minutes"
 
 
+def say_estimate(progress: Progress, seconds: float) -> None:
+    """Prints the first estimate of a run: its length, and when it will have ended."""
+    progress.say(f"estimate: {format_estimate(seconds)} in all")
+
+
 def took(seconds: float, estimated_s: float) -> str:
     """The last line of every demo."""
     return f"took {seconds:.0f} s (estimated {estimated_s:.0f} s)"

@@ -20,10 +20,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId
+from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.resources import slowdown
 from skymemory.demo.screen import Draw, Screen
 from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
 from skymemory.placement.locate import Moves, Placement
+from skymemory.progress import Progress
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, store_of
@@ -349,6 +352,8 @@ CHUNKS_PER_VALUE = 480
 KILL_AT, DOWN_FOR = 0.4, 0.2
 """As shares of the run."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
+AROUND_S = 2.0
+"""Starting the constellation, storing the values, and the last look, on the reference computer."""
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 # A client waits this long for a satellite before the read counts as a miss; a dead plane never answers.
@@ -423,7 +428,9 @@ class _Flight:
 
 
 @contextmanager
-def _constellation(speed: float, satellite: Choice, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
+def _constellation(
+    speed: float, satellite: Choice, gate: SignalGate, progress: Progress
+) -> Iterator[tuple[Started, RunDirectory]]:
     """A testbed whose processes end with this one, however it ends; its directory is removed."""
 
     def plan_at(ports: Ports | int) -> ConstellationPlan:
@@ -439,15 +446,16 @@ def _constellation(speed: float, satellite: Choice, gate: SignalGate) -> Iterato
         directory = RunDirectory(folder)
         started: Started | None = None
         try:
-            started = start_on_free_ports(
-                directory,
-                plan_at,
-                preset_named(DEFAULT_PRESET).torus.size,
-                foreground=True,
-                confirm=confirm_all_answer,
-                gate=gate,
-                kinds=kinds,
-            )
+            with progress.wait("the constellation starts", 2.0):
+                started = start_on_free_ports(
+                    directory,
+                    plan_at,
+                    preset_named(DEFAULT_PRESET).torus.size,
+                    foreground=True,
+                    confirm=confirm_all_answer,
+                    gate=gate,
+                    kinds=kinds,
+                )
             yield started, directory
         finally:
             if started is not None:
@@ -572,11 +580,13 @@ def run_motion(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     if not 0 < args.speed <= 2000:
         raise InvalidInput(f"--speed {args.speed:g}: expected more than 0 and at most 2000 times real time")
-    stream = sys.stderr if args.json else sys.stdout
+    progress = Progress(sys.stderr if args.json else sys.stdout)
+    stream, estimate_s = progress.stream, args.seconds + AROUND_S * slowdown()
+    say_estimate(progress, estimate_s)
     with SignalGate() as gate:
-        screen = Screen(stream, time.monotonic())
+        screen = Screen(stream, progress.began_s)
         try:
-            with _constellation(args.speed, args.satellite, gate) as (started, directory):
+            with _constellation(args.speed, args.satellite, gate, progress) as (started, directory):
                 report = _demonstrate(args, started, directory, gate, screen)
         finally:
             screen.close()
@@ -585,6 +595,7 @@ def run_motion(args: argparse.Namespace) -> int:
     else:
         print("\n" + "\n".join(report.lines(width_of(stream))))
         print("\ndone; the constellation is down again" if report.sound else "\nFAILED: see above")
+    print(took(progress.seconds, estimate_s), file=stream)
     return 0 if report.sound else 1
 
 

@@ -1,9 +1,10 @@
-"""Cores and memory that this process may use: of the computer, and of the control group that it is in."""
+"""Cores, memory and speed of plain Python that this process has: of the computer and its control group, now."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -45,3 +46,17 @@ def _lines(path: Path) -> list[str]:
 
 def _words(path: Path) -> list[str]:
     return " ".join(_lines(path)).split()
+
+
+_LOOP = 4_000_000
+_REFERENCE_LOOP_S = 0.12
+"""Seconds of ``_LOOP`` additions on the computer on which the demos' constants were measured."""
+
+
+def slowdown() -> float:
+    """Time of plain Python now, relative to the reference computer: long enough for others to have their turns."""
+    began_s = time.perf_counter()
+    total = 0
+    for number in range(_LOOP):
+        total += number
+    return (time.perf_counter() - began_s) / _REFERENCE_LOOP_S

@@ -21,11 +21,14 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
+from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.processes import service
+from skymemory.demo.resources import slowdown
 from skymemory.demo.screen import Screen
 from skymemory.engine.inputs import small_model_folder
 from skymemory.kv.block import hash_blocks
 from skymemory.metrics import percentile
+from skymemory.progress import Progress
 from skymemory.serving.replay.client import Client, Target
 from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
@@ -58,6 +61,15 @@ BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
 OFFERED = 0.85
 """Tokens that arrive per second, as a part of what the engines together compute where nothing is cached."""
 PROBE_TOKENS = 600
+_PROMISED_S, _QUICK_PROMISED_S = 80.0, 40.0
+"""Plans for the time that the README promises, with a margin."""
+_FEWER = ((1, 1.0), (1, 0.7), (1, 0.5), (1, 0.35), (1, 0.25))
+"""Rounds, and the share of the requests, that slower and slower computers send."""
+_LEAST_REQUESTS = 10
+_START_S, _ROUTER_S = 8.0, 1.2
+"""Of the engines' start, and of a router's start and end, on the reference computer."""
+_TAIL = 1.1
+"""The last answers end after the last request was sent."""
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
 """Of a backend's settings, and of what an engine says of its events."""
@@ -153,13 +165,18 @@ class Stage:
     """The surroundings of one strategy's run."""
 
     def __init__(
-        self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str], total: int
+        self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str]
     ) -> None:
         self.client = client
         self.urls = urls
         self.screen = screen
         nothing = [0] * len(urls)
-        self.rows = [Row(strategy, total, served=list(nothing), loads=list(nothing)) for strategy in strategies]
+        self.rows = [Row(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
+
+    def expect(self, requests: int) -> None:
+        """Sets how many requests each strategy will get in all."""
+        for row in self.rows:
+            row.requests = requests
 
     async def measure(self, seed: int) -> float:
         """Tokens per second that the engines compute together, none of them cached."""
@@ -230,10 +247,11 @@ async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], see
 
 def run_route(args: argparse.Namespace) -> int:
     """Run the demo; exit code 0 if every request got one complete answer under every strategy."""
-    began_s = time.monotonic()
-    screen = Screen(sys.stderr if args.json else sys.stdout, began_s)
+    progress = Progress(sys.stderr if args.json else sys.stdout)
+    screen = Screen(progress.stream, progress.began_s)
+    progress.say("four engines are started, and their speed is measured, which decides how many requests are sent")
     try:
-        stage, loads = asyncio.run(_until_interrupted(_demonstrate(args, screen)))
+        stage, loads, estimate_s = asyncio.run(_until_interrupted(_demonstrate(args, screen, progress)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -247,16 +265,19 @@ def run_route(args: argparse.Namespace) -> int:
             final(stage.rows).print()
         words = "every request was answered" if sound else "FAILED: requests were not answered"
         print()
-        write(f"{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
+        write(f"{words}; the engines are down again")
+    write(took(progress.seconds, estimate_s), progress.stream)
     for row in stage.rows:
         for error in sorted({error for one in row.answers if (error := error_of(one))}):
             print(f"{row.strategy}: {error}", file=sys.stderr)
     return 0 if sound else 1
 
 
-async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage, list[Load]]:
+async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progress) -> tuple[Stage, list[Load], float]:
+    """What was measured, what was sent, and the estimate of the whole."""
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
-    loads = [make_load(args.workload, count, args.seed + 7919 * at) for at in range(1 if args.quick else ROUNDS)]
+    with progress.wait("the prompts are made", 1.0):
+        loads = _loads(args, count, 1 if args.quick else ROUNDS)
     tokens, distinct = sum(load.tokens for load in loads), sum(load.distinct_blocks for load in loads) / len(loads)
     cache_blocks = max(1, int(distinct * CACHE_SHARE))
     screen.say(
@@ -267,21 +288,35 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-")))
         words = ("serve", "--model", "small", "--engines", str(ENGINES), "--listen", "127.0.0.1:0", "--threads", "1")
         cache = ("--cache", str(cache_blocks * BLOCK_BYTES), "--kv-events", "tcp://127.0.0.1:*")
-        urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
+        with progress.wait(f"{ENGINES} engines start", _START_S * slowdown()):
+            urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await write_settings(client, urls, args.seed, folder)
         order = list(args.strategies)
         random.Random(args.seed).shuffle(order)
         # A shuffled order: no strategy always runs first, on a cold machine.
-        stage = Stage(client, urls, screen, order, sum(len(load.asked) for load in loads))
-        await stage.measure(args.seed)  # what is slow only the first time
-        speed = await stage.measure(args.seed + 1)
+        stage = Stage(client, urls, screen, order)
+        with progress.wait("the engines' speed is measured", 4.0):
+            await stage.measure(args.seed)  # what is slow only the first time
+            speed = await stage.measure(args.seed + 1)
+        around_s = len(order) * _ROUTER_S * slowdown()
+        left_s = (_QUICK_PROMISED_S if args.quick else _PROMISED_S) - progress.seconds
+        # A slow computer sends fewer requests, in one round rather than in two: --requests is obeyed.
+        if args.requests is None:
+            for rounds, share in _FEWER:
+                if _seconds_of(loads, speed, order, around_s) <= left_s:
+                    break
+                loads = _loads(args, max(_LEAST_REQUESTS, round(count * share)), min(rounds, len(loads)))
+            tokens = sum(load.tokens for load in loads)
+        stage.expect(sum(len(load.asked) for load in loads))
+        estimate_s = progress.seconds + _seconds_of(loads, speed, order, around_s)
         screen.say(
             f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each ({CACHE_SHARE:.0%} of what is "
             f"asked); together {speed:,.0f} tokens/s uncached, of which {OFFERED:.0%} are sent: "
             f"{tokens / (OFFERED * speed):.0f} s of requests for each strategy"
         )
+        say_estimate(progress, estimate_s)
         for at, load in enumerate(loads):
             for row in reversed(stage.rows) if at % 2 else stage.rows:
                 words_of = router_words(row.strategy, folder)
@@ -290,7 +325,19 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
                     screen.say("; ".join(figures(row)))
         if screen.live:
             screen.show(final(stage.rows).lines)
-        return stage, loads
+        with progress.wait("the engines end") if not screen.live else contextlib.nullcontext():
+            await stack.aclose()
+        return stage, loads, estimate_s
+
+
+def _loads(args: argparse.Namespace, count: int, rounds: int) -> list[Load]:
+    return [make_load(args.workload, count, args.seed + 7919 * at) for at in range(rounds)]
+
+
+def _seconds_of(loads: Sequence[Load], speed: float, strategies: Sequence[str], around_s: float) -> float:
+    """Seconds of all requests under all strategies; ``around_s``: of the routers' starts in one round."""
+    tokens = sum(load.tokens for load in loads)
+    return len(strategies) * tokens / (OFFERED * speed) * _TAIL + len(loads) * around_s
 
 
 def _best_hits(loads: Sequence[Load]) -> float:

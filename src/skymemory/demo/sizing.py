@@ -106,7 +106,7 @@ class Speeds:
     digest_s: float
     """Seconds to hash the weights in 16 bit."""
     slowdown: float
-    """Time of plain Python, relative to ``speeds.REFERENCE_LOOP_S``."""
+    """``resources.slowdown``: time of plain Python, relative to the reference computer."""
     threads: int
     free_bytes: int
 

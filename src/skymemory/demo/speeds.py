@@ -7,15 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from skymemory.demo.resources import free_memory_bytes, usable_cores
+from skymemory.demo.resources import free_memory_bytes, slowdown, usable_cores
 from skymemory.demo.sizing import DTYPES, PROBED_TOKENS, Speeds
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
 
-_LOOP = 400_000
-REFERENCE_LOOP_S = 0.012
-"""Seconds of ``_LOOP`` additions in plain Python on the computer on which ``sizing``'s constants were measured."""
 _WIDTH = TINYLLAMA_SHAPE["hidden_size"]
 _SLICE_S = 0.06
 """Least time of a measurement: as long as many turns of the scheduler, so that what runs beside us takes its part."""
@@ -24,7 +21,6 @@ _FEW_TOKENS = 64
 
 def measure_speeds() -> Speeds:
     """Measures, and leaves torch with the number of threads that was the fastest."""
-    slowdown = _loop_s() / REFERENCE_LOOP_S
     threads = _best_threads(usable_cores())
     torch.set_num_threads(threads)
     linear_s = {dtype: _linear_s(dtype, PROBED_TOKENS // 4) for dtype in DTYPES}
@@ -50,18 +46,10 @@ def measure_speeds() -> Speeds:
         decode_s={dtype: token_s * row_s[dtype] / row_s[faster] for dtype in DTYPES},
         build_s=build_s,
         digest_s=digest_s,
-        slowdown=slowdown,
+        slowdown=slowdown(),
         threads=threads,
         free_bytes=free_memory_bytes(),
     )
-
-
-def _loop_s() -> float:
-    began_s = time.perf_counter()
-    total = 0
-    for number in range(_LOOP):
-        total += number
-    return time.perf_counter() - began_s
 
 
 def _best_threads(cores: int) -> int:
