@@ -121,7 +121,7 @@ def test_late_bytes_are_never_written_whenever_they_come(seed: int) -> None:
         steps = drive(session, room)
         assert all(session.is_resident(at) for at in range(8)) and room.clashes == 0
         assert {at for at in range(8) if session.origin(at) == "computed"} == set(steps)
-        assert soon(lambda: source.released == len(source.fetched))
+        assert soon(lambda source=source: source.released == len(source.fetched))  # type: ignore[misc]
         assert room.late == 0
 
 
