@@ -105,13 +105,17 @@ class Engine:
         return [AllBlocksCleared()]
 
 
+PATIENCE_MS = 60_000
+
+
 class Publisher:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.engine = Engine(options.seed, options.capacity, options.block_tokens, options.host)
         self.dice = random.Random(options.seed + 1)
         context = zmq.Context()
-        self.pub = context.socket(zmq.PUB)
+        self.pub = context.socket(zmq.XPUB)  # as PUB, and says who subscribes
+        self.pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.pub.setsockopt(zmq.SNDHWM, options.hwm)
         self.pub.setsockopt(zmq.LINGER, 0)
         self.pub.bind(f"tcp://127.0.0.1:{options.port or '*'}")
@@ -151,6 +155,10 @@ class Publisher:
                     self.replay()
         if "clear" in order:
             self.publish(self.engine.clear())
+        if "hear" in order:  # a subscription: what is published before it is lost
+            heard = False
+            while not heard and self.pub.poll(PATIENCE_MS):
+                heard = self.pub.recv()[:1] == b"\x01"
         if "drop" in order:
             self.dropping = order["drop"]
         held = {*self.engine.held.values(), *self.engine.host}
