@@ -330,8 +330,7 @@ def test_packed_weights_are_in_the_digest() -> None:
     def packed(seed: int) -> Any:
         return torch.ao.quantization.quantize_dynamic(build_small(seed=seed), {torch.nn.Linear}, dtype=torch.qint8)
 
-    with pytest.warns(DeprecationWarning):
-        digests = [Fingerprint(packed(seed)).digest() for seed in (0, 0, 1)]
+    digests = [Fingerprint(packed(seed)).digest() for seed in (0, 0, 1)]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -122,7 +122,7 @@ def test_on_a_hit_only_the_rest_is_computed(kvc: KVCManager, ids: Any, call: Any
     assert cache.result.cached_tokens == LOADED and cache.result.used_tokens == 0
     with ComputedTokens(kvc.model) as computed, torch.inference_mode():
         call(kvc, ids, cache)
-    assert computed.passes == [PROMPT - used]
+    assert computed.passes == [PROMPT - used] and cache.get_seq_length() == PROMPT
     assert cache.result.used_tokens == used and f"({used} used" in kvc.last.describe()
     with ComputedTokens(kvc.model) as again:
         assert kvc.add_blocks_ids(ids).prefilled_tokens == again.tokens == 0
