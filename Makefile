@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds fuzz soak mutants small-model release models-page compatibility-page check bench docs clean
+.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds test-bounds-hf fuzz soak mutants small-model release models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +16,7 @@ CLIENTS := .venv-clients
 ENGINES := .venv-engines
 RAY := .venv-ray
 ENDS := .venv-lowest .venv-newest
+HF_ENDS := .venv-hf-lowest .venv-hf-newest
 ARGS ?=
 # Where Python may write no bytecode beside what it imports (in many containers), each of the hundreds of processes of the
 # tests would compile all of it again, torch in 14 s instead of 6: then it goes into the virtual environment.
@@ -24,6 +25,9 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints.txt
+# The satellite in C, where a compiler is: tests that need it are skipped, and say why, where none is.
+FLIGHT := $(if $(shell command -v $${CC:-cc}),$(BIN)/skymemory-flight)
+FLIGHT_SOURCES := flight/Makefile $(shell find flight/core flight/posix -name '*.[ch]') $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/skymemory/native/*.c src/skymemory/native/*.h)
 
 help: ## what there is to make
@@ -55,7 +59,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 setup: $(VENV)/.installed-dev ## everything installed in .venv, for demo, tests and checks
 
-demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 minutes (ARGS=--quick: 45 s)
+demo: $(VENV)/.installed ## the paper's table 3 on this machine, in at most 3 minutes (ARGS=--quick: one)
 	@$(BIN)/skymemory demo $(ARGS)
 
 demo-motion: $(VENV)/.installed ## an orbit run fast: the box moves, a plane dies and returns, reads go on (40 s)
@@ -77,10 +81,10 @@ demo-conductor: $(VENV)/.installed ## a cluster of 16 machines in virtual time, 
 # One process more than there are cores (tests/conftest.py), since many tests wait; one that is idle takes over from another.
 PARALLEL := -n auto --dist worksteal
 
-test: $(VENV)/.installed-dev ## the tests, in a process for each core and one more
+test: $(VENV)/.installed-dev $(FLIGHT) ## the tests, in a process for each core and one more
 	@$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=brief -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed-dev ## the tests marked slow, likewise
+test-slow: $(VENV)/.installed-dev $(FLIGHT) ## the tests marked slow, likewise
 	@$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm and not engines and not clients" $(ARGS)
 
 # vLLM has an environment of its own, since it wants other versions than we do. It comes for Linux on x86-64 only; where it
@@ -161,6 +165,26 @@ test-bounds: $(ENDS:%=%/.installed) ## the router's tests with the lowest and th
 	@for end in $(ENDS); do echo "== $$end"; \
 	  PYTHONPATH=src $$end/bin/python -m pytest -m "not slow" -p no:cacheprovider tests/router $(ARGS); done
 
+# The ends of what the engine for transformers admits. From PyPI both bring torch's CUDA build, several GB: where that
+# cannot be had, or the disk has no 20 GB, it is said and that end is not tried.
+$(HF_ENDS:%=%/.installed): .venv-hf-%/.installed: pyproject.toml tools/bounds.py $(VENV)/.installed-dev
+	@rm -rf .venv-hf-$*; mkdir .venv-hf-$*
+	@echo "set-up: torch and transformers at their $* in .venv-hf-$* (two to five minutes, 6 GB)"
+	@$(BIN)/python -m tools.bounds $* hf fast redis router cachegen secure > .venv-hf-$*.txt
+	@if [ "$$(df --output=avail -BG . | tail -1 | tr -dc 0-9)" -lt 20 ]; then \
+	  echo "skipped: less than 20 GB of disk are free" >&2; rm -rf .venv-hf-$*; \
+	elif $(BIN)/python -m venv .venv-hf-$* \
+	  && .venv-hf-$*/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -r .venv-hf-$*.txt pytest pytest-timeout pytest-xdist hypothesis psutil peft jsonschema PyYAML; \
+	then touch $@; \
+	else echo "torch and transformers at their $* cannot be installed here: not tried" >&2; rm -rf .venv-hf-$*; fi; rm -f .venv-hf-$*.txt
+
+test-bounds-hf: $(HF_ENDS:%=%/.installed) ## the engine's tests with the lowest and the newest torch and transformers, fifteen minutes
+	@failed=0; for end in $(HF_ENDS); do \
+	  if [ -x $$end/bin/python ]; then \
+	    $$end/bin/python -c 'import torch, transformers; print("== torch", torch.__version__, "transformers", transformers.__version__)'; \
+	    PYTHONPATH=$(CURDIR)/src $$end/bin/python -m pytest $(PARALLEL) -rs -p no:cacheprovider -m "not slow or seeded" tests/engine tests/cache tests/serving $(ARGS) || failed=1; \
+	  else echo "skipped: no $$end" >&2; fi; done; exit $$failed
+
 # The satellite in C: build/flight/, and the daemon beside the environment's Python, where `--satellite c` looks for it.
 # One call of the compiler a core: a whole build takes seconds.
 flight: $(VENV)/.made ## the satellite in C, for --satellite c (needs cc; SANITIZE=1: with ASan and UBSan, in another folder)
@@ -168,6 +192,10 @@ flight: $(VENV)/.made ## the satellite in C, for --satellite c (needs cc; SANITI
 	@$(MAKE) -s -j$$(nproc) -C flight $(if $(SANITIZE),SANITIZE=1)
 	@install -m 755 build/flight$(if $(SANITIZE),-sanitized)/skymemory-flight $(BIN)/skymemory-flight
 	@echo "built $$(ls build/flight$(if $(SANITIZE),-sanitized)/{libskyflight.so,skymemory-flight} | xargs); installed $(BIN)/skymemory-flight"
+
+# Before the tests, which want it installed, and once for all of their processes; `make flight` itself always asks its Makefile.
+$(BIN)/skymemory-flight: $(VENV)/.made $(FLIGHT_SOURCES)
+	@$(MAKE) --no-print-directory flight
 
 test-flight: $(VENV)/.installed-dev ## the satellite in C against the one in Python, sanitized and not, with daemons; five minutes
 	@$(MAKE) -s -j$$(nproc) -C flight
@@ -212,12 +240,13 @@ compatibility-page: $(VENV)/.installed-dev $(VLLM)/.installed $(ENGINES)/.instal
 small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
 
-check: $(VENV)/.installed-dev ## style, types, who may import whom, and the word list
+check: $(VENV)/.installed-dev ## style, types, who may import whom, the word list, and figures in prose against their runs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.words
+	@$(BIN)/python -m tools.prose_figures --check
 
 bench: $(VENV)/.installed-dev ## every table of docs/benchmarks
 	@for benchmark in benchmarks/[a-z]*.py; do echo "== $$benchmark"; $(BIN)/python "$$benchmark"; done
@@ -226,5 +255,5 @@ docs: $(VENV)/.installed-dev ## links and commands in README and docs are real
 	@$(BIN)/python -m pytest tests/docs
 
 clean: ## remove the virtual environment and everything built
-	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM) $(ENGINES) $(CLIENTS) $(RAY) $(ENDS) $(HF_ENDS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find src tests benchmarks \( -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +

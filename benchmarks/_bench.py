@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import socket
 import statistics
@@ -46,8 +47,36 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "absent"
     found["native helper"] = "yes" if native.NATIVE else "no"
-    found["cores"] = str(os.cpu_count())
+    found["cores"] = str(len(os.sched_getaffinity(0)))
+    found["processor"] = processor()
     return found
+
+
+_LIMITS = {"ONEDNN_MAX_CPU_ISA": "oneDNN", "ATEN_CPU_CAPABILITY": "ATen", "MKL_ENABLE_INSTRUCTIONS": "MKL"}
+"""Variables that keep libraries from using all instructions of the processor."""
+
+
+def processor() -> str:
+    """Model name and widest matrix instructions, or the limit that was set: ``an Intel Xeon with AMX``."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = re.sub(r"\((?:R|TM)\)| Processor| CPU.*", "", fields.get("model name", platform.machine())).strip()
+    flags = set(fields.get("flags", "").split())
+    if any(os.environ.get(limit, "").upper().startswith("AVX2") for limit in _LIMITS):
+        kind = "limited to AVX2"
+    elif "amx_bf16" in flags:
+        kind = "with AMX"
+    elif "avx512_bf16" in flags:
+        kind = "with AVX-512 and bfloat16"
+    elif "avx512f" in flags:
+        kind = "with AVX-512"
+    else:
+        kind = "with AVX2" if "avx2" in flags else ""
+    article = "an" if name[:1] in "AEIOU" else "a"
+    return f"{article} {name} {kind}".strip()
 
 
 def write_json(path: Path | None, name: str, seed: int, rows: Sequence[dict[str, Any]]) -> None:

@@ -1,15 +1,18 @@
 """What copies do for a read: the same reads with one and with two, with loss, the slow and the dead.
 
-    python -m benchmarks.copies
+    python benchmarks/copies.py --json docs/benchmarks/copies.json
 
 A block of 480 chunks of 6 KiB on 10 satellites, 4 ms a link, read by beams to each satellite, in virtual time.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
+from pathlib import Path
 
+from _bench import print_table, write_json
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.metrics import percentile
 from skymemory.protocol.client.machine import ClientConfig
@@ -60,12 +63,40 @@ def measure(case: str, replicas: int) -> tuple[float, float, int, float]:
 
 
 def main() -> None:
-    print("| case | copies | median ms | p99 ms | hits of 200 | bytes sent / value |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
     for case in _CASES:
         for replicas in (1, 2):
-            median, p99, hits, sent = measure(case, replicas)
-            print(f"| {case} | {replicas} | {median:.1f} | {p99:.1f} | {hits} | {sent:.2f} |")
+            median_ms, p99_ms, hits, sent = measure(case, replicas)
+            rows.append(
+                {
+                    "case": case,
+                    "copies": replicas,
+                    "median_ms": median_ms,
+                    "p99_ms": p99_ms,
+                    "hits": hits,
+                    "reads": _READS,
+                    "sent_over_value": sent,
+                }
+            )
+    print_table(
+        "Reads with copies",
+        ["case", "copies", "median ms", "p99 ms", f"hits of {_READS}", "bytes sent / value"],
+        [
+            [
+                str(row["case"]),
+                str(row["copies"]),
+                f"{row['median_ms']:.1f}",
+                f"{row['p99_ms']:.1f}",
+                str(row["hits"]),
+                f"{row['sent_over_value']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+    write_json(args.json, "copies", 1, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time to first token against prompt length, with the cache in the sky and without: `python benchmarks/ttft.py`.
 
-The model has TinyLlama-1.1B's shape (random weights, bfloat16). Beside each figure stands what it is held to:
+The model has TinyLlama-1.1B's shape (random weights, bfloat16 or ``--dtype``). Beside each figure stands its goal:
 1.25 × (forward pass of the uncached tail alone + the cache's bytes at the rate at which Redis gives them in this run).
 
 The rival is a safetensors file of the prompt's keys and values on tmpfs, mapped into transformers' cache by hand, and
@@ -135,13 +135,14 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.set_verbosity_error()
     tokenizer = train_tokenizer(4096)
-    model = build_tinyllama(args.seed)
+    model = build_tinyllama(args.seed, dtype=args.dtype)
     document = tokenizer(shipped_document(), return_tensors="pt").input_ids
-    rate = redis_bytes_per_s(2_883_648)
+    rate = redis_bytes_per_s(2_883_648 if args.dtype == "bfloat16" else 5_767_232)
     print(f"Redis GET of one block: {rate / 1e6:.0f} MB/s" if rate else "no Redis", file=sys.stderr)
     rows = []
     for scale, label in ((0.0, "off"), (1.0, "real")):
@@ -158,6 +159,7 @@ def main() -> None:
                     rows.append(
                         {
                             "delay": label,
+                            "dtype": args.dtype,
                             "rtt_s": expected_round_trip_s(plan, "los"),
                             "tokens": length,
                             "without_s": without_s,

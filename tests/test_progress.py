@@ -56,7 +56,10 @@ def test_a_wait_on_a_terminal_draws_a_bar_within_its_width_and_erases_it() -> No
             time.sleep(0.8)
             progress.say("an event")
         progress.say("the end")
-        drawn = os.read(ours, 1 << 16).decode()
+        written = b""
+        while b"the end\r\n" not in written:  # the system hands over in pieces what was written
+            written += os.read(ours, 1 << 16)
+    drawn = written.decode()
     os.close(ours)
     frames = drawn.split("\r\x1b[K")
     bars = [frame for frame in frames if "━" in frame]

@@ -607,6 +607,20 @@ def _motion() -> str:
     )
 
 
+def _demo_times() -> str:
+    return columns(
+        "demo_times",
+        ("demo", _text("demo")),
+        ("condition", _text("condition")),
+        ("estimate", lambda row: f"{row['estimate_s']:.0f} s"),
+        ("took", lambda row: f"{row['seconds']:.0f} s"),
+        ("of it", lambda row: f"{row['seconds'] / row['estimate_s']:.2f}"),
+        ("first line", lambda row: f"{row['first_line_s']:.1f} s"),
+        ("longest silence", lambda row: f"{row['longest_silence_s']:.1f} s"),
+        ("linear, float32 / bfloat16", lambda row: f"{row['float32_ms']:.0f} / {row['bfloat16_ms']:.0f} ms"),
+    )
+
+
 def _prediction() -> str:
     def megabytes(link: str, *kinds: str) -> Callable[[Row], str]:
         return lambda row: f"{sum(row[link].get(kind, 0) for kind in kinds or row[link]) / 1e6:,.1f}"
@@ -796,9 +810,22 @@ def _store_daemon() -> str:
     )
 
 
+def _copies() -> str:
+    return columns(
+        "copies",
+        ("case", _text("case")),
+        ("copies", _text("copies")),
+        ("median ms", _number("median_ms", 1)),
+        ("p99 ms", _number("p99_ms", 1)),
+        ("hits", lambda row: f"{row['hits']} of {row['reads']}"),
+        ("bytes sent / value", _number("sent_over_value", 2)),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft,
     "accelerator": _accelerator,
+    "demo times": _demo_times,
     "data path": _data_path,
     "data path, sizes": _data_path_sizes,
     "data path, processor": _data_path_processor,
@@ -843,6 +870,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loading": _loading,
     "loading in the sky": _loading_in_the_sky,
     "proxy": _proxy,
+    "copies": _copies,
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What ``pyproject.toml`` allows of dependencies: ``python -m tools.bounds lowest|newest EXTRA ...``.
 
 One requirement a line, for ``pip install -r``: ``aiohttp>=3.11.18`` becomes ``aiohttp==3.11.18``, or stays as it is
-said. The package's own dependencies are among them. ``make test-bounds`` runs the router's tests with both.
+said. The package's own dependencies are among them. ``make test-bounds`` runs the router's tests with both, ``make
+test-bounds-hf`` the engine's.
 """
 
 from __future__ import annotations

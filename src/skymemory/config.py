@@ -6,14 +6,20 @@ Each unknown name is answered with the nearest known one (``suggestion``).
 from __future__ import annotations
 
 import difflib
+import json
+import math
+import sys
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from skymemory.errors import InvalidInput
-from skymemory.units import parse_duration, parse_size
+from skymemory.errors import InvalidInput, quoted
+from skymemory.units import LARGEST_WHOLE, parse_duration, parse_size
 
+_LARGEST = sys.float_info.max
+_LARGEST_OF_JSON = 10**308
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 Build = TypeVar("Build")
 Schema = TypeVar("Schema")
@@ -24,6 +30,59 @@ def suggestion(word: str, known: Collection[str]) -> str:
     # 0.5 (difflib's default is 0.6): half of the letters may differ, as known words are few and unlike each other.
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}" if known else "there are none"
+
+
+def parse_toml(content: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        InvalidInput: it is not TOML, or a whole number in it has more than 64 bits; with the line, or the key.
+    """
+    try:
+        found = tomllib.loads(content)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput(f"not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # Python's own limit of digits, or of nested brackets
+        raise InvalidInput(f"not TOML: {_parsers_limit(error)}") from error
+    _check_wholes(found, "", LARGEST_WHOLE, "64 bits")
+    return found
+
+
+def parse_json(content: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        InvalidInput: it is not JSON, or a whole number in it has more than 308 digits; with the line, or the key.
+    """
+    try:
+        found = json.loads(content)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"not JSON: {_parsers_limit(error)}") from error
+    # More than in TOML: tokenizers have a model_max_length of 10^30.
+    _check_wholes(found, "", _LARGEST_OF_JSON, "308 digits")
+    return found
+
+
+def _parsers_limit(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "brackets within brackets, too deep"
+    if "digits" in str(error):
+        return "a whole number of more than 4,300 digits"
+    return str(error)
+
+
+def _check_wholes(found: Any, where: str, most: int, words: str) -> None:
+    if isinstance(found, dict):
+        for name, value in found.items():
+            _check_wholes(value, f"{where}.{name}" if where else str(name), most, words)
+    elif isinstance(found, list):
+        for number, value in enumerate(found):
+            _check_wholes(value, f"{where}[{number}]", most, words)
+    elif isinstance(found, int) and abs(found) > most:
+        named = f"{where}: " if where else ""
+        raise InvalidInput(f"{named}{quoted(found)}: expected a whole number of at most {words}")
 
 
 def converted(what: str, value: object, default: object) -> object:
@@ -43,14 +102,15 @@ def converted(what: str, value: object, default: object) -> object:
     elif wanted is not str and isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             number = float(value)
-            if wanted is float:
+            # Infinite is a limit that is off, where it was written so and is not the sum of too many digits.
+            if wanted is float and (math.isfinite(number) or str(value).lower().lstrip("+-") in ("inf", "infinity")):
                 return number
-            if number == int(number):
+            if wanted is int and number == int(number):
                 return int(number)
         except (ValueError, OverflowError):
             pass
     expected = {bool: "true or false", int: "a whole number", str: "a word"}.get(wanted, "a number")
-    raise InvalidInput(f"{what} is {value!r}; expected {expected}, such as {default}")
+    raise InvalidInput(f"{what} is {quoted(value)}; expected {expected}, such as {default}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,45 +233,45 @@ def filled(
 
 def text(value: object) -> str:
     if not isinstance(value, str):
-        raise InvalidInput(f"{value!r}: expected text in quotes")
+        raise InvalidInput(f"{quoted(value)}: expected text in quotes")
     return value
 
 
 def texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise InvalidInput(f"{value!r}: expected a list of texts")
+        raise InvalidInput(f"{quoted(value)}: expected a list of texts")
     return tuple(value)
 
 
 def whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInput(f"{value!r}: expected a whole number, 0 or more")
+        raise InvalidInput(f"{quoted(value)}: expected a whole number, 0 or more")
     return value
 
 
 def integer(value: object) -> int:
     """A whole number that may be below 0."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInput(f"{value!r}: expected a whole number")
+        raise InvalidInput(f"{quoted(value)}: expected a whole number")
     return value
 
 
 def positive(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise InvalidInput(f"{value!r}: expected a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        raise InvalidInput(f"{quoted(value)}: expected a number above 0")
     return float(value)
 
 
 def wholes(value: object) -> tuple[int, ...]:
     """A list of whole numbers."""
     if not isinstance(value, list | tuple):
-        raise InvalidInput(f"{value!r}: expected a list of whole numbers")
+        raise InvalidInput(f"{quoted(value)}: expected a list of whole numbers")
     return tuple(whole(each) for each in value)
 
 
 def table(value: object) -> dict[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise InvalidInput(f"{value!r}: expected a table")
+        raise InvalidInput(f"{quoted(value)}: expected a table")
     return dict(value)
 
 
@@ -220,13 +280,13 @@ def whole_by_name(value: object) -> dict[str, int]:
     numbers = table(value)
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidInput(f"{name} is {number!r}: expected a whole number")
+            raise InvalidInput(f"{name} is {quoted(number)}: expected a whole number")
     return {name: int(str(number)) for name, number in numbers.items()}
 
 
 def yes_or_no(value: object) -> bool:
     if not isinstance(value, bool):
-        raise InvalidInput(f"{value!r}: expected true or false")
+        raise InvalidInput(f"{quoted(value)}: expected true or false")
     return value
 
 
@@ -234,8 +294,8 @@ def duration(value: object) -> float:
     """Seconds, or words such as ``"30s"``."""
     if isinstance(value, str):
         return parse_duration(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise InvalidInput(f"{value!r}: expected a duration, such as 30s")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+        raise InvalidInput(f"{quoted(value)}: expected a duration, such as 30s")
     return float(value)
 
 

@@ -77,11 +77,65 @@ class WrongProcess(SkyMemoryError):
     """A store, socket or manager that a forked child uses, though its parent opened it."""
 
 
+def quoted(value: object, most: int = 60) -> str:
+    """``value`` as messages show what a user wrote: in quotes, and its beginning where it is long."""
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to write out more than 4,300 digits
+        return f"a number of about {round(value.bit_length() * 0.30103):,} digits"
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    size = f"{len(value):,} characters" if isinstance(value, str) else f"{len(text):,} characters when written out"
+    return f"{text[: most // 2]}…{text[-1]} ({size})"
+
+
 def os_reason(error: OSError) -> str:
     """What went wrong, without the error number."""
     if error.errno and (error.strerror or "").startswith("Connect call failed"):  # asyncio's words, with the address
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__
+
+
+def connection_reason(error: BaseException) -> str:
+    """Why a connection failed, in our words for the errors of sockets, TLS and HTTP clients."""
+    import socket
+    import ssl
+
+    # Clients wrap what the system said; the innermost is the cause.
+    cause: BaseException = error
+    while (inner := getattr(cause, "certificate_error", None) or getattr(cause, "os_error", None)) is not None:
+        cause = inner
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"TLS failed: its certificate is not accepted ({cause.verify_message or cause.reason})"
+    if isinstance(cause, ssl.SSLError):
+        plain = cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+        hint = "; it may speak plain HTTP: try http://" if plain else ""
+        return f"TLS failed: {(cause.reason or str(cause)).lower().replace('_', ' ')}{hint}"
+    if isinstance(cause, socket.gaierror):
+        return f"its name is not known ({os_reason(cause)})"
+    if isinstance(cause, ConnectionRefusedError):
+        return "connection refused: nothing listens there"
+    if isinstance(cause, ConnectionResetError | BrokenPipeError) or type(cause).__name__ == "ServerDisconnectedError":
+        return "connection closed by the other side before it answered"
+    if isinstance(cause, TimeoutError):
+        return "no answer in time"
+    return os_reason(cause) if isinstance(cause, OSError) else str(cause) or type(cause).__name__
+
+
+def no_room_reason(folder: object, error: OSError) -> str:
+    """Why a value could not be written in ``folder``, and what to do."""
+    what = {
+        errno.ENOSPC: "the disk is full: free some of it, or choose a smaller budget or another folder",
+        errno.EDQUOT: "this user's disk quota is used up: free some, or choose a smaller budget or another folder",
+        errno.EROFS: "the file system is read-only: mount it for writing, or choose another folder",
+        errno.EACCES: "this user may not write there: give it the right, or choose another folder",
+        errno.EPERM: "this user may not write there: give it the right, or choose another folder",
+        errno.EIO: "the disk fails (input/output error): look at the system's log, and choose another disk",
+        errno.ENOENT: "the folder is no longer there: make it again, or choose another folder",
+        errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "too many files are open in the system",
+        errno.EFBIG: "the file system takes no file of this size: choose another folder",
+    }.get(error.errno or 0) or os_reason(error)
+    return f"{folder}: {what}"
 
 
 def cannot_read(what: object, error: OSError) -> str:

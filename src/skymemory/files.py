@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
 import tempfile
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from skymemory.errors import InvalidInput, cannot_read, os_reason
+from skymemory.config import parse_toml
+from skymemory.errors import InvalidInput, cannot_read
 from skymemory.units import format_size
 
 _PIECE_BYTES = 2**20
@@ -124,15 +125,52 @@ def read_bounded(path: Path, most_bytes: int = MAX_SETTINGS_BYTES, *, pipes: boo
     return bytes(data)
 
 
+_OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
+_OTHER_MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  # last: UTF-32's begins with it
+
+
+def decode_text(data: bytes) -> str:
+    """The text of a file, without the byte-order mark that some editors write.
+
+    Raises:
+        InvalidInput: it is not UTF-8; with the byte, or the encoding that its mark names.
+    """
+    for mark, name in _OTHER_MARKS.items():
+        if data.startswith(mark):
+            raise InvalidInput(f"it is {name}, expected UTF-8: save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"it is not UTF-8 text (byte {error.start}, 0x{data[error.start]:02x}): save it as UTF-8"
+        ) from error
+
+
+def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
+    """The text of a file that ``read_bounded`` reads; all text that users name is read by this.
+
+    Raises:
+        OSError: as ``read_bounded``.
+        InvalidInput: as ``decode_text``, with the file's name.
+    """
+    data = read_bounded(path, most_bytes)
+    try:
+        return decode_text(data)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from error.__cause__
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file that ``read_bounded`` reads.
+    """The tables of a TOML file that ``read_text`` reads.
 
     Raises:
         InvalidInput: it cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(read_bounded(path).decode("utf-8"))
+        content = read_text(path)
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {os_reason(error)}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} is not TOML: {error}") from error
+        raise InvalidInput(cannot_read(path, error)) from error
+    try:
+        return parse_toml(content)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from error

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from skymemory.text import write
+
 LINE_EVERY_S = 3.5
 """Silence after which a wait prints a line. A thread may wait a second for its turn while torch loads: below five."""
 BAR_AFTER_S = 2.0
 """Shorter waits draw no bar."""
 _LOOK_S = 0.25
+EVENT_INDENT = len("[  0.0 s] ")
+"""Of the further lines of an event that is wrapped."""
 
 
 class Wait:
@@ -85,7 +89,7 @@ class Progress:
         with self._lock:
             if self._bar is not None:
                 self._bar.erase()
-            print(f"[{self.seconds:5.1f} s] {words}", file=self.stream, flush=True)
+            write(f"[{self.seconds:5.1f} s] {words}", self.stream, EVENT_INDENT)
             self._printed_s = time.monotonic()
 
     @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, quoted
 
 SPEED_OF_LIGHT_M_S = 299_792_458.0
 EARTH_RADIUS_M = 6_371_000.0
@@ -44,14 +45,43 @@ _MOST = 2.0**63
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
 
 
+LARGEST_WHOLE = 2**64 - 1
+"""Of whole numbers in options and files: what 64 bits hold. Larger ones overflow in arithmetic with fractions."""
+_LONGEST_WHOLE = 32
+"""Digits and more of a number that may be in the range; Python itself refuses to read 4,300."""
+
+
+def parse_whole(text: str) -> int:
+    """A whole number, as ``-3`` or ``1_000``, of at most 64 bits."""
+    word = text.strip()
+    try:
+        number = int(word[:_LONGEST_WHOLE])
+    except ValueError:
+        raise InvalidInput(f"{quoted(text)}: expected a whole number") from None
+    if len(word) > _LONGEST_WHOLE or abs(number) > LARGEST_WHOLE:
+        raise InvalidInput(f"{quoted(text)}: expected a whole number of at most 64 bits")
+    return number
+
+
+def parse_number(text: str) -> float:
+    """A finite number, as ``1.5`` or ``2e9``."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise InvalidInput(f"{quoted(text)}: expected a number") from None
+    if not math.isfinite(number):
+        raise InvalidInput(f"{quoted(text)}: expected a finite number")
+    return number
+
+
 def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].lower() not in units:
         known = ", ".join(unit for unit in units if unit)
-        raise InvalidInput(f"{text!r} is not a {what}: expected a number and one of {known}, such as {example}")
+        raise InvalidInput(f"{quoted(text)} is not a {what}: expected a number and one of {known}, such as {example}")
     value = float(match[1]) * units[match[2].lower()]
     if value > _MOST:  # what C and files hold in 64 bits
-        raise InvalidInput(f"{text!r} is not a {what}: expected at most 2^63, such as {example}")
+        raise InvalidInput(f"{quoted(text)} is not a {what}: expected at most 2^63, such as {example}")
     return value
 
 
@@ -78,7 +108,7 @@ def parse_fraction(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        raise InvalidInput(f"{text!r} is not a share: expected 0 to 1 or 0% to 100%, such as 1%")
+        raise InvalidInput(f"{quoted(text)} is not a share: expected 0 to 1 or 0% to 100%, such as 1%")
     return share
 
 
@@ -115,5 +145,5 @@ def parse_delay(text: str) -> float:
     except ValueError:
         scale = -1.0
     if not 0.0 <= scale <= 1000.0:
-        raise InvalidInput(f"delay {text!r}: expected real, off, or a factor up to 1000 such as x2")
+        raise InvalidInput(f"delay {quoted(text)}: expected real, off, or a factor up to 1000 such as x2")
     return scale

@@ -60,7 +60,7 @@ def _main(words: str) -> int:
         ("up --fault-seed -1", "fault seed -1"),
         ("up --base-port nine", "expected a number such as 26000, or auto"),
         ("up --base-port 65450", "the last port is 65535"),
-        ("up --time-scale nan", "time scale nan"),
+        ("up --time-scale nan", "expected a finite number"),
         ("up --frobnicate", "unrecognized arguments: --frobnicate"),
         ("up --fualt-seed 1", "did you mean '--fault-seed'?"),
         ("up --replacement lur", "did you mean 'lru'?"),

@@ -101,7 +101,7 @@ def test_a_bad_file_is_refused_with_its_line_or_read_without_it(tle: Path, capsy
     for content, message in (
         (b"", "it is empty"),
         (b"<!doctype html><p>", "a web page (HTML)"),
-        (b"\xff\xfe\x00", "not a text file"),
+        (b"\xff\xfe\x00", "it is UTF-16, expected UTF-8"),
     ):
         tle.write_bytes(content)
         assert main(["shells", str(tle)]) == 2

@@ -48,7 +48,7 @@ def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest
 def test_a_model_on_board_is_shown_with_its_energy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BREAKEVEN, "--board", "300"]) == 0
     out = capsys.readouterr().out
-    assert "with the user's terminal;" in out and "without idle machines" in out
+    assert "with the user's terminal;" in " ".join(out.split()) and "without idle machines" in out
     (row,) = {tuple(line.split()[-3:-1]) for line in out.splitlines() if line.split()[-1:] in (["ground"], ["board"])}
     assert row == ("10", "J")  # 64 MiB at 44 mW for a GiB, for an hour
 

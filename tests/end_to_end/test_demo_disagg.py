@@ -22,7 +22,7 @@ DEMO = [sys.executable, "-m", "skymemory", "demo", "disagg"]
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_what_one_prefills_another_decodes_and_refused_requests_cost_nothing() -> None:
     words = ["--engine", "own", "--requests", "4", "--burst", "8", "--json"]
     done = subprocess.run([*DEMO, *words], capture_output=True, text=True, timeout=280)

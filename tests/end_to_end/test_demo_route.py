@@ -55,7 +55,7 @@ def test_every_strategy_answers_everything_and_prefixes_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_precise_follows_the_engines_events() -> None:
     words = ["--strategies", "precise,random", "--requests", "24", "--quick", "--json", "--seed", "3"]
     answer = subprocess.run([*DEMO, *words], capture_output=True, text=True, timeout=280)

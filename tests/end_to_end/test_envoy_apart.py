@@ -131,7 +131,7 @@ def test_a_stream_comes_through_and_a_client_that_leaves_frees_all(short: Path, 
             assert eventually(lambda url=url: metric(url, "vllm:num_requests_running") == 0)  # type: ignore[misc]
 
 
-def eventually(holds: Any, patience_s: float = 20.0) -> bool:
+def eventually(holds: Any, patience_s: float = 60.0) -> bool:
     import time
 
     ends_s = time.monotonic() + patience_s

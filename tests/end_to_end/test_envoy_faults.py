@@ -117,7 +117,7 @@ def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers,
         with running_envoy(config, tmp_path / "run") as envoy:
             assert ask(envoy.ports["closed"], "/v1/models").status == 200
             os.killpg(picker.process.pid, signal.SIGKILL)
-            picker.process.wait(10)
+            picker.process.wait(60)
             assert ask(envoy.ports["closed"], "/v1/completions", a_completion()).status >= 500
             # Until Envoy has noticed, requests with a body are lost: it keeps no copy of what it sent the picker.
             end = time.monotonic() + 30
@@ -129,7 +129,7 @@ def test_a_picker_that_is_killed_and_comes_back_is_asked_again(servers: Servers,
                 assert _becomes(envoy.ports["closed"], 200)
 
 
-def _becomes(port: int, status: int, patience_s: float = 10.0) -> bool:
+def _becomes(port: int, status: int, patience_s: float = 60.0) -> bool:
     end = time.monotonic() + patience_s
     while time.monotonic() < end:
         if ask(port, "/v1/models").status == status:
@@ -169,7 +169,7 @@ def test_a_picker_that_is_stopped_lets_its_streams_end(servers: Servers, tmp_pat
                 while piece := client.recv(4096):
                     got += piece
         assert b"[DONE]" in got
-        assert picker.process.wait(10) == 0
+        assert picker.process.wait(60) == 0
         assert "Traceback" not in "\n".join(picker.lines)
 
 

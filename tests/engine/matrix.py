@@ -61,7 +61,6 @@ class Tried:
 
     def __init__(self, model: Any, tokenizer: Any, kvc: KVCManager) -> None:
         self.model, self.tokenizer, self.kvc = model, tokenizer, kvc
-        self._unused = 0
         self.text = shipped_document()[:400]
         self.ids = torch.tensor([tokenizer(self.text)["input_ids"]])
         kvc.add_blocks(self.text)
@@ -79,13 +78,10 @@ class Tried:
         return without, self.answer(ids, self.kvc.get_cache(self.text), **options), self.share()
 
     def share(self, tokens: int | None = None) -> float:
-        """Of the full blocks of the last prompt, or of its first ``tokens``, those that came; what the guard took back
-        does not count.
-        """
-        last, before = self.kvc.last, self._unused
-        self._unused = self.kvc.counters.total("unused_tokens_total")
+        """Of the full blocks of the last prompt, or of its first ``tokens``, the part that passes skipped."""
+        last = self.kvc.last
         full = (last.prompt_tokens if tokens is None else tokens) // BLOCK * BLOCK
-        return max(0.0, last.cached_tokens - (self._unused - before)) / full
+        return last.used_tokens / full
 
 
 def different_prompts(tried: Tried) -> tuple[Said, Said, float]:

@@ -113,7 +113,8 @@ def test_others_are_computed_in_the_same_steps(
         beside = OtherPrompts(model, others, share, piece_tokens=24)
         kvc.cake.beside = beside
         assert tokens_of(model, ids, kvc.get_cache_ids(ids)) == plain
-        assert (beside.computed_tokens > 0) == (share < 1)
+        # Also with all of a step for this prompt they get those in which none of its blocks can be computed.
+        assert beside.computed_tokens > 0 or share == 1
         while len(beside.finished) < 2:
             beside.run(64, lambda: False)
     for number, other in enumerate(others):

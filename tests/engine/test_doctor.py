@@ -40,7 +40,8 @@ def test_where_all_is_well_blocks_come_back(model: Any, tokenizer: Any, document
     examined = examine(model, tokenizer, MemoryStore(), document, block_tokens=BLOCK)
     assert (
         examined.well
-        and "48 tokens from memory" in examined.findings[-1].words
+        and "48 tokens from memory" in examined.findings[-2].words
+        and examined.findings[-1].words == "of 49 tokens 48 were loaded, 48 used, 1 computed"
         and examined.context["block_tokens"] == BLOCK
     )
 

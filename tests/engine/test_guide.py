@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from tests.engine.generation import BLOCK, manager  # noqa: E402
 from tests.engine.test_uses import ANNOUNCED, FIVE, TEMPLATE, seeing  # noqa: E402
@@ -110,7 +110,12 @@ def test_an_adapter(model: Any, tokenizer: Any, document: str) -> None:
         names = {"model": model, "tokenizer": tokenizer, "prompt": prompt, "kvc": kvc}
         bare = model.generate(**inputs)
         kvc.add_blocks(bare)
-        exec(block("LoraConfig"), names)
+        try:
+            exec(block("LoraConfig"), names)
+        except ValueError as error:
+            if "version of PEFT" not in str(error):
+                raise
+            pytest.skip(f"transformers {transformers.__version__} takes no released peft: {error}")
         assert kvc.last.cached_tokens == 0, "nothing of the bare model"
         assert torch.equal(names["out"], model.generate(**inputs)) and not torch.equal(names["out"], bare)
         assert torch.equal(names["out"], model.generate(**inputs, past_key_values=kvc.get_cache(prompt)))

@@ -151,18 +151,18 @@ def test_a_flush_waits_for_what_is_being_copied(monkeypatch: pytest.MonkeyPatch)
 
     def slow(*args: object) -> None:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(60)
         copy(*args)  # type: ignore[call-overload]
 
     monkeypatch.setattr("skymemory.engine.kv_cache.np.copyto", slow)
     with ThreadPoolExecutor(2) as pool:
         placed = pool.submit(staging.place, 0, memoryview(block))
-        assert begun.wait(10)
+        assert begun.wait(60)
         flushed = pool.submit(staging.flush)
         time.sleep(0.1)
         assert not flushed.done()
         go.set()
-        placed.result(10), flushed.result(10)
+        placed.result(60), flushed.result(60)
     cache.fill(np.arange(layout.block_tokens))
     out = bytearray(layout.block_bytes)
     CacheSource(cache, layout).read(0, memoryview(out))

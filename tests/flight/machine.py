@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import math
 import os
 import shutil
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from tests.flight.daemon import build_lock
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -71,9 +71,7 @@ def build() -> Path:
 
     ``FLIGHT_SANITIZE=1`` compiles both with ASan and UBSan; then ``LD_PRELOAD`` must name the compiler's libasan.
     """
-    BUILDS.mkdir(exist_ok=True)
-    with (BUILDS / "flight-tests.lock").open("w") as lock:  # processes of one test run
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with build_lock():
         return _build()
 
 

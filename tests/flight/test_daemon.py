@@ -274,7 +274,8 @@ def test_every_second_host_of_a_mix() -> None:
     assert kinds_of("c", hosts) == {host.name: "c" for host in hosts} and kinds_of("python", hosts) == {}
 
 
-def test_more_replicas_than_it_can_ask_about_are_refused(daemon: Path) -> None:
+def test_more_replicas_than_it_can_ask_about_are_refused(daemon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYMEMORY_FLIGHT", str(daemon))
     hosts = local_hosts("starlink-a", 2, 26_000)
     plan = make_plan("starlink-a", hosts=hosts, servers=64, replicas=33)
     with pytest.raises(InvalidInput, match="at most 32 replicas"):

@@ -6,14 +6,11 @@ from types import ModuleType
 
 import pytest
 
+from skymemory import native
 from skymemory.native.twin import backend
 
-try:
-    from skymemory.native import _fast
-except ImportError:  # no C compiler where the package was installed: the twin serves alone
-    IMPLEMENTATIONS: list[ModuleType] = [backend]
-else:
-    IMPLEMENTATIONS = [backend, _fast]
+# Without a C compiler where the package was installed the twin serves alone.
+IMPLEMENTATIONS: list[ModuleType] = [backend] if native._fast is None else [backend, native._fast]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -44,8 +45,9 @@ class Release:
 @pytest.fixture(scope="session")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Release:
     """It has no compiled helper of its own: its Python twin serves."""
-    found = subprocess.run(["git", "archive", COMMIT, "src"], cwd=ROOT, capture_output=True, check=False)
-    if found.returncode:
+    git = shutil.which("git")
+    found = git and subprocess.run([git, "archive", COMMIT, "src"], cwd=ROOT, capture_output=True, check=False)
+    if not found or found.returncode:
         pytest.skip(
             f"commit {COMMIT} is not here (no git, a shallow clone, or no repository): no older release to meet"
         )

@@ -10,6 +10,7 @@ import pytest
 from skymemory.cli.main import main
 from skymemory.reproduce import claims as module
 from skymemory.reproduce.claims import PHYSICS, all_claims, as_markdown, as_text
+from skymemory.text import PIPED_WIDTH
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_a_command(capsys: pytest.CaptureFixture[str], listed) -> None:
     assert main(["reproduce", "claims"]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == as_text(listed)
+    assert capsys.readouterr().out.rstrip("\n") == as_text(listed, PIPED_WIDTH)
     assert main(["reproduce", "claims", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["key"] == "block"
     assert main(["reproduce", "claims", "--fig", "3"]) == 2

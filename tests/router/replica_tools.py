@@ -31,7 +31,7 @@ def save_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapp
     return write_snapshot(path, take_snapshot(index, kind, slots))
 
 
-async def until(true: Callable[[], bool], within_s: float = 25.0) -> float:
+async def until(true: Callable[[], bool], within_s: float = 60.0) -> float:
     """Seconds that it took."""
     started_s = time.monotonic()
     while not true():

@@ -17,7 +17,7 @@ from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import settings_from
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def until(true: Callable[[], bool]) -> None:

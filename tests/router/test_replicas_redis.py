@@ -70,7 +70,7 @@ def test_what_one_learns_all_match(server: RedisServer) -> None:
             await until(lambda: (first.status.sent, second.status.sent) == (3, 1))
             await until(lambda: (first.status.received, second.status.received) == (1, 3))
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_killed_server_is_reported_and_found_again(server: RedisServer) -> None:
@@ -94,7 +94,7 @@ def test_a_killed_server_is_reported_and_found_again(server: RedisServer) -> Non
             async with sharing(late, server):
                 await until(lambda: [late.match(chain(n), [0]) for n in (1, 2, 3)] == [[20]] * 3)
 
-    asyncio.run(asyncio.wait_for(run(), 40))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_server_that_is_emptied_is_sent_everything_again(server: RedisServer) -> None:
@@ -108,13 +108,14 @@ def test_a_server_that_is_emptied_is_sent_everything_again(server: RedisServer) 
             async with sharing(late, server):
                 await until(lambda: [late.match(chain(n), [0]) for n in (1, 2)] == [[20]] * 2)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_broken_connection_goes_on_where_it_stopped(server: RedisServer) -> None:
     async def run() -> None:
         one, other = an_index("a"), an_index("a")
-        async with sharing(one, server) as first, sharing(other, server) as second:
+        # Patient: after a time-out, whose outcome is unknown, a delta may be published twice.
+        async with sharing(one, server, timeout_s=60) as first, sharing(other, server, timeout_s=60) as second:
             one.learn(0, chain(1))
             await until(lambda: other.match(chain(1), [0]) == [20])
             closed = 0
@@ -125,9 +126,10 @@ def test_a_broken_connection_goes_on_where_it_stopped(server: RedisServer) -> No
                 await asyncio.sleep(0.03)
             one.learn(0, chain(2))
             await until(lambda: other.match(chain(2), [0]) == [20])
+            await until(lambda: first.status.sent >= 2)  # counted when the reply is here: the other may be earlier
             assert (first.status.sent, second.status.received) == (2, 2), "nothing is published twice"
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_restarted_replica_hears_what_it_published_before(server: RedisServer) -> None:
@@ -140,7 +142,7 @@ def test_a_restarted_replica_hears_what_it_published_before(server: RedisServer)
             await until(lambda: after.match(chain(1), [1]) == [20])
             assert after.log_end == 0, "what was heard is not passed on"
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_replicas_of_other_blocks_do_not_hear_each_other(server: RedisServer) -> None:
@@ -161,7 +163,7 @@ def test_replicas_of_other_blocks_do_not_hear_each_other(server: RedisServer) ->
             await until(lambda: second.status.refused == 1)
             assert (first.status.received, second.status.received) == (0, 0)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.mark.slow
@@ -186,7 +188,7 @@ def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
             assert longest_s < 1.2
             await until(lambda: not replicas.status.degraded)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_too_much_to_keep_is_counted_as_lost(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ def test_too_much_to_keep_is_counted_as_lost(server: RedisServer, monkeypatch: p
             await until(lambda: (first.status.lost, first.status.sent) == (6, 4))
             assert other.match(chain(5), [0]) == [0] and other.match(chain(6), [0]) == [20]
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_the_stream_is_bounded_and_expires(server: RedisServer) -> None:
@@ -215,7 +217,7 @@ def test_the_stream_is_bounded_and_expires(server: RedisServer) -> None:
         assert isinstance(length, int) and length < 120, "redis trims whole nodes of a hundred entries"
         assert isinstance(ttl_s, int) and 60 < ttl_s <= 77
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_entries_of_strangers_are_refused(server: RedisServer) -> None:
@@ -240,7 +242,7 @@ def test_entries_of_strangers_are_refused(server: RedisServer) -> None:
             one.learn(0, chain(5))
             await until(lambda: other.match(chain(5), [0]) == [20])
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_an_address_that_is_none() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from skymemory.config import known_keys
 from skymemory.errors import InvalidInput
-from skymemory.router.settings import Backend, Settings, host_and_port, read_settings, settings_from
+from skymemory.router.settings import Backend, Settings, read_settings, settings_from
 
 FILE = """
 listen = "127.0.0.1:9000"
@@ -108,18 +108,5 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot read"):
         read_settings(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("listen = ")
-    with pytest.raises(InvalidInput, match="is not TOML"):
+    with pytest.raises(InvalidInput, match="not TOML"):
         read_settings(tmp_path / "bad.toml")
-
-
-@pytest.mark.parametrize(
-    ("listen", "host", "port"), [("127.0.0.1:80", "127.0.0.1", 80), ("[::1]:0", "::1", 0), (":8080", "127.0.0.1", 8080)]
-)
-def test_where_to_listen(listen: str, host: str, port: int) -> None:
-    assert host_and_port(listen) == (host, port)
-
-
-@pytest.mark.parametrize("listen", ["", "8080x", "a:b", "a:70000"])
-def test_where_listening_is_impossible(listen: str) -> None:
-    with pytest.raises(InvalidInput, match="not an address"):
-        host_and_port(listen)

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from skymemory.serving.engine.run import Engine, EngineSettings
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,10 @@ def odd_server(how: str) -> Iterator[OddServer]:
         return int(runner.addresses[0][1])
 
     try:
-        server.url = f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(begin(), loop).result(10)}"
+        server.url = f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(begin(), loop).result(60)}"
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -43,10 +43,13 @@ DYNAMIC = FLIGHT.with_name("build") / "flight" / "skymemory-flight-dynamic"
 
 def build(asleep: Path) -> None:
     """``slept.c`` beside the file, and the daemon that loads it, for hosts in C; needs a C compiler and make."""
+    from tests.flight.daemon import build_lock  # not in every host, which would import pytest
+
     source, made = Path(__file__).with_name("slept.c"), asleep.with_suffix(".so")
     strict = ("-O2", "-Wall", "-Wextra", "-Werror")
     subprocess.run([os.environ.get("CC", "cc"), *strict, "-shared", "-fPIC", "-o", made, source], check=True)
-    subprocess.run(["make", "-s", "-C", FLIGHT, DYNAMIC], check=True)
+    with build_lock():
+        subprocess.run(["make", "-s", "-C", FLIGHT, DYNAMIC], check=True)
 
 
 def run(arguments: list[str]) -> NoReturn:

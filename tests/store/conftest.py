@@ -12,6 +12,7 @@ from typing import Any
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig
+from skymemory.protocol.client.transfer import ReadTransfer
 from skymemory.protocol.clock import SkyMap
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
@@ -100,6 +101,23 @@ def connection(store: ConstellationStore) -> UdpClient:
 
 
 @contextmanager
+def standing(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """The host of all satellites stands still, and goes on afterwards."""
+    goes_on, stands = threading.Event(), threading.Event()
+    loop.call_soon_threadsafe(lambda: (stands.set(), goes_on.wait(60)))
+    assert stands.wait(60)
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
+def reads_under_way(store: ConstellationStore) -> int:
+    """How many values this client waits for at the same time."""
+    return sum(isinstance(each.transfer, ReadTransfer) for each in list(connection(store).machine._operations.values()))
+
+
+@contextmanager
 def stopped(loop: asyncio.AbstractEventLoop, client: UdpClient) -> Iterator[None]:
     """The host of all satellites is stopped; then it goes on, and all have answered this client again."""
     goes_on, standing = threading.Event(), threading.Event()
@@ -141,11 +159,11 @@ def udp_sky_and_loop(
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield plan, loop
     finally:
         loop.call_soon_threadsafe(hosts[0].close)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -216,9 +216,8 @@ def test_an_unknown_policy_is_refused() -> None:
         MemoryStore(1000, policy="fifo")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_victim_is_found_without_a_look_at_all_entries(policy: str) -> None:
-    """Ten times the entries may not make an eviction ten times as long."""
+def _evictions_s(policy: str) -> dict[int, float]:
+    """Of this thread's processor time, by the number of entries."""
     seconds = {}
     for entries in (1_000, 10_000):
         shelf = Inventory(entries, 0, policy)
@@ -233,4 +232,13 @@ def test_a_victim_is_found_without_a_look_at_all_entries(policy: str) -> None:
             shelf.put(ticket.items[0][0], 1)
             shelf.end_store(ticket)
         seconds[entries] = time.thread_time() - began_s
-    assert seconds[10_000] < 5 * seconds[1_000] + 0.02
+    return seconds
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_victim_is_found_without_a_look_at_all_entries(policy: str) -> None:
+    """Ten times the entries may not make an eviction ten times as long: the shortest of three, for what else runs takes
+    caches, too.
+    """
+    runs = [_evictions_s(policy) for _ in range(3)]
+    assert min(run[10_000] for run in runs) < 5 * min(run[1_000] for run in runs) + 0.02

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.cache.tiers.small_tiers import soon
 from tests.contract.store_contract import key, value
 
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
+from skymemory.store import disk, disk_files
 from skymemory.store.base import AtOnce, LoadTicket, Presence
 from skymemory.store.disk import DiskStore
 from skymemory.store.disk_files import file_name
@@ -67,10 +70,26 @@ def test_it_is_a_complete_load(store: DiskStore) -> None:
     assert store.stats()["open_leases"] == 0
 
 
-def test_what_the_disk_must_be_asked_for_is_left_to_the_usual_call(store: DiskStore, tmp_path: Path) -> None:
-    with path_of(tmp_path, 2).open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+@pytest.fixture
+def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Has the kernel answer that it does not have a file in memory.
+
+    Not by ``posix_fadvise``: since Linux 6 the read that finds nothing begins to read ahead, and finds the value where
+    this thread then loses the processor for as long as the disk takes.
+    """
+    forgotten: set[str] = set()
+
+    def read_value_now(path: str, *rest: Any) -> bool:
+        return path not in forgotten and disk_files.read_value_now(path, *rest)
+
+    monkeypatch.setattr(disk, "read_value_now", read_value_now)
+    return lambda path: forgotten.add(str(path))
+
+
+def test_what_the_disk_must_be_asked_for_is_left_to_the_usual_call(
+    store: DiskStore, tmp_path: Path, forget: Callable[[Path], None]
+) -> None:
+    forget(path_of(tmp_path, 2))
     ticket = store.prepare_load(KEYS)
     assert store.load_now(ticket) is None
     assert store.complete_load(ticket) == [value(number, SIZE) for number in range(3)]
@@ -107,11 +126,11 @@ def test_a_store_that_another_thread_holds_or_that_must_expire_something_says_no
     def hold() -> None:
         with store._lock:
             held.set()
-            done.wait(10)
+            done.wait(60)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    held.wait(10)
+    held.wait(60)
     with store.at_once() as free:
         assert not free
     assert store.load_now(ticket) is None
@@ -177,31 +196,24 @@ def load(store: TieredStore, keys: Sequence[bytes]) -> tuple[list[memoryview | N
 
 
 def test_a_hierarchy_reads_from_the_kernels_memory_in_the_callers_thread_and_survives_a_disk_that_hangs(
-    store: DiskStore, tmp_path: Path
+    store: DiskStore, tmp_path: Path, forget: Callable[[Path], None]
 ) -> None:
     with HangingDisk(tmp_path / "other", 1 << 22, clock=Clock()) as disk, hierarchy(disk) as tiers:
         disk.put_many([(one, value(number, SIZE)) for number, one in enumerate(KEYS)])
-        load(tiers, KEYS)
-        asked = disk.asked
         values = [value(number, SIZE) for number in range(3)]
+        assert soon(lambda: load(tiers, KEYS)[0] == values), "stamps are due, and its thread writes them"
+        asked = disk.asked
         for _ in range(5):
             assert load(tiers, KEYS) == (values, [""] * 3)
         assert disk.asked == asked, "from memory, without a thread of the tier"
-        with (tmp_path / "other" / "values" / file_name(KEYS[1])).open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        given_up = tiers.stats().get("tier_deadlines_total{disk}", 0)
+        forget(tmp_path / "other" / "values" / file_name(KEYS[1]))
         disk.hangs = True
-        began_s = time.monotonic()
         found, reasons = load(tiers, KEYS)
         assert found == [None] * 3
         assert set(reasons) == {"deadline"}
         assert load(tiers, KEYS)[0] == [None] * 3, "the lock is held: it is not waited for"
         assert tiers.lookup(KEYS) == [Presence.MISS] * 3
-        assert time.monotonic() - began_s < 3.0
+        assert tiers.stats()["tier_deadlines_total{disk}"] == given_up + 1, "it is waited for once"
         disk.hangs = False
-        for _ in range(500):
-            if load(tiers, KEYS)[0] == values:
-                break
-            time.sleep(0.02)
-        else:
-            pytest.fail("the tier did not come back")
+        assert soon(lambda: load(tiers, KEYS)[0] == values), "the tier comes back"

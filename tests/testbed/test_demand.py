@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from skymemory.testbed.supervisor import Demand, wanted_s
+from skymemory.testbed.liveness import Demand, wanted_s
 
 
 def test_who_computes_is_busy_and_who_sleeps_is_not() -> None:

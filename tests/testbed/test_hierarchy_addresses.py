@@ -176,7 +176,7 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
     assert main(["kv", "delete", "mine.bin", "--store", where]) == 0
     capsys.readouterr()
     assert main(["kv", "get", "mine.bin", "--store", where, "--out", "-"]) == 1
-    assert "mine.bin is not in the store 'tiers' (absent)" in capsys.readouterr().err
+    assert "'mine.bin' is not in the store 'tiers' (absent)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

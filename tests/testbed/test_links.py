@@ -60,7 +60,7 @@ def test_links_of_a_plan_are_checked() -> None:
         ('downn = "1Mbit"', "did you mean 'down'"),
         ("[load]\nisl = 1", "less than 1"),
         ('[[outage]]\nlink = "up"\nfrom = "9s"\nto = "8s"', "an end after its begin"),
-        ("up = ", "is not TOML"),
+        ("up = ", "not TOML"),
     ],
 )
 def test_commands_refuse_a_bad_file_of_links(

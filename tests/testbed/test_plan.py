@@ -164,7 +164,7 @@ def test_saving_replaces_whole_files_and_loading_names_the_file(tmp_path: Path) 
     with pytest.raises(InvalidInput, match=r"constellation\.json: not JSON"):
         load_plan(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidInput, match="not a text file"):
+    with pytest.raises(InvalidInput, match="it is UTF-16, expected UTF-8"):
         load_plan(path)
     with pytest.raises(InvalidInput, match="cannot read"):
         load_plan(tmp_path / "none.json")

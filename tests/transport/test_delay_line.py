@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.transport.delay_line import DelayLine, TimerFd
+from skymemory.transport.delay_line import RECENT_S, DelayLine, TimerFd
 
 
 class Clock:
@@ -153,3 +153,17 @@ def test_a_closed_timer_stays_closed() -> None:
     timer.close()
     with pytest.raises(OSError):
         timer.arm(1)
+
+
+def test_a_late_packet_of_long_ago_is_in_the_maximum_alone() -> None:
+    clock = Clock()
+    line: DelayLine[int] = DelayLine(clock_s=clock)
+    line.push(0.001, 0)
+    clock.now_s += 1.23
+    assert list(line.pop_due()) == [0] and line.report()["hold_error_p99_s"] == pytest.approx(1.229)
+    clock.now_s += RECENT_S
+    line.push(0.001, 1)
+    clock.now_s += 0.0011
+    assert list(line.pop_due()) == [1]
+    assert line.report()["hold_error_p99_s"] == pytest.approx(1e-4)
+    assert line.report()["hold_error_max_s"] == pytest.approx(1.229)

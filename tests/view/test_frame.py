@@ -8,7 +8,7 @@ import pytest
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.locate import Placement
-from skymemory.view.layout_map import OrbitFrame, frame_width, render_frame
+from skymemory.view.layout_map import CELL_WIDTH, LABEL_WIDTH, OrbitFrame, render_frame
 
 TORUS = Torus(5, 7)
 PLACEMENT = Placement.of("rotation_hop", 9, TORUS, SatelliteId(2, 3))
@@ -48,6 +48,14 @@ def test_the_dead_and_those_that_still_hold_chunks_are_marked() -> None:
 def test_every_frame_is_as_large_as_every_other(moves: tuple[int, int]) -> None:
     frame = OrbitFrame(PLACEMENT, (0, 0), moves, frozenset({SatelliteId(0, 0)}), frozenset({SatelliteId(4, 6)}))
     plain, coloured = render_frame(frame), render_frame(frame, colour=True)
-    assert {len(line) for line in plain} == {frame_width(7)} and len(plain) == 6
+    assert {len(line) for line in plain} == {LABEL_WIDTH + 7 * CELL_WIDTH} and len(plain) == 6
     assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in coloured] == plain
     assert "\x1b" not in "".join(plain) and "\x1b" in "".join(coloured)
+
+
+@pytest.mark.parametrize("overhead", range(7))
+def test_a_narrow_frame_shows_the_slots_around_the_satellite_overhead(overhead: int) -> None:
+    frame = OrbitFrame(PLACEMENT, (0, 0), (3 - overhead, 0))
+    lines = render_frame(frame, width=LABEL_WIDTH + 5 * CELL_WIDTH + 3)
+    assert {len(line) for line in lines} == {LABEL_WIDTH + 5 * CELL_WIDTH}
+    assert lines[0].split()[2] == str(frame.centre.slot + 1) and "(" in lines[3].split()[3]

@@ -101,6 +101,62 @@ class BlockSource(Protocol):
 # --- results: tokens by source, bytes, and seconds by phase ---
 
 
+@dataclass(slots=True, eq=False)
+class TokenUsage:
+    """How many of the tokens that one load brought have saved computing, so far; the engine keeps it up to date.
+
+    Loaded tokens are ``first`` to ``end`` of the prompt (with Cake those before were computed). Each counts once, as
+    used or as unused: ``end - first == used_tokens + sum(unused_tokens.values())`` when the cache is gone.
+    """
+
+    first: int = 0
+    end: int = 0
+    used_tokens: int = 0
+    """Loaded tokens that a forward pass skipped."""
+    unused_tokens: dict[str, int] = field(default_factory=dict)
+    """Loaded tokens that were computed all the same, or that no pass needed, by reason."""
+    is_in_use: bool = False
+    """Whether a forward pass has been given the cache."""
+    has_warned: bool = False
+    _reached: int = 0
+    """End of the skipped tokens: a second use of the same cache counts none again."""
+    _holders: int = 1
+    """The cache and its copies."""
+
+    @property
+    def open_tokens(self) -> int:
+        """Loaded tokens that count neither as used nor as unused yet."""
+        return self.end - self.first - self.used_tokens - sum(self.unused_tokens.values())
+
+    def use(self, start: int, stop: int) -> int:
+        """A forward pass has skipped these tokens of the prompt; returns how many of them count as used now."""
+        new = min(self._loaded_in(start, stop), self.open_tokens)
+        self._reached = max(self._reached, stop)
+        self.used_tokens += new
+        self.is_in_use = True
+        return new
+
+    def refuse(self, start: int, stop: int, reason: str) -> int:
+        """These tokens of the prompt will not be used; returns how many of them count as unused now."""
+        new = min(self._loaded_in(start, stop), self.open_tokens)
+        if new:
+            self.unused_tokens[reason] = self.unused_tokens.get(reason, 0) + new
+        return new
+
+    def drop(self) -> bool:
+        """One of the caches is gone; returns whether it was the last."""
+        self._holders -= 1
+        return self._holders <= 0
+
+    def _loaded_in(self, start: int, stop: int) -> int:
+        return max(0, min(stop, self.end) - max(start, self.first, self._reached))
+
+    def __deepcopy__(self, memo: object) -> TokenUsage:
+        """A copy of a cache holds the same load."""
+        self._holders += 1
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """One prompt looked up. ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``, always."""
@@ -128,10 +184,23 @@ class LoadResult:
     """By phase, in order: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
     """With Cake: what was computed meanwhile, and where both sides met."""
+    usage: TokenUsage = field(default_factory=TokenUsage, compare=False, repr=False)
+    """What became of the loaded tokens; changes as they are used."""
 
     @property
     def cached_tokens(self) -> int:
+        """Tokens loaded."""
         return sum(self.hit_tokens.values())
+
+    @property
+    def used_tokens(self) -> int:
+        """Loaded tokens that forward passes have skipped so far; 0 before the cache is used."""
+        return self.usage.used_tokens
+
+    @property
+    def unused_tokens(self) -> Mapping[str, int]:
+        """Loaded tokens that have turned out to be of no use, by reason."""
+        return self.usage.unused_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -159,8 +228,13 @@ class LoadResult:
         if self.loader is not None:
             met = self.loader.met_at_token
             meanwhile = f", {self.loader.computed_tokens} computed" + (f" (met at {met})" if met is not None else "")
+        used, left_tokens = "", self.left_tokens
+        if tiers and (self.usage.is_in_use or self.unused_tokens):
+            reasons = "".join(f", {count} not: {reason}" for reason, count in self.unused_tokens.items())
+            used = f" ({self.used_tokens} used{reasons})"
+            left_tokens += self.cached_tokens - self.used_tokens
         return (
-            f"{self.prompt_tokens} tokens: {tiers or 'none cached'}{meanwhile}, {self.left_tokens} to compute; "
+            f"{self.prompt_tokens} tokens: {tiers or 'none cached'}{used}{meanwhile}, {left_tokens} to compute; "
             f"{self.loaded_blocks} of {self.blocks} blocks, {format_size(self.size_bytes)} in "
             f"{format_duration(self.total_s)}{failed}"
         )

@@ -10,20 +10,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from skymemory.errors import InvalidInput, missing_extra, os_reason
-from skymemory.units import parse_duration, parse_fraction, parse_size
+from skymemory.errors import InvalidInput, missing_extra, os_reason, quoted
+from skymemory.units import parse_duration, parse_fraction, parse_size, parse_whole
 
 T = TypeVar("T")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as an argparse ``type=`` that keeps the message of its error."""
+    """``parse`` as an argparse ``type=`` that keeps the message of its error, and cuts what is quoted in it."""
 
     def parse_argument(text: str) -> T:
         try:
             return parse(text)
         except InvalidInput as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(str(error).replace(repr(text), quoted(text))) from error
+        except (ValueError, OverflowError) as error:  # Python's own limit of digits
+            raise argparse.ArgumentTypeError(f"{quoted(text)}: expected a number of fewer digits") from error
 
     return parse_argument
 
@@ -121,8 +123,8 @@ def os_error(error: OSError) -> str:
 def token_ids(text: str) -> tuple[int, int]:
     """``300-1000`` → 300, 1000."""
     first, dash, last = text.partition("-")
-    if not dash or not first.isdecimal() or not last.isdecimal() or int(last) - int(first) < 15:
+    if not dash or not first.isdecimal() or not last.isdecimal() or parse_whole(last) - parse_whole(first) < 15:
         # At least 16 ids: with fewer, random prompts share prefixes by chance and hits would be measured that no
         # trace has.
         raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")
-    return int(first), int(last)
+    return parse_whole(first), parse_whole(last)

@@ -15,8 +15,10 @@ from skymemory.protocol.messages import OURS, Capabilities
 from skymemory.store.sky.shared_index import inspect_journal
 from skymemory.testbed.connect import tolerated_skew_s
 from skymemory.testbed.control import Housekeeping, Silence, ping_all, pushed_moves, read_outages
+from skymemory.testbed.liveness import Demand
 from skymemory.testbed.plan_file import load_plan
-from skymemory.testbed.supervisor import Demand, HostState, inspect
+from skymemory.testbed.supervisor import HostState, inspect
+from skymemory.text import Table, write_line
 from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -189,12 +191,12 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         print(json.dumps(_as_object(report), indent=2))
         return
     plan = report.plan
-    print(
+    write_line(
         f"{plan.preset}: {plan.planes} planes x {plan.slots_per_plane} slots = {plan.torus.size} satellites; "
         f"{'up to ' if plan.by_size else ''}{plan.servers} servers by {plan.strategy}; access {plan.access}; "
         f"delay {_delay_text(plan.delay_scale)}"
     )
-    print(f"{'host':<10}{'planes':<10}{'ports':<14}{'process':<16}{'in':<8}{'memory':<12}satellites that answer")
+    rows = []
     for share, host in zip(plan.hosts, report.hosts, strict=True):
         answering, satellites = report.answering(host.name)
         planes = f"{share.planes[0]}" if len(share.planes) == 1 else f"{share.planes[0]}-{share.planes[-1]}"
@@ -202,33 +204,39 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         process = f"{host.state} {host.pid}" if host.state == "running" else host.state
         memory = format_size(host.memory_bytes) if host.memory_bytes is not None else "-"
         kind = {"c": "C", "python": "Python", None: "-"}[host.kind]
-        print(f"{host.name:<10}{planes:<10}{ports:<14}{process:<16}{kind:<8}{memory:<12}{answering} of {satellites}")
+        rows.append([host.name, planes, ports, process, kind, memory, f"{answering} of {satellites}"])
+    Table(("host", "planes", "ports", "process", "in", "memory", "answering"), rows, left=range(5)).print()
     if any(report.answers.values()):
         moves = pushed_moves(report.answers.values())
-        print(
+        write_line(
             f"holding {report.total('chunks_held')} chunks, {format_size(report.total('memory_used_bytes'))} of "
             f"{format_size(report.total('memory_limit_bytes'))}; moved by hand: {moves[0]} slots, {moves[1]} planes"
         )
         if plan.delay_scale > 0:
-            print(f"link delays are off by up to {report.worst('delay_error_p99_us')} µs (p99 of the worst host)")
+            error_s = report.worst("delay_error_p99_us") / 1e6
+            write_line(
+                f"link delays of the last minute: 99 % late by less than {format_duration(error_s)} (worst host)"
+            )
         for kind, its in (_links(report) or {}).items():
             rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
-            print(f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting")
+            write_line(
+                f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting"
+            )
         if full := report.total("pools_full"):
-            print(f"fixed pools of satellites were full {full} times; each time something was refused or put off")
+            write_line(f"fixed pools of satellites were full {full} times; each time a value was refused or put off")
         if plan.faults.any:
-            print(f"faults injected: {report.per_host('faults_injected')}")
+            write_line(f"faults injected: {report.per_host('faults_injected')}")
     if report.index is not None:
         standing, values = report.index
-        print(
+        write_line(
             f"index of this computer: {values} values"
             + ("" if standing.complete else "; incomplete: keys that it lacks are looked up at the satellites")
             + (f": {standing.values_adopted} values found there so far" if standing.values_adopted else "")
         )
     if older := report.of_older_releases:
-        print(f"{older} satellites run an older release than this program; operations that they lack are not used")
+        write_line(f"{older} satellites run an older release than this program; operations that they lack are not used")
     if report.wrong_clocks:
-        print(
+        write_line(
             f"WARNING: clocks of {len(report.wrong_clocks)} satellites differ from this computer's by up to "
             f"{report.worst('clock_off_us') / 1e6:.3g} s; at time scale {plan.time_scale:g} at most "
             f"{tolerated_skew_s(plan):.3g} s is tolerated: synchronise the clocks of the hosts (NTP)"
@@ -242,7 +250,7 @@ def print_rotation(report: Rotation, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**dataclasses.asdict(report), "complete": report.complete}, indent=2))
         return
-    print(
+    write_line(
         f"moved from {report.moves_before} to {report.moves_after} (slots, planes): {report.acknowledged} of "
         f"{report.satellites} satellites acknowledged, {report.chunks_migrated} chunks handed over in "
         f"{format_duration(report.seconds)}" + ("" if report.settled else "; more are in flight")

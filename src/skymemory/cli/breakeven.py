@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, add_links, rate
 from skymemory.errors import InvalidInput
+from skymemory.text import Table, write
 from skymemory.units import format_duration
 
 if TYPE_CHECKING:
@@ -182,19 +183,21 @@ def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: floa
 
 
 def _print_boards(rows: list[Row], board_tokens_per_s: float) -> None:
-    print(
-        f"\nfirst token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy, with "
-        "the user's terminal;\nheld: of memory, an hour that it keeps the KV; without idle machines, cooling and panels"
+    print()
+    write(
+        f"first token of a model on board ({_si(board_tokens_per_s)} tokens/s), or on the ground; its energy, with "
+        "the user's terminal; held: of memory, an hour that it keeps the KV; without idle machines, cooling and panels"
     )
-    heads = ("tokens", "ground at", "ground", "time", "energy", "board", "time", "energy", "held")
-    print("".join(f"{head:>11}" for head in heads) + "  sooner")
+    heads = ("tokens", "ground at", "ground", "time", "energy", "board", "time", "energy", "held", "sooner")
+    cells = []
     for row in rows:
-        cells = "".join(
-            f"{row[where]['way']:>11}{format_duration(row[where]['ttft_s']):>11}{row[where]['joules']:>9.0f} J"
+        places = [
+            [row[where]["way"], format_duration(row[where]["ttft_s"]), f"{row[where]['joules']:.0f} J"]
             for where in ("ground", "board")
-        )
-        held = f"{row['held_j_per_hour']:>9.0f} J"
-        print(f"{row['tokens']:>11}{_si(row['ground_tokens_per_s']):>11}{cells}{held}  {row['sooner']}")
+        ]
+        held = f"{row['held_j_per_hour']:.0f} J"
+        cells.append([str(row["tokens"]), _si(row["ground_tokens_per_s"]), *places[0], *places[1], held, row["sooner"]])
+    Table(heads, cells, left=(2, 5, 9), keys=2).print()
 
 
 def _si(value: float) -> str:
@@ -205,29 +208,26 @@ def _si(value: float) -> str:
 
 
 def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None:
-    print(f"{title}\nC compute, L load, B both; the share of the compute time that is saved, in percent")
+    write(f"{title}\nC compute, L load, B both; the share of the compute time that is saved, in percent")
     lengths = list(dict.fromkeys(cell.tokens for cell in cells))
     rates = list(dict.fromkeys(cell.rate_bit_s for cell in cells))
     found = {(cell.tokens, cell.tokens_per_s, cell.rate_bit_s): cell for cell in cells}
     for tokens in lengths:
         print(f"\n{tokens} tokens: tokens/s down, bit/s across")
-        print(f"{'':>8}" + "".join(f"{_si(each):>7}" for each in rates))
+        map_rows = []
         for speed in _SPEEDS:
             shown = (found[tokens, speed, each] for each in rates)
-            print(
-                f"{_si(speed):>8}" + "".join(f"{_LETTERS[one.best]:>4}{max(0, one.saved) * 100:>3.0f}" for one in shown)
-            )
+            marks = [f"{_LETTERS[one.best]}{max(0, one.saved) * 100:>3.0f}" for one in shown]
+            map_rows.append([_si(speed), *marks])
+        Table(["", *map(_si, rates)], map_rows, left=()).print()
     print("\nengines, each with its own KV, over the beam down as given")
-    width = max(len(str(row["engine"])) for row in rows)
-    head = ("tokens", "compute", "load", "bound", "both", "best", "even at bit/s")
-    print(f"{'':<{width}}" + "".join(f"{each:>{14 if at == 6 else 10}}" for at, each in enumerate(head)))
+    engines = []
     for row in rows:
         even = "never" if row["even_bit_s"] is None else _si(float(str(row["even_bit_s"])))
-        times = "".join(
-            f"{format_duration(float(str(row[name]))):>10}"
-            for name in ("compute_s", "load_s", "load_bound_s", "both_s")
-        )
-        print(f"{row['engine']:<{width}}{row['tokens']:>10}{times}{row['best']:>10}{even:>14}")
+        times = (format_duration(float(str(row[name]))) for name in ("compute_s", "load_s", "load_bound_s", "both_s"))
+        engines.append([str(row["engine"]), str(row["tokens"]), *times, str(row["best"]), even])
+    head = ("engine", "tokens", "compute", "load", "bound", "both", "best", "even at bit/s")
+    Table(head, engines, left=(0, 6), keys=2).print()
 
 
 def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path) -> None:

@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, check_router_installed, check_serving_installed, duration
 from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
+from skymemory.text import Table
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _STAY = b"stay\n"
 _POLL_S = 0.1
 _END_S = 60.0
+_RAY_START_S = 300.0
 _ASK_S = 2.0
 _SKY = "sky"
 """A constellation's run directory, in the cluster's."""
@@ -61,7 +64,10 @@ def add_parser(subparsers: Subparsers) -> None:
         help="of the Ray cluster's head (default: of RAY_ADDRESS, else the one that this computer is a node of)",
     )
     up.add_argument(
-        "--timeout", type=duration, default=300.0, metavar="TIME", help="until all must be healthy (default: 5m)"
+        "--timeout",
+        type=duration,
+        metavar="TIME",
+        help="until all must be healthy (default: as long as a process that starts makes progress; on Ray 5m)",
     )
     up.add_argument("--foreground", action="store_true", help="stay, and end it all on Ctrl-C")
     _add_run_dir(up)
@@ -234,7 +240,8 @@ def _constellation(*words: str) -> None:
         [sys.executable, "-m", "skymemory.cli.main", "constellation", *words],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         start_new_session=True,  # Ctrl-C ends us, and we end it
         check=False,
     )
@@ -250,16 +257,23 @@ def _spawn_supervisor(directory: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
             start_new_session=True,
         )
 
 
 def _await_ready(
-    directory: Path, supervisor: subprocess.Popen[bytes], timeout_s: float, gate: SignalGate, on_ray: bool
+    directory: Path, supervisor: subprocess.Popen[bytes], timeout_s: float | None, gate: SignalGate, on_ray: bool
 ) -> ClusterState:
     from skymemory.serving.cluster.supervisor import log_tail, read_state
+    from skymemory.testbed.liveness import MOST_S, StartWait
 
+    # What runs on other nodes of a Ray cluster cannot be looked at from here.
+    follows = timeout_s is None and not on_ray
+    if timeout_s is None:
+        timeout_s = _RAY_START_S if on_ray else MOST_S
     until_s = time.monotonic() + timeout_s
+    waits: dict[int, StartWait] = {supervisor.pid: StartWait("the supervisor", supervisor.pid)}
     while True:
         gate.check()
         ended = supervisor.poll() is not None
@@ -269,12 +283,21 @@ def _await_ready(
         if ended:
             why = (state.failure if state is not None else "") or log_tail(directory, "supervisor")
             raise SkyMemoryError(f"{why or 'the supervisor ended'}\nall processes were ended")
+        starting = {one.pid: one.name for one in state.services if one.pid and one.state != "healthy"} if state else {}
+        for pid, name in starting.items():
+            if pid not in waits and not on_ray:
+                waits[pid] = StartWait(name, pid, partial(log_tail, directory, name))
+        late = [waits[pid] for pid in starting if pid in waits] or [waits[supervisor.pid]]
+        # A service that waits for another one is idle itself: as long as any makes progress, all are waited for.
+        over = [wait.is_over() for wait in late]
+        if follows and all(over):
+            raise SkyMemoryError(f"{late[0].error()}; all processes were ended; their logs are in {directory}")
         if time.monotonic() > until_s:
             room = "; `ray status` says what is free on its nodes" if on_ray else ""
-            late = [f"{one.name} is {one.state}" for one in (state.services if state is not None else [])]
+            states = [f"{one.name} is {one.state}" for one in (state.services if state is not None else [])]
             raise SkyMemoryError(
-                f"not healthy after {timeout_s:g} s: {', '.join(late) or 'none'}; all processes were ended; their logs "
-                f"are in {directory}{room}"
+                f"not healthy after {timeout_s:g} s: {', '.join(states) or 'none'}; all processes were ended; their "
+                f"logs are in {directory}{room}"
             )
         time.sleep(_POLL_S)
 
@@ -376,16 +399,14 @@ def _ask_roles(state: ClusterState) -> None:
 
 
 def _print_table(state: ClusterState) -> None:
-    rows = [("name", "role", "engine", "state", "pid", "restarts", "address", "")]
+    head = ("name", "role", "engine", "state", "pid", "restarts", "address", "")
+    rows = []
     for one in state.services:
         pid = "" if one.pid is None else str(one.pid)
         last = f"last: {one.last_end}" if one.last_end else ""
         role = one.role or one.kind
         rows.append((one.name, role, one.engine, one.state, pid, str(one.restarts), one.address, last))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    sys.stdout.flush()
+    Table(head, rows, left=(0, 1, 2, 3, 6, 7)).print()
 
 
 def _logs(directory: Path, name: str, lines: int) -> int:

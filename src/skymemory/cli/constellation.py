@@ -17,8 +17,9 @@ from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
-from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml, write_private
-from skymemory.units import format_size, parse_delay
+from skymemory.files import MAX_TABLE_BYTES, read_text, read_toml, write_private
+from skymemory.text import write_line
+from skymemory.units import format_size, parse_delay, parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -267,7 +268,7 @@ def _base_port(text: str) -> int | None:
         return None
     if not text.isdecimal():
         raise InvalidInput(f"{text!r} is not a port: expected a number such as 26000, or auto")
-    return int(text)
+    return parse_whole(text)
 
 
 def _place(text: str) -> tuple[float, float]:
@@ -284,7 +285,7 @@ def _satellite(text: str) -> SatelliteId:
     found = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
     if found is None:
         raise InvalidInput(f"{text!r}: expected a satellite as PLANE,SLOT, such as 2,9")
-    return SatelliteId(int(found[1]), int(found[2]))
+    return SatelliteId(parse_whole(found[1]), parse_whole(found[2]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -321,7 +322,7 @@ def _up(args: argparse.Namespace) -> int:
     directory = _directory(args)
     if not args.foreground:
         _start(args, directory, None)
-        print("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
+        write_line("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
         return 0
     with SignalGate() as gate:
         started = _start(args, directory, gate)
@@ -354,12 +355,20 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
         started = start(directory, plan_at(args.base_port), **how)
     plan = started.plan
     ports = [port for _, port in plan.addresses().values()]
-    print(
+    write_line(
         f"{plan.preset} is up: {torus.size} satellites in {_processes(hosts)} on ports {min(ports)} to "
-        f"{max(ports)}, {format_size(plan.memory_bytes)} of memory, in {started.seconds:.2f} s",
-        flush=True,
+        f"{max(ports)}, in {started.seconds:.2f} s; {_memory_words(plan, directory)}"
     )
     return started
+
+
+def _memory_words(plan: ConstellationPlan, directory: RunDirectory) -> str:
+    """What its processes use now, and what their values may grow to."""
+    from skymemory.testbed.supervisor import inspect
+
+    used_bytes = sum(host.memory_bytes or 0 for host in inspect(directory))
+    now = f"{format_size(used_bytes)} of memory used now, " if used_bytes else ""
+    return f"{now}values may take up to {format_size(plan.memory_bytes)}"
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -493,7 +502,7 @@ def _write_plan(args: argparse.Namespace) -> int:
         ip, colon, port = text.rpartition(":")
         if not colon or not port.isdecimal():
             raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
-        addresses.append((ip, int(port)))
+        addresses.append((ip, parse_whole(port)))
     plan = _plan_of(args, remote_hosts(_preset_of(args), addresses))
     _check_plan(plan, args.insecure)
     save_plan(plan, args.out)
@@ -631,11 +640,9 @@ def _ground_of(args: argparse.Namespace) -> Ground:
     waypoints: tuple[Waypoint, ...] = ()
     if args.host_path is not None:
         try:
-            lines = read_bounded(args.host_path, MAX_TABLE_BYTES).decode("utf-8").splitlines()
+            lines = read_text(args.host_path, MAX_TABLE_BYTES).splitlines()
         except OSError as error:
             raise InvalidInput(cannot_read(args.host_path, error)) from error
-        except UnicodeDecodeError as error:
-            raise InvalidInput(f"{args.host_path}: not a text file with waypoints") from error
         waypoints = parse_waypoints(lines, str(args.host_path))
     latitude_deg, longitude_deg = args.host_at or _DEFAULT_PLACE
     gateway = args.gateway or _preset_of(args).gateway

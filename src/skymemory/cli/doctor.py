@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json
+from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_bounded
+from skymemory.files import read_text
+from skymemory.text import write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             codec=args.codec,
         )
     if args.save is not None and result.context:
-        args.save.write_text(json.dumps(result.context, indent=1) + "\n")
+        args.save.write_text(json.dumps(result.context, indent=1) + "\n", encoding="utf-8")
     return _printed(args, result)
 
 
@@ -101,7 +103,7 @@ def _printed(args: argparse.Namespace, result: Examination) -> int:
         print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))
     else:
         for one in result.findings:
-            print(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}")
+            write_line(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}", hanging=7)
     return 0 if result.well else 1
 
 
@@ -120,11 +122,11 @@ def _report(path: Path) -> EngineReport:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_bounded(path, _MOST_BYTES))
+        found = parse_json(read_text(path, _MOST_BYTES))
     except OSError as error:
         raise InvalidInput(cannot_read(path, error)) from error
-    except ValueError as error:
-        raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"--compare {path}: {error}; expected what --save wrote on the other computer") from error
     if not isinstance(found, dict):
         raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer")
     return found

@@ -23,8 +23,10 @@ from skymemory.cli._options import (
     size,
     token_ids,
 )
+from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_bounded
+from skymemory.files import read_text
+from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
     import aiohttp
@@ -154,12 +156,12 @@ def _range(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     if not first.isdecimal() or not last.isdecimal():
         raise InvalidInput(f"{text!r}: expected two lengths, such as 64-4096")
-    return int(first), int(last)
+    return parse_whole(first), parse_whole(last)
 
 
 def _shares(text: str) -> tuple[float, ...]:
     try:
-        return tuple(sorted({float(one) for one in text.split(",")}))
+        return tuple(sorted({parse_number(one) for one in text.split(",")}))
     except ValueError:
         raise InvalidInput(f"{text!r}: expected shares such as 0,0.5,0.9") from None
 
@@ -167,7 +169,7 @@ def _shares(text: str) -> tuple[float, ...]:
 def _wholes(text: str) -> tuple[int, ...]:
     if not all(one.isdecimal() for one in text.split(",")):
         raise InvalidInput(f"{text!r}: expected whole numbers such as 64,256,1024")
-    return tuple(sorted({int(one) for one in text.split(",")}))
+    return tuple(sorted({parse_whole(one) for one in text.split(",")}))
 
 
 @dataclass
@@ -222,11 +224,11 @@ def _shape(args: argparse.Namespace) -> ModelShape:
 
     file = args.shape or small_model_folder() / "config.json"
     try:
-        config = json.loads(read_bounded(file))
+        config = parse_json(read_text(file))
     except OSError as error:
         raise InvalidInput(cannot_read(file, error)) from error
-    except ValueError as error:
-        raise InvalidInput(f"--shape {file}: not JSON ({error}); expected a model's config.json") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"--shape {file}: {error}; expected a model's config.json") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"--shape {file}: expected a model's config.json")
     if args.engine is not None:

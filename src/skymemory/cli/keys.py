@@ -70,20 +70,20 @@ def _print_ring(ring: KeyRing, as_json: bool) -> None:
 def _add_api_key(path: Path, tenant: str, note: str) -> int:
     import os
 
-    from skymemory.errors import InvalidInput
-    from skymemory.files import read_bounded, write_private
+    from skymemory.errors import InvalidInput, os_reason
+    from skymemory.files import read_text, write_private
 
     check_router_installed()
     from skymemory.router.api_keys import SECRET_BYTES, new_key, with_key
 
     key = new_key(os.urandom(SECRET_BYTES))
     try:
-        table = read_bounded(path).decode("utf-8") if path.exists() else ""
+        table = read_text(path) if path.exists() else ""
         write_private(path, with_key(table, tenant, key, note), durable=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise InvalidInput(f"{path}: {os_reason(error)}") from error
     except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error}") from None
+        raise InvalidInput(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     print(key)
     return 0
 

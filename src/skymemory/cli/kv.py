@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 from skymemory.cli._options import add_json, add_run_dir, argument, duration
 from skymemory.cli.constellation import ACCESS_CHOICES
-from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError, cannot_read
+from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError, cannot_read, quoted
 from skymemory.files import read_bounded, write_output
 from skymemory.units import format_duration, format_size, parse_duration
 
@@ -153,10 +153,10 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
         raise InvalidInput("--key is empty: expected a name")
     done = NamedValues(edge).put(key, data, ttl_s=args.ttl)
     if done.reason == NOT_PROMISED:
-        raise SkyMemoryError(f"{key}: {NOT_PROMISED}: try again")
+        raise SkyMemoryError(f"{quoted(key)}: {NOT_PROMISED}: try again")
     if not done.ok:
         raise SkyMemoryError(
-            f"{key} was not stored in {_called(store)}: {done.reason}"
+            f"{quoted(key)} was not stored in {_called(store)}: {done.reason}"
             + ("; see `skymemory constellation status`" if args.store is None else "")
         )
     facts: dict[str, object] = {
@@ -179,12 +179,12 @@ def _pin(args: argparse.Namespace, store: Store) -> int:
     values = NamedValues(store)
     # Asked first: ``pin`` fails alike for a value that is absent and for one that a satellite will not pin.
     if args.key not in values:
-        raise NotStored(f"{args.key} is not in {_called(store)}")
+        raise NotStored(f"{quoted(args.key)} is not in {_called(store)}")
     ttl_s = 0.0 if args.off else args.ttl
     if not values.pin(args.key, ttl_s):
         raise SkyMemoryError(
-            f"{args.key} is not pinned: a satellite with chunks of it does not answer, lacks them, or has half of its "
-            "memory pinned; unpin other values with --off, or start the satellites with more memory"
+            f"{quoted(args.key)} is not pinned: a satellite with chunks of it does not answer, lacks them, or has half "
+            "of its memory pinned; unpin other values with --off, or start the satellites with more memory"
         )
     facts: dict[str, object] = {"key": args.key, "pinned": not args.off, "ttl_s": ttl_s}
     text = f"{args.key} may be evicted again" if args.off else f"pinned {args.key} for {format_duration(args.ttl)}"
@@ -208,14 +208,16 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     done = get_named(edge, args.key)
     if done.value is None:
         if done.reason == SEALED:
-            raise NotStored(f"{args.key} is sealed: read it with --seal FILE, the keys that it was sealed with")
+            raise NotStored(f"{quoted(args.key)} is sealed: read it with --seal FILE, the keys that it was sealed with")
         if done.reason == NOT_AUTHENTIC:
-            raise NotStored(f"{args.key} does not open with {args.seal}: it was sealed with other keys, or not at all")
+            raise NotStored(
+                f"{quoted(args.key)} does not open with {args.seal}: it was sealed with other keys, or not at all"
+            )
         if done.reason == UNKNOWN_KEY:
             raise NotStored(
-                f"{args.key} was sealed with a later key than {args.seal} has: copy the newer key file here"
+                f"{quoted(args.key)} was sealed with a later key than {args.seal} has: copy the newer key file here"
             )
-        raise NotStored(f"{args.key} is not in {_called(store)} ({done.reason}){_key_hint(args.key)}")
+        raise NotStored(f"{quoted(args.key)} is not in {_called(store)} ({done.reason}){_key_hint(args.key)}")
     facts: dict[str, object] = {
         "key": args.key,
         "bytes": len(done.value),
@@ -254,10 +256,11 @@ def _delete(args: argparse.Namespace, store: Store) -> int:
     deleted = NamedValues(store).delete(args.key)
     if deleted is None:
         raise NotStored(
-            f"{_called(store)} did not confirm the deletion of {args.key}: delete it again when all satellites answer"
+            f"{_called(store)} did not confirm the deletion of {quoted(args.key)}: delete it again when "
+            "all satellites answer"
         )
     if not deleted:
-        raise NotStored(f"{args.key} is not in {_called(store)}")
+        raise NotStored(f"{quoted(args.key)} is not in {_called(store)}")
     return _say(args, {"key": args.key, "deleted": True}, f"deleted {args.key}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from skymemory.text import has_colour, width_of
     from skymemory.view.layout_map import render
 
     shown = _shown(args)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(_as_json(shown), indent=2))
     else:
-        print(render(shown, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+        print(render(shown, has_colour(sys.stdout), width_of()))
     return 0
 
 

@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import skymemory
 from skymemory.cli._options import argument, os_error
+from skymemory.cli._output import (
+    OutputLost,
+    discard_unwritten,
+    flush_output,
+    is_output_lost,
+    prepare_streams,
+    print_error,
+)
 from skymemory.config import suggestion
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import InvalidInput, SkyMemoryError, quoted
+from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -63,8 +72,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # argparse reports a failed ``int`` as "invalid int value"; these say what was expected.
-        self.register("type", int, argument(_whole))
-        self.register("type", float, argument(_number))
+        self.register("type", int, argument(parse_whole))
+        self.register("type", float, argument(parse_number))
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -82,24 +91,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; {guess}' if guess.startswith('did') else ''}")
         return known, unknown
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Unlike argparse's it does not hide that the text could not be written."""
+        if message and file is not None:
+            file.write(message)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             guess = suggestion(str(value), [str(choice) for choice in action.choices])
-            raise argparse.ArgumentError(action, f"there is no {value!r}; {guess}")
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InvalidInput(f"{text!r}: expected a whole number") from error
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InvalidInput(f"{text!r}: expected a number") from error
+            raise argparse.ArgumentError(action, f"there is no {quoted(value)}; {guess}")
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -124,48 +124,54 @@ def _check_verb(word: str, names: Sequence[str]) -> None:
     raise InvalidInput(f"{word!r} is not a verb of skymemory; {suggestion(word, names)}")
 
 
-def _print_error(message: object) -> None:
-    print(f"skymemory: {message}", file=sys.stderr)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit code: 0 done, 1 failed, 2 the input was wrong, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == [END_WITH_STDIN]:
+    started_by_ours = arguments[:1] == [END_WITH_STDIN]
+    prepare_streams(read_by_ours=started_by_ours)
+    if started_by_ours:
         _end_with_stdin()
         del arguments[0]
-    names = verb_names()
     try:
-        # Only the typed verb's module is loaded: a help page or an error should not wait for the imports of all.
-        if arguments:
-            _check_verb(arguments[0], names)
-        only = [arguments[0]] if arguments and arguments[0] in names else None
-        parser = build_parser(only)
-        if not arguments:
-            parser.print_help()
-            return EXIT_INVALID_INPUT
-        args = parser.parse_args(arguments)
-        status = _load(args.verb).run(args)
-        sys.stdout.flush()
+        status = _run(arguments)
+        flush_output()
+        return status
     # InvalidInput first: it is a SkyMemoryError too, and for scripts 2 (mend the command) differs from 1 (try again).
     except InvalidInput as error:
-        _print_error(error)
+        print_error(error)
         return EXIT_INVALID_INPUT
     except SkyMemoryError as error:
-        _print_error(error)
+        print_error(error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        _print_error("interrupted")
+        print_error("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone (``| head``); keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has ended (``| head``)
         return EXIT_OK
     except OSError as error:
         # A full disk, a folder that is not there, a socket the system refuses: a trace would explain no more.
-        _print_error(os_error(error))
+        print_error(OutputLost(error) if is_output_lost(error) else os_error(error))
         return EXIT_FAILED
-    return int(status)
+    finally:
+        discard_unwritten()
+
+
+def _run(arguments: Sequence[str]) -> int:
+    names = verb_names()
+    # Only the typed verb's module is loaded: a help page or an error should not wait for the imports of all.
+    if arguments:
+        _check_verb(arguments[0], names)
+    only = [arguments[0]] if arguments and arguments[0] in names else None
+    parser = build_parser(only)
+    if not arguments:
+        parser.print_help()
+        return EXIT_INVALID_INPUT
+    try:
+        args = parser.parse_args(arguments)
+    except SystemExit:  # --help and --version
+        flush_output()
+        raise
+    return int(_load(args.verb).run(args))
 
 
 def _end_with_stdin() -> None:

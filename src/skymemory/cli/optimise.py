@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._options import add_json, add_links, fraction, size
+from skymemory.text import Table, width_of, write
 from skymemory.units import format_size
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
         servers=args.servers,
         report=_progress,
     )
+    _progress("")
     if args.csv is not None:
         rows = [{"parameter": name, **one.row()} for name, curve in found.curves.items() for one in curve]
         save_csv(args.csv, list(rows[0]), [list(row.values()) for row in rows])
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _progress(line: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="" if line else "\r", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _as_json(found: Optimum, preset: str) -> dict[str, object]:
@@ -138,25 +140,20 @@ def _print(found: Optimum, value_bytes: int, preset: str) -> None:
             mark = "→ " if one.choice == found.chosen.choice else "  "
             other = f" ({one.choice.strategy})" if name == "access" else ""
             rows.append((f"{mark}{getattr(one.choice, name)}{other}", *_cells(one)))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADER) + 1)]
     best = found.chosen
-    print(f"{preset}, values of {format_size(value_bytes)}: {found.settings} settings, {found.overloaded} overloaded")
-    print(
+    write(f"{preset}, values of {format_size(value_bytes)}: {found.settings} settings, {found.overloaded} overloaded")
+    write(
         f"chosen  {_setting(best)}: {_ms(best.seconds)} ms, {best.of_bound:.2f} × the bound of {_ms(best.bound_s)} ms"
     )
     if found.second is not None:
         more = found.second.seconds / best.seconds - 1
-        print(f"second  {_setting(found.second)}: {_ms(found.second.seconds)} ms, {more:+.1%}")
+        write(f"second  {_setting(found.second)}: {_ms(found.second.seconds)} ms, {more:+.1%}")
     lost = best.seconds / found.judged_best.seconds - 1
-    print(f"chosen at {_ms(found.chosen_s)} ms in the orbit's first half; the best of the second would save {lost:.1%}")
+    write(f"chosen at {_ms(found.chosen_s)} ms in the orbit's first half; the best of the second would save {lost:.1%}")
     if found.seen_share < 1:
-        print(f"a satellite is in sight {found.seen_share:.0%} of the time; only that is counted")
+        write(f"a satellite is in sight {found.seen_share:.0%} of the time; only that is counted")
     print()
-    for row in rows:
-        line = "  ".join(
-            f"{cell:<{w}}" if at == 0 else f"{cell:>{w}}" for at, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        print(line.rstrip())
+    Table(rows[0], rows[1:]).print()
 
 
 def _setting(one: Outcome) -> str:

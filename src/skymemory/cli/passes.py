@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, argument
 from skymemory.errors import InvalidInput, cannot_read
+from skymemory.text import Table, write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -101,16 +102,14 @@ def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
 def read(path: Path, skip_bad: bool) -> ElementFile:
     """The element sets in a file. Raises ``InvalidInput`` with its name and what was wrong."""
     from skymemory.constellation.tle import read_elements
-    from skymemory.files import MAX_TABLE_BYTES, read_bounded
+    from skymemory.files import MAX_TABLE_BYTES, read_text
 
     try:
-        text = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
+        text = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:
         raise InvalidInput(cannot_read(path, error)) from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{path}: not a text file: expected two-line elements, or OMM as CSV, JSON or XML"
-        ) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; expected two-line elements, or OMM as CSV, JSON or XML") from error
     try:
         return read_elements(text, skip_bad=skip_bad)
     except InvalidInput as error:
@@ -172,7 +171,7 @@ def _passes(args: argparse.Namespace) -> int:
             )
         )
     elif found.passes:
-        print(f"{asked}, {args.hours:g} h from {_utc(start_unix_s)}")
+        write_line(f"{asked}, {args.hours:g} h from {_utc(start_unix_s)}")
         _print_passes(found, sky)
         _print_missing(left_out, skipped)
     if not found.passes:
@@ -218,13 +217,18 @@ def _print_passes(found: Passes, sky: Sky) -> None:
         print(f"the highest   changes every {_span(seen.highest_for_s)} on average")
     more = f", the first {_SHOWN}" if len(found.passes) > _SHOWN else ""
     print(f"passes        {len(found.passes)}{more}:")
-    print("  rises            culminates       sets             elevation  azimuth  satellite")
-    for one in found.passes[:_SHOWN]:
-        rise, top = _clock(one.rise_unix_s, "in sight before"), _clock(one.culmination_unix_s, "")
-        angles = f"{one.elevation_deg:8.1f}° {one.azimuth_deg:7.0f}°"
-        print(
-            f"  {rise:15}  {top:15}  {_clock(one.set_unix_s, 'in sight after'):15}  {angles}  {sky.name(one.satellite)}"
-        )
+    rows = [
+        [
+            _clock(one.rise_unix_s, "before"),
+            _clock(one.culmination_unix_s, ""),
+            _clock(one.set_unix_s, "after"),
+            f"{one.elevation_deg:.1f}°",
+            f"{one.azimuth_deg:.0f}°",
+            sky.name(one.satellite),
+        ]
+        for one in found.passes[:_SHOWN]
+    ]
+    Table(("rises", "culminates", "sets", "elevation", "azimuth", "satellite"), rows, left=(0, 1, 2, 5)).print()
 
 
 def _clock(unix_s: float | None, none: str) -> str:
@@ -239,9 +243,9 @@ def _span(seconds: float) -> str:
 
 def _print_missing(left_out: dict[str, str], skipped: tuple[str, ...]) -> None:
     for why, count in Counter(left_out.values()).most_common():
-        print(f"left out      {count}: {why}")
+        write_line(f"left out      {count}: {why}")
     if skipped:
-        print(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
+        write_line(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
 
 
 def _shells(args: argparse.Namespace) -> int:
@@ -273,19 +277,22 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
     print(f"{len(file.elements)} satellites: {placed} in {len(found.shells)} shells, {len(found.left_out)} left out")
     if found.shells:
         print(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
-        print(
-            "  shell  inclination  altitude  planes  slots  filled  gaps  empty planes  nodes          1 day"
-            "         7 days"
-        )
-    for number, (shell, (day, week)) in enumerate(zip(found.shells, drifts, strict=True), 1):
-        print(
-            f"  {number:5}  {shell.inclination_deg:10.2f}° {shell.altitude_m / 1000:6.0f} km {shell.planes:7} "
-            f"{shell.slots_per_plane:6} {shell.satellites:7} {shell.gaps:5} {len(shell.empty_planes):13}  "
-            f"{_kind(shell):13} {day.median_slots:5.3f} {day.p99_slots:6.3f} "
-            f"{week.median_slots:7.3f} {week.p99_slots:6.3f}"
-        )
+        rows = [
+            [
+                f"{number}",
+                f"{shell.inclination_deg:.2f}°",
+                f"{shell.altitude_m / 1000:.0f} km",
+                *(str(n) for n in (shell.planes, shell.slots_per_plane, shell.satellites, shell.gaps)),
+                f"{len(shell.empty_planes)}",
+                _kind(shell),
+                *(f"{drifted.median_slots:.3f} {drifted.p99_slots:.3f}" for drifted in (day, week)),
+            ]
+            for number, (shell, (day, week)) in enumerate(zip(found.shells, drifts, strict=True), 1)
+        ]
+        head = ("shell", "inclination", "altitude", "planes", "slots", "filled", "gaps", "empty planes", "nodes")
+        Table((*head, "after 1 day", "7 days"), rows, left=(8,)).print()
     for why, count in Counter(one.why for one in found.left_out).most_common():
-        print(f"left out      {count} {_MEANING[why]}")
+        write_line(f"left out      {count} {_MEANING[why]}", hanging=14)
     _print_missing({}, file.skipped)
 
 

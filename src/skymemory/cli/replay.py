@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from skymemory.cli._options import add_json, check_router_installed, duration, token_ids
-from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read
+from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read, connection_reason
 
 if TYPE_CHECKING:
     import aiohttp
@@ -380,7 +380,7 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
                 answer.raise_for_status()
                 counted = counts_of(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise SkyMemoryError(f"--metrics {where}: {error}") from error
+            raise SkyMemoryError(f"--metrics {where}: {connection_reason(error)}") from error
         total = counted if total is None else total.plus(counted)
     return total
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from skymemory.errors import InvalidInput
+from skymemory.text import Table, width_of, write
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -79,8 +80,9 @@ def _claims(args: argparse.Namespace) -> int:
 
     if args.fig or args.out is not None:
         raise InvalidInput("claims: takes no --fig and no --out; print them with --json or --markdown into a file")
-    show = as_json if args.json else as_markdown if args.markdown else as_text
-    print(show(all_claims()).rstrip("\n"))
+    claims = all_claims()
+    text = as_json(claims) if args.json else as_markdown(claims) if args.markdown else as_text(claims, width_of())
+    print(text.rstrip("\n"))
     return 0
 
 
@@ -98,19 +100,18 @@ def _as_json(result: Reproduction) -> dict[str, object]:
 
 
 def _print(result: Reproduction) -> None:
-    print(f"\nFigure {result.figure}. {result.title}")
+    print()
+    write(f"Figure {result.figure}. {result.title}")
     if not result.headlines:
         from skymemory.reproduce.mooncake.run import table
 
-        print("\n".join(f"  {line}" for line in table(result.header, result.rows)))
+        table(result.header, result.rows).print(indent="  ")
         return
-    width = max(len(headline.what) for headline in result.headlines)
-    print(f"  {'':<{width}}  {'paper':>10}  {'ours':>10}  {'deviation':>13}")
-    for headline in result.headlines:
-        print(
-            f"  {headline.what:<{width}}  {_value(headline, headline.paper):>10}  {_value(headline, headline.ours):>10}"
-            f"  {headline.deviation:>13}{_remark(headline)}"
-        )
+    rows = [
+        [one.what, _value(one, one.paper), _value(one, one.ours), one.deviation, _remark(one)]
+        for one in result.headlines
+    ]
+    Table(("", "paper", "ours", "deviation", "remark"), rows, left=(0, 4)).print(indent="  ")
 
 
 def _value(headline: Headline, value: float) -> str:
@@ -120,7 +121,7 @@ def _value(headline: Headline, value: float) -> str:
 def _remark(headline: Headline) -> str:
     words = {"fitted": "the model is fitted to it", "measured": "measured on this computer", "ours": ""}
     remark = ", ".join(word for word in (words[headline.kind], headline.note) if word)
-    return f"  ({remark})" if remark else ""
+    return f"({remark})" if remark else ""
 
 
 def _write(results: list[Reproduction], folder: Path, stream: TextIO) -> None:

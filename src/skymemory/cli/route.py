@@ -16,8 +16,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skymemory.addresses import format_address, host_and_port
 from skymemory.cli._options import check_router_installed, duration, size
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.units import parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -344,15 +346,13 @@ def _pick(args: argparse.Namespace) -> int:
     def started(picker: EndpointPicker) -> None:
         # Called once, when the sockets listen: addresses are those of the start.
         at_start = settings.picker
-        host = at_start.listen.rpartition(":")[0]
-        at = f"{host}:{picker.server.port}"
+        at = _bound(at_start.listen, picker.server.port)
         over_tls = at_start.self_signed or at_start.tls_cert is not None
         _print(f"listening on {at}{' over TLS' if over_tls else ''}")
         if at_start.health_listen:
-            _print(f"health at {at_start.health_listen.rpartition(':')[0]}:{picker.server.health_port}")
+            _print(f"health at {_bound(at_start.health_listen, picker.server.health_port)}")
         if picker.metrics is not None:
-            host = at_start.metrics_listen.rpartition(":")[0]
-            _print(f"metrics at http://{host}:{picker.metrics.port}/metrics")
+            _print(f"metrics at http://{_bound(at_start.metrics_listen, picker.metrics.port)}/metrics")
         if args.envoy_config is not None:
             _write_envoy_config(args, at, settings)
 
@@ -442,11 +442,16 @@ def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -
     _print(f"wrote Envoy's configuration; run: envoy -c {args.envoy_config}")
 
 
+def _bound(listen: str, port: int) -> str:
+    """The address in ``listen`` with the port that was taken for it."""
+    return format_address(host_and_port(listen)[0], port)
+
+
 def _address(text: str, option: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidInput(f"{option} {text!r}: expected IP:PORT, such as 127.0.0.1:8080")
-    return text
+    try:
+        return format_address(*host_and_port(text))
+    except InvalidInput as error:
+        raise InvalidInput(f"{option} {error}") from None
 
 
 def _print(line: str) -> None:
@@ -470,7 +475,7 @@ def _option(text: str) -> tuple[str, object]:
         raise InvalidInput(f"--option {text!r}: expected NAME=VALUE")
     if value in ("true", "false"):
         return name, value == "true"
-    for read in (int, float):
+    for read in (parse_whole, float):
         try:
             return name, read(value)
         except ValueError:

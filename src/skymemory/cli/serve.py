@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from skymemory.addresses import host_and_port
 from skymemory.cli._options import add_json, argument, check_serving_installed, duration, size
 from skymemory.errors import InvalidInput, MissingExtra
+from skymemory.progress import Progress
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -40,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--name", default="", metavar="NAME", help="name of the model in requests (default: its name or its folder's)")
     add(
         "--listen",
-        type=argument(_address),
+        type=argument(host_and_port),
         default=("127.0.0.1", 8000),
         metavar="HOST:PORT",
         help="address to listen on; port 0: any free (default: 127.0.0.1:8000)",
@@ -149,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to {most}")
     check_model(args.model)
     check_serving_installed()
-    from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
+    progress = Progress(sys.stderr)
+    with progress.wait("torch and transformers are loaded"):
+        from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines
 
     host, port = args.listen
     settings = EngineSettings(
@@ -172,18 +177,10 @@ def run(args: argparse.Namespace) -> int:
         wait_s=args.wait,
     )
     if args.engines == 1:
-        run_engine(settings, _say)
+        run_engine(settings, _say, progress=progress)
     else:
         run_engines(settings, args.engines, _say)
     return 0
-
-
-def _address(text: str) -> tuple[str, int]:
-    """Host and port of ``127.0.0.1:8000`` or ``[::1]:8000``."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidInput(f"{text!r}: expected HOST:PORT such as 127.0.0.1:8000, the port 0 to 65535")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _say(words: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json
 from skymemory.errors import InvalidInput
+from skymemory.text import Table, write
 from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.list:
         for name in shipped():
-            print(f"{name:18} {scenario_named(name).title}")
+            write(f"{name:18} {scenario_named(name).title}", hanging=19)
         return 0
     if args.scenario is None:
         raise InvalidInput("simulate: expected a scenario: a TOML file, or a name of `skymemory simulate --list`")
@@ -104,7 +105,7 @@ def _say_reasons(results: Results) -> None:
         for cell in results.cells:
             reasons.update(cell.figures[key])
         if reasons:
-            print(f"{what}: {', '.join(f'{count} {why}' for why, count in reasons.most_common())}")
+            write(f"{what}: {', '.join(f'{count} {why}' for why, count in reasons.most_common())}")
     wrong = sum(cell.figures.get("wrong_values", 0) for cell in results.cells)
     if wrong:  # never: values have checksums
         print(f"{wrong} values were read that differ from what was stored: a fault of SkyMemory", file=sys.stderr)
@@ -137,9 +138,5 @@ def _ms(seconds: float | None) -> str:
 
 
 def _table(rows: list[list[str]], left: int) -> None:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join(cells).rstrip())
+    """Print the rows, of which the first is the head; the first ``left`` columns are what was swept."""
+    Table(rows[0], rows[1:], left=range(left), keys=left).print()

@@ -6,16 +6,17 @@ import argparse
 import signal
 import socket
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skymemory.addresses import ListenAddress
 from skymemory.cli._options import duration, size
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen, cannot_read, os_reason
 from skymemory.files import read_bounded
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory.serving.resp.server import Address
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -37,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--listen",
         action="append",
         metavar="ADDRESS",
-        help="unix:///PATH or tcp://HOST:PORT; may be repeated (default: store.sock in this user's run directory)",
+        help="unix:PATH or HOST:PORT; may be repeated (default: store.sock in this user's run directory)",
     )
     add("--password-file", type=Path, metavar="FILE", help="a file with the password that AUTH asks for")
     add("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM) for tcp addresses")
@@ -69,7 +70,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from skymemory.serving.resp.commands import Commands
-    from skymemory.serving.resp.server import Address, Daemon, Limits
+    from skymemory.serving.resp.server import Daemon, Limits
     from skymemory.testbed.open_store import open_store
     from skymemory.testbed.run_directory import RunDirectory
 
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         own = RunDirectory()
         own.create()
         args.listen = [f"unix://{own.path / 'store.sock'}"]
-    addresses = [Address.parse(text) for text in args.listen]
+    addresses = [_parse(text) for text in args.listen]
     password = _password(args.password_file)
     tls = _tls(args)
     for address in addresses:
@@ -96,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
             store, password=password, in_flight_bytes=args.in_flight, held_bytes=args.hold, wait_s=args.stall
         )
         daemon = Daemon(commands, Limits(args.connections, largest, args.stall), tls)
-        listeners: list[tuple[Address, socket.socket]] = []
+        listeners: list[tuple[ListenAddress, socket.socket]] = []
         try:
             for address in addresses:
                 listeners.append((address, _listen(address)))
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: daemon.stop())
             for address, listener in listeners:
-                where = address if address.path else f"tcp://{address.host}:{listener.getsockname()[1]}"
+                where = address if address.path else replace(address, port=listener.getsockname()[1])
                 print(f"the store {store.name} is served at {where} until Ctrl-C", flush=True)
             daemon.serve([listener for _, listener in listeners])
         finally:
@@ -114,9 +115,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _listen(address: Address) -> socket.socket:
+def _parse(text: str) -> ListenAddress:
     try:
-        return address.listen()
+        return ListenAddress.parse(text, unix=True)
+    except InvalidInput as error:
+        raise InvalidInput(f"--listen {error}") from None
+
+
+def _listen(address: ListenAddress) -> socket.socket:
+    from skymemory.serving.resp.server import listen_at
+
+    try:
+        return listen_at(address)
     except OSError as error:
         raise SkyMemoryError(cannot_listen(str(address), error)) from error
 

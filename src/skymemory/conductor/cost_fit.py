@@ -13,7 +13,6 @@ disturbed measurements do not move the rest.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import combinations
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skymemory.conductor.cost_model import CostModel, Machine, ModelShape
+from skymemory.config import parse_json, parse_toml
 from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
@@ -212,10 +212,7 @@ def parse(text: str) -> CostModel:
     Raises:
         InvalidInput: neither JSON nor TOML, or a missing or unknown key.
     """
-    try:
-        table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"neither JSON nor TOML: {error}") from error
+    table = parse_json(text) if text.lstrip().startswith("{") else parse_toml(text)
     if table.get("format") != FORMAT:
         raise InvalidInput(f"not a cost model: expected format = {FORMAT!r}, as `skymemory fit` writes it")
     numbers = {name: value for name, value in table.items() if name not in ("format", "notes", "shape", "machine")}

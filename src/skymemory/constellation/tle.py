@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, missing_extra
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[E
 def _finite(key: str, value: Any) -> None:
     try:
         finite = math.isfinite(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         finite = False
     if not finite:
         raise InvalidInput(f"{key} is {value!r}: expected a number")
@@ -306,10 +306,7 @@ def _csv_records(text: str) -> Iterator[Record]:
 
 
 def _json_records(text: str) -> Iterator[Record]:
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InvalidInput(f"not JSON: {error}") from error
+    found = parse_json(text)
     if isinstance(found, dict) and "MEAN_MOTION" in found:
         found = [found]
     if not isinstance(found, list):

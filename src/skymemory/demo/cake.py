@@ -6,10 +6,10 @@ import argparse
 import copy
 import json
 import math
-import os
-import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -18,12 +18,16 @@ from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import Pace
+from skymemory.demo.estimate import Estimate, Part, format_estimate, took
 from skymemory.demo.screen import Screen
 from skymemory.engine.cake import OtherPrompts
+from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
+from skymemory.progress import Progress
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
+from skymemory.text import Table, has_colour, wrapped
 from skymemory.units import format_size
 
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
@@ -96,7 +100,8 @@ class CakeRuns:
         began_s = time.perf_counter()
         cache = kvc.get_cache_ids(ids)
         with torch.inference_mode():
-            logits = self.model(input_ids=ids[:, cache.begin() :], past_key_values=cache, logits_to_keep=1).logits
+            rest = {"input_ids": ids[:, cache.begin() :], **cache_option(self.model, cache)}
+            logits = self.model(**rest, logits_to_keep=1).logits
         first, seconds, loader = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
         computed, loaded, met = 0, 0, None
         if loader:
@@ -112,14 +117,36 @@ class CakeRuns:
         self.run(PROBE_TOKENS, "load", bytes_per_s)
 
 
-def run_cake(args: argparse.Namespace) -> int:
+PROMISED_S, QUICK_PROMISED_S = 50.0, 25.0
+_AIM_S, _QUICK_AIM_S = 2.0, 0.8
+"""Seconds that computing the prompt should take: long enough to watch."""
+_LEAST_S = 10.0
+"""Time that runs get even where loading torch has used up what is promised."""
+_MOST_PROBES = 12
+
+
+def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     """Run the demo; exit code 1 if the three ways gave different tokens, or one did not work as it should."""
     transformers_logging.set_verbosity_error()
-    began_s = time.monotonic()
-    bars = Bars(sys.stderr if args.json else sys.stdout, began_s, colour=not args.no_color)
-    try:
+    with progress.wait("a model with random weights is built", 1.0):
         runs = CakeRuns(args)
-        rows, tokens = _rows(args, runs, bars, began_s)
+    with progress.wait("its speed is measured, which decides how long the prompt is", 2.0):
+        runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
+        for _ in range(2):  # the first time also picks kernels
+            probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
+    promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
+    left_s = max(_LEAST_S, 0.9 * promised_s - progress.seconds)
+    tokens, ratios, seconds = plan_runs(probe_s, left_s, quick=args.quick, tokens=args.tokens)
+    estimate = Estimate([Part("runs", seconds)], spent_s=progress.seconds)
+    progress.say(f"estimate: {format_estimate(estimate.first_s)} in all")
+    if len(ratios) < len(RATIOS):
+        left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in ratios)
+        progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
+    bars = Bars(progress.stream, progress.began_s, colour=not args.no_color)
+    try:
+        # Bars have the terminal to themselves; elsewhere they are printed when they are full, and a wait between them.
+        with progress.wait("the prompt is computed, and loaded", seconds) if not bars.live else nullcontext():
+            rows = _rows(args, runs, bars, tokens, ratios)
     finally:
         bars.close()
     same = len({one.first_token for row in rows for one in (row.compute, row.load, row.both)}) == 1
@@ -129,35 +156,58 @@ def run_cake(args: argparse.Namespace) -> int:
             json.dumps({"tokens": tokens, "share": args.share, "sound": sound, "rows": [asdict(row) for row in rows]})
         )
     else:
-        print("\n".join(_table(rows, tokens)))
-        words = "every way the same next token" if same else "the ways DIFFER in their next token"
-        print(f"\n{words}; {time.monotonic() - began_s:.0f} s")
+        print()
+        _table(rows, tokens).print()
+        print(f"\n{'every way the same next token' if same else 'the ways DIFFER in their next token'}")
+    print(took(progress.seconds, estimate.first_s), file=progress.stream)
     return 0 if sound else 1
 
 
-def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) -> tuple[list[RateRow], int]:
-    runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
-    # 1. Probe: how long a short prompt takes (the second time counts), which decides how long the shown one may be.
-    # 2. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
+def plan_runs(
+    probe_s: float, left_s: float, *, quick: bool, tokens: int | None = None
+) -> tuple[int, tuple[float, ...], float]:
+    """Tokens of the prompt, rates of the link, and seconds for all runs; ``probe_s`` computes ``PROBE_TOKENS``.
+
+    The longest prompt up to the aim with which all rates fit into ``left_s``. With the shortest prompt, as many rates
+    as fit, the even one in any case. Tokens that are given are kept, all rates with them.
+    """
+    if tokens is not None:
+        tokens = tokens // STEP_TOKENS * STEP_TOKENS
+        return tokens, RATIOS, _seconds_of(probe_s, tokens, RATIOS, quick=quick)
+    aim_s = _QUICK_AIM_S if quick else _AIM_S
+    for probes in range(min(_MOST_PROBES, max(1, round(aim_s / probe_s))), 0, -1):
+        seconds = _seconds_of(probe_s, probes * PROBE_TOKENS, RATIOS, quick=quick)
+        if seconds <= left_s:
+            return probes * PROBE_TOKENS, RATIOS, seconds
+    ratios: tuple[float, ...] = RATIOS
+    while len(ratios) > 1 and _seconds_of(probe_s, PROBE_TOKENS, ratios, quick=quick) > left_s:
+        slowest = min(ratios[1:])  # takes the longest
+        ratios = tuple(ratio for ratio in ratios if ratio != slowest)
+    return PROBE_TOKENS, ratios, _seconds_of(probe_s, PROBE_TOKENS, ratios, quick=quick)
+
+
+def _seconds_of(probe_s: float, tokens: int, ratios: Sequence[float], *, quick: bool) -> float:
+    """Seconds of all runs: storing, two runs alone, and at each rate the probe and the three ways."""
+    compute_s = probe_s * tokens / PROBE_TOKENS
+    whole_s = 4 * compute_s
+    for at, ratio in enumerate(ratios):
+        computed = 1 if not at or not quick else 0
+        whole_s += compute_s * (computed + 1 / ratio + 1 / (1 + ratio)) + probe_s * (1 / ratio + (at == 0))
+    return whole_s
+
+
+def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, ratios: Sequence[float]) -> list[RateRow]:
+    # 1. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
     #    as long as computing, where doing both gains most.
-    # 3. For each rate: learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
-    # Rates that no longer fit into the time that --help promises are skipped, and said to be.
-    for _ in range(2):
-        probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
-    aim_s, ends_s = (0.8, began_s + 15) if args.quick else (2.0, began_s + 45)
-    tokens = args.tokens or PROBE_TOKENS * min(12, max(1, round(aim_s / probe_s)))
-    tokens = tokens // STEP_TOKENS * STEP_TOKENS
+    # 2. For each rate: learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
     size_bytes = runs.kvc.add_blocks_ids(runs.ids[:, :tokens]).blocks * (128 + runs.kvc.layout.block_bytes)
     runs.kvc.warm(tokens)
-    compute_s = runs.run(tokens, "compute", _UNLIMITED).seconds
+    # The better of two: a moment in which others had the processor must not make all links slow.
+    compute_s = min(runs.run(tokens, "compute", _UNLIMITED).seconds for _ in range(2))
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
     rows: list[RateRow] = []
-    for ratio in RATIOS:
-        at_most_s = compute_s * (1 + 1 / ratio + 1 / (1 + ratio)) if rows else 0
-        if time.monotonic() + at_most_s > ends_s and rows:
-            bars.say(f"no time left for the link at {ratio:g} of that rate")
-            continue
+    for ratio in ratios:
         runs.learn(even * ratio)
         done = {}
         for word, loading in SIDES:
@@ -169,26 +219,27 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, began_s: float) 
             if not rows:
                 bars.ended(done[word].seconds, done[word].met_at_token)
         rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))
-    return sorted(rows, key=lambda row: row.bytes_per_s), tokens
+    return sorted(rows, key=lambda row: row.bytes_per_s)
 
 
-def _table(rows: list[RateRow], tokens: int) -> list[str]:
+_HEAD = ("MB/s", "compute", "load", "both", "of the better", "met at", "computed | loaded")
+_TABLE_BAR = 16
+
+
+def _table(rows: list[RateRow], tokens: int) -> Table:
     """The rates, and how much of the better side's time both take."""
-    lines = [
-        "",
-        f"{'MB/s':>8}{'compute':>10}{'load':>10}{'both':>10}{'of the better':>16}{'met at':>9}  computed | loaded",
-    ]
+    cells = []
     for row in rows:
         met = f"{row.both.met_at_token:,}" if row.both.met_at_token is not None else "-"
+        times = (f"{way.seconds:.2f} s" for way in (row.compute, row.load, row.both))
         share = row.both.computed_tokens / max(1, tokens)
-        lines.append(
-            f"{row.bytes_per_s / 1e6:>8.1f}{row.compute.seconds:>8.2f} s{row.load.seconds:>8.2f} s"
-            f"{row.both.seconds:>8.2f} s{row.of_better:>16.2f}{met:>9}  {bar(math.floor(share * 24 + 0.5), 24)}"
-        )
-    return lines
+        drawn = bar(math.floor(share * _TABLE_BAR + 0.5), _TABLE_BAR)
+        cells.append([f"{row.bytes_per_s / 1e6:.1f}", *times, f"{row.of_better:.2f}", met, drawn])
+    return Table(_HEAD, cells, left=(6,))
 
 
-WIDTH = 56
+MOST_WIDTH, _BESIDE = 56, 34
+"""Columns of a bar, and those that its name and words take beside it."""
 COMPUTED, LOADED, NOTHING = "█", "▒", "·"
 _COLOURS = {COMPUTED: "\x1b[38;5;215m", LOADED: "\x1b[38;5;75m", NOTHING: "\x1b[2m"}
 _PLAIN = "\x1b[0m"
@@ -205,8 +256,8 @@ class Bars:
     """Three bars that fill, drawn in place on a terminal and printed as lines elsewhere. Thread-safe."""
 
     def __init__(self, stream: TextIO, began_s: float, *, colour: bool) -> None:
-        self._screen = Screen(stream, WIDTH + 24, began_s, line_every_s=float("inf"))
-        self._colour = colour and self._screen.live and "NO_COLOR" not in os.environ
+        self._screen = Screen(stream, began_s, line_every_s=float("inf"))
+        self._colour = colour and self._screen.live and has_colour(stream)
         self._lock = threading.Lock()
         self._title = ""
         self._chunks: dict[str, list[str]] = {}
@@ -214,6 +265,11 @@ class Bars:
         self._way = ""
         self._began_s = 0.0
         self._drawn_s = 0.0
+
+    @property
+    def live(self) -> bool:
+        """Whether they are drawn in place."""
+        return self._screen.live
 
     def title(self, tokens: int, size_bytes: int, bytes_per_s: float, share: float) -> None:
         """What is about to be shown."""
@@ -253,23 +309,31 @@ class Bars:
             self._words[self._way] = f"{seconds:.2f} s{met}"
             self._draw()
             if not self._screen.live:
-                self._screen.say(f"{self._way:<8}{self._bar(self._way)} {self._words[self._way]}")
+                self._screen.say(f"{self._way:<8}{self._bar(self._way, MOST_WIDTH)} {self._words[self._way]}")
 
     def _draw(self) -> None:
         self._drawn_s = time.monotonic()
         if self._screen.live:
-            lines = []
-            for way in _WAYS:
-                words = self._words.get(way, "")
-                if way == self._way and not words:
-                    words = f"{self._drawn_s - self._began_s:.2f} s"
-                lines.append(f"  {way:<8}{self._bar(way)} {words}")
-            legend = f"  {self._paint(COMPUTED)} computed  {self._paint(LOADED)} loaded"
-            self._screen.show([*lines, legend], [])
+            self._screen.show(self._frame)
 
-    def _bar(self, way: str) -> str:
+    # Called by the screen's thread, too, without the lock: it only reads.
+    def _frame(self, width: int) -> list[str]:
+        lines = []
+        for way in _WAYS:
+            words = self._words.get(way, "")
+            if way == self._way and not words:
+                words = f"{time.monotonic() - self._began_s:.2f} s"
+            lines.append(f"{way:<8}{self._bar(way, min(MOST_WIDTH, width - _BESIDE))} {words}")
+        return [
+            *wrapped(self._title, width),
+            "",
+            *lines,
+            f"{self._paint(COMPUTED)} computed  {self._paint(LOADED)} loaded",
+        ]
+
+    def _bar(self, way: str, width: int) -> str:
         chunks = self._chunks.get(way) or [NOTHING]
-        columns = [chunks[at * len(chunks) // WIDTH] for at in range(WIDTH)]
+        columns = [chunks[at * len(chunks) // width] for at in range(width)]
         return "".join(self._paint(one) for one in columns)
 
     def _paint(self, one: str) -> str:

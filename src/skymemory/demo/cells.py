@@ -18,13 +18,17 @@ from dataclasses import asdict, dataclass
 
 from skymemory.constellation.ground_track import CellGrid, Stop
 from skymemory.constellation.torus import SatelliteId
+from skymemory.demo.estimate import Estimate, Part, TimedRun, say_estimate
+from skymemory.demo.resources import slowdown
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import server_moves
+from skymemory.progress import Progress
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import STRATEGY_CODES, MoveClock, SkyMap
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
+from skymemory.text import Table, write
 from skymemory.transport.simulated import Node, SimulatedConstellation
 from skymemory.units import format_size
 
@@ -167,8 +171,12 @@ def _delay_s(sender: Node, receiver: Node) -> float:
     return HOP_S if isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId) else RADIO_S
 
 
-SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays where it was stored"))
+SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
+_READ_S, _CHUNK_S = 0.002, 38e-6
+"""Time of one read and of each chunk in it, on the reference computer."""
+_FARTHER = 1.7
+"""Of a value that stays: its chunks cross more cells, and every hop is simulated."""
 
 
 def run_cells(args: argparse.Namespace) -> int:
@@ -177,23 +185,34 @@ def run_cells(args: argparse.Namespace) -> int:
     value = random.Random(args.seed).randbytes(town.value_bytes)
     out = sys.stderr if args.json else sys.stdout
     minutes, kilometres = path[-1].time_s / 60, path[-1].time_s * args.speed_kmh / 3600
-    print(
+    write(
         f"{town.grid.rows} x {town.grid.columns} base stations {town.cell_m:g} m apart, 1 ms from one to the next and "
         f"4 ms to the user; {format_size(town.value_bytes)} on {town.servers} of them, read every 5 s\n"
         f"a drive of {kilometres:.1f} km in {minutes:.0f} minutes of virtual time",
-        file=out,
+        out,
     )
+    progress = Progress(out)
+    chunks = -(-town.value_bytes // town.chunk_bytes)
+    drive_s = path[-1].time_s / READ_EVERY_S * (_READ_S + chunks * _CHUNK_S) * slowdown()
+    times_s = (drive_s, _FARTHER * drive_s)
+    estimate = Estimate(
+        [Part(words, seconds, "drive") for (_, words), seconds in zip(SCHEMES, times_s, strict=True)], spent_s=0.5
+    )
+    run = TimedRun(progress, estimate)
+    say_estimate(progress, estimate.first_s)
     reports = []
     for strategy, words in SCHEMES:
         said_s = 0.0
 
         def passed(time_s: float, reads: int, hits: int, words: str = words) -> None:
             nonlocal said_s
+            wait.on_progress(time_s / path[-1].time_s, f"minute {time_s / 60:.0f} of {minutes:.0f}")
             if time_s >= said_s + SAY_EVERY_S:
                 said_s = time_s
-                print(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", file=out, flush=True)
+                write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", out, 11)
 
-        reports.append(run_drive(town, path, strategy, value, passed))
+        with run.part(f"the cache {words}", words) as wait:
+            reports.append(run_drive(town, path, strategy, value, passed))
     if args.json:
         facts = {
             "rows": town.grid.rows,
@@ -207,20 +226,29 @@ def run_cells(args: argparse.Namespace) -> int:
         }
         print(json.dumps(facts))
     else:
-        print("\n".join(_table(reports)))
+        _print(reports)
+    write(run.took(), out)
     return int(any(report.wrong or report.hits < report.reads for report in reports))
 
 
-def _table(reports: list[DriveReport]) -> list[str]:
-    lines = ["", f"{'the cache':<26}{'hits':>12}{'median':>10}{'p99':>10}{'worst':>10}{'farthest':>10}{'moved':>12}"]
-    for (_, words), report in zip(SCHEMES, reports, strict=True):
-        lines.append(
-            f"{words:<26}{f'{report.hits} of {report.reads}':>12}{f'{report.median_ms:.1f} ms':>10}"
-            f"{f'{report.p99_ms:.1f} ms':>10}{f'{report.worst_ms:.1f} ms':>10}{f'{report.farthest_hops} hops':>10}"
-            f"{format_size(report.moved_bytes):>12}"
-        )
+def _print(reports: list[DriveReport]) -> None:
+    head = ("the cache", "hits", "median", "p99", "worst", "farthest", "moved")
+    rows = [
+        [
+            words,
+            f"{report.hits} of {report.reads}",
+            *(f"{milliseconds:.1f} ms" for milliseconds in (report.median_ms, report.p99_ms, report.worst_ms)),
+            f"{report.farthest_hops} hops",
+            format_size(report.moved_bytes),
+        ]
+        for (_, words), report in zip(SCHEMES, reports, strict=True)
+    ]
+    print()
+    Table(head, rows).print()
     first = reports[0]
     share = f", {first.moved_bytes / first.least_bytes:.3f} of the least possible" if first.least_bytes else ""
-    lines += ["", f"{first.crossings} borders crossed, {format_size(first.moved_bytes)} handed over{share}; "]
-    lines[-1] += f"{sum(report.wrong for report in reports)} wrong"
-    return lines
+    print()
+    write(
+        f"{first.crossings} borders crossed, {format_size(first.moved_bytes)} handed over{share}; "
+        f"{sum(report.wrong for report in reports)} wrong"
+    )

@@ -15,9 +15,12 @@ from typing import TextIO
 from skymemory.conductor.admission.named import options_of
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Slo
+from skymemory.demo.estimate import format_estimate, say_estimate, took
+from skymemory.demo.resources import slowdown, usable_cores
 from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import check_readable
+from skymemory.progress import Progress
 from skymemory.router.settings import read_cost
 from skymemory.sim.cluster.cells import ClusterCell, run_of
 from skymemory.sim.cluster.outcome import (
@@ -31,6 +34,7 @@ from skymemory.sim.cluster.outcome import (
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source
+from skymemory.text import Table, wrapped, write
 from skymemory.view.drawing import drawing_path
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
@@ -40,6 +44,8 @@ PLAYED_S, QUICK_PLAYED_S = 30.0, 10.0
 PART, QUICK_PART = 1.0, 0.4
 """Of the ten minutes of requests."""
 FRAMES_PER_S = 8.0
+_SIMULATED_S = 6.0
+"""Of two cores, for the ten minutes at twice the workload's rate under all schedulers, on the reference computer."""
 
 
 def run_conductor(args: argparse.Namespace) -> int:
@@ -61,38 +67,48 @@ def run_conductor(args: argparse.Namespace) -> int:
     machines = "LLaMA-70B on 8×A800 each" if args.cost is None else f"{cost.shape.name} on {cost.machine.name}"
     part = QUICK_PART if args.quick else PART
     cells = [ClusterCell(source, setup, name, admission=args.admission, until_part=part) for name in SCHEDULERS]
-    _say(
-        stream,
+    write(
         f"{PREFILL} machines prefill, {DECODE} decode{' at the start' * (args.pools == 'elastic')} "
         f"({machines}, modelled); {source.name}, "
         f"at {args.rate:g} times its rate; SLO: {setup.slo.ttft_s:g} s to the first token, "
         f"{setup.slo.tbt_s:g} s between tokens; admission: {args.admission}",
-    )
-    began_s = time.monotonic()
-    runs = sweep(run_of, cells)
-    _say(
         stream,
+    )
+    progress = Progress(stream)
+    simulated_s = _SIMULATED_S * part * args.rate / 2.0 * slowdown() / min(usable_cores(), len(cells)) * 2
+    played_s = 0.0 if args.no_play else QUICK_PLAYED_S if args.quick else PLAYED_S
+    estimate_s = simulated_s + played_s + 0.5
+    say_estimate(progress, estimate_s)
+    began_s = time.monotonic()
+    with progress.wait(f"the cluster is simulated under {len(cells)} schedulers", simulated_s):
+        runs = sweep(run_of, cells)
+    changed_s = progress.seconds + played_s
+    if abs(changed_s - estimate_s) > 0.2 * estimate_s:
+        progress.say(f"estimate corrected: {format_estimate(changed_s)} in all")
+    write(
         f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; "
         "each bar below is a machine: its prefill queue, or its decoding batch",
+        stream,
     )
     metrics = [measured(run, setup.slo) for run in runs]
     if not args.no_play:
-        _play(runs, setup, stream, QUICK_PLAYED_S if args.quick else PLAYED_S)
-    for text in final(SCHEDULERS, metrics):
-        _say(stream, text)
+        _play(runs, setup, stream, played_s)
+    write("", stream)
+    final(SCHEDULERS, metrics).print(stream)
     if args.pools == "elastic":
         changes = ", ".join(f"{name} {one.role_changes}" for name, one in zip(SCHEDULERS, metrics, strict=True))
-        _say(stream, f"changes between prefill and decode: {changes}")
+        write(f"changes between prefill and decode: {changes}", stream)
     if args.report is not None:
         from skymemory.view.cluster_report import write_cluster_report
 
         title = f"{PREFILL}P+{DECODE}D, {source.name}, {args.rate:g} times its rate, admission {args.admission}"
         written = write_cluster_report(dict(zip(SCHEDULERS, runs, strict=True)), setup.slo, title, args.report)
-        _say(stream, f"written: {written}")
+        write(f"written: {written}", stream)
     if args.chart is not None:
-        _say(stream, f"written: {write_chrome_trace(runs[-1], args.chart)} ({SCHEDULERS[-1]}; for chrome://tracing)")
+        write(f"written: {write_chrome_trace(runs[-1], args.chart)} ({SCHEDULERS[-1]}; for chrome://tracing)", stream)
     if args.json:
         print(json.dumps(_as_json(args, source, metrics), indent=1, ensure_ascii=False))
+    write(took(progress.seconds, estimate_s), stream)
     _check(metrics)
     return 0
 
@@ -105,17 +121,21 @@ def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, playe
     last_s = max(one.at_s for one in runs[0].outcomes)
     speed = last_s / played_s
     began_s = time.monotonic()
-    screen = Screen(stream, WIDTH, began_s)
+    screen = Screen(stream, began_s)
+
+    def show(now_s: float) -> None:
+        moments = [player.at(now_s) for player in players]
+        screen.show(
+            lambda width: frame(SCHEDULERS, moments, now_s, speed, width),
+            () if screen.live else line(SCHEDULERS, moments, now_s),
+        )
+
     try:
         while (now_s := (time.monotonic() - began_s) * speed) < last_s:
-            moments = [player.at(now_s) for player in players]
-            screen.show(
-                frame(SCHEDULERS, moments, now_s, speed), [] if screen.live else line(SCHEDULERS, moments, now_s)
-            )
+            show(now_s)
             time.sleep(1 / FRAMES_PER_S)
-        moments = [player.at(last_s) for player in players]
         if screen.live:
-            screen.show(frame(SCHEDULERS, moments, last_s, speed), [])
+            show(last_s)
     finally:
         screen.close()
 
@@ -139,11 +159,6 @@ def _check(metrics: Sequence[ClusterMetrics]) -> None:
             raise SkyMemoryError(f"{name}: {ended} of {one.requests} requests ended")
 
 
-def _say(stream: TextIO, words: str) -> None:
-    print(words, file=stream, flush=True)
-
-
-WIDTH = 118
 LATELY = 100
 """Number of latest first tokens in the running mean."""
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -151,19 +166,17 @@ _LINE_STEP, _BATCH_STEP = 2, 1
 """Requests of one step of a bar."""
 
 
-def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float) -> list[str]:
+# Padded to what their numbers grow to, so that columns stay where they are while it plays.
+_HEAD = ("scheduler", "in line", "waiting", "batches", "  done", "within", "refused", "TTFT now", "hits", "moved")
+_FRAME_WORDS = (0, 1, 3)
+"""Columns of the frame that are not numbers."""
+
+
+def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float, width: int) -> list[str]:
     """The moment: lines before the machines that prefill, batches of those that decode, and counts up to now."""
-    lines, batches = len(moments[0].waiting) + 1, len(moments[0].decoding) + 1
-    head = (
-        f"{'scheduler':<16} {'in line':<{lines}} {'waiting':>7}  {'batches':<{batches}}"
-        f" {'done':>6} {'within':>7} {'refused':>8}"
-        f" {'TTFT now':>9} {'hits':>6} {'moved':>6}"
-    )
-    return [
-        f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests have come",
-        head,
-        *(_row(name, moment) for name, moment in zip(names, moments, strict=True)),
-    ]
+    title = f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests arrived"
+    rows = [_row(name, moment) for name, moment in zip(names, moments, strict=True)]
+    return [*wrapped(title, width), *Table(_HEAD, rows, _FRAME_WORDS).lines(width)]
 
 
 def line(names: Sequence[str], moments: Sequence[Moment], now_s: float) -> list[str]:
@@ -178,28 +191,50 @@ def line(names: Sequence[str], moments: Sequence[Moment], now_s: float) -> list[
     return parts
 
 
-def final(names: Sequence[str], metrics: Sequence[ClusterMetrics]) -> list[str]:
-    lines = [
-        "",
-        f"{'scheduler':<16} {'done':>6} {'refused':>8} {'within both':>12} {'goodput':>9} {'TTFT mean':>10} {'p90':>8}"
-        f" {'p99':>8} {'TBT p90':>8} {'hits':>6}  from where",
-    ]
+RESULTS = ("scheduler", "done", "refused", "within both", "goodput") + (
+    "TTFT mean",
+    "TTFT p90",
+    "TTFT p99",
+    "TBT p90",
+    "hits",
+    "from where",
+)
+
+
+def final(names: Sequence[str], metrics: Sequence[ClusterMetrics]) -> Table:
+    """The results, a row for each scheduler."""
+    rows = []
     for name, one in zip(names, metrics, strict=True):
         sources = ", ".join(f"{source} {part:.0%}" for source, part in one.hits.tokens_by_source.items() if part)
-        lines.append(
-            f"{name:<16} {one.completed:>6,} {one.refused + one.refused_after_prefill:>8,} {one.attainment:>12.1%}"
-            f" {one.goodput_per_s:>7.2f}/s {_seconds(one.ttft_s.mean):>10} {_seconds(one.ttft_s.p90):>8}"
-            f" {_seconds(one.ttft_s.p99):>8} {_milliseconds(one.tbt_request_s.p90):>8} {one.hits.tokens:>6.0%}"
-            f"  {sources}"
+        rows.append(
+            [
+                name,
+                f"{one.completed:,}",
+                f"{one.refused + one.refused_after_prefill:,}",
+                f"{one.attainment:.1%}",
+                f"{one.goodput_per_s:.2f}/s",
+                *(_seconds(value) for value in (one.ttft_s.mean, one.ttft_s.p90, one.ttft_s.p99)),
+                _milliseconds(one.tbt_request_s.p90),
+                f"{one.hits.tokens:.0%}",
+                sources,
+            ]
         )
-    return lines
+    return Table(RESULTS, rows, left=(0, 10))
 
 
-def _row(name: str, moment: Moment) -> str:
-    refused = moment.refused + moment.refused_after_prefill
-    here = f"{_bars(moment.waiting, _LINE_STEP)} {sum(moment.waiting):>8}  {_bars(moment.decoding, _BATCH_STEP)}"
-    counts = f"{moment.completed:>7,} {_share(moment):>7} {refused:>8,} {_seconds(_lately_s(moment)):>9}"
-    return f"{name:<16} {here} {counts} {moment.hits:>6.0%} {moment.loaded:>6.0%}"
+def _row(name: str, moment: Moment) -> list[str]:
+    return [
+        name,
+        f"{_bars(moment.waiting, _LINE_STEP)}",
+        f"{sum(moment.waiting)}",
+        f"{_bars(moment.decoding, _BATCH_STEP)}",
+        f"{moment.completed:,}",
+        _share(moment),
+        f"{moment.refused + moment.refused_after_prefill:,}",
+        _seconds(_lately_s(moment)),
+        f"{moment.hits:.0%}",
+        f"{moment.loaded:.0%}",
+    ]
 
 
 def _share(moment: Moment) -> str:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -34,10 +34,16 @@ from skymemory.demo.engines import (
     store_daemon,
     vllm_server,
 )
+from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.resources import slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.progress import Progress
+from skymemory.text import write
 
 _NEW_TOKENS = 16
+_AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 8.0, 8.0, 60.0, 0.4, 3.0
+"""Of the constellation and the routers, of two engines' start, and of one request, on the reference computer."""
 _CHECKED = 3
 """Requests that the prefill engine answers alone as well: the words must be the same."""
 _PATIENCE_S = 300.0
@@ -93,13 +99,18 @@ def run_disagg(args: argparse.Namespace) -> int:
     check_engine_installed()
     if args.model is not None:
         check_model_folder(args.model)
+    progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown()
+    start_s, request_s = (_OWN_START_S, _OWN_REQUEST_S) if own else (_VLLM_START_S, _VLLM_REQUEST_S)
+    asked = args.requests + min(_CHECKED, args.requests) + 4 + args.burst / 2
+    estimate_s = slow * (_AROUND_S + start_s + asked * request_s)
+    say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
-        model = None if own else args.model or random_model(folder / "model")
-        say("a constellation of 95 satellites, and the store daemon in front of it")
-        stack.enter_context(constellation(folder))
-        store = stack.enter_context(store_daemon(folder))
-        say(f"two engines: one prefills, one decodes{'' if own else ' (about a minute)'}")
+        with progress.wait("a model is made"):
+            model = None if own else args.model or random_model(folder / "model")
+        with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
+            stack.enter_context(constellation(folder))
+            store = stack.enter_context(store_daemon(folder))
         roles = ("producer", "consumer")
         engines = [
             stack.enter_context(
@@ -109,23 +120,29 @@ def run_disagg(args: argparse.Namespace) -> int:
             )
             for role in roles
         ]
-        for engine in engines:
-            engine.wait()
+        with progress.wait("two engines start: one prefills, one decodes", start_s * slow):
+            for engine in engines:
+                engine.wait()
         prefill, decode = (engine.url for engine in engines)
         ways = ("--prefill", prefill, "--decode", decode, "--handover", args.handover, "--split-from", "0")
         plain = stack.enter_context(router(folder, "router", *ways))
-        plain.wait()
-        rows, same = _one_by_one(plain.url, prefill, decode, args.requests, sys.stderr if args.json else sys.stdout)
+        with progress.wait("the router starts"):
+            plain.wait()
+        with progress.wait("requests are answered, one after the other", args.requests * request_s * slow):
+            rows, same = _one_by_one(plain.url, prefill, decode, args.requests, progress.stream)
         promise_s = _TTFT_TIMES * max(row.ttft_s for row in rows)
         strict = stack.enter_context(
             router(folder, "strict", *ways, "--admission", "early", "--ttft", f"{promise_s:.3f}s")
         )
-        strict.wait()
-        burst = _burst(strict.url, prefill, args.burst, promise_s)
+        with progress.wait("a router that refuses early starts"):
+            strict.wait()
+        with progress.wait(f"a burst of {args.burst} requests", args.burst / 2 * request_s * slow):
+            burst = _burst(strict.url, prefill, args.burst, promise_s)
     if args.json:
         print(json.dumps({"requests": [asdict(row) for row in rows], "same_words": same, "burst": burst}))
     else:
         _print(len(rows), same, burst)
+    print(took(progress.seconds, estimate_s), file=progress.stream)
     free = burst["prefilled_tokens"] <= burst["admitted_tokens"]
     return 0 if same and all(row.moved for row in rows) and burst["failed"] == 0 and free else 1
 
@@ -142,7 +159,7 @@ def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -
     """The rows, which are printed as they come; and whether those that were checked have the words of one engine."""
     rows, same = list[Row](), True
     _asked(url, "The first request takes longer. " * 40)
-    print(_HEAD, file=live, flush=True)
+    print(_line(_HEAD), file=live, flush=True)
     for number, prompt in enumerate(_prompts(count)):
         before = _figures(prefill), _figures(decode)
         answer = _asked(url, prompt)
@@ -150,7 +167,7 @@ def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -
             raise SkyMemoryError(f"request {number + 1} was answered {answer.status}: {answer.text[:200]}")
         row = _row(prompt, answer, before, _settled(prefill, decode, before))
         rows.append(row)
-        print(_line(number + 1, row), file=live, flush=True)
+        print(_line(_cells(number + 1, row)), file=live, flush=True)
         if number < _CHECKED:
             same = same and _asked(prefill, prompt).text == answer.text
     return rows, same
@@ -254,24 +271,26 @@ def _figures(url: str) -> _Figures:
     return found
 
 
-_HEAD = (
-    f"{'':>3}  {'prompt tokens':>13}  {'prefill computed':>16}  {'moved':>6}  {'decode computed':>15}"
-    f"  {'first token':>11}  {'between':>8}"
-)
+# Each row is printed when its request is answered, so widths are fixed: those of the largest numbers.
+_HEAD = ("request", "tokens", "prefilled", "moved", "decode computed", "first token", "between")
 
 
-def _line(number: int, row: Row) -> str:
-    return (
-        f"{number:>3}  {row.tokens:>13}  {row.prefilled:>16}  {row.moved:>6}  {row.decode_computed:>15}"
-        f"  {row.ttft_s * 1e3:>8.0f} ms  {row.tbt_s * 1e3:>5.0f} ms"
-    )
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, _HEAD, strict=True))
+
+
+def _cells(number: int, row: Row) -> list[str]:
+    counts = (number, row.tokens, row.prefilled, row.moved, row.decode_computed)
+    return [*map(str, counts), f"{row.ttft_s * 1e3:.0f} ms", f"{row.tbt_s * 1e3:.0f} ms"]
 
 
 def _print(requests: int, same: bool, burst: dict[str, float]) -> None:
     words = "the same words as one engine alone" if same else "OTHER WORDS than one engine alone"
-    print(f"\nThe first {min(_CHECKED, requests)} answers have {words}.")
-    print(
+    print()
+    write(f"The first {min(_CHECKED, requests)} answers have {words}.")
+    write(
         f"Burst of {burst['requests']:.0f}: {burst['admitted']:.0f} admitted, {burst['kept']:.0f} of them with their "
-        f"first token within {burst['promise_s']:.2f} s; {burst['refused']:.0f} refused at once (429, Retry-After),\n"
-        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} prompts."
+        f"first token within {burst['promise_s']:.2f} s; {burst['refused']:.0f} refused at once (429, Retry-After), "
+        f"for which nothing was prefilled: the prefill engine had {burst['prefills']:.0f} "
+        f"prompt{'s' * (burst['prefills'] != 1)}."
     )

@@ -18,11 +18,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from skymemory.engine.vllm.settings import transfer_config
-from skymemory.errors import SkyMemoryError
 from skymemory.serving.cluster.supervisor import guard
+from skymemory.testbed.liveness import StartWait
 
-START_S = 420.0
-"""vLLM takes half a minute on two cores that do nothing else."""
 _GRACE_S = 15.0
 _SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -52,7 +50,7 @@ def constellation(folder: Path) -> Iterator[None]:
     command = [*_SKYMEMORY, "constellation", "up", "--foreground", "--base-port", "auto", "--delay", "real"]
     log = folder / "constellation.log"
     with _process([*command, "--run-dir", str(folder / "run")], log) as started:
-        _until(lambda: " is up: " in log.read_text("utf-8"), started, "the constellation", log, 60)
+        _until(lambda: " is up: " in log.read_text("utf-8"), started, "the constellation", log)
         yield
 
 
@@ -88,12 +86,12 @@ def _process(
         started.communicate()
 
 
-def _until(ready: Callable[[], bool], of: subprocess.Popen[bytes], what: str, log: Path, seconds: float) -> None:
-    ends_s = time.monotonic() + seconds
+def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], what: str, log: Path) -> None:
+    wait = StartWait(what, started.pid, lambda: log.read_text("utf-8", "replace"))
     while not ready():
-        if of.poll() is not None or time.monotonic() > ends_s:
-            last = log.read_text("utf-8", "replace").strip().splitlines()
-            raise SkyMemoryError(f"{what} did not start: {last[-1] if last else 'no output'}")
+        if (code := started.poll()) is not None:
+            raise wait.on_exit(code)
+        wait.check()
         time.sleep(0.2)
 
 
@@ -103,7 +101,7 @@ def store_daemon(folder: Path, store: str = "") -> Iterator[str]:
     command = [*_SKYMEMORY, "store", "serve", store or f"constellation://{folder / 'run'}"]
     log, path = folder / "daemon.log", folder / "sky.sock"
     with _process([*command, "--listen", f"unix://{path}"], log) as started:
-        _until(path.is_socket, started, "the store daemon", log, 60)
+        _until(path.is_socket, started, "the store daemon", log)
         yield f"unix://{path}"
 
 
@@ -112,7 +110,7 @@ class HttpServer(NamedTuple):
 
     url: str
     wait: Callable[[], None]
-    """Until its /health answers 200. Raises SkyMemoryError, with its last line of output, if it does not."""
+    """Until its /health answers 200. Raises SkyMemoryError if it ends or makes no progress (``testbed.liveness``)."""
 
 
 @contextmanager
@@ -121,7 +119,6 @@ def http_server(
     what: str,
     log: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
-    start_s: float = 90.0,
 ) -> Iterator[HttpServer]:
     """The command ``words(port)``, on a free port."""
     with socket.socket() as probe:
@@ -137,7 +134,7 @@ def http_server(
             return False
 
     with _process(words(port), log, environment) as started:
-        yield HttpServer(url, lambda: _until(healthy, started, what, log, start_s))
+        yield HttpServer(url, lambda: _until(healthy, started, what, log))
 
 
 def vllm_server(
@@ -158,7 +155,6 @@ def vllm_server(
         "vLLM",
         folder / f"{name}.log",
         {"PYTHONPATH": our_package(), **quiet, **cpu},
-        START_S,
     )
 
 

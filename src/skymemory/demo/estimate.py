@@ -6,8 +6,11 @@ Parts of one ``kind`` are estimated from one speed: if the first takes twice as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from skymemory.progress import Progress, Wait
 
 _CORRECTED_FROM = 0.15
 """Share of the last printed estimate by which a new one must differ to be printed."""
@@ -50,8 +53,13 @@ class Estimate:
                 return
         raise KeyError(name)
 
+    def skip(self, prefix: str) -> None:
+        """Drops the parts whose names begin with ``prefix``."""
+        self._waiting = [part for part in self._waiting if not part.name.startswith(prefix)]
+
     @property
     def remaining_s(self) -> float:
+        """Seconds of the parts that wait, as corrected so far."""
         return sum(self._corrected_s(part) for part in self._waiting)
 
     def correction(self, elapsed_s: float) -> str:
@@ -73,6 +81,41 @@ def format_estimate(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 300 else f"about {seconds / 60:.0f} minutes"
 
 
+def say_estimate(progress: Progress, seconds: float) -> None:
+    """Prints the first estimate of a run: its length, and when it will have ended."""
+    progress.say(f"estimate: {format_estimate(seconds)} in all")
+
+
 def took(seconds: float, estimated_s: float) -> str:
     """The last line of every demo."""
     return f"took {seconds:.0f} s (estimated {estimated_s:.0f} s)"
+
+
+class TimedRun:
+    """A run with its estimate: each part is a wait whose progress is shown, and whose time corrects the others."""
+
+    def __init__(self, progress: Progress, estimate: Estimate) -> None:
+        self.progress = progress
+        self.estimate = estimate
+
+    @contextmanager
+    def part(self, words: str, *names: str) -> Iterator[Wait]:
+        """Shows the parts called ``names`` under way as one wait, ``words``.
+
+        The block reports the seconds of each by ``on_part`` if they are several; of a single one they are the block's.
+        """
+        expected_s = sum(self.estimate.seconds_of(name) for name in names)
+        with self.progress.wait(words, expected_s) as wait:
+            yield wait
+        if len(names) == 1:
+            self.on_part(names[0], wait.seconds)
+
+    def on_part(self, name: str, seconds: float) -> None:
+        """Records what a part took; prints the estimate if it changed much."""
+        self.estimate.on_part(name, seconds)
+        if words := self.estimate.correction(self.progress.seconds):
+            self.progress.say(words)
+
+    def took(self) -> str:
+        """The last line: seconds since the start, and as they were estimated before it."""
+        return took(self.progress.seconds, self.estimate.first_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import sys
 import threading
@@ -21,10 +20,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.demo.screen import Screen
+from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.resources import slowdown
+from skymemory.demo.screen import Draw, Screen
 from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
 from skymemory.placement.locate import Moves, Placement
+from skymemory.progress import Progress
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed.connect import clock_of, store_of
@@ -33,8 +35,9 @@ from skymemory.testbed.flight import Choice, kinds_for
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Child, SignalGate, Started, end_children, revive, start_on_free_ports
+from skymemory.text import Table, flowed, has_colour, width_of, wrapped
 from skymemory.units import format_duration, format_size
-from skymemory.view.layout_map import LEGEND, OrbitFrame, frame_width, render_frame
+from skymemory.view.layout_map import LEGEND, OrbitFrame, render_frame
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ class Reader(threading.Thread):
         tally = self.tally
         return (
             f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
-            f"{tally.wrong} wrong, {tally.recomputed} computed again, p50 {format_duration(tally.percentile_s(50))}"
+            f"{tally.wrong} wrong, {tally.recomputed} recomputed, p50 {format_duration(tally.percentile_s(50))}"
         )
 
     def report(self) -> ReadReport:
@@ -206,14 +209,14 @@ class ReadReport:
     p99_s: float
     longest_miss_s: float
 
-    def line(self) -> str:
-        before, down, after = (f"{right:,} of {reads:,}" for right, reads in (self.before, self.while_down, self.after))
-        again = f"{self.recomputed} values, {format_size(self.recomputed_bytes)}"
-        times = f"{format_duration(self.p50_s)}, {format_duration(self.p99_s)}"
-        return f"{copies(self.copies):<10}{before:<15}{down:<15}{after:<15}{again:<21}{times}"
+    def cells(self) -> list[str]:
+        """Its row of the report."""
+        periods = (f"{right:,} of {reads:,}" for right, reads in (self.before, self.while_down, self.after))
+        again = f"{self.recomputed} values"
+        return [copies(self.copies), *periods, again, format_duration(self.p50_s), format_duration(self.p99_s)]
 
 
-_HEAD = f"{'right':<10}{'before':<15}{'while dead':<15}{'after':<15}{'computed again':<21}time p50, p99"
+_HEAD = ("right", "before", "while dead", "after", "recomputed", "p50", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,23 +257,24 @@ class MotionReport:
     def as_object(self) -> dict[str, object]:
         return {"sound": self.sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
 
-    def lines(self) -> list[str]:
+    def lines(self, width: int) -> list[str]:
         """The report as text."""
         refused = sum(one.recompute_refused for one in self.reads)
-        return [
-            f"flown     {self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
+        facts = {
+            "flown": f"{self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
             f"{counted((self.slot_moves, self.plane_moves))}",
-            f"moved     {self.chunks_moved:,} chunks, {format_size(self.bytes_moved)}, from satellite to satellite",
-            f"lost      {self.chunks_lost:,} chunks, {format_size(self.bytes_lost)}, with {self.killed_host}, "
+            "moved": f"{self.chunks_moved:,} chunks, {format_size(self.bytes_moved)}, from satellite to satellite",
+            "lost": f"{self.chunks_lost:,} chunks, {format_size(self.bytes_lost)}, with {self.killed_host}, "
             f"which was dead for {self.down_s:.1f} s",
-            f"reads     {_HEAD}",
-            *(f"          {one.line()}" for one in self.reads),
-            f"          {self.wrong} reads wrong; values of {format_size(self.value_bytes)}; the longest miss took "
-            f"{format_duration(max(one.longest_miss_s for one in self.reads))}",
-            f"          {refused} times a value was computed again and the sky could not take it yet",
-            f"in the end {self.readable_at_end} of {self.values} values can be read, "
+            "in the end": f"{self.readable_at_end} of {self.values} values can be read, "
             f"{self.satellites_at_end} of {self.satellites} satellites answer",
-        ]
+            "reads": f"{self.wrong} wrong; values of {format_size(self.value_bytes)}; the longest miss took "
+            f"{format_duration(max(one.longest_miss_s for one in self.reads))}; "
+            f"{format_size(sum(one.recomputed_bytes for one in self.reads))} recomputed; {refused} times a value was "
+            "computed again and the sky could not take it yet",
+        }
+        lines = [line for name, words in facts.items() for line in wrapped(f"{name:<12}{words}", width, 12)]
+        return [*lines, "", *Table(_HEAD, [one.cells() for one in self.reads]).lines(width)]
 
 
 _COUNTED = ("chunks_migrated_out", "chunks_served", "chunks_set", "chunks_evicted", "migrations_retransmitted")
@@ -348,6 +352,8 @@ CHUNKS_PER_VALUE = 480
 KILL_AT, DOWN_FOR = 0.4, 0.2
 """As shares of the run."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
+AROUND_S = 2.0
+"""Starting the constellation, storing the values, and the last look, on the reference computer."""
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 # A client waits this long for a satellite before the read counts as a miss; a dead plane never answers.
@@ -382,10 +388,11 @@ class _Flight:
     def moves(self) -> Moves:
         return clock_of(self.plan).moves(time.time())
 
-    def picture(self) -> list[str]:
+    def picture(self) -> Draw:
+        """The map of this moment."""
         dead = frozenset(satellite for satellite, _ in self.plan.addresses_of(self.dead)) if self.dead else frozenset()
         frame = OrbitFrame(self.placement, (0, 0), self.moves(), dead, self.watch.holding)
-        return [*render_frame(frame, self.colour), LEGEND]
+        return lambda width: [*render_frame(frame, self.colour, width), *flowed(LEGEND, width)]
 
     def figures(self) -> list[str]:
         moves = self.moves()
@@ -421,7 +428,9 @@ class _Flight:
 
 
 @contextmanager
-def _constellation(speed: float, satellite: Choice, gate: SignalGate) -> Iterator[tuple[Started, RunDirectory]]:
+def _constellation(
+    speed: float, satellite: Choice, gate: SignalGate, progress: Progress
+) -> Iterator[tuple[Started, RunDirectory]]:
     """A testbed whose processes end with this one, however it ends; its directory is removed."""
 
     def plan_at(ports: Ports | int) -> ConstellationPlan:
@@ -437,15 +446,16 @@ def _constellation(speed: float, satellite: Choice, gate: SignalGate) -> Iterato
         directory = RunDirectory(folder)
         started: Started | None = None
         try:
-            started = start_on_free_ports(
-                directory,
-                plan_at,
-                preset_named(DEFAULT_PRESET).torus.size,
-                foreground=True,
-                confirm=confirm_all_answer,
-                gate=gate,
-                kinds=kinds,
-            )
+            with progress.wait("the constellation starts", 2.0):
+                started = start_on_free_ports(
+                    directory,
+                    plan_at,
+                    preset_named(DEFAULT_PRESET).torus.size,
+                    foreground=True,
+                    confirm=confirm_all_answer,
+                    gate=gate,
+                    kinds=kinds,
+                )
             yield started, directory
         finally:
             if started is not None:
@@ -570,20 +580,22 @@ def run_motion(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     if not 0 < args.speed <= 2000:
         raise InvalidInput(f"--speed {args.speed:g}: expected more than 0 and at most 2000 times real time")
-    stream = sys.stderr if args.json else sys.stdout
-    slots = preset_named(DEFAULT_PRESET).torus.slots_per_plane
+    progress = Progress(sys.stderr if args.json else sys.stdout)
+    stream, estimate_s = progress.stream, args.seconds + AROUND_S * slowdown()
+    say_estimate(progress, estimate_s)
     with SignalGate() as gate:
-        screen = Screen(stream, frame_width(slots), time.monotonic())
+        screen = Screen(stream, progress.began_s)
         try:
-            with _constellation(args.speed, args.satellite, gate) as (started, directory):
+            with _constellation(args.speed, args.satellite, gate, progress) as (started, directory):
                 report = _demonstrate(args, started, directory, gate, screen)
         finally:
             screen.close()
     if args.json:
         print(json.dumps(report.as_object(), indent=1))
     else:
-        print("\n" + "\n".join(report.lines()))
+        print("\n" + "\n".join(report.lines(width_of(stream))))
         print("\ndone; the constellation is down again" if report.sound else "\nFAILED: see above")
+    print(took(progress.seconds, estimate_s), file=stream)
     return 0 if report.sound else 1
 
 
@@ -606,7 +618,7 @@ def _demonstrate(
         Reader(store, _random_values(args.seed, count, size_bytes), READ_PAUSE_S) for count, store in stores.items()
     )
     watch = Watch(plan)
-    colour = screen.live and not args.no_color and not os.environ.get("NO_COLOR")
+    colour = screen.live and not args.no_color and has_colour(sys.stderr if args.json else sys.stdout)
     children = {child.host.name: child for child in started.children}
     flight = _Flight(plan, directory, children, gate, screen, watch, readers, placement, colour, time.time())
     try:

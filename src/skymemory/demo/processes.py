@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import IO
 
-from skymemory.errors import SkyMemoryError
+from skymemory.testbed.liveness import StartWait
 
-START_S = 90.0
-"""Start timeout: four engines import torch at the same time."""
+_LOOK_S = 0.5
 GRACE_S = 5.0
 _ADDRESS = re.compile(r"http://[^\s/]+:\d+")
 # Four engines share the cores: with a pool of threads each they would slow each other down, and unevenly.
@@ -30,7 +29,7 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
     a pipe from here.
 
     Raises:
-        SkyMemoryError: the command ended, or printed no address for ``START_S``; with its last line of output.
+        SkyMemoryError: the command ended, or made no progress (``testbed.liveness``), before it printed its addresses.
     """
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
@@ -56,17 +55,25 @@ async def _addresses(what: str, addresses: int, process: asyncio.subprocess.Proc
     """The addresses in its first lines."""
     assert process.stdout is not None
     found: list[str] = []
+    wait = StartWait(what, process.pid, lambda: _read(log))
+    reading = asyncio.ensure_future(process.stdout.readline())
     try:
-        async with asyncio.timeout(START_S):
-            while len(found) < addresses and (line := await process.stdout.readline()):
-                found += _ADDRESS.findall(line.decode(errors="replace"))
-    except TimeoutError:
-        pass
-    if len(found) < addresses:
-        log.seek(0)
-        last = log.read().decode(errors="replace").strip().splitlines()
-        raise SkyMemoryError(f"{what} did not start: {last[-1] if last else 'no output'}")
+        while len(found) < addresses:
+            if not (await asyncio.wait([reading], timeout=_LOOK_S))[0]:
+                wait.check()
+                continue
+            if not (line := reading.result()):
+                raise wait.on_exit(await asyncio.wait_for(process.wait(), GRACE_S))
+            found += _ADDRESS.findall(line.decode(errors="replace"))
+            reading = asyncio.ensure_future(process.stdout.readline())
+    finally:
+        reading.cancel()
     return found
+
+
+def _read(log: IO[bytes]) -> str:
+    # At an offset: the child writes at the position that it shares with us.
+    return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

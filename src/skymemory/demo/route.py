@@ -21,16 +21,20 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
+from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.processes import service
+from skymemory.demo.resources import slowdown
 from skymemory.demo.screen import Screen
 from skymemory.engine.inputs import small_model_folder
 from skymemory.kv.block import hash_blocks
 from skymemory.metrics import percentile
+from skymemory.progress import Progress
 from skymemory.serving.replay.client import Client, Target
 from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
 from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
+from skymemory.text import Table, write
 
 # 1. Generate prompts of the workload, scaled to the small model; 2. start four engines and measure what they compute
 # together with nothing cached; 3. offer 85 % of that, so that queues form but do not grow without end; 4. for each
@@ -57,6 +61,15 @@ BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
 OFFERED = 0.85
 """Tokens that arrive per second, as a part of what the engines together compute where nothing is cached."""
 PROBE_TOKENS = 600
+_PROMISED_S, _QUICK_PROMISED_S = 80.0, 40.0
+"""Plans for the time that the README promises, with a margin."""
+_FEWER = ((1, 1.0), (1, 0.7), (1, 0.5), (1, 0.35), (1, 0.25))
+"""Rounds, and the share of the requests, that slower and slower computers send."""
+_LEAST_REQUESTS = 10
+_START_S, _ROUTER_S = 8.0, 1.2
+"""Of the engines' start, and of a router's start and end, on the reference computer."""
+_TAIL = 1.1
+"""The last answers end after the last request was sent."""
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
 """Of a backend's settings, and of what an engine says of its events."""
@@ -152,13 +165,18 @@ class Stage:
     """The surroundings of one strategy's run."""
 
     def __init__(
-        self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str], total: int
+        self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str]
     ) -> None:
         self.client = client
         self.urls = urls
         self.screen = screen
         nothing = [0] * len(urls)
-        self.rows = [Row(strategy, total, served=list(nothing), loads=list(nothing)) for strategy in strategies]
+        self.rows = [Row(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
+
+    def expect(self, requests: int) -> None:
+        """Sets how many requests each strategy will get in all."""
+        for row in self.rows:
+            row.requests = requests
 
     async def measure(self, seed: int) -> float:
         """Tokens per second that the engines compute together, none of them cached."""
@@ -202,7 +220,7 @@ class Stage:
                 counters = await metrics(self.client, url)
                 row.served[at] = int(counters.get("vllm:time_to_first_token_seconds_count", 0)) - before[at]
                 row.loads[at] = int(counters["vllm:num_requests_waiting"] + counters["vllm:num_requests_running"])
-            self.screen.show(frame(self.rows, row), [] if self.screen.live else figures(row))
+            self.screen.show(frame(self.rows, row).lines, () if self.screen.live else figures(row))
             await asyncio.sleep(WATCH_S)
 
 
@@ -229,10 +247,11 @@ async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], see
 
 def run_route(args: argparse.Namespace) -> int:
     """Run the demo; exit code 0 if every request got one complete answer under every strategy."""
-    began_s = time.monotonic()
-    screen = Screen(sys.stderr if args.json else sys.stdout, WIDTH, began_s)
+    progress = Progress(sys.stderr if args.json else sys.stdout)
+    screen = Screen(progress.stream, progress.began_s)
+    progress.say("four engines are started, and their speed is measured, which decides how many requests are sent")
     try:
-        stage, loads = asyncio.run(_until_interrupted(_demonstrate(args, screen)))
+        stage, loads, estimate_s = asyncio.run(_until_interrupted(_demonstrate(args, screen, progress)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -242,18 +261,23 @@ def run_route(args: argparse.Namespace) -> int:
         print(json.dumps(_report(args, stage, loads, sound), indent=1))
     else:
         if not screen.live:  # there it stands already
-            print("\n" + "\n".join(final(stage.rows)))
+            print()
+            final(stage.rows).print()
         words = "every request was answered" if sound else "FAILED: requests were not answered"
-        print(f"\n{words}; the engines are down again; {time.monotonic() - began_s:.0f} s")
+        print()
+        write(f"{words}; the engines are down again")
+    write(took(progress.seconds, estimate_s), progress.stream)
     for row in stage.rows:
         for error in sorted({error for one in row.answers if (error := error_of(one))}):
             print(f"{row.strategy}: {error}", file=sys.stderr)
     return 0 if sound else 1
 
 
-async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage, list[Load]]:
+async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progress) -> tuple[Stage, list[Load], float]:
+    """What was measured, what was sent, and the estimate of the whole."""
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
-    loads = [make_load(args.workload, count, args.seed + 7919 * at) for at in range(1 if args.quick else ROUNDS)]
+    with progress.wait("the prompts are made", 1.0):
+        loads = _loads(args, count, 1 if args.quick else ROUNDS)
     tokens, distinct = sum(load.tokens for load in loads), sum(load.distinct_blocks for load in loads) / len(loads)
     cache_blocks = max(1, int(distinct * CACHE_SHARE))
     screen.say(
@@ -264,30 +288,56 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen) -> tuple[Stage,
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-")))
         words = ("serve", "--model", "small", "--engines", str(ENGINES), "--listen", "127.0.0.1:0", "--threads", "1")
         cache = ("--cache", str(cache_blocks * BLOCK_BYTES), "--kv-events", "tcp://127.0.0.1:*")
-        urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
+        with progress.wait(f"{ENGINES} engines start", _START_S * slowdown()):
+            urls = await stack.enter_async_context(service("the engines", ENGINES, *words, *cache))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await write_settings(client, urls, args.seed, folder)
         order = list(args.strategies)
         random.Random(args.seed).shuffle(order)
         # A shuffled order: no strategy always runs first, on a cold machine.
-        stage = Stage(client, urls, screen, order, sum(len(load.asked) for load in loads))
-        await stage.measure(args.seed)  # what is slow only the first time
-        speed = await stage.measure(args.seed + 1)
+        stage = Stage(client, urls, screen, order)
+        with progress.wait("the engines' speed is measured", 4.0):
+            await stage.measure(args.seed)  # what is slow only the first time
+            speed = await stage.measure(args.seed + 1)
+        around_s = len(order) * _ROUTER_S * slowdown()
+        left_s = (_QUICK_PROMISED_S if args.quick else _PROMISED_S) - progress.seconds
+        # A slow computer sends fewer requests, in one round rather than in two: --requests is obeyed.
+        if args.requests is None:
+            for rounds, share in _FEWER:
+                if _seconds_of(loads, speed, order, around_s) <= left_s:
+                    break
+                loads = _loads(args, max(_LEAST_REQUESTS, round(count * share)), min(rounds, len(loads)))
+            tokens = sum(load.tokens for load in loads)
+        stage.expect(sum(len(load.asked) for load in loads))
+        estimate_s = progress.seconds + _seconds_of(loads, speed, order, around_s)
         screen.say(
             f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each ({CACHE_SHARE:.0%} of what is "
             f"asked); together {speed:,.0f} tokens/s uncached, of which {OFFERED:.0%} are sent: "
             f"{tokens / (OFFERED * speed):.0f} s of requests for each strategy"
         )
+        say_estimate(progress, estimate_s)
         for at, load in enumerate(loads):
             for row in reversed(stage.rows) if at % 2 else stage.rows:
                 words_of = router_words(row.strategy, folder)
                 await stage.run(row, words_of, load, load.tokens / (OFFERED * speed))
                 if not screen.live:
-                    screen.say(row.line())
+                    screen.say("; ".join(figures(row)))
         if screen.live:
-            screen.show(final(stage.rows), [])
-        return stage, loads
+            screen.show(final(stage.rows).lines)
+        with progress.wait("the engines end") if not screen.live else contextlib.nullcontext():
+            await stack.aclose()
+        return stage, loads, estimate_s
+
+
+def _loads(args: argparse.Namespace, count: int, rounds: int) -> list[Load]:
+    return [make_load(args.workload, count, args.seed + 7919 * at) for at in range(rounds)]
+
+
+def _seconds_of(loads: Sequence[Load], speed: float, strategies: Sequence[str], around_s: float) -> float:
+    """Seconds of all requests under all strategies; ``around_s``: of the routers' starts in one round."""
+    tokens = sum(load.tokens for load in loads)
+    return len(strategies) * tokens / (OFFERED * speed) * _TAIL + len(loads) * around_s
 
 
 def _best_hits(loads: Sequence[Load]) -> float:
@@ -318,8 +368,9 @@ async def _until_interrupted(work: Any) -> Any:
     return await task
 
 
-_HEAD = f"{'strategy':<14}{'answered':>10}{'TTFT mean':>11}{'p90':>9}{'p99':>9}{'hits':>7}   requests by server"
-WIDTH = 100
+_HEAD = ("strategy", "answered", "TTFT mean", "p90", "p99", "hits", "by server")
+_WORDS = (0, 6, 7)
+"""Columns that are not numbers."""
 
 
 @dataclass(slots=True)
@@ -356,15 +407,12 @@ class Row:
     def percentile_s(self, percent: float) -> float:
         return percentile(self._times(), percent)
 
-    def line(self) -> str:
-        figures = "".join(
-            f"{_seconds(value):>{width}}"
-            for value, width in ((self.mean_s, 11), (self.percentile_s(90), 9), (self.percentile_s(99), 9))
-        )
+    def cells(self) -> list[str]:
+        """Its row of the table."""
+        times = (self.mean_s, self.percentile_s(90), self.percentile_s(99))
         hits = f"{self.hits:.0%}" if self.answers else "-"
-        return (
-            f"{self.strategy:<14}{f'{len(self.answers)}/{self.requests}':>10}{figures}{hits:>7}   {_each(self.served)}"
-        )
+        answered = f"{len(self.answers)}/{self.requests}"
+        return [self.strategy, answered, *map(_seconds, times), hits, _each(self.served)]
 
     def as_object(self) -> dict[str, object]:
         return {
@@ -385,16 +433,15 @@ class Row:
         return sorted(one.ttft_s for one in self.answers if not error_of(one))
 
 
-def frame(rows: Sequence[Row], current: Row | None) -> list[str]:
-    """All strategies in their order; with the one that runs, the load at each engine."""
-    lines = [row.line() if row.answers or row is current else row.strategy for row in rows]
-    return [
-        _HEAD,
-        *(
-            line + (f"   now {_bars(row.loads)}" if row is current else "")
-            for row, line in zip(rows, lines, strict=True)
-        ),
-    ]
+def frame(rows: Sequence[Row], current: Row | None) -> Table:
+    """All strategies in their order; with the current one, the load at each engine now."""
+    cells = []
+    for row in rows:
+        begun = bool(row.answers) or row is current
+        cells.append(
+            [*(row.cells() if begun else [row.strategy, *[""] * 6]), _bars(row.loads) if row is current else ""]
+        )
+    return Table((*_HEAD, "now    "), cells, _WORDS)
 
 
 def figures(row: Row) -> list[str]:
@@ -407,9 +454,9 @@ def figures(row: Row) -> list[str]:
     ]
 
 
-def final(rows: Sequence[Row]) -> list[str]:
+def final(rows: Sequence[Row]) -> Table:
     """The table, best mean first."""
-    return [_HEAD, *(row.line() for row in sorted(rows, key=lambda row: row.mean_s))]
+    return Table(_HEAD, [row.cells() for row in sorted(rows, key=lambda row: row.mean_s)], _WORDS)
 
 
 def _seconds(value: float) -> str:
@@ -417,7 +464,7 @@ def _seconds(value: float) -> str:
 
 
 def _each(counts: Sequence[int]) -> str:
-    return " ".join(f"{count:>3}" for count in counts)
+    return " ".join(f"{count:>2}" for count in counts)
 
 
 def _bars(loads: Sequence[int]) -> str:

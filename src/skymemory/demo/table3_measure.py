@@ -10,15 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skymemory.demo.estimate import TimedRun
+from skymemory.demo.sizing import CODECS, Size
+from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import CacheSource
-from skymemory.engine.models import ready_model
+from skymemory.engine.layer_reports import LayerReports
+from skymemory.engine.models import ready_model, ready_tinyllama
 from skymemory.engine.quantizers import codec_of, one_thread
 from skymemory.errors import CodecUnavailable, InvalidInput
 from skymemory.kv.codec.base import measure
@@ -29,14 +33,14 @@ from skymemory.testbed.connect import store_of
 from skymemory.testbed.control import rotate
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.text import Table, write
 from skymemory.units import format_duration, format_size
 
 TAIL_TOKENS = 12
 """What a question adds to a cached context."""
-CODECS = ("raw", "quanto8", "hqq8")
 _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
 """Table 3 of the paper: 30 tokens on a Jetson Nano without and with the cache, seconds."""
-_NAMES = {"raw": "none (16 bit)", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
+_NAMES = {"raw": "none", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
 
 Say = Callable[[str], None]
 """Prints a finished step."""
@@ -80,10 +84,18 @@ class _FirstToken:
         """Nothing is buffered."""
 
 
-def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> tuple[list[int], float, float]:
-    """New tokens, seconds to the first and to the last of them; calling ``cache`` is part of the time."""
+class Generated(NamedTuple):
+    """New tokens, and the seconds to the first and to the last of them."""
+
+    tokens: list[int]
+    first_s: float
+    seconds: float
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> Generated:
+    """Generates greedily; calling ``cache`` is part of the time."""
     clock = _FirstToken()
-    options = {"past_key_values": cache()} if cache is not None else {}
+    options = cache_option(model, cache()) if cache is not None else {}
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -93,34 +105,14 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache:
         streamer=clock,
         **options,
     )
-    return out[0, ids.shape[1] :].tolist(), clock.first_s, time.perf_counter() - clock.began_s
+    return Generated(out[0, ids.shape[1] :].tolist(), clock.first_s, time.perf_counter() - clock.began_s)
 
 
 def _last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
     start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
-        out = model(input_ids=ids[:, start:], past_key_values=cache, logits_to_keep=1)
+        out = model(input_ids=ids[:, start:], logits_to_keep=1, **cache_option(model, cache))
     return out.logits[0, -1].float()
-
-
-def check_identity(plan: ConstellationPlan, directory: RunDirectory, say: Say, document: str) -> bool:
-    """Whether the small trained model (float32) generates the same greedy tokens with and without the cache."""
-    ready = ready_model("small", dtype="float32")
-    model, tokenizer = ready.model, ready.tokenizer
-    ids = tokenizer(document, return_tensors="pt").input_ids[:, : 4 * BLOCK_TOKENS + TAIL_TOKENS]
-    with one_thread(), _store(plan, directory) as store, KVCManager(model, tokenizer, store=store) as kvc:
-        plain, _, _ = _generate(model, ids, 30, None)
-        kvc.add_blocks_ids(ids)
-        sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
-        say(
-            f"{ready.words} in float32: {kvc.last.cached_tokens} of {ids.shape[1]} tokens from the sky, 30 greedy "
-            f"tokens {'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
-        )
-        prompt_end, answer = (
-            " ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky)
-        )
-        say(f'it goes on: "… {prompt_end}" → "{answer} …"')
-        return plain == sky and kvc.last.cached_tokens > 0
 
 
 @contextmanager
@@ -132,96 +124,172 @@ def _store(plan: ConstellationPlan, directory: RunDirectory) -> Iterator[Constel
         store.close()
 
 
-def _load(args: argparse.Namespace, say: Say) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    began_s = time.perf_counter()
-    ready = ready_model(args.model or ("tinyllama-6-random" if args.quick else "tinyllama-random"), seed=args.seed)
-    parameters = sum(parameter.numel() for parameter in ready.model.parameters())
-    say(f"{ready.words}: {parameters / 1e9:.2f} G parameters, ready in {time.perf_counter() - began_s:.1f} s")
-    return ready.model, ready.tokenizer
-
-
-def _prompt_ids(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, document: str) -> torch.Tensor:
-    wanted = args.tokens if args.tokens is not None else 4 * BLOCK_TOKENS + TAIL_TOKENS
-    ids = tokenizer(document, return_tensors="pt").input_ids
-    if ids.shape[1] < min(wanted, BLOCK_TOKENS + 1):
-        raise InvalidInput(
-            f"the document has {ids.shape[1]} tokens: at least {BLOCK_TOKENS + 1} are needed to fill a block of "
-            f"{BLOCK_TOKENS} and leave one to compute"
-        )
-    return ids[:, :wanted]
-
-
 # One codec after the other, over the same constellation:
 # 1. generate with an empty cache: the time without it (get_cache finds nothing, so its cost is included);
 # 2. add_blocks stores what was computed; the first time, the constellation then moves by one slot, so that every
 #    codec is read back across a migration;
 # 3. generate again with the cache: the time with it, and the tokens that came from the sky;
 # 4. once more for the logits, which generate() does not give.
-def table_rows(
-    args: argparse.Namespace, plan: ConstellationPlan, directory: RunDirectory, say: Say, document: str
-) -> tuple[list[Row], dict[str, Any]]:
-    model, tokenizer = _load(args, say)
-    ids = _prompt_ids(args, tokenizer, document)
-    new_tokens = 10 if args.quick else 30
-    # The first call of a model allocates and picks kernels; no row should pay for it.
-    _generate(model, ids[:, :BLOCK_TOKENS], 2, None)  # warm-up
-    rows: list[Row] = []
-    moved: dict[str, Any] = {}
-    reference, block = None, b""
-    # Once: hashing gigabytes of weights takes seconds, and each manager would do it again.
-    revision = weights_digest(model)
-    for codec in CODECS:
-        with _store(plan, directory) as store:
-            try:
-                # Blocks of one context may be in any codec; a salt each keeps the three runs apart.
-                manager = KVCManager(
-                    model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
-                )
-            except CodecUnavailable as error:
-                say(f"{codec}: left out, {error}")
-                continue
-            with manager as kvc:
-                # Exactly the disclosure's example: the first generate computes, add_blocks stores what it computed.
-                plain, plain_ttft_s, plain_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
-                stored = kvc.add_blocks_ids(ids)
-                say(f"{codec}: computed in {plain_ttft_s:.2f} s; {stored.describe()}")
-                if reference is None:
-                    reference = _last_logits(model, ids)
-                if not moved:
-                    moved = _rotate(plan, say)
-                    block = _first_block(kvc, ids)  # as computed: the first codec is the lossless one
-                rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
-                sky, sky_ttft_s, sky_total_s = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
-                result = kvc.last
-                distance = float((_last_logits(model, ids, kvc.get_cache_ids(ids)) - reference).abs().max())
-                value_bytes = stored.size_bytes // max(1, stored.stored_blocks)
-                chunks = -(-value_bytes // plan.chunk_bytes)
-                rows.append(
-                    Row(
-                        codec,
-                        plain_ttft_s,
-                        plain_total_s,
-                        sky_ttft_s,
-                        sky_total_s,
-                        result.cached_tokens,
-                        result.prompt_tokens,
-                        value_bytes,
-                        chunks,
-                        min(plan.servers, chunks),
-                        result.retransmitted,
-                        rms_error,
-                        distance,
-                        _common(plain, sky),
-                        new_tokens,
+class Table3:
+    """The measurements, each a part of the estimated run (``sizing.parts`` has their names)."""
+
+    def __init__(
+        self, args: argparse.Namespace, size: Size, plan: ConstellationPlan, directory: RunDirectory, run: TimedRun
+    ) -> None:
+        self._args = args
+        self._size = size
+        self._plan = plan
+        self._directory = directory
+        self._run = run
+        self._say = run.progress.say
+
+    def check_identity(self, document: str) -> bool:
+        """Whether the small trained model (float32) generates the same greedy tokens with and without the cache."""
+        with self._run.part("the identity check: a small trained model with and without the cache", "identity"):
+            ready = ready_model("small", dtype="float32")
+            model, tokenizer = ready.model, ready.tokenizer
+            ids = tokenizer(document, return_tensors="pt").input_ids[:, : 4 * BLOCK_TOKENS + TAIL_TOKENS]
+            with (
+                one_thread(),
+                _store(self._plan, self._directory) as store,
+                KVCManager(model, tokenizer, store=store) as kvc,
+            ):
+                plain, _, _ = _generate(model, ids, 30, None)
+                kvc.add_blocks_ids(ids)
+                sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
+                cached = kvc.last.cached_tokens
+        self._say(
+            f"{ready.words} in float32: {cached} of {ids.shape[1]} tokens from the sky, 30 greedy "
+            f"tokens {'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
+        )
+        prompt_end, answer = (
+            " ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky)
+        )
+        self._say(f'it goes on: "… {prompt_end}" → "{answer} …"')
+        return plain == sky and cached > 0
+
+    def rows(self, document: str) -> tuple[list[Row], dict[str, Any]]:
+        """A row for each codec that is installed, and what the move between storing and reading brought."""
+        model, tokenizer = self._load()
+        ids = self._prompt_ids(tokenizer, document)
+        reports = LayerReports(model)
+        # The first call of a model allocates and picks kernels; no row should pay for it.
+        with (
+            self._run.part("warm-up: the model computes a block", "warm-up") as wait,
+            reports.to(wait.on_progress, 2, 0.7),
+        ):
+            _generate(model, ids[:, :BLOCK_TOKENS], 2, None)
+        # Once: hashing gigabytes of weights takes seconds, and each manager would do it again.
+        with self._run.part("the weights are hashed", "digest"):
+            revision = weights_digest(model)
+        rows: list[Row] = []
+        moved: dict[str, Any] = {}
+        reference, block = None, b""
+        for codec in CODECS:
+            with _store(self._plan, self._directory) as store:
+                try:
+                    # Blocks of one context may be in any codec; a salt each keeps the three runs apart.
+                    with self._run.part(f"{codec}: the model is examined", f"{codec}: manager"):
+                        manager = KVCManager(
+                            model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
+                        )
+                except CodecUnavailable as error:
+                    self._run.estimate.skip(f"{codec}: ")
+                    self._say(f"{codec}: left out, {error}")
+                    continue
+                with manager as kvc:
+                    # Exactly the disclosure's example: the first generate computes, add_blocks stores what it computed.
+                    plain = self._generated(model, ids, kvc, reports, codec, "without the cache", "")
+                    with self._run.part(f"{codec}: blocks are encoded and stored", f"{codec}: storing"):
+                        stored = kvc.add_blocks_ids(ids)
+                    self._say(f"{codec}: computed in {format_duration(plain.first_s)}; {stored.describe()}")
+                    if reference is None:
+                        words = "the logits without the cache, for comparison"
+                        with self._run.part(words, "reference") as wait, reports.to(wait.on_progress):
+                            reference = _last_logits(model, ids)
+                    if not moved:
+                        with self._run.part("the constellation moves by one slot", "rotation"):
+                            moved = _rotate(self._plan, self._say)
+                            block = _first_block(kvc, ids)  # as computed: the first codec is the lossless one
+                    with self._run.part(f"{codec}: the codec's error", f"{codec}: error of the codec"):
+                        rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
+                    sky = self._generated(model, ids, kvc, reports, codec, "with the cache", " from the sky")
+                    result = kvc.last
+                    with self._run.part(f"{codec}: the logits with the cache", f"{codec}: logits"):
+                        logits = _last_logits(model, ids, kvc.get_cache_ids(ids))
+                    value_bytes = stored.size_bytes // max(1, stored.stored_blocks)
+                    chunks = -(-value_bytes // self._plan.chunk_bytes)
+                    rows.append(
+                        Row(
+                            codec,
+                            plain.first_s,
+                            plain.seconds,
+                            sky.first_s,
+                            sky.seconds,
+                            result.cached_tokens,
+                            result.prompt_tokens,
+                            value_bytes,
+                            chunks,
+                            min(self._plan.servers, chunks),
+                            result.retransmitted,
+                            rms_error,
+                            float((logits - reference).abs().max()),
+                            _common(plain.tokens, sky.tokens),
+                            self._size.new_tokens,
+                        )
                     )
-                )
-                fetch_s = result.seconds.get("fetch", 0.0)
-                say(
-                    f"{codec}: {result.cached_tokens} of {result.prompt_tokens} tokens back from the sky, "
-                    f"{format_size(result.size_bytes)} in {format_duration(fetch_s)}; first token after "
-                    f"{format_duration(sky_ttft_s)}"
-                )
-    return rows, moved
+                    fetch_s = result.seconds.get("fetch", 0.0)
+                    self._say(
+                        f"{codec}: {result.cached_tokens} of {result.prompt_tokens} tokens back from the sky, "
+                        f"{format_size(result.size_bytes)} in {format_duration(fetch_s)}; first token after "
+                        f"{format_duration(sky.first_s)}"
+                    )
+        return rows, moved
+
+    def _generated(
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        kvc: KVCManager,
+        reports: LayerReports,
+        codec: str,
+        way: str,
+        suffix: str,
+    ) -> Generated:
+        """One generate; ``suffix``: of the names of its two parts."""
+        run, new_tokens = self._run, self._size.new_tokens
+        first, others = f"{codec}: first token{suffix}", f"{codec}: other tokens{suffix}"
+        first_s, others_s = run.estimate.seconds_of(first), run.estimate.seconds_of(others)
+        words = f"{codec}: {new_tokens} tokens {way}"
+        share = first_s / max(1e-9, first_s + others_s)
+        with run.part(words, first, others) as wait, reports.to(wait.on_progress, new_tokens, share):
+            generated = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
+        run.on_part(first, generated.first_s)
+        run.on_part(others, generated.seconds - generated.first_s)
+        return generated
+
+    def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        args, size = self._args, self._size
+        with self._run.part("the model's weights are made", "model") as wait:
+            if args.model is None:
+                ready = ready_tinyllama(size.shape.layers, seed=args.seed, dtype=size.dtype, report=wait.on_progress)
+            else:
+                ready = ready_model(args.model, seed=args.seed, dtype=size.dtype, report=wait.on_progress)
+        parameters = sum(parameter.numel() for parameter in ready.model.parameters())
+        self._say(
+            f"{ready.words}: {parameters / 1e9:.2f} G parameters in {size.dtype}, ready in {wait.seconds:.1f} s; "
+            f"{torch.get_num_threads()} threads"
+        )
+        return ready.model, ready.tokenizer
+
+    def _prompt_ids(self, tokenizer: PreTrainedTokenizerBase, document: str) -> torch.Tensor:
+        ids = tokenizer(document, return_tensors="pt").input_ids
+        if ids.shape[1] < min(self._size.tokens, BLOCK_TOKENS + 1):
+            raise InvalidInput(
+                f"the document has {ids.shape[1]} tokens: at least {BLOCK_TOKENS + 1} are needed to fill a block of "
+                f"{BLOCK_TOKENS} and leave one to compute"
+            )
+        return ids[:, : self._size.tokens]
 
 
 def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
@@ -248,32 +316,45 @@ def _common(plain: list[int], sky: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
 
 
-def print_table_3(rows: Sequence[Row]) -> None:
-    """The paper's table 3 on this machine."""
+_COLUMNS = ("quantization", "TTFT without", "with", "", "total without", "with", "")
+_MORE = ("block", "chunks", "sats", "resent", "rms error", "|Δlogit|", "same")
+
+
+def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
+    """The paper's table 3 on this machine, in blocks if the terminal is narrow; ``caption``: what was run, and why."""
     if not rows:
         return
-    row = rows[0]
-    print(
-        f"\nTable 3, here: {row.prompt_tokens} tokens of prompt, {row.new_tokens} generated (seconds)\n"
-        f"{'quantization':<16}{'TTFT no KVC':>12}{'TTFT KVC':>10}{'':>7}{'all no KVC':>12}{'all KVC':>9}{'':>7}"
-        f"{'block':>10}{'chunks':>8}{'sats':>6}{'resent':>8}{'rms error':>11}{'|Δlogit|':>10}{'same':>7}"
+    print()
+    write("\n".join(("Table 3, here, in seconds without and with the cache", *caption)))
+    print()
+    Table((*_COLUMNS, *_MORE), [cells for row in rows for cells in _cells(row)]).print()
+    print()
+    write("TTFT: to the first new token; total: to the last.")
+    write("rms error: of the codec on a block's keys and values, read back.")
+    write(
+        "|Δlogit|: largest difference at the first new token from computing everything at once (in bfloat16 the split "
+        "of the prefill alone changes rounding); same: leading tokens equal to those without the cache.",
     )
-    for row in rows:
-        print(
-            f"{_NAMES[row.codec]:<16}{row.plain_ttft_s:>12.2f}{row.sky_ttft_s:>10.2f}"
-            f"{_change(row.plain_ttft_s, row.sky_ttft_s):>7}{row.plain_total_s:>12.2f}{row.sky_total_s:>9.2f}"
-            f"{_change(row.plain_total_s, row.sky_total_s):>7}{format_size(row.block_bytes):>10}"
-            f"{row.chunks_per_block:>8}{row.satellites:>6}{row.retransmitted:>8}{row.rms_error:>11.4f}{row.logit_distance:>10.3f}"
-            f"{f'{row.same_tokens}/{row.new_tokens}':>7}"
-        )
-        if row.codec in _PAPER:
-            without, with_cache = _PAPER[row.codec]
-            print(f"{'  the paper':<16}{'':>29}{without:>12.1f}{with_cache:>9.1f}{_change(without, with_cache):>7}")
-    print(
-        "rms error: of the codec on a block's keys and values, read back.\n"
-        "|Δlogit|: largest difference at the first new token from computing everything at once (in bfloat16 the split\n"
-        "of the prefill alone changes rounding); same: leading tokens equal to those without the cache."
-    )
+
+
+def _cells(row: Row) -> Iterator[list[str]]:
+    """The row, and the paper's below it."""
+    times = []
+    for before_s, after_s in ((row.plain_ttft_s, row.sky_ttft_s), (row.plain_total_s, row.sky_total_s)):
+        times += [f"{before_s:.2f}", f"{after_s:.2f}", _change(before_s, after_s)]
+    yield [
+        _NAMES[row.codec],
+        *times,
+        format_size(row.block_bytes),
+        *(str(count) for count in (row.chunks_per_block, row.satellites, row.retransmitted)),
+        f"{row.rms_error:.4f}",
+        f"{row.logit_distance:.3f}",
+        f"{row.same_tokens}/{row.new_tokens}",
+    ]
+    if row.codec in _PAPER:
+        without, with_cache = _PAPER[row.codec]
+        paper = [f"{without:.1f}", f"{with_cache:.1f}", _change(without, with_cache)]
+        yield ["  the paper", "", "", "", *paper, *[""] * len(_MORE)]
 
 
 def _change(before_s: float, after_s: float) -> str:

@@ -18,12 +18,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from skymemory.demo.engines import constellation, our_package, random_model, say, store_daemon, vllm_server
+from skymemory.demo.engines import constellation, our_package, random_model, store_daemon, vllm_server
+from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.resources import slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.progress import Progress
+from skymemory.text import Table, write
 
 _SAVED_S = 6.0
 """What was computed is on its way to the satellites behind the answers; vLLM kills its workers when it is stopped."""
+_AROUND_S, _START_S, _ASK_S = 15.0, 30.0, 12.0
+"""Of the model and the constellation, of one server's start, and of its answers, on the reference computer."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 
 
@@ -39,34 +45,49 @@ def run_vllm(args: argparse.Namespace) -> int:
         check_model_folder(args.model)
     document = shipped_document()[: args.characters]
     answers = []
+    progress = Progress(sys.stderr)
+    slow = slowdown()
+    estimate_s = _AROUND_S * slow + 2 * (_START_S * slow + _ASK_S * slow + _SAVED_S)
+    say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
-        model = args.model or random_model(folder / "model")
-        say("a constellation of 95 satellites, and the store daemon in front of it")
-        stack.enter_context(constellation(folder))
-        store = stack.enter_context(store_daemon(folder))
+        with progress.wait("a model is made"):
+            model = args.model or random_model(folder / "model")
+        with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
+            stack.enter_context(constellation(folder))
+            store = stack.enter_context(store_daemon(folder))
         for name in ("first", "second"):
-            say(f"the {name} vLLM starts: about half a minute")
             with vllm_server(python, model, folder, name, store) as server:
-                server.wait()
-                answers.append(_ask(python, server.url, document))
-                time.sleep(_SAVED_S)
+                with progress.wait(f"the {name} vLLM starts", _START_S * slow):
+                    server.wait()
+                with progress.wait(f"the {name} vLLM answers {len(_QUESTIONS)} questions", _ASK_S * slow):
+                    answers.append(_ask(python, server.url, document))
+                with progress.wait("what was computed is stored", _SAVED_S):
+                    time.sleep(_SAVED_S)
     if args.json:
         print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))
     else:
         _print(answers)
+    print(took(progress.seconds, estimate_s), file=sys.stderr if args.json else sys.stdout)
     same = [one["text"] for one in answers[0]] == [one["text"] for one in answers[1]]
     return 0 if same and answers[1][0]["cached_tokens"] > 0 else 1
 
 
 def _print(answers: list[list[dict[str, Any]]]) -> None:
-    print(f"\n{'server':8}{'question':32}{'prompt tokens':>14}{'from the cache':>16}{'first token':>14}")
-    for name, rows in zip(("first", "second"), answers, strict=True):
-        for question, row in zip(_QUESTIONS, rows, strict=True):
-            print(
-                f"{name:8}{question:32}{row['prompt_tokens']:14}{row['cached_tokens']:16}{row['ttft_s'] * 1e3:11.0f} ms"
-            )
-    print("\nThe second server's first answer begins with what the first one stored in the sky.")
+    rows = [
+        [
+            name,
+            question,
+            *(str(row[kind]) for kind in ("prompt_tokens", "cached_tokens")),
+            f"{row['ttft_s'] * 1e3:.0f} ms",
+        ]
+        for name, given in zip(("first", "second"), answers, strict=True)
+        for question, row in zip(_QUESTIONS, given, strict=True)
+    ]
+    print()
+    Table(("server", "question", "tokens", "from cache", "first token"), rows, left=(0, 1)).print()
+    print()
+    write("The second server's first answer begins with what the first one stored in the sky.")
 
 
 def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:

@@ -17,8 +17,9 @@ from skymemory.cache.blocks import LoadResult
 from skymemory.cache.cake.cake import Cake, Sides
 from skymemory.cache.cake.scheduler import ComputeStep
 from skymemory.cache.cake.session import LoadingSession
+from skymemory.engine.forward import at_positions, cache_option, forward_options
 from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.prompts import TokenIds, at_positions, flat_ids, forward_options
+from skymemory.engine.prompts import TokenIds, flat_ids
 from skymemory.errors import InvalidInput
 
 _NOTHING_TO_DO_S = 0.005
@@ -111,8 +112,8 @@ class CakePrefill:
         with torch.inference_mode():
             self._model(
                 input_ids=prompt[:, step.first_token : step.first_token + step.tokens],
-                past_key_values=cache,
                 use_cache=True,
+                **cache_option(self._model, cache),
                 **self._options,
                 **at_positions(self._model, step.first_token, step.tokens),
             )
@@ -164,9 +165,8 @@ class OtherPrompts:
             piece = ids[:, start : start + min(tokens - ran, self._piece_tokens)]
             with torch.inference_mode():
                 options = {**self._options, **at_positions(self._model, start, piece.shape[1])}
-                self._model(
-                    input_ids=piece.to(self._model.device), past_key_values=self._cache, use_cache=True, **options
-                )
+                options |= {"use_cache": True, **cache_option(self._model, self._cache)}
+                self._model(input_ids=piece.to(self._model.device), **options)
             ran += piece.shape[1]
             if start + piece.shape[1] == ids.shape[1]:
                 self._waiting.popleft()

@@ -64,7 +64,7 @@ def examine(
     other: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Examination:
-    """Serve the first blocks of ``text`` twice, computed and then from ``store``.
+    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and generate with them.
 
     ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
     """
@@ -84,7 +84,10 @@ def examine(
         blocks = _BLOCKS if longest is None else min(_BLOCKS, (longest - 1) // block)
         if blocks:
             try:
-                found.append(Finding("store", *_store(kvc, _prompt(model, tokenizer, text, blocks * block + 1))))
+                ids = _prompt(model, tokenizer, text, blocks * block + 1)
+                found.append(Finding("store", *_store(kvc, ids)))
+                if found[-1].well:
+                    found.append(Finding("hit", *_hit(kvc, ids)))
             except SkyMemoryError as error:
                 found.append(Finding("store", False, str(error)))
         else:
@@ -142,6 +145,32 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
         return False, f"{name} took {stored.blocks} blocks, and {after.loaded_blocks} came back: {why}"
     tiers = ", ".join(f"{tokens} tokens from {tier}" for tier, tokens in after.hit_tokens.items())
     return True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {took}"
+
+
+def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
+    """Whether ``generate`` computes only what was not loaded: counted in the model, and by the cache."""
+    import torch
+    import transformers
+
+    from skymemory.engine.computed_tokens import ComputedTokens
+    from skymemory.engine.forward import cache_option
+    from skymemory.engine.releases import TRIED_TRANSFORMERS
+
+    ids = ids.to(kvc.model.device)
+    cache = kvc.get_cache_ids(ids)
+    options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    with ComputedTokens(kvc.model) as computed:
+        kvc.model.generate(ids, attention_mask=torch.ones_like(ids), **options, **cache_option(kvc.model, cache))
+    result, tokens = cache.result, int(ids.shape[-1])
+    loaded, expected = result.cached_tokens, tokens - result.cached_tokens
+    words = f"of {tokens} tokens {loaded} were loaded, {result.used_tokens} used, {computed.tokens} computed"
+    if result.used_tokens == loaded and computed.tokens <= expected:
+        return True, words
+    why = ", ".join(result.unused_tokens)
+    return False, (
+        f"a hit saves nothing: {words}{why and f' ({why})'}; expected {expected} computed. transformers "
+        f"{transformers.__version__} is installed, and {TRIED_TRANSFORMERS} was tried: install such a release"
+    )
 
 
 def _compared(
@@ -330,13 +359,15 @@ def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | N
     """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
     import torch
 
+    from skymemory.engine.forward import cache_option
     from skymemory.engine.prompts import flat_ids
 
     tokens = torch.from_numpy(flat_ids(ids)).to(model.device)[None]
     cache = kvc.get_cache_ids(ids) if kvc is not None else None
     start = cache.begin() if cache is not None else 0
     with torch.inference_mode():
-        return model(input_ids=tokens[:, start:], past_key_values=cache, use_cache=cache is not None).logits[0, -1]
+        cached = cache_option(model, cache) if cache is not None else {}
+        return model(input_ids=tokens[:, start:], use_cache=cache is not None, **cached).logits[0, -1]
 
 
 def measure_logit_distance(kvc: KVCManager, ids: TokenIds) -> LogitDistance:

@@ -1,7 +1,9 @@
 """Hooks on a user's model: the guard, which checks every call with one of our caches; and the clock that times passes.
 
-A call (``Guard.__call__``): check that the model is unchanged, compare its input tokens with the loaded ones, turn the
-common prefix into contents of the cache and cut it from the input, and note the tokens that the model appends.
+A call (``Guard.__call__``): find the cache among its arguments, check that the model is unchanged, compare the input
+tokens with the loaded ones, turn the common prefix into contents of the cache and cut it from the input, and note the
+tokens that the model appends. When the pass has ended (``Guard.passed``), the tokens that it skipped count as used;
+loaded tokens that no pass skipped count as unused, by reason (``Guard.settle``).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from skymemory.cache.patience import ComputeRate
+from skymemory.engine.forward import at_positions, cache_argument, cache_option, find_cache, forward_options
 from skymemory.engine.identity import Care
 from skymemory.engine.kv_cache import SkyCache, Tokens
-from skymemory.engine.prompts import at_positions, forward_options
+from skymemory.engine.releases import TRIED_TRANSFORMERS
 from skymemory.errors import CacheMisuse
 from skymemory.kv.context import CacheContext
 from skymemory.metrics import Counters
@@ -34,6 +38,18 @@ _ALL_ALONG = ("labels", "output_hidden_states", "output_attentions", "output_rou
 """Arguments that request an output for each token."""
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with a type per token; in most models all zeros have no effect."""
+
+UNSEEN = "a forward pass that the guard did not see"
+DROPPED = "the cache was dropped before use"
+BEYOND = "the input ended before them"
+"""Reasons for which loaded tokens were not used."""
+_OTHER_TOKENS = "other tokens than it was made for"
+_ADVICE = {
+    _OTHER_TOKENS: "get one for the prompt that is passed, past_key_values=kvc.get_cache(prompt)",
+    "more asked for than its last logits": "pass logits_to_keep=1, and request hidden states or a loss without a cache",
+    "padding and no positions": "pass position_ids, as generate does",
+}
+_WAYS = "what is served, and what is computed whole, is in the table 'Ways to generate' of the guide"
 
 
 class Guard:
@@ -50,6 +66,7 @@ class Guard:
         """``same``: whether the model still matches a context, checked with the given care."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
+        self._argument = cache_argument(model)
         self._last_logits = forward_options(model)
         self._counters = counters
         self._same = same
@@ -65,10 +82,15 @@ class Guard:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
-        if not isinstance(cache, SkyCache) or cache.guard is not self or module is not self._model:
+        found = find_cache(args, kwargs)
+        if found is None or found.guard is not self or module is not self._model:
             return None
+        cache: SkyCache = found
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        if given.get(self._argument) is not cache:  # under the name of another release
+            given = {name: value for name, value in given.items() if value is not cache}
+            given[self._argument] = cache
+        cache.result.usage.is_in_use = True
         unused = given.get("use_cache") is False  # each call then has all tokens
         if unused and cache._is_user_defined:
             cache.rewind()  # generate passes the cache with each of them anyway
@@ -78,10 +100,18 @@ class Guard:
             given = _without_padding(given, cache.padding)
         start = cache.get_seq_length()
         if unused and not start and not cache._is_user_defined:
-            return (), {**given, "past_key_values": None}
+            return (), {**given, self._argument: None}
         ids = given.get("input_ids")
         step = start and isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
-        self.look(cache, Care.STEP if step else Care.CALL if start else Care.USE)
+        first = not start or start == cache.taken
+        is_same = self.look(cache, Care.USE if first else Care.STEP if step else Care.CALL)
+        if cache.taken:
+            if first and not is_same:
+                raise CacheMisuse(
+                    f"the model has changed since begin() made {start} loaded tokens contents, which are of the model "
+                    "as it was: get another cache, kvc.get_cache(tokens), and pass the tokens behind its begin()"
+                )
+            _check_follows(cache, start, given)
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
         if not cache.saw(start):  # the loaded tokens do not continue contents from unseen passes
@@ -97,13 +127,60 @@ class Guard:
             given = {**given, **at_positions(self._model, held, ids.shape[1], ids.shape[0])}
         return (), given
 
-    def look(self, cache: SkyCache, care: Care = Care.USE) -> None:
-        """If the model has changed since the cache was made, drop the loaded tokens and store nothing from it."""
+    def look(self, cache: SkyCache, care: Care = Care.USE) -> bool:
+        """Check that the model is as it was when the cache was made; else drop the loaded tokens and store nothing
+        from it.
+        """
         if cache.context is not None and self._same(cache.context, care):
-            return
+            return True
         if (more := len(cache.loaded) - cache.get_seq_length()) > 0:
             self._refuse(cache, "a model that has changed since", more, 0)
         cache.context = None
+        return False
+
+    def passed(self, cache: SkyCache) -> None:
+        """A forward pass with ``cache`` has ended: count the loaded tokens that it skipped."""
+        cache.passed()
+        if cache.skipping is not None and cache.guard is self:
+            (start, stop), cache.skipping = cache.skipping, None
+            self._count("used_tokens_total", cache.result.usage.use(start, stop))
+
+    def settle(self, cache: SkyCache) -> None:
+        """Nothing more comes of ``cache``: count the loaded tokens that were not used, and warn if its guard was passed
+        by. A cache that was never given to a model is only counted.
+        """
+        usage = cache.result.usage
+        if cache.passed_unseen and cache.skipping is not None:  # made contents by ``begin``, and continued
+            (start, stop), cache.skipping = cache.skipping, None
+            self._count("used_tokens_total", usage.use(start, stop))
+        self.settle_unseen(cache)
+        reason = BEYOND if usage.is_in_use else DROPPED
+        self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
+
+    def settle_unseen(self, cache: SkyCache) -> None:
+        """If a forward pass has computed what was loaded, past the guard: count it, and warn."""
+        usage = cache.result.usage
+        if not cache.passed_unseen or cache.skipping is not None:
+            return
+        if new := usage.refuse(usage.first, usage.end, UNSEEN):
+            self._count("unused_tokens_total", new, UNSEEN)
+            self._warn(
+                cache,
+                f"{new} tokens were loaded for nothing: {type(self._model).__name__} computed them again, in {UNSEEN}. "
+                "Call the model itself, model(…), not model.forward(…) or a part of it. If you did: transformers "
+                f"{transformers.__version__} hands its cache over in a way that is not known here; tried are "
+                f"{TRIED_TRANSFORMERS}. `skymemory doctor --model DIR` shows whether a hit is served",
+            )
+
+    def _count(self, name: str, tokens: int, reason: str = "") -> None:
+        if tokens:
+            self._counters.add(name, tokens, reason)
+
+    def _warn(self, cache: SkyCache, words: str) -> None:
+        """Once for each cache."""
+        level = logging.DEBUG if cache.result.usage.has_warned else logging.WARNING
+        cache.result.usage.has_warned = True
+        _log.log(level, "%s", words)
 
     def __deepcopy__(self, memo: object) -> Guard:
         """A copied cache is for the same model."""
@@ -119,6 +196,8 @@ class Guard:
         if not start:
             _check_begins(cache, given)
         call = self._read(start, given)
+        if not isinstance(call, str) and call.shifts and not cache.can_shift:
+            call = "rows of different lengths"
         usable, why = 0, ""
         if isinstance(call, str):
             why = call
@@ -131,7 +210,7 @@ class Guard:
             same = call.shared(loaded)
             usable = cache.usable(max(0, min(same, call.tokens - call.kept)))
             if same < min(len(loaded), call.tokens):
-                why = "other tokens than it was made for"
+                why = _OTHER_TOKENS
         if why and start:
             cache.loaded = cache.loaded[: start + usable]  # the prompt has ended before what was loaded, or was cut
         elif why:
@@ -146,6 +225,8 @@ class Guard:
             return given
         if call.rows > 1:
             cache.batch_repeat_interleave(call.rows)
+        if call.shifts:
+            cache.shift_rows(call.shifts)
         cache.padding = call.padding
         return _rest_of(given, call.padding + usable, call.padding)
 
@@ -162,7 +243,7 @@ class Guard:
                 piece = ids[:, cache.get_seq_length() - start : stop - start]
                 cache.note(piece, plain=True)
                 options = {**self._last_logits, **at_positions(self._model, cache.held, piece.shape[1])}
-                self._model(input_ids=piece, past_key_values=cache, use_cache=True, **options)
+                self._model(input_ids=piece, use_cache=True, **cache_option(self._model, cache), **options)
                 cache.stop()
         finally:
             cache.guard = self
@@ -177,7 +258,8 @@ class Guard:
                 f"a cache was cut to {start} tokens, some of which its windows did not hold, and what they were is not "
                 "known: get one for the shorter prompt, past_key_values=kvc.get_cache(prompt)"
             )
-        self._counters.add("unused_tokens_total", start, "a cut that its windows do not reach")
+        why = "a cut that its windows do not reach"
+        self._count("unused_tokens_total", cache.result.usage.refuse(0, start, why), why)
         cache.reset()
         ids = torch.from_numpy(known).to(self._model.device)[None]
         cache.guard = None  # this pass is our own
@@ -185,7 +267,7 @@ class Guard:
             cache.note(ids, plain=True)
             with torch.no_grad():
                 options = {**self._last_logits, **at_positions(self._model, 0, start)}
-                self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+                self._model(input_ids=ids, use_cache=True, **cache_option(self._model, cache), **options)
         finally:
             cache.guard = self
         if rows > 1:
@@ -194,8 +276,14 @@ class Guard:
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
         """Only ``usable`` of the next ``loaded`` tokens may become contents; count and log the others."""
-        self._counters.add("unused_tokens_total", loaded - usable, why)
-        _log.warning("a cache was used with %s: of its %d loaded tokens %d are of use", why, loaded, usable)
+        start = int(cache.get_seq_length())
+        unused = cache.result.usage.refuse(start + usable, start + loaded, why)
+        self._count("unused_tokens_total", unused, why)
+        self._warn(
+            cache,
+            f"a cache was used with {why}: of its {loaded} loaded tokens {usable} are of use. "
+            f"{_ADVICE.get(why, _WAYS)}",
+        )
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
     def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
@@ -209,25 +297,26 @@ class Guard:
             return "more asked for than its last logits"
         if other := next((name for name, value in given.items() if self._is_other_input(name, value)), ""):
             return f"other inputs ({other})"
-        width, padding, mask = int(ids.shape[1]), 0, given.get("attention_mask")
+        width, paddings, mask = int(ids.shape[1]), [0] * len(ids), given.get("attention_mask")
         if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != start + width:
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape != (len(ids), start + width):
                 return "an attention mask of its own"
-            padding = int((mask[0] != 0).int().argmax()) if not start else 0
-            if not bool(mask[:, padding:].all()) or bool(mask[:, :padding].any()):
-                return "rows of different lengths" if mask.shape[0] > 1 else "an attention mask of its own"
+            left = (mask != 0).int().argmax(dim=1) if not start else torch.zeros_like(mask[:, 0])
+            if not torch.equal(mask != 0, torch.arange(mask.shape[1], device=mask.device) >= left[:, None]):
+                return "an attention mask of its own"
+            paddings = left.tolist()
         positions = given.get("position_ids")
         if positions is None:
-            if padding:
+            if any(paddings):
                 return "padding and no positions"
-        elif positions.shape[-1] != width or not bool(
-            (positions[..., padding:] == torch.arange(start, start + width - padding, device=positions.device)).all()
-        ):
+        elif positions.shape[-1] != width or not _count_on(positions, start, paddings):
             return "positions of its own"
         places = given.get("cache_position")
         if places is not None and not bool((places == torch.arange(start, start + width, device=places.device)).all()):
             return "positions of its own"
-        return _Call(ids[:, padding:], padding, kept)
+        padding = min(paddings)
+        shifts = tuple(each - padding for each in paddings) if len(set(paddings)) > 1 else ()
+        return _Call(ids[:, padding:], padding, kept, shifts)
 
     def _asked(self, name: str, given: dict[str, Any]) -> bool:
         """Whether this call or the configuration requests an output for each token."""
@@ -279,8 +368,8 @@ class GuardHook:
         if kwargs is None:  # removed after this pass began: torch no longer passes kwargs
             return None
         if output:  # the pass has ended
-            if isinstance(cache := kwargs.get("past_key_values"), SkyCache):
-                cache.passed()
+            if (cache := find_cache(args, kwargs)) is not None:
+                cache.passed() if guard is None else guard.passed(cache)
             return None
         return None if guard is None else guard(module, args, kwargs)
 
@@ -294,10 +383,12 @@ class _Call:
     """Input tokens that continue a cache, with left ``padding``."""
 
     ids: torch.Tensor
-    """(rows, tokens), without the padding."""
+    """(rows, tokens), without the padding that all rows have."""
     padding: int
     kept: int
     """Number of last tokens that must be computed for their logits."""
+    shifts: tuple[int, ...] = ()
+    """More left padding of each row; empty if all rows are equally long."""
 
     @property
     def rows(self) -> int:
@@ -315,8 +406,11 @@ class _Call:
     def shared(self, loaded: Tokens) -> int:
         """Number of leading tokens equal to ``loaded`` in all rows."""
         length = min(len(loaded), self.tokens)
-        ids = self.ids[:, :length].cpu().numpy()
-        differing = np.flatnonzero((ids != loaded[:length]).any(axis=0))
+        differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
+        for row, shift in enumerate(self.shifts):
+            own = self.ids[row, shift:length].cpu().numpy()
+            differ[row, :shift], differ[row, shift:length] = False, own != loaded[: len(own)]
+        differing = np.flatnonzero(differ.any(axis=0))
         return int(differing[0]) if len(differing) else length
 
 
@@ -335,6 +429,13 @@ def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
     if positions.numel() == 1:  # a decoding step waits for this
         return bool(positions.item() == start)
     return bool((positions == torch.arange(start, end, device=positions.device)).all())
+
+
+def _count_on(positions: torch.Tensor, start: int, paddings: list[int]) -> bool:
+    """Whether each row counts from ``start`` on, behind its left padding."""
+    places = torch.arange(start, start + positions.shape[-1], device=positions.device)
+    left = torch.tensor(paddings, device=positions.device)[:, None]
+    return not bool(((positions != places - left) & (places - start >= left)).any())
 
 
 def _has_tensors(value: object) -> bool:
@@ -388,6 +489,22 @@ def _check_whole(cache: SkyCache) -> None:
             "all tokens, past_key_values=kvc.get_cache(tokens)"
         )
     cache.rewind()
+
+
+def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
+    """Raises CacheMisuse if no row of the input goes on with the prompt whose first tokens ``begin`` made contents."""
+    ids, prompt = given.get("input_ids"), cache.prompt[start:]
+    if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return
+    rows = ids[:, : len(prompt)].cpu().numpy()
+    differing = (rows != prompt[: rows.shape[1]]).argmax(axis=1)
+    at = int(differing[0])
+    if rows.size and bool((rows != prompt[: rows.shape[1]]).any(axis=1).all()):
+        raise CacheMisuse(
+            f"token {start + at} is {rows[0, at]}, and {prompt[at]} in the prompt that this cache was got for: behind "
+            f"the {cache.taken} tokens that begin() returned, pass the prompt's others, ids[:, cache.begin() :], or "
+            "get a cache for the prompt that you pass, kvc.get_cache(ids)"
+        )
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:

@@ -24,15 +24,16 @@ from skymemory.cache.blocks import BlockCache, LoadResult, Part, Parts, PhaseClo
 from skymemory.cache.cake.cake import Cake, CakeSettings, Sides
 from skymemory.cache.patience import ComputeRate
 from skymemory.engine.cake import CakePrefill
+from skymemory.engine.computed_tokens import ComputedTokens
+from skymemory.engine.forward import at_positions, cache_option, forward_options
 from skymemory.engine.guard import ComputeClock, Guard, GuardHook
 from skymemory.engine.identity import Identity, tokenizer_digest
 from skymemory.engine.kv_cache import TORCH_DTYPES, CacheSource, RoomPool, SkyCache, Tokens
+from skymemory.engine.probe import check_hits
 from skymemory.engine.prompts import (
     Prompt,
     TokenIds,
-    at_positions,
     flat_ids,
-    forward_options,
     media_tokens,
     prompt_ids,
     shared_prefix,
@@ -123,7 +124,7 @@ class KVCManager:
             model,
             block_tokens,
             weights,
-            (GuardHook, ComputeClock),
+            (GuardHook, ComputeClock, ComputedTokens),
             lambda layout, identity, named: CacheContext(
                 model=identity,
                 weights=named,
@@ -160,6 +161,8 @@ class KVCManager:
         self.cake = CakePrefill(model, Cake(self.parts, settings), self._forward_options)
         self._unservable = ""
         self._guard: Guard | None = Guard(model, self.counters, self._identity.same)
+        served = self._identity
+        check_hits(model, served.layout, served.kinds, served.states, self._guard, served.context)
         clock = ComputeClock(model, self.blocks.compute)
         self._stop_clock = weakref.finalize(self, clock.remove)
         self._closed = False
@@ -185,7 +188,11 @@ class KVCManager:
 
     @property
     def counters(self) -> Counters:
-        """``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total``, always."""
+        """``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total`` (loaded), always.
+
+        Σ ``hit_tokens_total`` = ``used_tokens_total`` (skipped by a forward pass) + Σ over reasons of
+        ``unused_tokens_total``, once the caches are gone.
+        """
         return self.blocks.counters
 
     def get_cache(self, prompt: Prompt, **template: Any) -> SkyCache:
@@ -233,6 +240,7 @@ class KVCManager:
         if self._lock.owner.elsewhere:
             return
         with self._lock:
+            self._settle_unseen()
             self._guard = None  # caches in use keep it alive
             self._stop_clock()
             self._kept.clear()
@@ -263,6 +271,7 @@ class KVCManager:
     def _get(self, ids: Tokens, seconds: dict[str, float]) -> SkyCache:
         with self._lock:
             self._check_open()
+            self._settle_unseen()
             while len(self._kept) >= KEEP_CACHES:
                 self._kept.popleft()  # first, so that the new one can use its memory
             self._refresh_identity()
@@ -275,12 +284,20 @@ class KVCManager:
                 cache.rewind()
                 cache.context = self.context
             cache.guard, cache.prompt, cache.source = self._guard, ids, self.parts
+            usage, loaded = cache.result.usage, len(cache.loaded)
+            usage.first, usage.end = loaded - cache.result.cached_tokens, loaded
             self.last = cache.result
             if _log.isEnabledFor(logging.INFO):
                 _log.info("%s", cache.result.describe())
             self._kept.append(cache)
             self._handed.add(cache)
             return cache
+
+    def _settle_unseen(self) -> None:
+        """Warn of caches that the model computed past the guard since the last call."""
+        if self._guard is not None:
+            for cache in list(self._handed):
+                self._guard.settle_unseen(cache)
 
     def _empty(self, prompt_tokens: int) -> SkyCache:
         model = self._identity
@@ -341,6 +358,7 @@ class KVCManager:
     def _add(self, ids: Tokens, given: Cache | None, seconds: dict[str, float]) -> StoreResult:
         with self._lock:
             self._check_open()
+            self._settle_unseen()
             self._refresh_identity()
             if self._unservable:
                 blocks = len(ids) // self.layout.block_tokens
@@ -483,7 +501,8 @@ class KVCManager:
             for stop in [*cache.stops_before(len(ids)), len(ids)]:
                 if stop > done:
                     options = {**self._forward_options, **at_positions(self.model, done, stop - done)}
-                    self.model(input_ids=prompt[:, done:stop], past_key_values=cache, use_cache=True, **options)
+                    options |= {"use_cache": True, **cache_option(self.model, cache)}
+                    self.model(input_ids=prompt[:, done:stop], **options)
                     cache.stop()
                     done = stop
         return cache, len(ids) - start

@@ -223,8 +223,8 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
 }
 """Attributes of a module that do not affect what it computes."""
 
-_HARMLESS = "transformers.utils.output_capturing"
-"""Its hooks stay on the model after hidden states were requested once."""
+_HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.layer_reports"}
+"""Modules whose hooks change nothing; those of transformers stay after hidden states were requested once."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
 """Packages whose replacements of a module's code give the same results, or are determined by tensors and settings."""
@@ -423,7 +423,7 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
     for module in _modules(model):
         if module._forward_hooks or module._forward_pre_hooks:  # few have any
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-                if not isinstance(getattr(hook, "__self__", hook), ours) and hook.__module__ != _HARMLESS:
+                if not isinstance(getattr(hook, "__self__", hook), ours) and hook.__module__ not in _HARMLESS:
                     return type(module).__name__
     return ""
 

@@ -6,7 +6,8 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
-from skymemory.errors import InvalidInput, MissingExtra, missing_extra
+from skymemory.errors import InvalidInput, MissingExtra, cannot_read, missing_extra
+from skymemory.files import read_text
 from skymemory.installation import find_checkout, small_model_command
 
 MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
@@ -29,9 +30,9 @@ def read_document(path: str | Path) -> str:
     if file.stat().st_size > _DOCUMENT_LIMIT_BYTES:
         raise InvalidInput(f"{str(path)!r} has {file.stat().st_size} bytes: the limit is {_DOCUMENT_LIMIT_BYTES}")
     try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{str(path)!r} is not UTF-8 text (byte {error.start}): convert it to text first") from None
+        text = read_text(file, _DOCUMENT_LIMIT_BYTES)
+    except OSError as error:
+        raise InvalidInput(cannot_read(path, error)) from error
     if "\0" in text:
         raise InvalidInput(f"{str(path)!r} is not text: it contains zero bytes")
     if not text.strip():

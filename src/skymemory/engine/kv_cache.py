@@ -27,6 +27,7 @@ import torch
 import transformers
 
 from skymemory.cache.blocks import BlockSink, LoadResult
+from skymemory.engine.releases import TRIED_TRANSFORMERS, is_tried
 from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
 from skymemory.installation import install_command
@@ -34,9 +35,10 @@ from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
 from skymemory.native import Rows
 
-if not (4, 57) <= tuple(map(int, transformers.__version__.split(".")[:2])) < (6, 0):
+if not is_tried(transformers.__version__):
     raise MissingExtra(
-        f"transformers >= 4.57, < 6 is needed, found {transformers.__version__}: {install_command('hf')}"
+        f"transformers {TRIED_TRANSFORMERS} is needed (the releases that were tried), found "
+        f"{transformers.__version__}: {install_command('hf')}"
     )
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -419,7 +421,9 @@ class GroupRoom:
 class Guarding(Protocol):
     """The guard of a cache's model (``engine.guard``)."""
 
-    def look(self, cache: SkyCache) -> None: ...
+    def look(self, cache: SkyCache) -> bool: ...
+
+    def settle(self, cache: SkyCache) -> None: ...
 
 
 class Bringing(Protocol):
@@ -494,6 +498,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Number of tokens for which presence has been recorded."""
         self.padding = 0
         """Left padding of the caller's prompt that the model is not given."""
+        self.taken = 0
+        """Number of tokens that ``begin`` made contents; the caller passes those that follow them."""
+        self.skipping: tuple[int, int] | None = None
+        """Loaded tokens that became contents, until the forward pass that skips them has ended."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
@@ -568,8 +576,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
 
     def begin(self) -> int:
-        """Make the loaded tokens contents and return their number: pass the prompt's tokens behind them to the model. 0
-        for a cache that was pickled, whose model is unknown.
+        """Make the loaded tokens contents and return their number: pass the prompt's tokens behind them to the model,
+        unchanged since. 0 for a cache that was pickled, whose model is unknown.
         """
         if not self.get_seq_length():
             if self.guard is None:
@@ -577,6 +585,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self.guard.look(self)
             self._handed_to_generate = False
             self.advance(self.usable(len(self.loaded)))
+            self.taken = self.held
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
@@ -624,7 +633,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def advance(self, tokens: int) -> None:
         """Make the next ``tokens`` loaded tokens contents: the model's input begins with them."""
-        self.fill(self.loaded[: self.get_seq_length() + tokens])
+        start = self.held
+        self.fill(self.loaded[: start + tokens])
+        self.skipping = (start, start + tokens) if tokens else None
 
     @property
     def _is_user_defined(self) -> bool:
@@ -674,6 +685,16 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._seen.append(input_ids[0].detach().clone())
             self._seen_tokens += input_ids.shape[1]
 
+    @property
+    def passed_unseen(self) -> bool:
+        """Whether a forward pass appended to it that its guard did not see."""
+        return not self.result.usage.is_in_use and self.held > self._seen_tokens
+
+    def __del__(self) -> None:
+        guard: Guarding | None = self.__dict__.get("guard")  # absent if its constructor failed
+        if guard is not None and not sys.is_finalizing() and self.result.usage.drop():
+            guard.settle(self)
+
     def saw(self, held: int) -> bool:
         """Whether all passes that appended its ``held`` tokens were noted."""
         return self._seen_tokens >= held
@@ -700,7 +721,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._account()
         super().crop(tokens_to_remove)
         self._accounted = self.held
-        self.loaded, self.stops = _NO_TOKENS, {}
+        self.loaded, self.stops, self.taken = _NO_TOKENS, {}, 0
         seen = _joined(self._seen)
         self._closed = self._closed and len(seen) < self.get_seq_length()
         self._seen = [seen[: self.get_seq_length()]]
@@ -716,6 +737,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._accounted = 0
         self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
         self.stops, self._latest_stop, self._in_a_pass = {}, 0, False
+        self.taken, self.skipping = 0, None
         self.begun += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -728,6 +750,24 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
                 layer.batch_repeat_interleave(repeats)
             repeat(layer, repeats)
         self.loaded = _NO_TOKENS
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether ``shift_rows`` can move its rows: neither recurrent states nor windows, whose tokens may lack."""
+        return not self.states and all(group.presence is None for group in self.groups)
+
+    def shift_rows(self, shifts: Sequence[int]) -> None:
+        """Move each row's contents so many columns to the right, behind left padding that the caller's mask hides; as
+        many at its end are dropped. Its columns then belong to other tokens in each row, so that none is stored.
+        """
+        for layer in self._attention:
+            for name in ("keys", "values"):
+                held: torch.Tensor = getattr(layer, name)
+                moved = torch.zeros_like(held)
+                for row, shift in enumerate(shifts):
+                    moved[row, :, shift:] = held[row, :, : max(0, held.shape[2] - shift)]
+                setattr(layer, name, moved)
+        self._seen, self._seen_tokens, self._closed, self.loaded = [], 0, True, _NO_TOKENS
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)

@@ -6,6 +6,9 @@ and the small trained one, which is a package of its own.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from skymemory.engine.inputs import MODEL_NAMES, check_model_folder, is_model_name, shipped_document, small_model_folder
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.errors import InvalidInput
+from skymemory.progress import Report, ignore
+from skymemory.units import format_size
 
 TINYLLAMA_SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -62,9 +67,16 @@ _WEIGHT_STD = 0.02
 _PIECE = 1 << 22  # numbers converted at a time: stays in the processor's cache
 
 
-def build_tinyllama(seed: int = 0, *, dtype: str = "bfloat16") -> LlamaForCausalLM:
-    """TinyLlama-1.1B's shape with random weights: 2.2 GB in 16 bit, a few seconds."""
-    return build_llama({**TINYLLAMA_SHAPE, "max_position_embeddings": 8192}, seed, dtype=dtype)
+def build_tinyllama(
+    seed: int = 0,
+    *,
+    dtype: str = "bfloat16",
+    layers: int = TINYLLAMA_SHAPE["num_hidden_layers"],
+    report: Report = ignore,
+) -> LlamaForCausalLM:
+    """TinyLlama-1.1B's shape with random weights, or only ``layers`` of it: 2.2 GB in 16 bit, a few seconds."""
+    shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 8192}
+    return build_llama(shape, seed, dtype=dtype, report=report)
 
 
 def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:
@@ -74,7 +86,12 @@ def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024
 
 
 def build_llama(
-    shape: dict[str, Any], seed: int = 0, *, dtype: str = "float32", weight_std: float = _WEIGHT_STD
+    shape: dict[str, Any],
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    weight_std: float = _WEIGHT_STD,
+    report: Report = ignore,
 ) -> LlamaForCausalLM:
     """A Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; the same seed, the same weights.
 
@@ -89,25 +106,70 @@ def build_llama(
     model = model.to(TORCH_DTYPES[dtype]).to_empty(device="cpu")
     model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its tables are computed, not weights
     generator = torch.Generator().manual_seed(seed)
+    drawn, total = 0, sum(parameter.numel() for parameter in model.parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
                 _randomise(parameter.view(-1), weight_std, generator)
+            drawn += parameter.numel()
+            report(drawn / total, f"{drawn / 1e6:,.0f} of {total / 1e6:,.0f} million weights")
     # Random weights end a sentence at random: let every run have the length it asked for.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
 
 
-def load_model(path: str | Path, *, dtype: str = "bfloat16") -> PreTrainedModel:
+def load_model(path: str | Path, *, dtype: str = "bfloat16", report: Report = ignore) -> PreTrainedModel:
     """A causal language model saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
     check_model_folder(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(str(path), dtype=TORCH_DTYPES[dtype], local_files_only=True).eval()
+        with _loading_reported(Path(path), report):
+            return AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=TORCH_DTYPES[dtype], local_files_only=True
+            ).eval()
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(f"the model in {str(path)!r} cannot be loaded: {error}") from error
+
+
+_LOOK_S = 0.5
+
+
+@contextmanager
+def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
+    """Reports how much this process' memory has grown in the block, as a share of the weights' files in ``folder``.
+
+    transformers tells nobody how far it is. Memory that is a mapped file's and memory that is a copy are not added.
+    """
+    total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
+    before, ended = _resident_bytes(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            grown = max(now - then for now, then in zip(_resident_bytes(), before, strict=True))
+            report(min(0.99, grown / total), f"{format_size(min(grown, total))} of {format_size(total)} of weights")
+
+    thread = threading.Thread(target=look, name="loading", daemon=True)
+    if total and any(before):
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Memory of this process that is its own, and that is mapped from files; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return 0, 0
+    found = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
+    own, mapped = (int(found[name].split()[0]) * 1024 if name in found else 0 for name in ("RssAnon", "RssFile"))
+    return own, mapped
 
 
 def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) -> None:
@@ -135,13 +197,14 @@ class ReadyModel:
     words: str
 
 
-def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> ReadyModel:
+def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
     """The model called ``name``, or the one saved in the folder of this name.
 
-    ``seed``: of random weights, otherwise unused. Raises InvalidInput where there is neither.
+    ``seed``: of random weights, otherwise unused; ``report`` is told how many are drawn or loaded. Raises InvalidInput
+    where there is neither.
     """
     if not is_model_name(name):
-        return ReadyModel(load_model(name, dtype=dtype), load_tokenizer(name), name)
+        return ReadyModel(load_model(name, dtype=dtype, report=report), load_tokenizer(name), name)
     if name == "small":
         words = "the small trained model (6.5 M parameters)"
         folder = small_model_folder()
@@ -150,15 +213,19 @@ def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> ReadyMo
         tokenizer = train_tokenizer(1024)
         words = "a small model (random weights)"
         return ReadyModel(build_small(seed, dtype=dtype, vocab_size=len(tokenizer)), tokenizer, words)
-    tokenizer = train_tokenizer(4096)
     if name == "tinyllama-random":
-        words = "a model of TinyLlama-1.1B's shape (random weights)"
-        return ReadyModel(build_tinyllama(seed, dtype=dtype), tokenizer, words)
+        return ready_tinyllama(TINYLLAMA_SHAPE["num_hidden_layers"], seed=seed, dtype=dtype, report=report)
     if name == "tinyllama-6-random":
-        shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6}
-        words = "a model of TinyLlama-1.1B's shape but 6 of its 22 layers (random weights)"
-        return ReadyModel(build_llama(shape, seed, dtype=dtype), tokenizer, words)
+        return ready_tinyllama(6, seed=seed, dtype=dtype, report=report)
     raise InvalidInput(f"no model is called {name!r}: choose one of {', '.join(MODEL_NAMES)}")
+
+
+def ready_tinyllama(layers: int, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
+    """A model of TinyLlama-1.1B's shape with ``layers`` of its layers, of random weights."""
+    most = TINYLLAMA_SHAPE["num_hidden_layers"]
+    words = f"a model of TinyLlama-1.1B's shape{f' but {layers} of its {most} layers' if layers != most else ''}"
+    model = build_tinyllama(seed, dtype=dtype, layers=layers, report=report)
+    return ReadyModel(model, train_tokenizer(4096), f"{words} (random weights)")
 
 
 # A tokenizer without a download: byte-level BPE trained on the text the package ships, or one from a path.

@@ -88,6 +88,8 @@ class PluginStore:
             threads=_THREADS,
         )
         opened = open_store(settings.store) if store is None else store
+        self._said = ""
+        """The last reason why values were not stored, which is logged once."""
         self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
         self._digest = context.digest()
         self._value_bytes = max(1, value_bytes)
@@ -178,7 +180,11 @@ class PluginStore:
         stored = [False] * len(values)
         try:
             items = [(key, _framed(key, pieces)) for key, pieces in values]
-            stored = self._store.put_many(items)
+            ticket = self._store.prepare_store(items)
+            stored = self._store.complete_store(ticket)
+            if not all(stored) and ticket.reason and ticket.reason != self._said:
+                self._said = ticket.reason
+                self._logger.warning("values are not stored: %s", ticket.reason)
             self.counters.add(
                 "stored_bytes_total", sum(len(value) for (_, value), ok in zip(items, stored, strict=True) if ok)
             )

@@ -1,25 +1,33 @@
-"""Probes that refuse models whose output a cache would change.
+"""Probes that refuse models whose output a cache would change, or that a cache would not save anything.
 
-``check_supported`` reads its configuration, ``probe_layout`` runs it over two tokens (what does it write?), and
-``check_goes_on`` compares its logits with a cache and without.
+``check_supported`` reads its configuration, ``probe_layout`` runs it over two tokens (what does it write?),
+``check_goes_on`` compares its logits with a cache and without, and ``check_hits`` counts what it computes on a hit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
+import transformers
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from skymemory.engine.kv_cache import LAYERS, CacheSource, LayerKind, RoomPool, SkyCache, groups_of
-from skymemory.engine.prompts import at_positions, media_tokens
+from skymemory.engine.computed_tokens import ComputedTokens
+from skymemory.engine.forward import at_positions, cache_option, forward_options
+from skymemory.engine.kv_cache import LAYERS, CacheSource, Guarding, LayerKind, RoomPool, SkyCache, groups_of
+from skymemory.engine.prompts import media_tokens
+from skymemory.engine.releases import TRIED_TRANSFORMERS
 from skymemory.engine.states import States
 from skymemory.errors import InvalidInput, UnsupportedModel
 from skymemory.kv.block import ITEM_BYTES, KVLayout
+from skymemory.kv.context import CacheContext
 
+_SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -87,7 +95,7 @@ def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, S
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except FAILURES as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be run over two tokens and a cache: {error}") from error
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
@@ -174,10 +182,44 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[Laye
             )
 
 
+def check_hits(
+    model: PreTrainedModel,
+    layout: KVLayout,
+    kinds: Sequence[LayerKind],
+    states: States | None,
+    guard: Guarding,
+    context: CacheContext,
+) -> None:
+    """Raises UnsupportedModel unless a forward pass and ``generate`` skip the tokens that a cache has loaded. A model
+    that was found to do so is not tried again, for another tenant's manager.
+    """
+    if model in _SERVED:
+        return
+    probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
+    for what, call in (("a forward pass", probe.pass_whole), ("generate", probe.generate_one)):
+        try:
+            cache = probe.loaded(guard, context)
+            with ComputedTokens(model) as computed:
+                call(cache)
+        except FAILURES as error:
+            raise UnsupportedModel(f"{type(model).__name__} fails in {what} with a cache: {error}") from error
+        loaded = _FRONT_BLOCKS * _BLOCK_TOKENS
+        if computed.tokens > _TOKENS - loaded:
+            raise UnsupportedModel(
+                f"a hit would save nothing: in {what} {type(model).__name__} computed {computed.tokens} of {_TOKENS} "
+                f"tokens, though {loaded} were loaded; expected {_TOKENS - loaded}. transformers "
+                f"{transformers.__version__} is installed, and {TRIED_TRANSFORMERS} was tried: install such a release; "
+                "if this is one, its model code hands the cache over in a way that is not known here"
+            )
+    _SERVED.add(model)
+
+
 class _Probe:
     """Runs over the same few tokens; each returns the logits behind the front part, (tokens, vocabulary)."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States | None
+    ) -> None:
         self._model, self._layout, self._kinds, self._states = model, layout, kinds, states
         media = set(media_tokens(model))
         vocabulary = min(512, model.config.get_text_config(decoder=True).vocab_size)
@@ -185,7 +227,7 @@ class _Probe:
         drawn = torch.randint(0, len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(1))
         self._ids = torch.tensor(words)[drawn].to(model.device)
         self._front = _FRONT_BLOCKS * _BLOCK_TOKENS
-        self.kinds_of_states = states.kinds
+        self.kinds_of_states = states.kinds if states is not None else []
 
     def whole(self) -> torch.Tensor:
         """As ``generate`` calls the model."""
@@ -204,7 +246,7 @@ class _Probe:
         with torch.inference_mode():
             first = self._cache()
             positions = at_positions(self._model, 0, self._front)
-            self._model(input_ids=self._ids[:, : self._front], past_key_values=first, use_cache=True, **positions)
+            self._pass(self._ids[:, : self._front], first, **positions)
             first.stop()
             return [self._second_part(first, kind) for kind in ("", *self.kinds_of_states)]
 
@@ -218,11 +260,11 @@ class _Probe:
                 room.place(index, memoryview(block))
         second.stops = first.stops
         second.fill(self._ids[0, : self._front].cpu().numpy())
-        for state in self._states.of(second.layers, changed):
+        for state in self._states.of(second.layers, changed) if self._states is not None else ():
             state.add_(_OTHER)
         rest = self._ids[:, self._front :]
         positions = at_positions(self._model, self._front, rest.shape[1])
-        return self._model(input_ids=rest, past_key_values=second, use_cache=True, **positions).logits[0].float()
+        return self._pass(rest, second, **positions)
 
     def behind_windows(self) -> list[torch.Tensor]:
         """Logits of two tokens behind a window of made-up ones: twice, for the device's rounding, and with another
@@ -242,7 +284,44 @@ class _Probe:
         with torch.inference_mode():
             options = at_positions(self._model, width, 2)
             ids = self._ids[:, :2]
-            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0].float()
+            return self._pass(ids, cache, **options)
+
+    def loaded(self, guard: Guarding, context: CacheContext) -> SkyCache:
+        """A cache of the whole prompt as ``get_cache`` returns it, with the front part loaded."""
+        cache, front = self._cache(), self._ids[:, : self._front]
+        cache.note(front, plain=True)
+        with torch.inference_mode():
+            self._pass(front, cache, **at_positions(self._model, 0, self._front))
+        cache.passed()
+        cache.stop()
+        cache.rewind()
+        cache.guard, cache.context, cache.prompt = guard, context, self._ids[0].cpu().numpy()
+        return cache
+
+    def pass_whole(self, cache: SkyCache) -> None:
+        options = {**forward_options(self._model), **at_positions(self._model, 0, _TOKENS)}
+        with torch.inference_mode():
+            self._model(input_ids=self._ids, use_cache=True, **cache_option(self._model, cache), **options)
+
+    def generate_one(self, cache: SkyCache) -> None:
+        """As users call it: in every release by this name, which the newer ones deprecate."""
+        plain = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self._model.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
+                past_key_values=cache,
+                max_new_tokens=1,
+                pad_token_id=0,
+                **plain,
+            )
+
+    def _pass(self, ids: torch.Tensor, cache: DynamicCache, **options: torch.Tensor) -> torch.Tensor:
+        """The logits of all of ``ids``."""
+        out = self._model(input_ids=ids, use_cache=True, **cache_option(self._model, cache), **options)
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
 
     def _cache(self) -> SkyCache:
         pool = RoomPool(keep=1)

@@ -1,12 +1,10 @@
-"""Prompts in all their forms as token ids; and arguments for our own forward passes."""
+"""Prompts in all their forms as token ids."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -124,25 +122,3 @@ def _media_tokens(fields: Mapping[Any, Any]) -> Iterator[int]:
         elif _MEDIA_TOKEN.search(str(name)):
             several = value if isinstance(value, list | tuple) else [value]
             yield from (one for one in several if isinstance(one, int) and not isinstance(one, bool))
-
-
-# --- our own forward passes: the model is called as ``generate`` does ---
-
-
-def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Request the logits of the last token only, if the model supports it."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in _parameters(type(model).forward) else {}
-
-
-def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1) -> dict[str, torch.Tensor]:
-    """``position_ids`` of the ``tokens`` behind the first ``start``, if the model takes them: not all models count on
-    from their cache's length (Bamba begins at 0 again).
-    """
-    if "position_ids" not in _parameters(type(model).forward):
-        return {}
-    return {"position_ids": torch.arange(start, start + tokens, device=model.device).expand(rows, -1)}
-
-
-@lru_cache(maxsize=16)
-def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)

@@ -464,12 +464,12 @@ def _routing() -> Iterator[Claim]:
 # As text, Markdown and JSON.
 
 
-def as_text(claims: list[Claim]) -> str:
+def as_text(claims: list[Claim], width: int) -> str:
     lines = []
     for document in dict.fromkeys(one.document for one in claims):
-        lines += ["", document]
+        lines += ["", *textwrap.wrap(document, width)]
         for one in (one for one in claims if one.document == document):
-            lines += textwrap.wrap(one.what, 100, initial_indent="  ", subsequent_indent="  ")
+            lines += textwrap.wrap(one.what, width, initial_indent="  ", subsequent_indent="  ")
             for name in ("paper", "model", "physics", "measured"):
                 text = str(getattr(one, name))
                 if text.startswith("—") and name != "model":
@@ -477,7 +477,7 @@ def as_text(claims: list[Claim]) -> str:
                 shown = f"{text}  [{one.command}]" if name == "measured" and one.command else text
                 lines += textwrap.wrap(
                     shown,
-                    100,
+                    width,
                     initial_indent=f"    {name + ':':<10}",
                     subsequent_indent=" " * 14,
                     break_on_hyphens=False,

@@ -29,16 +29,15 @@ import hashlib
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from skymemory.config import filled, integer, positive, setting, suggestion, text, whole
+from skymemory.config import filled, integer, parse_toml, positive, setting, suggestion, text, whole
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_bounded
+from skymemory.files import read_text
 from skymemory.router.api_error import ApiError
 
 KEY_PREFIX = "sk-sky-"
@@ -109,11 +108,11 @@ def read_api_keys(file: Path) -> KeyFile:
         InvalidInput: an unreadable or invalid file; the message has the place, and never a key.
     """
     try:
-        return api_keys_from(read_bounded(file).decode("utf-8"))
+        content = read_text(file)
     except OSError as error:
         raise InvalidInput(cannot_read(file, error)) from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{file}: no UTF-8") from error
+    try:
+        return api_keys_from(content)
     except InvalidInput as error:
         raise InvalidInput(f"{file}: {error}") from None
 
@@ -123,10 +122,7 @@ def api_keys_from(source: str) -> KeyFile:
     Raises:
         InvalidInput: with the line, where it can be found.
     """
-    try:
-        table = tomllib.loads(source)
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidInput(f"invalid TOML: {error}") from None
+    table = parse_toml(source)
     for name in table:
         if name not in _TABLES:
             raise InvalidInput(f"{_line(source, name)}{name}: unknown table; {suggestion(name, _TABLES)}")

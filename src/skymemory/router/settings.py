@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from skymemory.addresses import host_and_port, without_api_path
 from skymemory.conductor.cost_fit import parse
 from skymemory.conductor.cost_model import PRESETS, CostModel
 from skymemory.config import (
@@ -30,8 +31,8 @@ from skymemory.config import (
     wholes,
     yes_or_no,
 )
-from skymemory.errors import InvalidInput, os_reason
-from skymemory.files import read_bounded, read_toml
+from skymemory.errors import InvalidInput, os_reason, quoted
+from skymemory.files import read_text, read_toml
 from skymemory.router.prefillers import PRIVATE, Prefillers
 from skymemory.router.queue import QueueSettings
 
@@ -46,15 +47,17 @@ HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def address(value: object) -> str:
-    """``http://host:port``, perhaps with a path, which prefixes requests' paths."""
-    url = text(value).rstrip("/")
+    """``http://host:port``, perhaps with a path, which prefixes requests' paths; without the ``/v1`` of those."""
+    url = without_api_path(text(value))
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isascii()
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment or parts.username is not None:
-        raise InvalidInput(f"{value!r} is not the address of a server: expected one such as http://127.0.0.1:8001")
+        raise InvalidInput(
+            f"{quoted(value)} is not the address of a server: expected one such as http://127.0.0.1:8001"
+        )
     return url
 
 
@@ -70,18 +73,6 @@ def _one_of(words: tuple[str, ...], value: object) -> str:
     if value not in words:
         raise InvalidInput(f"{value!r}: expected one of {', '.join(words)}")
     return text(value)
-
-
-def host_and_port(listen: str) -> tuple[str, int]:
-    """Parts of ``127.0.0.1:8080``, ``[::1]:8080`` or ``:8080`` (which is 127.0.0.1)."""
-    host, colon, port = listen.rpartition(":")
-    try:
-        number = int(port)
-    except ValueError:
-        number = -1
-    if not colon or not 0 <= number < 65536:
-        raise InvalidInput(f"{listen!r} is not an address to listen at: expected one such as 127.0.0.1:8080")
-    return host.strip("[]") or "127.0.0.1", number
 
 
 def _check_origin(origin: str) -> None:
@@ -582,8 +573,8 @@ def read_cost(file: Path) -> CostModel:
     if str(file) in PRESETS and not file.exists():
         return PRESETS[str(file)]
     try:
-        return parse(read_bounded(file).decode("utf-8"))
-    except (OSError, UnicodeDecodeError, InvalidInput) as error:
+        return parse(read_text(file))
+    except (OSError, InvalidInput) as error:
         words = os_reason(error) if isinstance(error, OSError) else str(error)
         named = f"; expected a file or one of {', '.join(PRESETS)}" if isinstance(error, FileNotFoundError) else ""
         raise InvalidInput(f"cost model {file}: {words}{named}") from error

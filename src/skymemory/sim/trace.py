@@ -11,7 +11,6 @@ that all requests share.
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections import Counter
@@ -19,11 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from skymemory.errors import InvalidInput
-from skymemory.files import open_file
+from skymemory.errors import InvalidInput, quoted
+from skymemory.files import decode_text, open_file
+from skymemory.units import LARGEST_WHOLE
 
 BLOCK_TOKENS = 512
 BATCH_S = 3.0
+_LARGEST = 2**53  # what a fraction holds exactly
 _FIELDS = ("timestamp", "input_length", "output_length")
 
 
@@ -52,14 +53,14 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
     """
     requests: list[TraceRequest] = []
     owners: dict[int, int] = {}
-    with io.TextIOWrapper(open_file(path), encoding="utf-8") as lines:
+    with open_file(path) as lines:
         for number, line in enumerate(lines, 1):
             if len(requests) == most:
                 break
             if not line.strip():
                 continue
             try:
-                request = _parsed(line)
+                request = _parsed(decode_text(line))
             except (ValueError, TypeError) as error:
                 raise InvalidInput(f"{path.name}, line {number}: {error}") from None
             if requests and request.at_s < requests[-1].at_s:
@@ -112,17 +113,21 @@ def _parsed(line: str) -> TraceRequest:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("not JSON (brackets within brackets, too deep)") from None
+    except ValueError:  # Python's limit of digits
+        raise ValueError("a whole number of more than 4,300 digits; expected at most 64 bits") from None
     if not isinstance(fields, dict):
         raise TypeError("not a JSON object")
     missing = [name for name in (*_FIELDS, "hash_ids") if name not in fields]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
     for name in _FIELDS:
-        if type(fields[name]) is not int or fields[name] < (name == "input_length"):
-            raise ValueError(f"{name} is {fields[name]!r}; expected a whole number, not negative")
+        if type(fields[name]) is not int or not (name == "input_length") <= fields[name] <= _LARGEST:
+            raise ValueError(f"{name} is {quoted(fields[name])}; expected a whole number, not negative, below 2^53")
     ids = fields["hash_ids"]
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise TypeError("hash_ids: expected a list of whole numbers")
+    if not isinstance(ids, list) or not all(type(one) is int and abs(one) <= LARGEST_WHOLE for one in ids):
+        raise TypeError("hash_ids: expected a list of whole numbers of at most 64 bits")
     tokens = fields["input_length"]
     begun = -(-tokens // BLOCK_TOKENS)
     if len(ids) != begun:

@@ -127,6 +127,8 @@ class StoreTicket:
     """One for each of ``items``."""
     unanswered: frozenset[bytes] = frozenset()
     """Keys that ``complete_store`` could not store for want of an answer; they were not refused."""
+    reason: str = ""
+    """Why not all is stored, in words for users; empty: not known, or all is."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from skymemory.errors import InvalidInput, LaterVersion
+from skymemory.errors import InvalidInput, LaterVersion, no_room_reason
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.forks import OwnLock
 from skymemory.kv.value import LATER_VERSION
@@ -236,7 +236,7 @@ class DiskStore(BudgetedStore):
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
         # Written without the lock, so that loads go on; evicted and renamed into place with it.
-        parts = Parts(self._directory, self._synced, lambda error: self._counters.add("failed", label=error))
+        parts = Parts(self._directory, self._synced, lambda error: self._failed(ticket, error))
         sizes = {key: memoryview(value).nbytes for key, value in items}
         try:
             written = parts.write(items, lambda size_bytes: self._make_room(ticket, list(sizes.items()), size_bytes))
@@ -249,7 +249,7 @@ class DiskStore(BudgetedStore):
             if self._synced and done:
                 self._directory.sync()
         except OSError as error:  # the names could not be synced, so nothing is acknowledged
-            self._counters.add("failed", label=name_of(error))
+            self._failed(ticket, error)
             done.clear()
         finally:
             with self._lock:
@@ -258,6 +258,10 @@ class DiskStore(BudgetedStore):
         self._counters.add("stored", len(done))
         ticket.seconds = self._clock() - started_s
         return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
+
+    def _failed(self, ticket: StoreTicket, error: OSError) -> None:
+        self._counters.add("failed", label=name_of(error))
+        ticket.reason = no_room_reason(self._directory.path, error)
 
     def _evict_for(self, written: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """Evict for these; returns the keys of the first ones that have room now. With the lock held."""
@@ -434,11 +438,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Parts:
-    """The values of one store, written beside their files, then renamed into place. ``failed`` is called with the name
-    of each error (``ENOSPC`` …); a value that failed is not settled.
+    """The values of one store, written beside their files, then renamed into place. ``failed`` is called with
+    each error; a value that failed is not settled.
     """
 
-    def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[str], None]) -> None:
+    def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[OSError], None]) -> None:
         self._directory = directory
         self._synced = synced
         self._failed = failed
@@ -453,7 +457,7 @@ class Parts:
             try:
                 part = self._write(key, data, make_room)
             except OSError as error:
-                self._failed(name_of(error))
+                self._failed(error)
                 break
             if key in self._parts:
                 self._directory.remove(self._parts[key][0])
@@ -479,7 +483,7 @@ class Parts:
             try:
                 part.rename(self._directory.path_of(key))
             except OSError as error:
-                self._failed(name_of(error))
+                self._failed(error)
                 break
             del self._parts[key]
             settled.append((key, size_bytes))

@@ -14,7 +14,7 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket
 from skymemory.kv.block import key_hash
 from skymemory.kv.codec.base import RAW
 from skymemory.kv.value import LATER_VERSION, ValueHeader, unpack_header, unpack_value
-from skymemory.store.base import Buffer, Expiring, Presence, Store, check_items
+from skymemory.store.base import Buffer, Expiring, Presence, Store, StoreTicket, check_items
 from skymemory.store.sealed import is_sealed
 from skymemory.store.wrappers import Wrapped
 
@@ -84,7 +84,14 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
     ticket = store.prepare_store([(key, header.pack() + view)])
     ok = store.complete_store(ticket)[0]
     retransmitted = ticket.state if isinstance(ticket.state, int) else 0
-    return NamedOutcome(ok, None, ticket.seconds, retransmitted, "" if ok else "no room, or no answer")
+    return NamedOutcome(ok, None, ticket.seconds, retransmitted, "" if ok else not_stored_reason(ticket, key))
+
+
+def not_stored_reason(ticket: StoreTicket, key: bytes) -> str:
+    """Why ``key`` is not stored, in words for users."""
+    if ticket.reason:
+        return ticket.reason
+    return "no answer" if key in ticket.unanswered else "no room beside what is pinned or being read"
 
 
 def get_named(store: Store, name: str) -> NamedOutcome:

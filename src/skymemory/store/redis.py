@@ -161,6 +161,9 @@ class RedisStore(RemoteStore):
                 label = "unreachable" if isinstance(reply, Unreachable) else "refused"
                 if isinstance(reply, Unreachable):
                     unanswered.add(key)
+                ticket.reason = (
+                    "the server does not answer" if label == "unreachable" else f"the server refused: {reply}"
+                )
                 self._counters.add("failed", label=LATER_VERSION if reply == LATER_VERSION else label)
         self._counters.add("stored", sum(stored))
         ticket.seconds, ticket.unanswered = self._clock() - started_s, frozenset(unanswered)

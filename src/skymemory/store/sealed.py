@@ -205,7 +205,7 @@ class SealedStore(Wrapped):
         stored = self.store.complete_store(state.below)
         self._buffers.give_back(state.buffer)
         ticket.seconds, ticket.state = state.below.seconds, state.below.state
-        ticket.unanswered = state.below.unanswered
+        ticket.unanswered, ticket.reason = state.below.unanswered, state.below.reason
         self._counters.add("values_sealed", sum(stored))
         return stored
 

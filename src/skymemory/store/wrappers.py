@@ -135,6 +135,7 @@ class Selecting(Wrapped):
         outcomes = iter(self.store.complete_store(inner))
         done = [go and next(outcomes) for go in state.chosen]
         ticket.seconds, ticket.state, ticket.unanswered = inner.seconds, inner.state, inner.unanswered
+        ticket.reason = inner.reason
         self.stored([item for item, ok in zip(ticket.items, done, strict=True) if ok])
         return done
 

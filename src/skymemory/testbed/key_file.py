@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skymemory.errors import InvalidInput, LaterFile
-from skymemory.files import open_file, write_private
+from skymemory.files import decode_text, open_file, write_private
 from skymemory.keys import SECRET_BYTES, KeyRing, SecretKey, first_ring
 from skymemory.protocol.auth import Authority
 
@@ -72,13 +72,17 @@ def read_keys(path: Path) -> KeyRing:
                 )
             if status.st_size > MAX_FILE_BYTES:
                 raise InvalidInput(f"{path}: larger than {MAX_FILE_BYTES} bytes; expected a key file")
-            text = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
+            data = file.read(MAX_FILE_BYTES)
     except FileNotFoundError:
         raise InvalidInput(
             f"no key file {path}: copy the constellation's, or make one with `skymemory keys new`"
         ) from None
     except OSError as error:
         raise InvalidInput(f"cannot read the keys in {path}: {error.strerror}") from error
+    try:
+        text = decode_text(data)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from None  # the cause would show the file's bytes
     return from_json(text, str(path))
 
 

@@ -24,7 +24,7 @@ from skymemory.store.redis import RedisStore
 from skymemory.store.wrappers import AdmittingStore, TenantStore
 from skymemory.testbed.connect import open_constellation, sealed
 from skymemory.testbed.key_file import KeyFollower
-from skymemory.units import parse_duration, parse_size
+from skymemory.units import parse_duration, parse_number, parse_size
 
 EXPECTED = (
     "memory[://SIZE], disk:///DIRECTORY?budget=SIZE, redis://HOST[:PORT][/DB], unix:///REDIS.sock, "
@@ -152,7 +152,7 @@ def _ground(options: dict[str, str], where: str) -> GroundHost | None:
     if "lat" not in options and "lon" not in options:
         return None
     try:
-        return GroundHost(float(options["lat"]), float(options["lon"]))
+        return GroundHost(parse_number(options["lat"]), parse_number(options["lon"]))
     except (KeyError, ValueError) as error:
         raise InvalidInput(f"store {where!r}: expected lat=DEGREES_NORTH&lon=DEGREES_EAST together") from error
     except InvalidInput as error:

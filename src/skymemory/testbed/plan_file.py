@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skymemory.config import suggestion, table
+from skymemory.config import parse_json, suggestion, table
 from skymemory.constellation.ground_track import Waypoint
 from skymemory.constellation.links import Links
 from skymemory.constellation.presets import FlownShell
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, LaterFile
-from skymemory.files import read_bounded, write_private
+from skymemory.files import read_text, write_private
 from skymemory.protocol.client.gateway import IDEAL_ONCE
 from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, HostShare, MemoryPolicy
 
@@ -106,9 +106,9 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
     """The plan in ``text``. Raises ``InvalidInput`` with ``where``, the key and what was expected."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: not JSON: {error}") from error
+        found = parse_json(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from error
     if not isinstance(found, dict):
         raise InvalidInput(f"{where}: expected an object of keys and values, found {type(found).__name__}")
     version = found.pop("version", None)
@@ -183,13 +183,11 @@ def _ground(value: Any, where: str) -> Ground:
 def load_plan(path: Path) -> ConstellationPlan:
     """Read and check a plan file."""
     try:
-        plan = from_json(read_bounded(path).decode("utf-8"), str(path))
+        plan = from_json(read_text(path), str(path))
         keys_file = path.absolute().parent / plan.keys_file
         return dataclasses.replace(plan, keys_file=str(keys_file)) if plan.keys_file else plan
     except OSError as error:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path}: not a text file; expected a plan") from error
 
 
 @contextmanager

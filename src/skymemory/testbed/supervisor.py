@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from skymemory.errors import ConstellationError
 from skymemory.store.sky.shared_index import create_journal
+from skymemory.testbed.liveness import Demand
 from skymemory.testbed.plan import ConstellationPlan, HostShare, Ports
 from skymemory.testbed.run_directory import (
     Kind,
@@ -376,6 +377,7 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
     ours, theirs = socket.socketpair()
     # Otherwise BLAS starts a thread per core, with buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONIOENCODING"] = "utf-8"  # of its log, whose end we print
     try:
         with directory.open_log(host.name) as log:
             process = subprocess.Popen(
@@ -445,52 +447,3 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
         if child.process.poll() is None:
             child.process.kill()
         child.process.wait()
-
-
-SHARE = 0.3
-"""Share of the time since the last check that a busy process ran or waited to run."""
-
-
-def wanted_s(pid: int) -> float | None:
-    """Seconds that a process has run or waited for a CPU since its start; None if unknown.
-
-    From schedstat; on kernels without it only the time it ran.
-    """
-    try:
-        ran_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text("ascii").split())
-        if ran_ns:
-            return (ran_ns + waited_ns) / 1e9
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return None
-
-
-def _is_runnable(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] == "R"
-    except (OSError, IndexError):
-        return False
-
-
-class Demand:
-    """Detects which processes are busy: running or waiting for a CPU, so late but not hung."""
-
-    def __init__(self, pids: Mapping[str, int]) -> None:
-        self._pids = dict(pids)
-        now_s = time.monotonic()
-        self._seen = {name: (now_s, wanted_s(pid)) for name, pid in pids.items()}
-
-    def busy(self) -> set[str]:
-        """Processes that were busy since the last call."""
-        found = set()
-        now_s = time.monotonic()
-        for name, pid in self._pids.items():
-            since_s, before_s = self._seen[name]
-            wanted = wanted_s(pid)
-            self._seen[name] = now_s, wanted
-            grew_s = wanted - before_s if wanted is not None and before_s is not None else 0.0
-            # A wait counts only when it ends, and may have lasted since the last call.
-            if grew_s >= SHARE * (now_s - since_s) > 0 or _is_runnable(pid):
-                found.add(name)
-        return found

@@ -30,7 +30,8 @@ GRAIN_S = 0.010
 _HANDOVER_BYTES = 32 * 64 * 8192
 """What a satellite that hands over may have on its way."""
 _ERRORS_KEPT = 8_192
-"""Percentiles are over the latest releases, maximum and number over all."""
+RECENT_S = 60.0
+"""Percentiles are over the latest releases within this time, maximum and number over all."""
 
 
 class DelayLine(Generic[Item]):
@@ -43,7 +44,7 @@ class DelayLine(Generic[Item]):
         self._releasing = False
         self._heap: list[tuple[float, int, Item]] = []
         self._order = count()
-        self._errors_s: deque[float] = deque(maxlen=_ERRORS_KEPT)
+        self._errors_s: deque[tuple[float, float]] = deque(maxlen=_ERRORS_KEPT)
         self._worst_s = 0.0
         self._released = 0
 
@@ -73,10 +74,11 @@ class DelayLine(Generic[Item]):
         self._releasing = True
         try:
             while self._heap:
-                error_s = self._clock_s() - self._heap[0][0]
+                now_s = self._clock_s()
+                error_s = now_s - self._heap[0][0]
                 if error_s < 0:
                     break
-                self._errors_s.append(error_s)
+                self._errors_s.append((now_s, error_s))
                 self._worst_s = max(self._worst_s, error_s)
                 self._released += 1
                 yield heapq.heappop(self._heap)[2]
@@ -90,8 +92,11 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """How late packets were released: number, median, 99th percentile and maximum in seconds (never early)."""
-        errors_s = self._errors_s
+        """How late packets were released: number, median and 99th percentile of the last minute, maximum of all, in
+        seconds (never early).
+        """
+        since_s = self._clock_s() - RECENT_S
+        errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
         return {
             "hold_count": self._released,
             "hold_error_p50_s": percentile(errors_s, 50) if errors_s else 0.0,

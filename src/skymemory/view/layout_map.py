@@ -6,12 +6,14 @@ map. Numbers are 1-based, as in the paper.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Moves, Placement, ServerHandover, server_moves
+from skymemory.text import flowed, wrapped
 
 WHOLE_MAP = 24
 """Planes and slots up to which the whole torus is shown; a larger one is cut to the box and some of its
@@ -26,7 +28,7 @@ _FAINT, _RESET = "\x1b[2m", "\x1b[0m"
 
 CELL_WIDTH, LABEL_WIDTH = 4, 3
 """Columns of a frame; a map's depend on its numbers."""
-LEGEND = "n a server   (n) overhead   □ in the box, no server   + holds chunks   × dead   · empty"
+LEGEND = ("n a server", "(n) overhead", "□ in the box, no server", "+ holds chunks", "× dead", "· empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +129,35 @@ def title(shown: LayoutMap) -> str:
     return text
 
 
-def render(shown: LayoutMap, colour: bool = False) -> str:
-    """The map as text; with ``colour``, the box in orange and the satellite overhead in green."""
+def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
+    """The map as text, at most ``columns`` wide; with ``colour``, the box is orange, the satellite overhead green.
+
+    A map that is too wide has narrower cells, or shows fewer satellites beside the box.
+    """
     torus = shown.placement.torus
-    # Wide enough for the largest number in parentheses.
+    # Wide enough for the largest number in parentheses, and a space where there is room.
     width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
     left = len(f"orb {torus.planes} ")
-    lines = [title(shown), ""]
-    numbers = "".join(f"{slot + 1:^{width}}" for slot in shown.columns)
-    lines.append(f"{'sat':>{left - 1}} {numbers} motion →".rstrip())
+    if left + width * len(shown.columns) > columns:
+        width, left = width - 1, max(len("sat "), len(f"{torus.planes} "))
+    labelled = "orb " if left > len("sat ") else ""
+    slots = _slots_shown(shown, max(1, (columns - left) // width))
+    lines = [*wrapped(title(shown), columns, 2), ""]
+    numbers = "".join(f"{slot + 1:^{width}}" for slot in slots)
+    head = f"{'sat':>{left - 1}} {numbers}"
+    motion = "motion →"
+    fits = len(head) + 1 + len(motion) <= columns
+    lines.append(f"{head} {motion}".rstrip() if fits else head.rstrip())
     for plane in shown.rows:
-        cells = (_cell(shown, SatelliteId(plane, slot), width, colour) for slot in shown.columns)
-        label = f"orb {plane + 1}"
+        cells = (_cell(shown, SatelliteId(plane, slot), width, colour) for slot in slots)
+        label = f"{labelled}{plane + 1}"
         lines.append(f"{label:<{left}}{''.join(cells)}".rstrip())
-    lines += ["", f"(n) overhead: {shown.centre.label}" + _legend(shown)]
+    legend = [f"(n) overhead: {shown.centre.label}", *_legend(shown)]
+    if not fits:
+        legend.append(motion)
+    if len(slots) < len(shown.columns):
+        legend.append(f"{len(slots)} of {len(shown.columns)} satellites of each plane shown")
+    lines += ["", *flowed(legend, columns)]
     handovers = shown.handovers
     if handovers:
         lines += ["", f"handed over since they were set: {_count(len(handovers), 'server')}"]
@@ -153,9 +170,18 @@ def render(shown: LayoutMap, colour: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _legend(shown: LayoutMap) -> str:
+def _slots_shown(shown: LayoutMap, most: int) -> Sequence[int]:
+    """The map's columns, or the ``most`` around the satellite overhead."""
+    if len(shown.columns) <= most:
+        return shown.columns
+    middle = shown.columns.index(shown.centre.slot) if shown.centre.slot in shown.columns else len(shown.columns) // 2
+    first = min(max(0, middle - most // 2), len(shown.columns) - most)
+    return shown.columns[first : first + most]
+
+
+def _legend(shown: LayoutMap) -> list[str]:
     empty = shown.placement.strategy != "hop" and len(shown.placement.box.cells) > shown.placement.servers
-    return "   □ in the box, no server" * empty + "   · outside"
+    return ["□ in the box, no server"] * empty + ["· outside"]
 
 
 def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) -> str:
@@ -209,19 +235,25 @@ class OrbitFrame:
         return f"({mark})" if satellite == self.centre else mark
 
 
-def frame_width(slots_per_plane: int) -> int:
-    """Terminal columns of a frame."""
-    return LABEL_WIDTH + CELL_WIDTH * slots_per_plane
+def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -> list[str]:
+    """The frame's lines: slots, then a line per plane. Number and width are constant for a torus and a ``width``.
 
-
-def render_frame(frame: OrbitFrame, colour: bool = False) -> list[str]:
-    """The frame's lines: slots, then a line per plane. Number and width are constant for a torus."""
+    Where the torus is wider than ``width``, the slots around the satellite overhead are shown, as many as fit.
+    """
     torus = frame.placement.torus
-    lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in range(torus.slots_per_plane))]
+    slots = _slots_around(frame.centre.slot, torus, max(1, (width - LABEL_WIDTH) // CELL_WIDTH))
+    lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in slots)]
     for plane in range(torus.planes):
-        cells = [_frame_cell(frame, SatelliteId(plane, slot), colour) for slot in range(torus.slots_per_plane)]
+        cells = [_frame_cell(frame, SatelliteId(plane, slot), colour) for slot in slots]
         lines.append(f"{plane + 1:<{LABEL_WIDTH}}" + "".join(cells))
     return lines
+
+
+def _slots_around(centre: int, torus: Torus, most: int) -> list[int]:
+    """All slots of a plane, or the ``most`` around ``centre``."""
+    if torus.slots_per_plane <= most:
+        return list(range(torus.slots_per_plane))
+    return [(centre - most // 2 + at) % torus.slots_per_plane for at in range(most)]
 
 
 def _frame_cell(frame: OrbitFrame, satellite: SatelliteId, colour: bool) -> str:

@@ -203,7 +203,7 @@ TestLoaderMachine.settings = settings(max_examples=80, stateful_step_count=25, d
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_for_longer() -> None:
     run_state_machine_as_test(
         LoaderMachine, settings=settings(max_examples=2000, stateful_step_count=40, deadline=None)

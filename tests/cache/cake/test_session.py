@@ -202,7 +202,7 @@ def test_workers_that_take_no_more_leave_it_to_compute() -> None:
     source = Source(room, lambda: 0.0)
     workers = TierWorkers("test", 1, 1)
     gate, begun = threading.Event(), threading.Event()
-    assert workers.submit(Call(lambda: (begun.set(), gate.wait(10)))) and begun.wait(10)
+    assert workers.submit(Call(lambda: (begun.set(), gate.wait(60)))) and begun.wait(60)
     assert workers.submit(Call(lambda: None))
     loader = BidirectionalLoader(max_in_flight_bytes=8000, budget_tokens=10, computes=False)
     session = LoadingSession(loader, chunks(8), source, workers)

@@ -34,7 +34,7 @@ def items(*numbers: int, size_bytes: int = 1000) -> list[tuple[bytes, bytes]]:
     return [(key(number), sealed(key(number), value(number, size_bytes - 4))) for number in numbers]
 
 
-def soon(true: Callable[[], bool], within_s: float = 30.0) -> bool:
+def soon(true: Callable[[], bool], within_s: float = 60.0) -> bool:
     until_s = time.monotonic() + within_s
     while not true():
         if time.monotonic() > until_s:

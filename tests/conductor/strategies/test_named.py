@@ -67,7 +67,7 @@ def test_values_are_taken_from_words_and_refused_when_they_make_no_sense() -> No
         ({"virtual_nodes": True}, "a whole number"),
         ({"load_factor": "much"}, "a number, such as 1.25"),
         ({"virtual_nodes": "inf"}, "a whole number"),
-        ({"load_factor": "nan"}, "expected 1 or more"),
+        ({"load_factor": "nan"}, "expected a number, such as 1.25"),
         ({"load_factor": None}, "a number"),
     ):
         with pytest.raises(InvalidInput, match=expected):

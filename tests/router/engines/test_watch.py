@@ -88,7 +88,7 @@ async def bombs(_: web.Request) -> web.StreamResponse:
     return web.Response(body=gzip.compress(VLLM * 1000), headers={"Content-Encoding": "gzip"})
 
 
-async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
+async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not true():
             await asyncio.sleep(0.005)

@@ -46,7 +46,7 @@ def with_server(
         server = PickerServer(service, "127.0.0.1:0", **options)
         await server.start()
         try:
-            await asyncio.wait_for(test(server), 20)
+            await asyncio.wait_for(test(server), 60)
         finally:
             await server.stop(0)
 

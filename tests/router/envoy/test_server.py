@@ -61,11 +61,11 @@ def with_picker(picker: EndpointPicker, test: Callable[[], Awaitable[None]]) -> 
         stop, started = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(picker.run(stop, started.set))
         try:
-            await asyncio.wait_for(started.wait(), 10)
-            await asyncio.wait_for(test(), 20)
+            await asyncio.wait_for(started.wait(), 60)
+            await asyncio.wait_for(test(), 60)
         finally:
             stop.set()
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)
 
     LOOP.run_until_complete(run())
 

@@ -43,13 +43,13 @@ async def asked(channel: Any, subset: Any = None) -> Any:
 
 
 async def until(true: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.005)
 
 
 async def answered(call: Any) -> ProcessingResponse:
-    answer: ProcessingResponse = await asyncio.wait_for(call.read(), 10)
+    answer: ProcessingResponse = await asyncio.wait_for(call.read(), 60)
     return answer
 
 

@@ -214,7 +214,7 @@ def test_a_megabyte_of_prompt_passes(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ten_thousand_adapters_do_not_grow_the_metrics(run: Run) -> None:
     running = run(engines=2, strategy="approximate")
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)

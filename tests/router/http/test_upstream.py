@@ -34,7 +34,7 @@ def against(serve: Serve, ask: Callable[[Pool, list[int]], Coroutine[Any, Any, N
         server = await asyncio.start_server(connected, "127.0.0.1", 0)
         pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 2.0)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await ask(pool, connections)
         finally:
             pool.close()

@@ -28,6 +28,10 @@ class Asking:
         self._answer = self._pool.submit(running.complete, headers, prompt=prompt, mock=mock)
 
     @property
+    def is_answered(self) -> bool:
+        return self._answer.done()
+
+    @property
     def answer(self) -> Answer:
         answer = self._answer.result(PATIENCE_S)
         self._pool.shutdown()
@@ -80,10 +84,9 @@ def test_the_urgent_go_first_and_tenants_in_turn(run: Run) -> None:
 
 
 def test_what_was_promised_too_soon_is_refused_with_a_retry_time(run: Run) -> None:
-    running, first = occupied(run, 2.0)
-    began_s = time.monotonic()
+    running, first = occupied(run, 5.0)
     late = running.complete({"x-slo-ttft-ms": "200", "x-skymemory-decision": "1"}, prompt="late")
-    assert 0.15 < time.monotonic() - began_s < 1.9, "before there is room"
+    assert not first.is_answered, "before there is room"
     assert late.status == 429 and int(late.headers["Retry-After"]) >= 1
     assert "promised 0.2 s" in late.json["error"]["message"] and late.json["error"]["code"] == "overloaded"
     assert json.loads(late.headers["x-skymemory-decision"])["refused"] == "ttft"

@@ -56,7 +56,7 @@ class Wayward(MemoryStore):
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
         if self.held:
-            self.pass_on.acquire(timeout=10)
+            self.pass_on.acquire(timeout=120)
         if self.lost:
             return [False] * len(items)
         if self.damages:
@@ -151,7 +151,7 @@ def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(
         return pair.decode.metric("skymemory:store_fetched_blocks_total") - before
 
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(pair.decode.complete, ids, 12, **decode(sky_wait_ms=20_000))
+        answer = pool.submit(pair.decode.complete, ids, 12, **decode(sky_wait_ms=120_000))
         pair.decode.until(lambda: pair.decode.metric("vllm:num_requests_waiting") == 1)
         other = pair.decode.complete(some_ids(40, seed=3), 4)  # is not held up by the one that waits
         assert other["usage"]["completion_tokens"] == 4
@@ -162,8 +162,8 @@ def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(
             assert not answer.done() and not first.done()
         pair.store.held = False
         pair.store.pass_on.release(16)
-        assert first.result(10)["kv_transfer_params"]["sky_tokens"] == LONG // BLOCK * BLOCK
-        assert text(answer.result(10)) == text(pair.alone.complete(ids, 12))
+        assert first.result(60)["kv_transfer_params"]["sky_tokens"] == LONG // BLOCK * BLOCK
+        assert text(answer.result(60)) == text(pair.alone.complete(ids, 12))
         assert cached(answer.result()) == LONG // BLOCK * BLOCK
     assert offered[:2] == [16, 32]  # by prefill steps, not at the end
 
@@ -178,7 +178,7 @@ def test_blocks_that_keep_coming_are_waited_for_longer_than_one_deadline(pair: P
         for _ in range(6):
             time.sleep(0.25)
             pair.store.pass_on.release()
-        assert first.result(10) and cached(answer.result(10)) == 96
+        assert first.result(60) and cached(answer.result(60)) == 96
     assert pair.given_up() == before
 
 
@@ -247,7 +247,7 @@ def test_a_block_damaged_where_nothing_else_checks_it_is_not_taken_over(pair: Pa
     ids, memory = np.asarray(some_ids(100, seed=10), np.int64), MemoryStore(32 << 20)
     pair.prefill.complete(ids.tolist(), 1)
     one, other = pair.prefill.engine, pair.decode.engine
-    chains, held = one.thread.call(lambda: one.caches.look("", ids)).result(10)
+    chains, held = one.thread.call(lambda: one.caches.look("", ids)).result(60)
     values = [bytes(value) for value in one.caches.store.get_now(chains[0]) if value is not None]
     assert held == len(values) == 6
     values[3] = values[3][:-1] + bytes([values[3][-1] ^ 1])
@@ -255,7 +255,7 @@ def test_a_block_damaged_where_nothing_else_checks_it_is_not_taken_over(pair: Pa
     fetcher = BlockFetcher(memory, other.thread, other.caches, EngineMetrics("x"), 1.0)
     asyncio.run(fetcher.bring(Generation(ids, 4)))
     fetcher.close()
-    assert other.thread.call(lambda: other.caches.look("", ids)).result(10)[1] == 3
+    assert other.thread.call(lambda: other.caches.look("", ids)).result(60)[1] == 3
     assert memory.lookup(chains[0][2:5]) == [Presence.HIT, Presence.MISS, Presence.HIT]
 
 
@@ -310,6 +310,6 @@ def test_blocks_of_a_store_that_fails_are_counted_as_unsaved() -> None:
     saver = BlockSaver(Failing(1 << 20), cache, 5, metrics)
     saver.offer([keys], outgoing)
     saver.end(outgoing)
-    assert outgoing.ended.result(10) == 0, "nothing is promised"
+    assert outgoing.ended.result(60) == 0, "nothing is promised"
     saver.close(0.0)
     assert 'skymemory:store_unsaved_blocks_total{engine="0",model_name="m"} 3.0' in metrics.text().decode()

@@ -50,7 +50,7 @@ def serving(
         yield address.path, daemon, commands
     finally:
         daemon.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -65,7 +65,7 @@ class Forgetful(MemoryStore):
         self.delete(list(self._values))
 
 
-def until(condition: Callable[[], bool], patience_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
     ends_s = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < ends_s

@@ -252,14 +252,13 @@ def test_a_signal_that_does_not_interrupt_the_main_thread_ends_it() -> None:
         before = signal.signal(signal.SIGUSR1, lambda *_: served.stop())
         timers = [
             threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)),
-            threading.Timer(10.0, served.stop),
+            threading.Timer(60.0, served.stop),
         ]
         try:
-            began_s = time.monotonic()
             for timer in timers:
                 timer.start()
             served.serve([])
-            assert time.monotonic() - began_s < 5.0
+            assert timers[1].is_alive(), "the signal ended it"
         finally:
             signal.signal(signal.SIGUSR1, before)
             for timer in timers:

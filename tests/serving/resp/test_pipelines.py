@@ -43,7 +43,7 @@ class Counting(MemoryStore):
 @contextmanager
 def talking(path: str) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(path)
         yield sock
 
@@ -185,7 +185,7 @@ def test_a_reply_waits_for_no_request_that_is_half_here(short: Path) -> None:
             assert sock.recv(100) == b"+OK\r\n"
             sock.close()
             sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(10)
+            sock.settimeout(60)
             sock.connect(path)
         sock.close()
 

@@ -28,7 +28,7 @@ from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, trailer_of
 
 def connect(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(20)
+    sock.settimeout(60)
     sock.connect(path)
     return sock
 
@@ -77,14 +77,13 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
     """Each byte comes within the stall; all of it does not at the least rate."""
     monkeypatch.setattr(server, "LEAST_BYTES_PER_S", 10 << 20)
     with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.3)) as (path, _, commands):
-        began_s = time.monotonic()
         with connect(path) as sock:
             head = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % size
             with pytest.raises(OSError):
-                for byte in head + bytes(size - 1):
+                for at, byte in enumerate(head + bytes(size - 1)):
                     sock.sendall(bytes([byte]))
                     time.sleep(0.02)
-                    assert time.monotonic() < began_s + 10
+                    assert at < 500, "it may go on forever"
         until(lambda: commands.budget.used_bytes == 0)
 
 
@@ -92,14 +91,14 @@ def test_a_client_that_reads_a_byte_now_and_then_is_ended(short: Path, monkeypat
     monkeypatch.setattr(server, "LEAST_BYTES_PER_S", 100 << 20)
     with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.3)) as (path, _, commands):
         redis.Redis(unix_socket_path=path).set("large", value(1, 8 << 20))
-        began_s = time.monotonic()
         with connect(path) as sock:
             sock.sendall(request(b"GET", b"large"))
             until(lambda: commands.budget.used_bytes > 0)
+            received_bytes = 0
             while commands.budget.used_bytes:
-                sock.recv(20_000)
+                received_bytes += len(sock.recv(20_000))
                 time.sleep(0.02)
-                assert time.monotonic() < began_s + 4  # at this pace all of it would take 8 s
+                assert received_bytes < 4 << 20, "it may read all of it at this pace"
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def secured(short: Path) -> Iterator[tuple[Callable[[], socket.socket], Callable
 
         yield plain, lambda: theirs.wrap_socket(plain()), commands
         daemon.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -297,7 +296,7 @@ class Gated(Forgetful):
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         found = super().complete_load(ticket)
         self.waits.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return found
 
 
@@ -309,10 +308,10 @@ def test_a_value_read_while_another_was_written_is_not_leased(short: Path, now: 
         memory.gate.clear()
         asked = threading.Thread(target=redis.Redis(unix_socket_path=path).exists, args=("k",))
         asked.start()
-        assert memory.waits.wait(10)
+        assert memory.waits.wait(60)
         assert client.set("k", now) if now else client.delete("k") == 1
         memory.gate.set()
-        asked.join(10)
+        asked.join(60)
         assert client.get("k") == now
 
 
@@ -393,7 +392,7 @@ def test_the_end_waits_for_commands_and_sends_their_replies(short: Path) -> None
             idle.sendall(b"PING\r\n")
             assert idle.recv(7) == b"+PONG\r\n"  # a connection that is not accepted yet would be reset
             sock.sendall(request(b"SET", b"k", bytes(100_000)))
-            assert memory.begun.wait(10)
+            assert memory.begun.wait(60)
             daemon.stop()
             assert sock.recv(100) == b"+OK\r\n" and sock.recv(1) == b"" and idle.recv(1) == b""
         assert len(memory.stored) == 1 and daemon.connections == 0

@@ -35,6 +35,7 @@ def held_bytes(virtual: VirtualConstellation) -> list[int]:
     return sorted((machine.store.used_bytes for machine in virtual.simulated.satellites.values()), reverse=True)
 
 
+@pytest.mark.brief("testbed-19x5")
 @pytest.mark.parametrize("preset", ["testbed-19x5", "starlink-a"])
 def test_a_small_value_costs_a_round_trip_to_one_of_the_two_nearest_satellites(preset: str) -> None:
     """At times spread over a rotation: until every column and row of the box has moved once around its ring."""

@@ -247,6 +247,8 @@ class TieredStore(TwoPhase):
         self._counters.add("stored_total", len(stored))
         self._counters.add("refused_total", sum(key not in stored for key, _ in ticket.items))
         ticket.seconds = self._clock() - started_s
+        if any(key not in stored for key, _ in ticket.items):
+            ticket.reason = state.reason
         return [key in stored for key, _ in ticket.items]
 
     def flush(self, timeout_s: float) -> bool:

@@ -45,6 +45,8 @@ class TieredWrite:
         self._pending: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         """Keys that each tier answered for and did not store."""
+        self.reason = ""
+        """Why a tier did not store all that it was given; the first of them."""
         self._writes: list[TierWrite] = []
         if any(tier.dirty_keys.full for tier in tiers):
             self._items = {}
@@ -119,6 +121,7 @@ class TieredWrite:
             self._stored[number].update(key for key, ok in zip(keys, done, strict=True) if ok)
             self._pending[number].update(write.pending)
             self._refused[number].update(write.refused)
+            self.reason = self.reason or write.reason
 
 
 def _too_large_in(write: TierWrite, key: bytes) -> bool:
@@ -227,6 +230,11 @@ class TierWrite:
             for at, ok in zip(positions, stored, strict=False)
             if ok
         ]
+
+    @property
+    def reason(self) -> str:
+        """Why the tier did not store all, in its words; empty where it gave none."""
+        return next((f"{self.tier.name}: {ticket.reason}" for ticket, _ in self._tickets if ticket.reason), "")
 
     @property
     def refused(self) -> set[bytes]:

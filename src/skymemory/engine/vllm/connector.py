@@ -31,7 +31,7 @@ from skymemory import __version__
 from skymemory.cache.blocks import BlockCache
 from skymemory.engine.vllm.copier import copier_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
-from skymemory.engine.vllm.plan import COUNTS, Outcome, Plan, Shape, added
+from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.settings import Settings, check_engine
 from skymemory.engine.vllm.worker import WorkerSide
@@ -314,13 +314,13 @@ class SkyMemoryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._counter_cls(
                 name=f"vllm:skymemory_{name}",
                 documentation=f"{what}.",
-                labelnames=[*self._labelnames, *(["reason"] if name == "failed_loads" else [])],
+                labelnames=[*self._labelnames, *(["reason"] if name in WITH_REASON else [])],
             )
             for name, what in COUNTS.items()
         }
         for name, counter in self._counters.items():
             for labels in self.per_engine_labelvalues.values():
-                if name != "failed_loads":
+                if name not in WITH_REASON:
                     counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

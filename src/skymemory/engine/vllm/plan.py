@@ -143,6 +143,9 @@ COUNTS = {
     "lookups_failed": "Of these, those that failed by a fault of the connector",
     "loads": "Loads that were planned",
     "requested_tokens": "Tokens of these loads",
+    "loaded_tokens": "Tokens that they brought",
+    "used_tokens": "Of these, those behind which a request went on: they were not computed",
+    "unused_tokens": "Of these, those that were computed all the same, or that no request needed any more, by reason",
     "failed_loads": "Loads that brought less, by reason",
     "recomputed_tokens": "Tokens that vLLM counts as cached, and computed since their load failed",
     "slower_than_computing_tokens": "Stored tokens that were computed since loading them seemed slower",
@@ -158,7 +161,9 @@ COUNTS = {
     "refused_values": "Values that could not be copied out, or that the store did not take",
     "dropped_values": "Values not stored since too many bytes waited",
 }
-"""What the connector counts. A reason follows the name, after a space."""
+"""What the connector counts."""
+WITH_REASON = frozenset({"failed_loads", "unused_tokens"})
+"""Of these, those that are counted by reason, which follows the name after a space."""
 
 
 def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:

@@ -52,6 +52,8 @@ _SPREAD, _LEAST_SLOPE = 0.2, 0.1
 """Loads of sizes that differ by less than that share of their mean say nothing of the fixed part; and its most."""
 _STALLED_S = 30.0
 """A store that takes no value for so long is not waited for when the engine stops."""
+_MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
+"""Reasons for which loaded tokens were not used."""
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
@@ -130,6 +132,8 @@ class Known:
     """A rank did, in that load."""
     missing_tokens: int = 0
     """Of its last load, by the rank that lacked most: ranks end in steps of their own."""
+    loading: range | None = None
+    """Tokens of its last load, until the request is scheduled behind them."""
     checked: bool = False
     """It is to be handed over, and what the store lacks of it is known."""
     unsaved: int | None = None
@@ -173,6 +177,8 @@ class SchedulerSide:
         self._waiting_since_s: dict[str, float] = {}
         """When the loads began that wait for another engine, by request."""
         self._clock = clock
+        self._has_warned = False
+        """Of loaded tokens that are computed."""
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
@@ -305,6 +311,8 @@ class SchedulerSide:
             known.ahead_bytes = sum(self._under_way.values())
             self._under_way[request.request_id] = len(keys) * self._blocks.layout.block_bytes
         known.first, known.missing_tokens = first, 0
+        if backward is None:
+            known.loading = range(known.computed_tokens, known.computed_tokens + external_tokens)
         known.settled = max(known.settled, first + len(keys))
         known.lookup = None
         self._counts["loads"] += 1
@@ -315,10 +323,12 @@ class SchedulerSide:
         plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
         for request_id in output.preempted_req_ids or ():
             if (known := self._known.get(request_id)) is not None:
-                self._end_backward(known)
+                self._end_backward(known, "the request was preempted")
         plan.ends, self._ending = self._ending, []
         for request_id, tokens in output.num_scheduled_tokens.items():
             known = self._known.get(request_id)
+            if known is not None and known.loading is not None:
+                self._settle(known, known.request.num_computed_tokens)
             if known is not None and known.backward is not None:
                 computed = known.request.num_computed_tokens + tokens
                 plan.fences[request_id] = -(-computed // self._shape.block_tokens)
@@ -415,25 +425,58 @@ class SchedulerSide:
         assert self._cake is not None
         computed = known.request.num_computed_tokens
         if computed >= backward.end_tokens:
-            self._end_backward(known)  # computing was faster
+            self._end_backward(known, _MEANWHILE)  # computing was faster
         elif backward.lowest_tokens is not None and computed >= backward.lowest_tokens:
             self._cake.go_on_from(known.request, backward.end_tokens)
             self._counts["cake_tokens"] += backward.end_tokens - computed
-            self._end_backward(known)
+            self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
-    def _end_backward(self, known: Known) -> None:
-        if known.backward is not None and known.backward.running:
-            self._ending.append(known.request.request_id)
-        known.backward = None
+    def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
+        """``used``: tokens behind which the request goes on; ``reason``: why those others that were loaded are not."""
+        backward, known.backward = known.backward, None
+        if backward is None or not backward.running:
+            return
+        self._ending.append(known.request.request_id)
+        if backward.lowest_tokens is not None:
+            self._count_loaded(backward.end_tokens - backward.lowest_tokens, used, reason)
+
+    def _settle(self, known: Known, computed_tokens: int, reason: str = _ALL_THE_SAME) -> None:
+        """The request's load has ended, and it goes on behind its first ``computed_tokens``: what was loaded saves
+        computing only as far as that.
+        """
+        loading, known.loading = known.loading, None
+        if loading is None:
+            return
+        loaded = len(loading) - known.missing_tokens
+        used = max(0, min(computed_tokens, loading.stop) - loading.start)
+        self._count_loaded(loaded, min(used, loaded), reason)
+        if used < loaded and reason == _ALL_THE_SAME and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "vLLM computes %d of %d tokens of request %s again, though they were loaded; further cases are only "
+                "counted (unused_tokens)",
+                loaded - used,
+                loaded,
+                known.request.request_id,
+            )
+
+    def _count_loaded(self, loaded: int, used: int, reason: str) -> None:
+        self._counts["loaded_tokens"] += loaded
+        self._counts["used_tokens"] += used
+        if loaded > used:
+            self._counts[f"unused_tokens {reason}"] += loaded - used
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Nothing more comes of it. Returns its answer's ``kv_transfer_params``, where it is handed over: all of its
         values have been copied out by now, or are stored.
         """
+        is_loading = request.request_id in self._under_way or request.request_id in self._waiting_since_s
         self._under_way.pop(request.request_id, None)
         if (known := self._known.pop(request.request_id, None)) is None:
             return None
-        self._end_backward(known)
+        if not is_loading:
+            self._settle(known, 0, _ENDED)
+        self._end_backward(known, _ENDED)
         if known.waited:
             # vLLM keeps its blocks until the workers say that they write no more.
             self._ending.append(request.request_id)

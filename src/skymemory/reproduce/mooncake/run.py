@@ -17,6 +17,7 @@ from skymemory.reproduce.mooncake.base import Experiment, Setting, Value
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, chosen
 from skymemory.reproduce.mooncake.figures import draw, write_mooncake_csv
 from skymemory.sim.workload import Source
+from skymemory.text import Table, width_of, wrapped, write_line
 from skymemory.view.drawing import PRINT_DPI, save
 
 
@@ -26,10 +27,10 @@ def run_mooncake(args: argparse.Namespace) -> int:
     names = chosen(args.fig or [])
     source = Source(args.trace, args.seed, args.quick)
     if args.trace is None:
-        print(
+        write_line(
             "skymemory: no --trace FILE: requests come from the seeded generator, which has the statistics of"
             " Mooncake's conversation trace, not its requests",
-            file=sys.stderr,
+            sys.stderr,
         )
     # Each experiment is printed when it is done: all of them take long.
     results: list[Experiment] = []
@@ -41,7 +42,8 @@ def run_mooncake(args: argparse.Namespace) -> int:
         finally:
             progress.close()
         if not args.json:
-            for line in (as_markdown if args.markdown else as_text)(results[-1]):
+            width = width_of()
+            for line in as_markdown(results[-1]) if args.markdown else as_text(results[-1], width):
                 print(line)
             sys.stdout.flush()
     if args.json:
@@ -71,21 +73,23 @@ class Progress:
             self._stream.flush()
 
 
-def as_text(experiment: Experiment) -> list[str]:
+def as_text(experiment: Experiment, width: int) -> list[str]:
     """Published values, ours and remarks; then all data."""
     lines = [
         "",
         f"{experiment.name} ({experiment.published_as}): {experiment.title}",
         f"  requests: {experiment.source}",
+        *(f"  assumed: {one}" for one in experiment.assumed),
     ]
-    lines += [f"  assumed: {one}" for one in experiment.assumed]
-    width = max(len(one.what) for one in experiment.values)
-    lines.append(f"  {'':<{width}}  {'published':>22}  {'ours':>10}")
-    for one in experiment.values:
-        why = f"  ({one.why})" if one.why else ""
-        unit = f" {one.unit}" if one.unit else ""
-        lines.append(f"  {one.what:<{width}}  {_published(one):>22}  {_number(one.ours, one.digits):>10}{unit}{why}")
-    return [*lines, "", *(f"  {line}" for line in table(experiment.header, experiment.rows))]
+    values = [
+        [one.what, _published(one), _number(one.ours, one.digits), one.unit, one.why] for one in experiment.values
+    ]
+    return [
+        *(part for line in lines for part in wrapped(line, width, 2)),
+        *Table(("", "published", "ours", "", "why"), values, left=(0, 3, 4)).lines(width, "  "),
+        "",
+        *table(experiment.header, experiment.rows).lines(width, "  "),
+    ]
 
 
 def as_markdown(experiment: Experiment) -> list[str]:
@@ -107,17 +111,10 @@ def as_markdown(experiment: Experiment) -> list[str]:
     return lines
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    cells = [[str(name) for name in header], *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(header))]
-    words = [all(isinstance(row[at], str) for row in rows) for at in range(len(header))]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if left else f"{cell:>{width}}"
-            for cell, width, left in zip(row, widths, words, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """The rows as cells of text; columns of words are aligned left."""
+    words = [at for at in range(len(header)) if all(isinstance(row[at], str) for row in rows)]
+    return Table([str(name) for name in header], [[_cell(value) for value in row] for row in rows], left=words)
 
 
 def _published(one: Value) -> str:

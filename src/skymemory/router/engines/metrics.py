@@ -26,7 +26,7 @@ import aiohttp
 from yarl import URL
 
 from skymemory.conductor.picker import LoadReport, PrefillTotals, Server
-from skymemory.errors import SkyMemoryError
+from skymemory.errors import SkyMemoryError, connection_reason
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
@@ -302,7 +302,7 @@ async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, tim
     except TimeoutError as error:
         raise NoAnswer(f"did not answer within {timeout_s:g} s") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise NoAnswer(str(error) or type(error).__name__) from error
+        raise NoAnswer(connection_reason(error)) from error
 
 
 async def fetch_metrics(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from skymemory.config import known_keys, suggestion, texts, yes_or_no
 from skymemory.errors import InvalidInput, os_reason
-from skymemory.files import MAX_TABLE_BYTES, read_bounded
+from skymemory.files import MAX_TABLE_BYTES, read_text
 from skymemory.router.settings import BOTH, Backend, PickerSettings
 
 _TRUTH = {"true": True, "false": False}
@@ -133,7 +133,7 @@ class FileSource:
         status = self._path.stat()
         self._seen = (status.st_mtime_ns, status.st_size)
         found: dict[str, Backend] = {}
-        for number, line in enumerate(read_bounded(self._path, MAX_TABLE_BYTES).decode("utf-8").splitlines(), 1):
+        for number, line in enumerate(read_text(self._path, MAX_TABLE_BYTES).splitlines(), 1):
             if text := line.partition("#")[0].strip():
                 try:
                     backend = _of_line(text)

@@ -30,10 +30,10 @@ try:
 except ImportError as error:
     raise missing_extra("the endpoint picker", str(error.name), "envoy", "router") from error
 
+from skymemory.addresses import host_and_port
 from skymemory.router.api_error import ApiError
 from skymemory.router.envoy.ext_proc import Exchange, PickerService
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
-from skymemory.router.settings import host_and_port
 from skymemory.router.tls import PemCertificate, grpc_context
 
 log = logging.getLogger("skymemory.router")

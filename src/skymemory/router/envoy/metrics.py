@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from skymemory.addresses import host_and_port
 from skymemory.errors import SkyMemoryError, cannot_listen
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.metrics import QueueFigures
@@ -93,8 +94,7 @@ class MetricsPage:
         app.router.add_get("/metrics", self._answer)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        host, _, port = self._listen.rpartition(":")
-        site = web.TCPSite(self._runner, host.strip("[]"), int(port))
+        site = web.TCPSite(self._runner, *host_and_port(self._listen))
         try:
             await site.start()
         except OSError as error:

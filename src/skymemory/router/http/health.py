@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from skymemory.errors import connection_reason
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.metrics import MetricsWatch, NoAnswer, fetch
 from skymemory.router.tasks import cancel
@@ -114,9 +115,9 @@ class HealthWatch:
             # Only a refused connection means that the process, and its cache, is gone: an unknown name or a wrong
             # certificate does not.
             refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            self._backends.failed(name, str(error), time.monotonic(), gone=refused)
+            self._backends.failed(name, connection_reason(error), time.monotonic(), gone=refused)
         except (aiohttp.ClientError, OSError) as error:
-            self._backends.failed(name, f"{health.path}: {error}", time.monotonic())
+            self._backends.failed(name, f"{health.path}: {connection_reason(error)}", time.monotonic())
         return False
 
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:

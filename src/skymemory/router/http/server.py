@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from skymemory.addresses import format_address, host_and_port
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
@@ -37,7 +38,7 @@ from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.request_account import DeferredWork
-from skymemory.router.settings import Settings, host_and_port
+from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel, follow
 from skymemory.router.tls import Certificate
 
@@ -295,8 +296,10 @@ async def serve(
     gc.freeze()  # long-lived objects: keep the collector from scanning them in the middle of a request
     host, _ = host_and_port(settings.listen)
     scheme = "http" if settings.door.tls_cert is None else "https"
-    address = f"{f'[{host}]' if ':' in host else host}:{server.port}"
-    say(f"listening on {scheme}://{address}: {len(settings.backends)} servers, {server.picker.scorer.name}")
+    say(
+        f"listening on {scheme}://{format_address(host, server.port)}: {len(settings.backends)} servers, "
+        f"{server.picker.scorer.name}"
+    )
 
     def followed() -> list[Path]:
         # The key file too: chain and key are seldom replaced at once, and the new chain may not fit the old key yet.

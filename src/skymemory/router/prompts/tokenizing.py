@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from skymemory.errors import InvalidInput, missing_extra, os_reason
-from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_bounded
+from skymemory.config import parse_json
+from skymemory.errors import InvalidInput, cannot_read, missing_extra
+from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_text
 
 try:
     import jinja2
@@ -221,7 +222,7 @@ class PromptTokenizer:
         config = _json(file.parent / "tokenizer_config.json")
         self._words = {name: _word(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._template = _template(file.parent, config)
-        described = read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8")
+        described = read_text(file, MAX_TOKENIZER_BYTES)
         self._pieces = Pieces(self._encode, can_cut(described), piece_letters)
         self._around = self._special_around()
 
@@ -287,10 +288,11 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        read = json.loads(read_bounded(file, MAX_TABLE_BYTES))
-    except (OSError, ValueError) as error:
-        why = os_reason(error) if isinstance(error, OSError) else str(error)
-        raise InvalidInput(f"{str(file)!r} cannot be read: {why}") from error
+        read = parse_json(read_text(file, MAX_TABLE_BYTES))
+    except OSError as error:
+        raise InvalidInput(cannot_read(file, error)) from error
+    except InvalidInput as error:
+        raise InvalidInput(str(error) if str(file) in str(error) else f"{file}: {error}") from error
     return read if isinstance(read, dict) else {}
 
 
@@ -302,7 +304,7 @@ def _word(token: object) -> str:
 
 def _template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
     file = folder / "chat_template.jinja"
-    source: object = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+    source: object = read_text(file, MAX_TABLE_BYTES) if file.is_file() else config.get("chat_template")
     if isinstance(source, list):
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
         source = named.get("default")

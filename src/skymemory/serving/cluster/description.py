@@ -31,10 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skymemory.addresses import host_and_port
 from skymemory.config import filled, positive, setting, table, text, texts, whole, yes_or_no
 from skymemory.errors import InvalidInput
 from skymemory.files import read_toml
-from skymemory.router.settings import host_and_port, settings_from
+from skymemory.router.settings import settings_from
 
 ROLES = {"prefill": "producer", "decode": "consumer", "both": "both"}
 """Roles of instances, and what engines call them."""

@@ -27,9 +27,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from skymemory.addresses import host_and_port
 from skymemory.errors import InvalidInput, SkyMemoryError, missing_extra
 from skymemory.files import write_private
-from skymemory.router.settings import host_and_port
 from skymemory.router.tls import self_signed
 from skymemory.serving.cluster.description import ClusterDescription, Instances, read_description
 from skymemory.serving.cluster.services import Service, instance, ours, router, router_settings

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skymemory.addresses import format_address, host_and_port
 from skymemory.engine.vllm.settings import transfer_config
-from skymemory.router.settings import host_and_port
 from skymemory.serving.cluster.description import ClusterDescription, Instances, RouterPart
 
 HOST = "127.0.0.1"
@@ -80,7 +80,7 @@ def router(part: RouterPart, file: str, free_ports: Iterator[int]) -> Service:
 
 
 def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{format_address(host, port)}"
 
 
 def ours(*words: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import socket
@@ -16,8 +17,10 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
+from skymemory.addresses import format_address
 from skymemory.engine.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
+from skymemory.progress import Progress
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
 from skymemory.serving.engine.handover import BlockFetcher, BlockSaver
@@ -88,27 +91,31 @@ class EngineSettings:
 class Engine:
     """All parts of one engine in this process, except its socket."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
+        """``progress``: shows what is loaded, and how far it is; by default nothing does."""
         # Before the model is loaded, so that an error shows quickly.
         self.store: Store | None = open_store(settings.store) if settings.store else None
         try:
-            self._build(settings)
+            self._build(settings, progress or Progress(io.StringIO()))
         except BaseException:
             if self.store is not None:
                 self.store.close()
             raise
 
-    def _build(self, settings: EngineSettings) -> None:
+    def _build(self, settings: EngineSettings, progress: Progress) -> None:
         torch.set_num_threads(settings.threads)  # by default each of several engines would take all cores
-        ready = ready_model(settings.model, dtype=settings.dtype)
+        with progress.wait(f"the model {settings.model!r} is loaded") as wait:
+            ready = ready_model(settings.model, dtype=settings.dtype, report=wait.on_progress)
         self.name = settings.served_name or Path(settings.model).resolve().name
         context_tokens = _context(ready, settings.context_tokens)
-        _warm(ready, context_tokens)
+        with progress.wait("the model computes its first tokens"):
+            _warm(ready, context_tokens)
         self.publisher: KVPublisher | None = None
         sources: list[dict[str, object]] = []
-        self.caches = PrefixCaches(
-            ready.model, ready.tokenizer, settings.cache_bytes, settings.block_tokens, settings.policy
-        )
+        with progress.wait("the weights are hashed, and the cache is prepared"):
+            self.caches = PrefixCaches(
+                ready.model, ready.tokenizer, settings.cache_bytes, settings.block_tokens, settings.policy
+            )
         if settings.store:
             _check_can_share(self.caches, settings)
         if settings.kv_events is not None:
@@ -177,15 +184,22 @@ class Engine:
         return min(1.0, self.thread.held_tokens / room) if room else 0.0
 
 
-def run_engine(settings: EngineSettings, say: Callable[[str], None], listener: socket.socket | None = None) -> None:
+def run_engine(
+    settings: EngineSettings,
+    say: Callable[[str], None],
+    listener: socket.socket | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM, at ``listener`` if given; the first line passed to ``say`` has the address.
+
+    ``progress`` shows what is loaded until then.
 
     Raises:
         InvalidInput: an address that cannot be bound, or invalid settings.
     """
     # Bound before the model is loaded, so that an error shows quickly.
     with listener or bound(settings.host, settings.port) as listening:
-        engine = Engine(settings)
+        engine = Engine(settings, progress)
         try:
             asyncio.run(_serve(engine, listening, settings, say))
         finally:
@@ -200,7 +214,7 @@ async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettin
     try:
         await web.SockSite(runner, listener).start()
         host, port = runner.addresses[0][:2]
-        say(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        say(f"{engine.name} at http://{format_address(host, port)}/v1")
         blocks = engine.caches.capacity_blocks
         say(f"prefix cache of {format_size(settings.cache_bytes)}: {blocks:,} blocks of {settings.block_tokens} tokens")
         if settings.store:
@@ -318,7 +332,9 @@ def _forked(
         for listener in (*listeners[:at], *listeners[at + 1 :]):
             listener.close()
         threading.Thread(target=_end_with, args=(line,), name="line", daemon=True).start()
-        run_engine(replace(settings, port=listeners[at].getsockname()[1]), say, listeners[at])
+        # They load at the same time: one of them speaks for all.
+        progress = Progress(sys.stderr if at == 0 else io.StringIO())
+        run_engine(replace(settings, port=listeners[at].getsockname()[1]), say, listeners[at], progress)
         code = 0
     except SkyMemoryError as error:
         print(f"skymemory: {error}", file=sys.stderr, flush=True)  # noqa: T201

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skymemory.engine.prompts import forward_options
+from skymemory.engine.forward import cache_option, forward_options
 from skymemory.errors import SkyMemoryError
 from skymemory.serving.engine.caches import OpenPrompt, PrefixCaches
 from skymemory.serving.engine.generation import Generation, Sampler, Step, TextStream, TokenLogprob
@@ -370,9 +370,8 @@ class Sequence:
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits behind the last of ``ids``: (vocabulary,)."""
         with torch.inference_mode():
-            out = self._model(
-                input_ids=ids.to(self._model.device), past_key_values=self.prompt.cache, use_cache=True, **self._options
-            )
+            cached = cache_option(self._model, self.prompt.cache)
+            out = self._model(input_ids=ids.to(self._model.device), use_cache=True, **cached, **self._options)
         logits: torch.Tensor = out.logits[0, -1]
         return logits
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
+from skymemory.addresses import without_api_path
+from skymemory.errors import InvalidInput, SkyMemoryError, connection_reason
 from skymemory.serving.replay.prompts import PlannedRequest, Prompt
 from skymemory.serving.replay.report import REFUSALS, Outcome, Status
 
@@ -55,9 +56,7 @@ def base_url(text: str) -> str:
     Raises:
         InvalidInput: not an http address.
     """
-    url = text.rstrip("/")
-    for ending in ("/chat/completions", "/completions", "/v1"):
-        url = url.removesuffix(ending)
+    url = without_api_path(text)
     if not url.startswith(("http://", "https://")) or len(url.partition("://")[2]) < 1:
         raise InvalidInput(f"{text!r}: expected an address such as http://127.0.0.1:8000")
     return url
@@ -91,9 +90,9 @@ class Client:
             what = "no token" if math.isnan(reader.first_s) else "no end of the answer"
             found |= {"status": Status.FAILED, "error": f"{what} in time: within {self.target.patience_s:g} s"}
         except aiohttp.ClientConnectorError as error:
-            found |= {"status": Status.FAILED, "error": f"no connection: {os_reason(error)}"}
+            found |= {"status": Status.FAILED, "error": f"no connection: {connection_reason(error)}"}
         except (aiohttp.ClientError, OSError) as error:
-            found |= {"status": Status.FAILED, "error": f"connection broken: {type(error).__name__} {error}".rstrip()}
+            found |= {"status": Status.FAILED, "error": f"connection broken: {connection_reason(error)}"}
         finally:
             on_outcome(
                 Outcome(
@@ -141,9 +140,7 @@ class Client:
         except aiohttp.InvalidURL as error:
             raise InvalidInput(f"{where} is not a valid address") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise SkyMemoryError(
-                f"{where} cannot be reached: {os_reason(error) if isinstance(error, OSError) else error}"
-            ) from error
+            raise SkyMemoryError(f"{where} cannot be reached: {connection_reason(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SkyMemoryError(f"{where} lists no models as OpenAI's endpoints do") from error
 

@@ -10,7 +10,6 @@ at ``LEAST_BYTES_PER_S``, is disconnected; one that is idle between requests is 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import select
@@ -28,6 +27,7 @@ from itertools import count
 from pathlib import Path
 
 from skymemory import native
+from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.serving.resp import protocol
 from skymemory.serving.resp.commands import Close, Commands, Pieces, Run, Session
@@ -475,56 +475,25 @@ def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
 # --- where it listens ---
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """``unix:///PATH`` or ``tcp://HOST:PORT``."""
-
-    path: str = ""
-    host: str = ""
-    port: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        kind, _, rest = text.partition("://")
-        host, colon, port = rest.rpartition(":")
-        if kind == "unix" and rest:
-            return cls(path=rest)
-        if kind == "tcp" and host and colon and port.isdecimal() and int(port) < 1 << 16:
-            return cls(host=host.strip("[]"), port=int(port))
-        raise InvalidInput(f"--listen {text!r}: expected unix:///PATH or tcp://HOST:PORT")
-
-    def __str__(self) -> str:
-        return f"unix://{self.path}" if self.path else f"tcp://{self.host}:{self.port}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no other computer can connect."""
-        if self.path or self.host == "localhost":
-            return True
+def listen_at(address: ListenAddress) -> socket.socket:
+    """Raises OSError where the address is taken or not ours. A socket file that no process listens at is replaced;
+    a new one is for this user alone.
+    """
+    if not address.path:
+        return socket.create_server((address.host, address.port), family=address.family, backlog=512)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_stale(Path(address.path))
+        before = os.umask(0o177)
         try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    def listen(self) -> socket.socket:
-        """Raises OSError where the address is taken or not ours. A socket file that no process listens at is replaced;
-        a new one is for this user alone."""
-        if not self.path:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            return socket.create_server((self.host, self.port), family=family, backlog=512)
-        listener = socket.socket(socket.AF_UNIX)
-        try:
-            _remove_stale(Path(self.path))
-            before = os.umask(0o177)
-            try:
-                listener.bind(self.path)
-            finally:
-                os.umask(before)
-            listener.listen(512)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
+            listener.bind(address.path)
+        finally:
+            os.umask(before)
+        listener.listen(512)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _remove_stale(path: Path) -> None:

@@ -10,7 +10,6 @@ An engine's speed is a constant within a prompt; in truth later steps are slower
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.config import suggestion
+from skymemory.config import parse_json, suggestion
 from skymemory.errors import InvalidInput
+from skymemory.files import MAX_TABLE_BYTES, read_text
 from skymemory.sim.loading import A100, H100, PAPER_STEP_TOKENS, PAPER_TOKEN_BYTES, LinkTrace, simulate_load
 from skymemory.sim.sky.bound import lower_bound_s
 from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s
@@ -194,9 +194,9 @@ def read_measured(path: Path = MEASURED_FILE) -> list[Measured]:
     Raises ``InvalidInput`` where the file is not of this kind, ``OSError`` where it cannot be read.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InvalidInput(f"{path}: not JSON ({error}): expected measured engines, format {_FORMAT}") from error
+        content = parse_json(read_text(path, MAX_TABLE_BYTES))
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}: expected measured engines, format {_FORMAT}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("points"), list):
         raise InvalidInput(f'{path}: expected {{"format": "{_FORMAT}", "points": […]}}')
     return [_measured(point, f"{path}, point {number}") for number, point in enumerate(content["points"], start=1)]
@@ -207,7 +207,7 @@ def _measured(point: Any, where: str) -> Measured:
         texts = [str(point[name]) for name in ("name", "device", "model", "source")]
         bytes_per_token = int(point["kv_bytes_per_token"])
         pairs = tuple((int(tokens), float(seconds)) for tokens, seconds in point["prefill"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(
             f"{where}: expected name, device, model, source, kv_bytes_per_token and prefill, pairs of tokens and "
             f"seconds ({error!r})"

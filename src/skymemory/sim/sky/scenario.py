@@ -43,7 +43,7 @@ from skymemory.constellation.torus import Torus
 from skymemory.constellation.visibility import DEFAULT_MASK_DEG, GroundHost
 from skymemory.errors import InvalidInput, os_reason
 from skymemory.eviction import DEFAULT_REPLACEMENT
-from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_toml
+from skymemory.files import MAX_TABLE_BYTES, read_bounded, read_text, read_toml
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.placement.layout import layout, parse_strategy
 from skymemory.protocol.client.gateway import access_named
@@ -704,11 +704,11 @@ def _digest(path: Path) -> str:
 def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
     """The shell that real satellites fly in, with its gaps."""
     try:
-        content = read_bounded(path, MAX_TABLE_BYTES).decode("utf-8")
+        content = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:
         raise InvalidInput(f"shell: tle: cannot read {path}: {os_reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"shell: tle: {path} is not a text file of element sets") from error
+    except InvalidInput as error:
+        raise InvalidInput(f"shell: tle: {error}") from error
     try:
         shells = _shells_of(content, skip_bad)
     except InvalidInput as error:

@@ -66,6 +66,13 @@ _UNANSWERED = ("unreachable", "timeout", "out of sight")
 """Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
 
 
+_REASONS = {
+    "unreachable": "none of its satellites can be reached",
+    "timeout": "satellites did not answer in time",
+    "out of sight": "no satellite for it is in sight",
+}
+"""Failures of writes in words for users; others are words already."""
+
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
@@ -398,6 +405,9 @@ class ConstellationStore(RemoteStore):
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
         ticket.unanswered = frozenset(key for key, outcome in finished.items() if outcome.report.failure in _UNANSWERED)
+        ticket.reason = next(
+            (_REASONS.get(end.report.failure, end.report.failure) for end in finished.values() if not end.ok), ""
+        )
         self._counters.add("stored", len(stored))
         return [key in stored for key in keys]
 

@@ -64,7 +64,7 @@ def with_door(test: Callable[[World], Awaitable[None]], **options: Any) -> World
         world = World(door, listener.sockets[0].getsockname()[1])
         door.faults = lambda: setattr(world, "faults", world.faults + 1)
         try:
-            await asyncio.wait_for(test(world), 20)
+            await asyncio.wait_for(test(world), 60)
         finally:
             listener.close()
             await door.close(0)

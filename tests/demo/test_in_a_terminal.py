@@ -1,0 +1,64 @@
+"""Each demo in a terminal of 80 by 24: no row goes on in the next, nothing piles up, the terminal is as it was."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.terminal import Terminal
+
+COMMAND = [sys.executable, "-m", "skymemory"]
+ENGINE = (pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300))
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def case(words: str, head: str, end: str, *marks: pytest.MarkDecorator) -> object:
+    """``head``: words of one row of a frame; "" where nothing is drawn. ``end``: words of the last screen."""
+    return pytest.param(words.split(), head, end, marks=marks, id="-".join(words.split()[1:2]) or "table-3")
+
+
+DEMOS = [
+    case("demo cells --grid 12x12 --legs 1", "", "borders crossed"),
+    case("demo motion --seconds 6", "n a server", "done; the constellation is down again", pytest.mark.slow),
+    case("demo conductor --quick", "scheduler        in line", "from where", pytest.mark.slow),
+    case("demo cake --quick --tokens 640", "compute █", "every way the same next token", *ENGINE),
+    case("demo route --quick --requests 24", "strategy ", "every request was answered", *ENGINE),
+    case("demo disagg --engine own --requests 2 --burst 4", "", "the prefill engine had", *ENGINE),
+    case("demo --quick", "", "the constellation is down again", *ENGINE),
+]
+
+
+def words_of(terminal: Terminal) -> str:
+    return " ".join(terminal.text.split())
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (60, 20)], ids=["80x24", "60x20"])
+@pytest.mark.parametrize(("words", "head", "end"), DEMOS)
+def test_a_demo_fits_the_terminal(
+    tmp_path: Path, words: list[str], head: str, end: str, columns: int, rows: int
+) -> None:
+    terminal = Terminal([*COMMAND, *words], columns, rows, TMPDIR=str(tmp_path), **ONE_THREAD)
+    assert terminal.finish(280) == 0, terminal.text
+    terminal.check()
+    assert end in words_of(terminal), terminal.text
+    if head:
+        drawn = [sum(row.startswith(head) for row in frame) for frame in terminal.frames]
+        assert drawn.count(1) > 0 and max(drawn) == 1, "one frame at a time, and no header left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["demo motion", "demo conductor --quick"])
+def test_ctrl_c_in_a_resized_terminal_gives_it_back(tmp_path: Path, words: str) -> None:
+    terminal = Terminal([*COMMAND, *words.split()], TMPDIR=str(tmp_path))
+    drawn = "overhead:" if "motion" in words else "as fast as it would be"
+    assert terminal.until(lambda text: drawn in text, 60)
+    terminal.resize(60, 20)
+    terminal.until(lambda _: False, 1.5)
+    terminal.screen.wrapped.clear()  # the frame that was on its way when the size changed
+    assert drawn in words_of(terminal)
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.finish(60) == 130
+    terminal.check()
+    assert drawn in words_of(terminal) and "interrupted" in terminal.text

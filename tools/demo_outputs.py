@@ -1,0 +1,77 @@
+"""Write what the demos print into docs/guide/demos.md, from runs of them: `python -m tools.demo_outputs [NAME…]`.
+
+A block of the page stands between `<!-- demo: NAME -->` and `<!-- end -->`. Only the conductor's is the same on every
+machine; a test compares it with the page. The others take minutes, and a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "demos.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The lines of a demo's output that the page shows: those from the first that begins with ``first``, up to the next
+    that begins with ``end``.
+    """
+
+    words: tuple[str, ...]
+    first: str
+    end: str = "\0"
+
+
+DEMOS = {
+    "table-3": Shown((), "Table 3, here", "TTFT: to the first"),
+    "motion": Shown(("motion",), "flown", "done;"),
+    "route": Shown(("route",), "strategy ", "every request"),
+    "conductor": Shown(("conductor", "--no-play"), "scheduler ", "took "),
+    "cells": Shown(("cells",), "the cache  ", "took "),
+}
+
+
+def excerpt(printed: str, shown: Shown) -> str:
+    """The shown lines of what a demo printed."""
+    lines = printed.splitlines()
+    begin = next((at for at, line in enumerate(lines) if line.startswith(shown.first)), None)
+    if begin is None:
+        raise SystemExit(f"no line of the output begins with {shown.first!r}:\n{printed}")
+    rest = lines[begin:]
+    end = next((at for at, line in enumerate(rest) if line.startswith(shown.end)), len(rest))
+    return "\n".join(rest[:end]).strip()
+
+
+def run(shown: Shown) -> str:
+    """Run the demo and return what it printed."""
+    command = [sys.executable, "-m", "skymemory", "demo", *shown.words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def block_of(name: str, page: str) -> re.Match[str]:
+    """The block of a demo in the page: before, shown lines, behind."""
+    found = re.search(rf"(<!-- demo: {name} -->\n+```text\n)(.*?)(\n```\n+<!-- end -->)", page, re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{PAGE} has no block `<!-- demo: {name} -->`")
+    return found
+
+
+def main(names: list[str]) -> None:
+    for name in names or list(DEMOS):
+        if name not in DEMOS:
+            raise SystemExit(f"no demo {name!r}; expected some of {', '.join(DEMOS)}")
+        text = excerpt(run(DEMOS[name]), DEMOS[name])
+        page = PAGE.read_text("utf-8")
+        found = block_of(name, page)
+        PAGE.write_text(page[: found.start(2)] + text + page[found.end(2) :], "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
