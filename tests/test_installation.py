@@ -129,7 +129,7 @@ def test_the_search_for_bare_names_finds_them_and_nothing_else(text: str, is_bar
     assert bool(BARE_NAME.search(text)) is is_bare
 
 
-def test_no_text_tells_to_install_the_bare_name() -> None:
+def test_the_bare_name_is_installed_in_no_text() -> None:
     """An index may have a package of that name, which is not ours."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if listed.returncode:
