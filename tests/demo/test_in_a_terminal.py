@@ -45,7 +45,7 @@ def test_a_demo_fits_the_terminal(
     assert end in words_of(terminal), terminal.text
     if head:
         drawn = [sum(row.startswith(head) for row in frame) for frame in terminal.frames]
-        assert drawn.count(1) > 3 and max(drawn) == 1, "one frame at a time, and no header left behind"
+        assert drawn.count(1) > 0 and max(drawn) == 1, "one frame at a time, and no header left behind"
 
 
 @pytest.mark.slow
