@@ -162,4 +162,4 @@ Report = Callable[[float, str], None]
 
 
 def ignore(share: float, words: str) -> None:
-    """Reports to nobody."""
+    """Drops the report."""
