@@ -86,10 +86,14 @@ class Progress:
 
     def say(self, words: str) -> None:
         """Prints an event, above the bar if there is one."""
+        self.write(f"[{self.seconds:5.1f} s] {words}", EVENT_INDENT)
+
+    def write(self, line: str, hanging: int = 0) -> None:
+        """Prints ``line`` as it is, such as a row of a table, above the bar if there is one."""
         with self._lock:
             if self._bar is not None:
                 self._bar.erase()
-            write(f"[{self.seconds:5.1f} s] {words}", self.stream, EVENT_INDENT)
+            write(line, self.stream, hanging)
             self._printed_s = time.monotonic()
 
     @contextmanager
@@ -158,4 +162,4 @@ Report = Callable[[float, str], None]
 
 
 def ignore(share: float, words: str) -> None:
-    """Reports to nobody."""
+    """Drops the report."""

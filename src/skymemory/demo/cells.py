@@ -209,7 +209,7 @@ def run_cells(args: argparse.Namespace) -> int:
             wait.on_progress(time_s / path[-1].time_s, f"minute {time_s / 60:.0f} of {minutes:.0f}")
             if time_s >= said_s + SAY_EVERY_S:
                 said_s = time_s
-                write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", out, 11)
+                progress.write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", 11)
 
         with run.part(f"the cache {words}", words) as wait:
             reports.append(run_drive(town, path, strategy, value, passed))

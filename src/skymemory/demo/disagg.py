@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO
 from urllib.parse import urlsplit
 
 from skymemory.demo.engines import (
@@ -42,7 +41,7 @@ from skymemory.progress import Progress
 from skymemory.text import write
 
 _NEW_TOKENS = 16
-_AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 8.0, 8.0, 60.0, 0.4, 3.0
+_AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 6.0, 10.0, 60.0, 0.2, 3.0
 """Of the constellation and the routers, of two engines' start, and of one request, on the reference computer."""
 _CHECKED = 3
 """Requests that the prefill engine answers alone as well: the words must be the same."""
@@ -129,7 +128,7 @@ def run_disagg(args: argparse.Namespace) -> int:
         with progress.wait("the router starts"):
             plain.wait()
         with progress.wait("requests are answered, one after the other", args.requests * request_s * slow):
-            rows, same = _one_by_one(plain.url, prefill, decode, args.requests, progress.stream)
+            rows, same = _one_by_one(plain.url, prefill, decode, args.requests, progress)
         promise_s = _TTFT_TIMES * max(row.ttft_s for row in rows)
         strict = stack.enter_context(
             router(folder, "strict", *ways, "--admission", "early", "--ttft", f"{promise_s:.3f}s")
@@ -138,6 +137,8 @@ def run_disagg(args: argparse.Namespace) -> int:
             strict.wait()
         with progress.wait(f"a burst of {args.burst} requests", args.burst / 2 * request_s * slow):
             burst = _burst(strict.url, prefill, args.burst, promise_s)
+        with progress.wait("all processes end"):
+            stack.close()
     if args.json:
         print(json.dumps({"requests": [asdict(row) for row in rows], "same_words": same, "burst": burst}))
     else:
@@ -155,11 +156,11 @@ def _prompts(count: int) -> Iterator[str]:
         yield f"{text[begin : begin + 1800]}\n\nQuestion: {_QUESTIONS[number % len(_QUESTIONS)]}\nAnswer:"
 
 
-def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -> tuple[list[Row], bool]:
+def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
     """The rows, which are printed as they come; and whether those that were checked have the words of one engine."""
     rows, same = list[Row](), True
     _asked(url, "The first request takes longer. " * 40)
-    print(_line(_HEAD), file=live, flush=True)
+    progress.write(_line(_HEAD))
     for number, prompt in enumerate(_prompts(count)):
         before = _figures(prefill), _figures(decode)
         answer = _asked(url, prompt)
@@ -167,7 +168,7 @@ def _one_by_one(url: str, prefill: str, decode: str, count: int, live: TextIO) -
             raise SkyMemoryError(f"request {number + 1} was answered {answer.status}: {answer.text[:200]}")
         row = _row(prompt, answer, before, _settled(prefill, decode, before))
         rows.append(row)
-        print(_line(_cells(number + 1, row)), file=live, flush=True)
+        progress.write(_line(_cells(number + 1, row)))
         if number < _CHECKED:
             same = same and _asked(prefill, prompt).text == answer.text
     return rows, same

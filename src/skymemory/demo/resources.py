@@ -31,7 +31,7 @@ def free_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminf
     ):
         words = [*_words(cgroup / limit), *_words(cgroup / used)]
         if len(words) == 2 and all(word.isdigit() for word in words):
-            # Pages of files that nobody used lately count as used, and are given up where memory is wanted.
+            # Pages of files without recent use count as used, and are given up where memory is wanted.
             files = [line.split()[1] for line in _lines(cgroup / stat) if line.startswith("inactive_file ")]
             found.append(max(0, int(words[0]) - int(words[1]) + sum(map(int, files))))
     return min(found) if found else 8 << 30

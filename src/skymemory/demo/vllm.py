@@ -64,6 +64,8 @@ def run_vllm(args: argparse.Namespace) -> int:
                     answers.append(_ask(python, server.url, document))
                 with progress.wait("what was computed is stored", _SAVED_S):
                     time.sleep(_SAVED_S)
+        with progress.wait("all processes end"):
+            stack.close()
     if args.json:
         print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))
     else:

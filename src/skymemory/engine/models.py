@@ -140,7 +140,7 @@ _LOOK_S = 0.5
 def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
     """Reports how much this process' memory has grown in the block, as a share of the weights' files in ``folder``.
 
-    transformers tells nobody how far it is. Memory that is a mapped file's and memory that is a copy are not added.
+    transformers does not report how far it is. Memory that is a mapped file's and memory that is a copy are not added.
     """
     total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     before, ended = _resident_bytes(), threading.Event()
@@ -200,7 +200,7 @@ class ReadyModel:
 def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
     """The model called ``name``, or the one saved in the folder of this name.
 
-    ``seed``: of random weights, otherwise unused; ``report`` is told how many are drawn or loaded. Raises InvalidInput
+    ``seed``: of random weights, otherwise unused; ``report`` gets how many are drawn or loaded. Raises InvalidInput
     where there is neither.
     """
     if not is_model_name(name):
