@@ -444,7 +444,7 @@ def test_a_last_message_that_was_dropped_is_found_by_asking() -> None:
             publisher.order(drop=True)
             truth = publisher.order(publish=5)
             await until(lambda: held.held[SLOT] == truth)
-            assert feed.counts.gaps == feed.counts.losses == 0 and feed.counts.replayed == 5
+            assert feed.counts.gaps == feed.counts.losses == 0 and feed.counts.replayed >= 5
 
     run(scene, probe_s=0.2)
 
