@@ -36,9 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from _bench import constellation, print_table, redis_server, write_json
+from skymemory.addresses import ListenAddress
 from skymemory.engine.models import TINYLLAMA_SHAPE
 from skymemory.serving.resp.commands import Commands
-from skymemory.serving.resp.server import Address, Daemon, Limits
+from skymemory.serving.resp.server import Daemon, Limits, listen_at
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
@@ -208,9 +209,9 @@ def daemon(folder: Path, store: str) -> Iterator[str]:
 @contextmanager
 def daemon_here(folder: Path, store: Store) -> Iterator[str]:
     """The same daemon in a thread of this process, over a store whose rate this process sets."""
-    address = Address.parse(f"unix://{folder}/link.sock")
+    address = ListenAddress.parse(f"unix://{folder}/link.sock", unix=True)
     served = Daemon(Commands(store), Limits())
-    thread = threading.Thread(target=served.serve, args=([address.listen()],))
+    thread = threading.Thread(target=served.serve, args=([listen_at(address)],))
     thread.start()
     try:
         yield f"unix://{address.path}"

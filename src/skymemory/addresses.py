@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from skymemory.errors import InvalidInput, quoted
 
-_TCP_FORMS = "HOST:PORT, [IPv6]:PORT or :PORT, such as 127.0.0.1:8080, with or without tcp://"
+_TCP_FORMS = "HOST:PORT, [IPv6]:PORT or :PORT (0 to 65535), such as 127.0.0.1:8080, with or without tcp://"
 
 
 def format_address(host: str, port: int) -> str:

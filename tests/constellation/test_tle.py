@@ -196,7 +196,7 @@ def test_what_is_no_file_of_element_sets_says_what_it_is(text: str, message: str
 
 def test_without_sgp4_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skymemory.constellation.tle.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"skymemory\[tle\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[tle\]"):
         read_elements(TEXT)
 
 

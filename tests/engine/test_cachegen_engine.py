@@ -58,5 +58,5 @@ def test_a_missing_library_is_named_before_anything_is_computed(monkeypatch: pyt
 
     monkeypatch.setattr(builtins, "__import__", without)
     entropy.constriction.cache_clear()
-    with pytest.raises(CodecUnavailable, match=r"skymemory\[cachegen\]"):
+    with pytest.raises(CodecUnavailable, match=r"pip install .*\[cachegen\]"):
         KVCManager(model, codec="cachegen")

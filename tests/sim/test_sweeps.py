@@ -35,7 +35,7 @@ def test_on_ray_as_in_sequence() -> None:
 def test_says_what_is_missing_without_ray() -> None:
     if has_ray():
         pytest.skip("Ray is installed")
-    with pytest.raises(MissingExtra, match=r"skymemory\[ray\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[ray\]"):
         sweep(statistics_of, [poisson(ARXIV, 1.0, 2, 1)], "ray")
 
 

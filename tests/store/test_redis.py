@@ -335,7 +335,7 @@ def test_what_can_not_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         store.put_many([(key(1), bytes(11))])
     store.close()
     monkeypatch.setitem(__import__("sys").modules, "redis", None)
-    with pytest.raises(MissingExtra, match=r"skymemory\[redis\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[redis\]"):
         RedisStore("redis://localhost")
 
 

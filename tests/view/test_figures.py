@@ -54,7 +54,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for number in FIGURES:
-        with pytest.raises(MissingExtra, match=r"skymemory\[figures\]"):
+        with pytest.raises(MissingExtra, match=r"pip install .*\[figures\]"):
             write_figure(number, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -57,7 +57,7 @@ def test_servers_that_are_well_and_one_that_is_not_there(checked: Checked, url: 
     assert "metrics  vllm\n" in said and "models   small" in said
     assert "note: metrics without vllm:cache_config_info" in said
     code, said = checked({"url": url}, {"url": "http://127.0.0.1:1"})
-    assert code == 1 and "1 of 2 servers" in said and "problem: /health: Cannot connect" in said
+    assert code == 1 and "1 of 2 servers" in said and "problem: /health: connection refused" in said
 
 
 def test_the_same_for_programs(checked: Checked, url: str) -> None:

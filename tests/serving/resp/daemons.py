@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from skymemory.addresses import ListenAddress
 from skymemory.serving.resp.commands import Commands
-from skymemory.serving.resp.server import Address, Daemon, Limits
+from skymemory.serving.resp.server import Daemon, Limits, listen_at
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 
@@ -41,10 +42,10 @@ def serving(
     store: Store, folder: Path, limits: Limits | None = None, **options: Any
 ) -> Iterator[tuple[str, Daemon, Commands]]:
     """The path of the socket, the daemon and its commands."""
-    address = Address.parse(f"unix://{folder / 'store.sock'}")
+    address = ListenAddress.parse(f"unix://{folder / 'store.sock'}", unix=True)
     commands = Commands(store, **options)
     daemon = Daemon(commands, limits or Limits())
-    thread = threading.Thread(target=daemon.serve, args=([address.listen()],))
+    thread = threading.Thread(target=daemon.serve, args=([listen_at(address)],))
     thread.start()
     try:
         yield address.path, daemon, commands
