@@ -46,10 +46,11 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made $(SOURCES)
-	@echo "set-up: the package with torch and transformers (about half a minute)"
+	@echo "set-up: the package with torch and transformers (about a minute)"
 	@rm -f src/skymemory/native/_fast.cpython-*.so # of before the stable ABI; Python would prefer it
 	@$(if $(TORCH_INDEX),$(PIP) --index-url '$(TORCH_INDEX)' torch,$(BIN)/python -m tools.torch_build constraints.txt)
 	@$(PIP) -e '.[hf,fast,router,redis]'
+	@$(BIN)/python -c 'import torch, transformers' # compiles them: a demo's time does not pay for it
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -33,13 +33,15 @@ def test_the_releases_of_transformers_are_said_in_one_way() -> None:
     pytest.importorskip("packaging")
     from packaging.requirements import Requirement
 
-    from skymemory.engine.releases import TRIED_TRANSFORMERS, is_tried
+    from skymemory.engine.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
 
     (said,) = [one for one in bounds(PROJECT, "newest", ["hf"]) if one.startswith("transformers")]
     assert Requirement(said).specifier == Requirement(f"transformers{TRIED_TRANSFORMERS}").specifier
     assert [is_tried(release) for release in ("4.56.2", "4.57.0", "5.24.1", "5.25.0", "6.0")] == [
         release in Requirement(said).specifier for release in ("4.56.2", "4.57.0", "5.24.1", "5.25.0", "6.0")
     ]
+    admitted = [is_admitted(release) for release in ("4.56.2", "4.57.0", "5.25.0", "5.99.1", "6.0")]
+    assert admitted == [False, True, True, True, False], "a later release is tried with each model"
 
 
 def test_all_that_the_router_needs_has_a_lower_end() -> None:

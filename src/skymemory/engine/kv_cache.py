@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import mmap
 import os
 import sys
@@ -27,7 +28,7 @@ import torch
 import transformers
 
 from skymemory.cache.blocks import BlockSink, LoadResult
-from skymemory.engine.releases import TRIED_TRANSFORMERS, is_tried
+from skymemory.engine.releases import TRIED_TRANSFORMERS, is_admitted, is_tried
 from skymemory.engine.states import States, forget, repeat
 from skymemory.errors import CacheMisuse, MissingExtra
 from skymemory.installation import install_command
@@ -35,10 +36,16 @@ from skymemory.kv.block import KVLayout
 from skymemory.kv.context import CacheContext
 from skymemory.native import Rows
 
-if not is_tried(transformers.__version__):
+if not is_admitted(transformers.__version__):
     raise MissingExtra(
         f"transformers {TRIED_TRANSFORMERS} is needed (the releases that were tried), found "
         f"{transformers.__version__}: {install_command('hf')}"
+    )
+if not is_tried(transformers.__version__):
+    logging.getLogger(__name__).warning(
+        "transformers %s was not tried, %s were: whether hits are served is tried with each model",
+        transformers.__version__,
+        TRIED_TRANSFORMERS,
     )
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer

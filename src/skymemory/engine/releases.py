@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 _FROM, _BELOW = (4, 57), (5, 25)
+_NEXT_MAJOR = (6, 0)
 TRIED_TRANSFORMERS = f">= {_FROM[0]}.{_FROM[1]}, < {_BELOW[0]}.{_BELOW[1]}"
 
 
 def is_tried(release: str) -> bool:
     """Return whether this release of transformers was tried, such as "5.24.0"."""
-    return _FROM <= tuple(map(int, release.split(".")[:2])) < _BELOW
+    return _FROM <= _number(release) < _BELOW
+
+
+def is_admitted(release: str) -> bool:
+    """Return whether this release may be used: a tried one, or a later one of the same major version. The trial at a
+    manager's construction refuses a model whose hits such a release does not serve.
+    """
+    return _FROM <= _number(release) < _NEXT_MAJOR
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")[:2]))
