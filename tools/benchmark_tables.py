@@ -62,9 +62,9 @@ def _percent(key: str, digits: int = 1) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.{digits}%}"
 
 
-def _ttft() -> str:
-    return columns(
-        "ttft",
+def _ttft(name: str) -> Callable[[], str]:
+    return lambda: columns(
+        name,
         ("delays", _text("delay")),
         ("tokens", _number("tokens")),
         ("without", lambda row: f"{row['without_s']:.3f} s"),
@@ -75,7 +75,7 @@ def _ttft() -> str:
         ("rebuild", lambda row: f"{row['decode_s'] * 1e3:.0f} ms"),
         ("MB", _number("bytes", scale=1e-6)),
         ("fetch MB/s", lambda row: f"{row['bytes'] / row['fetch_s'] / 1e6:,.0f}"),
-        ("of bound", lambda row: f"{row['with_s'] / row['bound_s']:.2f}"),
+        ("of bound", lambda row: f"{row['with_s'] / row['bound_s']:.2f}" if row["bound_s"] else "no Redis"),
         ("from a file", lambda row: f"{row['file_s'] * 1e3:.0f} ms"),
         ("of it", _number("of_file", 2)),
     )
@@ -823,7 +823,8 @@ def _copies() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "time to first token": _ttft,
+    "time to first token": _ttft("ttft"),
+    "time to first token, second": _ttft("ttft_epyc"),
     "accelerator": _accelerator,
     "demo times": _demo_times,
     "data path": _data_path,

@@ -130,7 +130,7 @@ def test_both_ways_count_in_the_decode_servers_batches(run: Run, splits: bool) -
     admission = {"rule": "early", "ttft": "100s", "tbt": f"{step_s:.9f}s", "options": {"promised": True}}
     table = {"disaggregation": {"split_from": 0 if splits else 64}}
     running = start(run, cost=COST, strategy="least-ttft", admission=admission, **table)
-    # Their next tokens come after all is refused: no gap between tokens, which a busy computer lengthens, is learnt from.
+    # Their next tokens come after all is refused: no gap between tokens, longer on a busy computer, is learnt from.
     engine(running, "d0").mock = {"events": 3, "gap_s": 60.0}
     with ExitStack() as stack:
         for count in (1, 2):
