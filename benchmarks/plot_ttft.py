@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
-RUNS = [DOCS / "benchmarks" / f"{name}.json" for name in ("ttft", "ttft_epyc")]
+RUNS = [DOCS / "benchmarks" / f"{name}.json" for name in ("ttft", "ttft_xeon")]
 TARGET = DOCS / "figures" / "ttft.png"
 
 

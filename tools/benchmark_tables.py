@@ -824,7 +824,7 @@ def _copies() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "time to first token": _ttft("ttft"),
-    "time to first token, second": _ttft("ttft_epyc"),
+    "time to first token, second": _ttft("ttft_xeon"),
     "accelerator": _accelerator,
     "demo times": _demo_times,
     "data path": _data_path,

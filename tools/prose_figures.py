@@ -202,9 +202,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ttft without": lambda: f"{row_of('ttft', delay='real', tokens=4096)['without_s']:.1f} s",
     "ttft machine": lambda: _machine("ttft"),
     "ttft dtype": lambda: str(row_of("ttft", delay="real", tokens=4096)["dtype"]),
-    "ttft with, second": lambda: f"{row_of('ttft_epyc', delay='real', tokens=4096)['with_s']:.2f} s",
-    "ttft without, second": lambda: f"{row_of('ttft_epyc', delay='real', tokens=4096)['without_s']:.1f} s",
-    "ttft machine, second": lambda: _machine("ttft_epyc"),
+    "ttft with, second": lambda: f"{row_of('ttft_xeon', delay='real', tokens=4096)['with_s']:.2f} s",
+    "ttft without, second": lambda: f"{row_of('ttft_xeon', delay='real', tokens=4096)['without_s']:.1f} s",
+    "ttft machine, second": lambda: _machine("ttft_xeon"),
     "ttft, of a file": lambda: _of_file("off"),
     "ttft, of a file, real delays": lambda: _range(
         [row["of_file"] for row in rows_of("ttft") if row["delay"] == "real"]
