@@ -309,6 +309,7 @@ def test_an_engine_that_restarts_is_believed_to_hold_nothing_of_before(replay: b
                     # A slow publisher is heard while it is still at its first 70.
                     assert not held.held.get(SLOT) or feed.counts.batches > 50
                     assert not held.held.get(SLOT, set()) & before
+                    second.order(hear=1)
                     second.order(publish=1)
                     await until(lambda: feed.state is FeedState.PARTIAL or feed.counts.batches > 50)
                 assert not held.held.get(SLOT, set()) & before
