@@ -31,6 +31,14 @@ def test_a_verb_fits_80_columns(words: str) -> None:
     terminal.check()
 
 
+@pytest.mark.parametrize("words", ["layout --planes x", "constellation status --run-dir nowhere", "no-such-verb"])
+def test_an_error_fits_80_columns(words: str) -> None:
+    terminal = Terminal([sys.executable, "-m", "skymemory", *words.split()], 80, 24)
+    assert terminal.finish(60) not in (0, None), terminal.text
+    terminal.check()
+    assert "skymemory: " in terminal.text
+
+
 @pytest.mark.slow
 def test_a_running_constellation_fits_80_columns(tmp_path: Path) -> None:
     run = ["--run-dir", str(tmp_path / "run")]

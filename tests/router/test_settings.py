@@ -87,6 +87,7 @@ def test_every_setting_has_a_key_and_a_sentence() -> None:
         ({"backends": ["ftp://a:1"]}, "is not the address of a server"),
         ({"backends": ["http://müller:1"]}, "is not the address of a server"),
         ({"backends": ["http://a:99999"]}, "is not the address of a server"),
+        ({"backends": ["http://a:"]}, "is not the address of a server"),
         ({"backends": ["http://a:1", "http://a:1/"]}, "two backends are named 'a:1'"),
         ({"backends": "http://a:1"}, "expected [[backends]]"),
         ({"listen": 8080}, "expected text in quotes"),

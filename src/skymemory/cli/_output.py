@@ -14,6 +14,7 @@ import sys
 import unicodedata
 
 from skymemory.errors import SkyMemoryError, os_reason
+from skymemory.text import write_line
 
 PLAIN = "skymemory.plain"
 """Name of the error handler that writes the plain form of characters that an encoding lacks."""
@@ -125,8 +126,8 @@ def is_output_lost(error: OSError) -> bool:
 
 
 def print_error(message: object) -> None:
-    """One line on standard error; lost where that cannot be written."""
+    """One line on standard error, wrapped at words on a terminal; lost where that cannot be written."""
     try:
-        print(f"skymemory: {message}", file=sys.stderr, flush=True)
+        write_line(f"skymemory: {message}", sys.stderr)
     except OSError:
         discard_unwritten()

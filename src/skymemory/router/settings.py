@@ -52,6 +52,7 @@ def address(value: object) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isascii()
+        usable = usable and not parts.netloc.endswith(":")
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment or parts.username is not None:
