@@ -89,9 +89,12 @@ def flat_ids(ids: TokenIds) -> Tokens:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInput(
             f"one prompt at a time: token ids must be one sequence of whole numbers, got {array.dtype} of shape "
-            f"{array.shape}"
+            f"{array.shape}; {_OF_A_BATCH}"
         )
     return array.astype(np.int64)
+
+
+_OF_A_BATCH = "for a batch get the cache of the beginning that its rows share"
 
 
 def _flat(values: Any) -> npt.NDArray[Any]:
@@ -99,7 +102,7 @@ def _flat(values: Any) -> npt.NDArray[Any]:
     try:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except ValueError as error:
-        raise InvalidInput(f"one prompt at a time: got rows of different lengths ({error})") from error
+        raise InvalidInput(f"one prompt at a time: got rows of different lengths; {_OF_A_BATCH}") from error
     return array[0] if array.ndim == 2 and array.shape[0] == 1 else array
 
 
