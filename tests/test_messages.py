@@ -21,6 +21,7 @@ from skymemory.engine.inputs import read_document
 from skymemory.errors import InvalidInput, connection_reason, quoted
 from skymemory.files import decode_text, read_toml
 from skymemory.router.settings import read_cost, read_settings
+from skymemory.sim.sky.breakeven import read_measured
 from skymemory.sim.trace import read_trace
 from skymemory.store import disk_files
 from skymemory.testbed.key_file import read_keys
@@ -63,6 +64,19 @@ def test_a_key_is_quoted(words: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "'nothing' is not in the store 'memory'" in capsys.readouterr().err
 
 
+def test_a_store_that_ends_with_the_command_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = tmp_path / "value"
+    value.write_bytes(b"x")
+    assert command.main(["kv", "put", str(value), "--store", "memory://"]) == 2
+    assert "ends with it: expected a store that stays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--x" + 5_000 * "y"], [f"--x{at}" for at in range(1_000)]])
+def test_long_arguments_are_shown_in_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["layout", *words]) == 2
+    assert len(capsys.readouterr().err) < 300
+
+
 # --- text ---
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -93,7 +107,18 @@ def test_text_in_another_encoding_is_named_with_its_file(name: str, data: bytes,
     path.chmod(0o600)
     with pytest.raises(InvalidInput, match=said) as refused:
         READERS[name](path)
-    assert "named.toml" in str(refused.value)
+    assert str(refused.value).count("named.toml") == 1
+
+
+@pytest.mark.parametrize(("data", "said"), [("", "not JSON: it is empty"), ("{oh", "not JSON at line 1, column 2"), ("[]", "[]")])
+def test_a_file_that_is_no_json_object_is_named_once(data: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "named.json"
+    path.write_text(data)
+    with pytest.raises(InvalidInput) as refused:
+        read_measured(path)
+    assert str(refused.value).startswith(f"{path}: {said}")
+    assert str(refused.value).endswith("; expected measured engines, format skymemory-prefill/1")
+    assert str(refused.value).count("named.json") == 1
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:

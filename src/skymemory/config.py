@@ -29,7 +29,9 @@ def suggestion(word: str, known: Collection[str]) -> str:
     """The end of an error about an unknown ``word``: the nearest known word, or all of them."""
     # 0.5 (difflib's default is 0.6): half of the letters may differ, as known words are few and unlike each other.
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}" if known else "there are none"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"expected one of {', '.join(known)}" if known else "there are none"
 
 
 def parse_toml(content: str) -> dict[str, Any]:
@@ -56,7 +58,11 @@ def parse_json(content: str | bytes) -> Any:
     """
     try:
         found = json.loads(content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except json.JSONDecodeError as error:
+        if not content.strip():
+            raise InvalidInput("not JSON: it is empty") from error
+        raise InvalidInput(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg.lower()}") from error
+    except UnicodeDecodeError as error:
         raise InvalidInput(f"not JSON: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"not JSON: {_parsers_limit(error)}") from error

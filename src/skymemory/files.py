@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from skymemory.config import parse_toml
-from skymemory.errors import InvalidInput, cannot_read
+from skymemory.config import parse_json, parse_toml
+from skymemory.errors import InvalidInput, cannot_read, quoted
 from skymemory.units import format_size
 
 _PIECE_BYTES = 2**20
@@ -158,6 +158,24 @@ def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
         return decode_text(data)
     except InvalidInput as error:
         raise InvalidInput(f"{path}: {error}") from error.__cause__
+
+
+def read_json(path: Path, expected: str, most_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
+    """The object in a JSON file that ``read_text`` reads; ``expected`` says in errors what the file should have.
+
+    Raises:
+        InvalidInput: it cannot be read, or is no JSON object.
+    """
+    try:
+        content = decode_text(read_bounded(path, most_bytes))
+        found = parse_json(content)
+    except OSError as error:
+        raise InvalidInput(cannot_read(path, error)) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}; expected {expected}") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{path}: {quoted(found)}; expected {expected}")
+    return found
 
 
 def read_toml(path: Path) -> dict[str, Any]:

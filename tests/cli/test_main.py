@@ -79,7 +79,7 @@ def test_a_mistyped_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
     assert command.main(["constelation", "up"]) == 2
     assert "did you mean 'constellation'?" in capsys.readouterr().err
     assert command.main(["xyzzy"]) == 2
-    assert "there are " in capsys.readouterr().err
+    assert "expected one of " in capsys.readouterr().err
 
 
 def test_no_verb_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +253,19 @@ def test_a_missing_extra_is_named_in_one_wording(
     assert command.main(words.split()) == 1
     error = capsys.readouterr().err
     assert error.endswith(f" needs {package}, not installed here: {install_command(*extra.split(','))}\n")
+
+
+@pytest.mark.parametrize("words", ["serve", "doctor", "demo --model small"])
+def test_all_that_is_missing_is_named_at_once(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skymemory.engine.inputs.find_spec", lambda name: None)
+    monkeypatch.setattr("skymemory.engine.inputs.find_checkout", lambda: None)
+    assert command.main(words.split()) == 1
+    error = capsys.readouterr().err
+    extras = ("hf", "router") if words == "serve" else ("hf",)
+    assert install_command(*extras) in error and "the small model is not installed" in error
+    assert "torch, transformers" in error and ("aiohttp" in error) == (words == "serve")
 
 
 @pytest.mark.parametrize("words", [["--admission", "erly"], ["--report", "page.gif"]])

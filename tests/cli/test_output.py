@@ -95,7 +95,8 @@ def test_a_verb_ends_the_same_in_every_encoding(verb: str, tmp_path: Path, monke
     for encoding in ENCODINGS:
         its, its_out, its_err = _run(words, encoding, monkeypatch)
         assert its == status, (encoding, its_err)
-        assert plain(out) == plain(its_out) and plain(err) == plain(its_err)
+        # Columns of a table are as wide as what stands in them, and plain forms are longer.
+        assert plain(out).split() == plain(its_out).split() and plain(err).split() == plain(its_err).split()
         assert "\\u" not in its_err and "Traceback" not in its_err
 
 

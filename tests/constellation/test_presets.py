@@ -36,7 +36,7 @@ def test_names_are_read_kindly_and_a_typo_is_answered_with_the_nearest_name() ->
         preset_named("kuiper_c")
     with pytest.raises(InvalidInput) as error:
         preset_named("?")
-    assert "there are testbed-19x5" in str(error.value)
+    assert "expected one of testbed-19x5" in str(error.value)
 
 
 def test_the_papers_constellations_keep_their_one_version_and_others_name_theirs() -> None:

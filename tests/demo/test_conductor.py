@@ -56,7 +56,7 @@ def test_refuses_what_it_cannot_run(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["demo", "conductor", "--trace", str(tmp_path / "none.jsonl")]) == 2
     assert "cannot read" in capsys.readouterr().err
     assert main(["demo", "conductor", "--pools", "both"]) == 2
-    assert "argument --pools: there is no 'both'; there are fixed, elastic" in capsys.readouterr().err
+    assert "argument --pools: there is no 'both'; expected one of fixed, elastic" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -315,7 +315,7 @@ def test_on_board_nothing_moves_and_ground_modes_are_refused() -> None:
             check_access(plan_of("starlink-a", mode), "onboard")
     with pytest.raises(InvalidInput, match="cannot rotate with access onboard"):
         rotate(plan, 1, 0)
-    with pytest.raises(InvalidInput, match="there are ideal, gateway, onboard, hybrid"):
+    with pytest.raises(InvalidInput, match="expected one of ideal, gateway, onboard, hybrid"):
         check_access(plan, "radio")
 
 

@@ -95,12 +95,11 @@ def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_serving_installed() -> None:
-    """Raises ``MissingExtra`` where an engine cannot serve; imports nothing of it."""
+def check_serving_installed(model: str | None = None) -> None:
+    """Raises ``MissingExtra`` where an engine cannot serve ``model``; imports nothing of it."""
     from skymemory.engine.inputs import check_engine_installed
 
-    check_engine_installed()
-    _check_installed("serving", "aiohttp", "msgspec", "prometheus_client", "zmq")
+    check_engine_installed(model, "serving", {"router": ("aiohttp", "msgspec", "prometheus_client", "zmq")})
 
 
 def check_router_installed(*more: str, extras: str = "router") -> None:

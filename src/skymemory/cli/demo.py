@@ -281,7 +281,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "route":
         if args.requests is not None and not 10 <= args.requests <= 5000:
             raise InvalidInput(f"--requests {args.requests}: expected 10 to 5000")
-        check_serving_installed()
+        check_serving_installed("small")
         args.strategies = args.strategies or (_QUICK_STRATEGIES if args.quick else _STRATEGIES)
         from skymemory.demo.route import run_route
 
@@ -294,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.tokens is not None and not 320 <= args.tokens <= 8000:
             raise InvalidInput(f"--tokens {args.tokens}: expected 320 to 8000")
-        check_engine_installed()
+        check_engine_installed("small")
         progress = Progress(sys.stderr if args.json else sys.stdout)
         progress.say("the speed of this computer is measured first, and decides how much is shown")
         with progress.wait("torch and transformers are loaded", 6.0):

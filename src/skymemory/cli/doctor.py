@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skymemory.cli._options import add_json
-from skymemory.config import parse_json
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_text
+from skymemory.files import read_json
 from skymemory.text import write_line
 
 if TYPE_CHECKING:
@@ -70,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
     # Before the model is loaded and measured.
     if args.save is not None and not args.save.parent.is_dir():
         raise InvalidInput(f"--save {args.save}: no folder {str(args.save.parent)!r}")
-    check_engine_installed()
-    other = _read(args.compare) if args.compare is not None else None
+    check_engine_installed(args.model)
+    expected = "what --save wrote on the other computer"
+    other = None if args.compare is None else read_json(args.compare, expected, _MOST_BYTES)
     from transformers.utils import logging as transformers_logging
 
     from skymemory.engine.doctor import examine
@@ -118,15 +118,3 @@ def _report(path: Path) -> EngineReport:
         raise InvalidInput(cannot_read(path, error)) from error
     except InvalidInput as error:
         raise InvalidInput(f"--vllm {path}: {error}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_text(path, _MOST_BYTES))
-    except OSError as error:
-        raise InvalidInput(cannot_read(path, error)) from error
-    except InvalidInput as error:
-        raise InvalidInput(f"--compare {path}: {error}; expected what --save wrote on the other computer") from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"--compare {path}: expected what --save wrote on the other computer")
-    return found

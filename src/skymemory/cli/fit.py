@@ -23,9 +23,8 @@ from skymemory.cli._options import (
     size,
     token_ids,
 )
-from skymemory.config import parse_json
-from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_text
+from skymemory.errors import InvalidInput
+from skymemory.files import read_json
 from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     check(args)
     if args.engine is not None:
-        check_serving_installed()
+        check_serving_installed("small")
     check_router_installed()
     return _fit(args, os.environ.get(args.api_key_env) or None)
 
@@ -223,14 +222,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     from skymemory.engine.inputs import small_model_folder
 
     file = args.shape or small_model_folder() / "config.json"
-    try:
-        config = parse_json(read_text(file))
-    except OSError as error:
-        raise InvalidInput(cannot_read(file, error)) from error
-    except InvalidInput as error:
-        raise InvalidInput(f"--shape {file}: {error}; expected a model's config.json") from error
-    if not isinstance(config, dict):
-        raise InvalidInput(f"--shape {file}: expected a model's config.json")
+    config = read_json(file, "a model's config.json")
     if args.engine is not None:
         return shape_of("the small model", config, _FLOAT32_BYTES)
     return shape_of(str(config.get("_name_or_path") or file.resolve().parent.name), config)

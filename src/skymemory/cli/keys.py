@@ -71,19 +71,19 @@ def _add_api_key(path: Path, tenant: str, note: str) -> int:
     import os
 
     from skymemory.errors import InvalidInput, os_reason
-    from skymemory.files import read_text, write_private
+    from skymemory.files import decode_text, read_bounded, write_private
 
     check_router_installed()
     from skymemory.router.api_keys import SECRET_BYTES, new_key, with_key
 
     key = new_key(os.urandom(SECRET_BYTES))
     try:
-        table = read_text(path) if path.exists() else ""
+        table = decode_text(read_bounded(path)) if path.exists() else ""
         write_private(path, with_key(table, tenant, key, note), durable=True)
     except OSError as error:
         raise InvalidInput(f"{path}: {os_reason(error)}") from error
     except InvalidInput as error:
-        raise InvalidInput(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+        raise InvalidInput(f"{path}: {error}") from None
     print(key)
     return 0
 

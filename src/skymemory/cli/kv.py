@@ -130,7 +130,7 @@ def _open(args: argparse.Namespace) -> Store:
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        others = "a constellation, memory and disk do" if only_there == "list" else "a single tier does"
+        others = "a constellation and disk do" if only_there == "list" else "a single tier does"
         raise InvalidInput(f"{only_there}: {store.name} does not support it; {others}")
     return store
 
@@ -142,7 +142,8 @@ def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stder
 
 
 def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
-    from skymemory.store.named import NOT_PROMISED, NamedValues
+    from skymemory.store.memory import MemoryStore
+    from skymemory.store.named import NOT_PROMISED, NamedValues, bare
 
     try:
         data = read_bounded(args.file, _MAX_VALUE_BYTES, pipes=True)
@@ -151,6 +152,11 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     key = args.file.name if args.key is None else args.key
     if not key:
         raise InvalidInput("--key is empty: expected a name")
+    if isinstance(bare(store), MemoryStore):
+        raise InvalidInput(
+            "--store memory:// is this command's own memory, and ends with it: expected a store that stays, such as "
+            "disk://FOLDER, redis://HOST or a constellation"
+        )
     done = NamedValues(edge).put(key, data, ttl_s=args.ttl)
     if done.reason == NOT_PROMISED:
         raise SkyMemoryError(f"{quoted(key)}: {NOT_PROMISED}: try again")

@@ -88,7 +88,9 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].partition("=")[0]
             options = [option for action in self._actions for option in action.option_strings]
             guess = suggestion(word, options) if word.startswith("--") else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; {guess}' if guess.startswith('did') else ''}")
+            words = " ".join(each if len(each) <= 60 else quoted(each) for each in unknown[:5])
+            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+            self.error(f"unrecognized arguments: {words}{more}{f'; {guess}' if guess.startswith('did') else ''}")
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:

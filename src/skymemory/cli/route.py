@@ -23,6 +23,7 @@ from skymemory.units import parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
+    from skymemory.keys import KeyRing
     from skymemory.router.envoy.server import EndpointPicker
     from skymemory.router.http.check import Found
     from skymemory.router.settings import Settings
@@ -153,7 +154,7 @@ def _route(args: argparse.Namespace) -> int:
     if not settings.backends:
         raise InvalidInput("route: no server: add --backend URL, or list them in the file of --settings")
     if args.check:
-        return run_check(settings, args.json)
+        return run_check(settings, read_keys, args.json)
     if args.json:
         raise InvalidInput("route: --json needs --check")
     return _run_server(serve(lambda: read_settings(args.settings, flags), args.settings, _print, read_keys))
@@ -217,13 +218,14 @@ def _backends(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [*({"url": url} for url in args.backend), *apart]
 
 
-def run_check(settings: Settings, as_json: bool) -> int:
+def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json: bool) -> int:
     """``--check``: prints the state of each server. Exit code 1 if one has a problem."""
     import asyncio
 
     from skymemory.router.http.check import check
 
-    found = asyncio.run(check(settings))
+    key_file = settings.replicas.keys
+    found = asyncio.run(check(settings, None if key_file is None else read_keys(key_file)))
     problems = sum(bool(each.problems) for each in found)
     if as_json:
         print(json.dumps({"servers": [each.as_json() for each in found], "with_problems": problems}, indent=2))

@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         if not 1 <= getattr(args, option) <= most:
             raise InvalidInput(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to {most}")
     check_model(args.model)
-    check_serving_installed()
+    check_serving_installed(args.model)
     progress = Progress(sys.stderr)
     with progress.wait("torch and transformers are loaded"):
         from skymemory.serving.engine.run import EngineSettings, run_engine, run_engines

@@ -173,7 +173,7 @@ def _delay_s(sender: Node, receiver: Node) -> float:
 
 SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
-_READ_S, _CHUNK_S = 0.002, 38e-6
+_READ_S, _CHUNK_S = 0.0023, 44e-6
 """Time of one read and of each chunk in it, on the reference computer."""
 _FARTHER = 1.7
 """Of a value that stays: its chunks cross more cells, and every hop is simulated."""

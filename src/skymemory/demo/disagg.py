@@ -95,7 +95,7 @@ def run_disagg(args: argparse.Namespace) -> int:
             f"--python {args.python}: no such file; `make demo-vllm` makes an environment with vLLM, --engine own does "
             "without"
         )
-    check_engine_installed()
+    check_engine_installed("small" if args.model is None else None)
     if args.model is not None:
         check_model_folder(args.model)
     progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown()

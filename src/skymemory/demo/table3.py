@@ -85,7 +85,7 @@ def _check_input(args: argparse.Namespace, document: str) -> None:
             f"the document has {len(document.encode())} bytes: too few for at least {BLOCK_TOKENS + 1} tokens, which "
             f"fill a block of {BLOCK_TOKENS} and leave one to compute"
         )
-    check_engine_installed()
+    check_engine_installed(args.model)
 
 
 def run_demo(args: argparse.Namespace, document: str) -> int:

@@ -40,7 +40,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     if not python.is_file():
         raise InvalidInput(f"--python {args.python}: no such file; `make demo-vllm` makes an environment with vLLM")
     if args.model is None:
-        check_engine_installed()
+        check_engine_installed("small")
     else:
         check_model_folder(args.model)
     document = shipped_document()[: args.characters]

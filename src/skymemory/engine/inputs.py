@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,17 +63,12 @@ def is_model_name(name: str) -> bool:
 
 
 def check_model(name: str) -> None:
-    """Raises ``InvalidInput`` if ``name`` is neither a model's name nor a folder with a saved model.
-
-    Raises ``MissingExtra`` if it is the small model and that is not installed.
-    """
+    """Raises ``InvalidInput`` if ``name`` is neither a model's name nor a folder with a saved model."""
     if not is_model_name(name) and not (Path(name) / "config.json").is_file():
         raise InvalidInput(
             f"no model {name!r}: expected a folder with config.json, as save_pretrained writes, or one of "
             f"{', '.join(MODEL_NAMES)}"
         )
-    if name == "small":
-        small_model_folder()
 
 
 def check_model_folder(path: str | Path) -> None:
@@ -81,8 +77,24 @@ def check_model_folder(path: str | Path) -> None:
         raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
 
 
-def check_engine_installed() -> None:
-    """Raises ``MissingExtra`` where torch or transformers is not installed; imports neither."""
-    absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if absent:
-        raise missing_extra("a model", " and ".join(absent), "hf")
+def check_engine_installed(
+    model: str | None = None, what: str = "a model", more: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Raises ``MissingExtra`` that names all that is missing at once: torch, transformers, the small model where it is
+    the ``model``, and packages ``more`` by the extra that brings them. Imports none of it.
+    """
+    absent = {
+        extra: [name for name in names if find_spec(name) is None]
+        for extra, names in {"hf": ("torch", "transformers"), **(more or {})}.items()
+    }
+    missing = []
+    if extras := [extra for extra, names in absent.items() if names]:
+        packages = ", ".join(name for names in absent.values() for name in names)
+        missing.append(str(missing_extra(what, packages, *extras)))
+    if model == "small":
+        try:
+            small_model_folder()
+        except MissingExtra as error:
+            missing.append(str(error))
+    if missing:
+        raise MissingExtra("; and ".join(missing))

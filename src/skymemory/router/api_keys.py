@@ -37,7 +37,7 @@ from typing import Any
 
 from skymemory.config import filled, integer, parse_toml, positive, setting, suggestion, text, whole
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.files import read_text
+from skymemory.files import decode_text, read_bounded
 from skymemory.router.api_error import ApiError
 
 KEY_PREFIX = "sk-sky-"
@@ -108,11 +108,9 @@ def read_api_keys(file: Path) -> KeyFile:
         InvalidInput: an unreadable or invalid file; the message has the place, and never a key.
     """
     try:
-        content = read_text(file)
+        return api_keys_from(decode_text(read_bounded(file)))
     except OSError as error:
         raise InvalidInput(cannot_read(file, error)) from error
-    try:
-        return api_keys_from(content)
     except InvalidInput as error:
         raise InvalidInput(f"{file}: {error}") from None
 

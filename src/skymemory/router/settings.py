@@ -32,7 +32,7 @@ from skymemory.config import (
     yes_or_no,
 )
 from skymemory.errors import InvalidInput, os_reason, quoted
-from skymemory.files import read_text, read_toml
+from skymemory.files import decode_text, read_bounded, read_toml
 from skymemory.router.prefillers import PRIVATE, Prefillers
 from skymemory.router.queue import QueueSettings
 
@@ -574,7 +574,7 @@ def read_cost(file: Path) -> CostModel:
     if str(file) in PRESETS and not file.exists():
         return PRESETS[str(file)]
     try:
-        return parse(read_text(file))
+        return parse(decode_text(read_bounded(file)))
     except (OSError, InvalidInput) as error:
         words = os_reason(error) if isinstance(error, OSError) else str(error)
         named = f"; expected a file or one of {', '.join(PRESETS)}" if isinstance(error, FileNotFoundError) else ""

@@ -28,7 +28,7 @@ def test_options_are_taken_as_words_too() -> None:
     ("name", "options", "says"),
     [
         ("godput", {}, "did you mean 'goodput'"),
-        ("zzz", {}, "there are all, baseline"),
+        ("zzz", {}, "expected one of all, baseline"),
         ("goodput", {"windows": 3}, "did you mean 'window_s'"),
         ("predicted", {"window_s": 3}, "there are none"),
         ("goodput", {"window_s": "long"}, "option 'window_s' of admission rule 'goodput' is 'long'; expected a number"),

@@ -104,6 +104,23 @@ def test_events_that_are_not_published_or_not_announced(
     assert code == 0 and "the strategy does not use them" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--api-keys", "nowhere"], "cannot read nowhere: No such file or directory"),
+        (["--tls-cert", "nowhere", "--tls-key", "nowhere"], "'nowhere': No such file or directory"),
+        (["--cost", "nowhere"], "cost model nowhere: No such file or directory"),
+        (["--tokenizer", "nowhere"], "no tokenizer at 'nowhere'"),
+    ],
+)
+def test_a_check_refuses_files_that_a_start_would_refuse(
+    words: list[str], said: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in (["route"], ["route", "--check"]):
+        assert main([*verb, "--backend", url, *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_json_without_a_check_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", "--backend", url, "--json"]) != 0
     assert "--json needs --check" in capsys.readouterr().err

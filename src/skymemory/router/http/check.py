@@ -11,13 +11,14 @@ from typing import Any
 import aiohttp
 
 from skymemory.conductor.prefix_index.precise import PreciseIndex
-from skymemory.conductor.strategies.named import DEFAULT, named
 from skymemory.errors import InvalidInput
-from skymemory.router.engines.events import KvEvents, check_events, event_index, strategy_options
+from skymemory.keys import KeyRing
+from skymemory.router.engines.events import KvEvents, event_index
 from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.follower import Pace
 from skymemory.router.engines.metrics import NoAnswer, UnreadableMetrics, fetch, fetch_metrics
 from skymemory.router.http.health import MAX_MODELS_BYTES
+from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import PREFILL, Backend, Settings
 from skymemory.router.tls import Access, Authorities
 
@@ -44,15 +45,15 @@ class Found:
         return asdict(self)
 
 
-async def check(settings: Settings) -> list[Found]:
+async def check(settings: Settings, keys: KeyRing | None = None) -> list[Found]:
     """Check all backends, concurrently.
 
     Raises:
-        InvalidInput: contradictory settings.
+        InvalidInput: contradictory settings, or a file that they name cannot be read: what a start would refuse.
     """
-    scorer = named(settings.strategy or DEFAULT, **strategy_options(settings))
-    check_events(settings, scorer)
-    by_events = event_index(scorer) is not None
+    server = ProxyServer(settings, keys)
+    server.check_files()
+    by_events = event_index(server.prefix_state.scorer) is not None
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
         return list(await asyncio.gather(*(_check(session, settings, each, by_events) for each in settings.backends)))
 

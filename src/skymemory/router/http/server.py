@@ -26,6 +26,7 @@ from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch
+from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Connection
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange
@@ -81,6 +82,17 @@ class ProxyServer:
         self._connection: Callable[[], Connection]
         self._handshakes: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
         """When each TLS connection was accepted."""
+
+    def check_files(self) -> None:
+        """Read what ``start`` reads beside the files that ``__init__`` has read, and change nothing.
+
+        Raises:
+            InvalidInput: certificates or the file of API keys cannot be read.
+        """
+        door = self.settings.door
+        if door.tls_cert is not None and door.tls_key is not None:
+            Certificate.check(door.tls_cert, door.tls_key)
+        AccessControl.read(self.settings)
 
     async def start(self) -> None:
         """

@@ -24,9 +24,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from skymemory.config import parse_json
-from skymemory.errors import InvalidInput, cannot_read, missing_extra
-from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_text
+from skymemory.errors import InvalidInput, missing_extra
+from skymemory.files import MAX_TABLE_BYTES, MAX_TOKENIZER_BYTES, read_json, read_text
 
 try:
     import jinja2
@@ -285,15 +284,7 @@ def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        read = parse_json(read_text(file, MAX_TABLE_BYTES))
-    except OSError as error:
-        raise InvalidInput(cannot_read(file, error)) from error
-    except InvalidInput as error:
-        raise InvalidInput(str(error) if str(file) in str(error) else f"{file}: {error}") from error
-    return read if isinstance(read, dict) else {}
+    return read_json(file, "a tokenizer's settings", MAX_TABLE_BYTES) if file.is_file() else {}
 
 
 def _word(token: object) -> str:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.config import parse_json, suggestion
+from skymemory.config import suggestion
 from skymemory.errors import InvalidInput
-from skymemory.files import MAX_TABLE_BYTES, read_text
+from skymemory.files import MAX_TABLE_BYTES, read_json
 from skymemory.sim.loading import A100, H100, PAPER_STEP_TOKENS, PAPER_TOKEN_BYTES, LinkTrace, simulate_load
 from skymemory.sim.sky.bound import lower_bound_s
 from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s
@@ -191,13 +191,10 @@ def read_measured(path: Path = MEASURED_FILE) -> list[Measured]:
     """Measured engines of a JSON file: ``{"format": "skymemory-prefill/1", "points": [{"name", "device", "model",
     "kv_bytes_per_token", "prefill": [[tokens, seconds], …], "source"}, …]}``.
 
-    Raises ``InvalidInput`` where the file is not of this kind, ``OSError`` where it cannot be read.
+    Raises ``InvalidInput`` where the file cannot be read or is not of this kind.
     """
-    try:
-        content = parse_json(read_text(path, MAX_TABLE_BYTES))
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error}: expected measured engines, format {_FORMAT}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("points"), list):
+    content = read_json(path, f"measured engines, format {_FORMAT}", MAX_TABLE_BYTES)
+    if content.get("format") != _FORMAT or not isinstance(content.get("points"), list):
         raise InvalidInput(f'{path}: expected {{"format": "{_FORMAT}", "points": […]}}')
     return [_measured(point, f"{path}, point {number}") for number, point in enumerate(content["points"], start=1)]
 
