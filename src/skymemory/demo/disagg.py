@@ -34,14 +34,14 @@ from skymemory.demo.engines import (
     vllm_server,
 )
 from skymemory.demo.estimate import say_estimate, took
-from skymemory.demo.resources import slowdown
+from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.progress import Progress
 from skymemory.text import write
 
 _NEW_TOKENS = 16
-_AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 6.0, 10.0, 60.0, 0.2, 3.0
+_AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 13.0, 10.0, 60.0, 0.2, 3.0
 """Of the constellation and the routers, of two engines' start, and of one request, on the reference computer."""
 _CHECKED = 3
 """Requests that the prefill engine answers alone as well: the words must be the same."""
@@ -98,7 +98,7 @@ def run_disagg(args: argparse.Namespace) -> int:
     check_engine_installed("small" if args.model is None else None)
     if args.model is not None:
         check_model_folder(args.model)
-    progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown()
+    progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown() * contention(2)
     start_s, request_s = (_OWN_START_S, _OWN_REQUEST_S) if own else (_VLLM_START_S, _VLLM_REQUEST_S)
     asked = args.requests + min(_CHECKED, args.requests) + 4 + args.burst / 2
     estimate_s = slow * (_AROUND_S + start_s + asked * request_s)

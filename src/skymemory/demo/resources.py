@@ -60,3 +60,16 @@ def slowdown() -> float:
     for number in range(_LOOP):
         total += number
     return (time.perf_counter() - began_s) / _REFERENCE_LOOP_S
+
+
+def contention(processes: int) -> float:
+    """How much longer ``processes`` of ours that compute at once take than on a core for each: by the cores that they
+    may use, and by the programs that run there now.
+    """
+    others = math.inf
+    for _ in range(5):  # the least of some looks: a program that ran for a moment slows none
+        running = _words(Path("/proc/loadavg"))[3:4]
+        others = min(others, int(running[0].split("/")[0]) - 1 if running else 0)
+        time.sleep(0.05)
+    cores = usable_cores()
+    return max(1.0, (processes + others * cores / (os.cpu_count() or cores)) / cores)

@@ -61,7 +61,7 @@ BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
 OFFERED = 0.85
 """Tokens that arrive per second, as a part of what the engines together compute where nothing is cached."""
 PROBE_TOKENS = 600
-_PROMISED_S, _QUICK_PROMISED_S = 80.0, 40.0
+_PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
 """Plans for the time that the README promises, with a margin."""
 _FEWER = ((1, 1.0), (1, 0.7), (1, 0.5), (1, 0.35), (1, 0.25))
 """Rounds, and the share of the requests, that slower and slower computers send."""

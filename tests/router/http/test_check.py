@@ -110,7 +110,7 @@ def test_events_that_are_not_published_or_not_announced(
         (["--api-keys", "nowhere"], "cannot read nowhere: No such file or directory"),
         (["--tls-cert", "nowhere", "--tls-key", "nowhere"], "'nowhere': No such file or directory"),
         (["--cost", "nowhere"], "cost model nowhere: No such file or directory"),
-        (["--tokenizer", "nowhere"], "no tokenizer at 'nowhere'"),
+        (["--tokenizer", "nowhere"], "no tokenizer at nowhere"),
     ],
 )
 def test_a_check_refuses_files_that_a_start_would_refuse(
