@@ -42,7 +42,7 @@ def processor_s(folder: Path) -> float:
     """Seconds of processor that the host processes have used."""
     ticks = 0
     for record in RunDirectory(folder).living().values():
-        fields = Path(f"/proc/{record.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{record.pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 

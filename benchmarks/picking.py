@@ -44,7 +44,7 @@ ACCOUNTS = [(servers, blocks) for servers in (4, 8) for blocks in (8, 64, 512)]
 
 
 def rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * resource.getpagesize()
 
 

@@ -71,7 +71,7 @@ def process(*command: str, core: str, says: bool = True) -> Iterator[tuple[int, 
 
 def processor_s(pid: int) -> float:
     """Used by a process and its threads so far. (nginx' worker is a child: it runs without a master here.)"""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

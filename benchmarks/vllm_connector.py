@@ -288,7 +288,7 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.2)
-    raise SystemExit(f"LMCache's server did not start:\n{log.read_text()[-2000:]}")
+    raise SystemExit(f"LMCache's server did not start:\n{log.read_text(encoding='utf-8')[-2000:]}")
 
 
 # --- figures ---

@@ -33,7 +33,7 @@ KA_BAND = {"up": "300Mbit", "down": "1.2Gbit", "isl": "10Gbit", "buffer": "64MiB
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
 def fly(plan: ConstellationPlan, size_bytes: int, operations: int, kept: int, pause_s: float, seed: int) -> Any:
