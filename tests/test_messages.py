@@ -16,7 +16,7 @@ import pytest
 
 from skymemory.addresses import without_api_path
 from skymemory.cli import main as command
-from skymemory.config import converted, duration, parse_json, parse_toml, positive
+from skymemory.config import converted, duration, parse_json, parse_toml, positive, suggestion
 from skymemory.engine.inputs import read_document
 from skymemory.errors import InvalidInput, connection_reason, quoted
 from skymemory.files import decode_text, read_toml
@@ -69,6 +69,23 @@ def test_a_store_that_ends_with_the_command_is_refused(tmp_path: Path, capsys: p
     value.write_bytes(b"x")
     assert command.main(["kv", "put", str(value), "--store", "memory://"]) == 2
     assert "ends with it: expected a store that stays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "disk:///folder?max={}", "disk:///folder?{}=1", "disk:///folder?budget={}", "memory://1MiB?admit={}",
+        "memory://1MiB?name=-{}", "redis://host/{}", "constellation:///run?index={}", "{}",
+    ],
+)  # fmt: skip
+def test_a_long_address_of_a_store_is_shown_in_part(address: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        open_store(address.format(5_000 * "y"))
+    assert len(str(refused.value)) < 700
+
+
+def test_a_word_that_is_known_twice_is_listed_once() -> None:
+    assert suggestion("zzz", ["name", "name", "store"]) == "expected one of name, store"
 
 
 @pytest.mark.parametrize("words", [["--x" + 5_000 * "y"], [f"--x{at}" for at in range(1_000)]])

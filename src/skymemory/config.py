@@ -31,7 +31,7 @@ def suggestion(word: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"expected one of {', '.join(known)}" if known else "there are none"
+    return f"expected one of {', '.join(dict.fromkeys(known))}" if known else "there are none"
 
 
 def parse_toml(content: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, says
         ("tiers:?tier=memory&write_back=perhaps", "write_back: expected true or false"),
         ("tiers:?tier=memory&threads=2", "unknown setting 'threads'"),
         ("tiers:///x.toml?promote=never", "unknown option 'promote': write it into the file"),
-        ("memory://1MiB?name=a.b", "name=a.b: expected letters"),
+        ("memory://1MiB?name=a.b", "name='a.b': expected letters"),
     ],
 )
 def test_a_wrong_address_is_refused_with_the_reason(where: str, says: str) -> None:
@@ -182,7 +182,7 @@ def test_the_command_keeps_a_file_in_tiers(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "store", "says"),
     [
-        (["list"], "redis://127.0.0.1:1", "list: redis does not support it; a constellation, memory and disk do"),
+        (["list"], "redis://127.0.0.1:1", "list: redis does not support it; a constellation and disk do"),
         (["put", "FILE", "--ttl", "1m"], "tiers:?tier=memory", "--ttl: tiers does not support it"),
         (["get", "x", "--access", "los"], "memory", "write them in its address"),
         (["get", "x", "--no-index"], "memory", "write them in its address"),

@@ -13,7 +13,7 @@ from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.circuit_breaker import BreakerConfig
 from skymemory.constellation.visibility import GroundHost
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import InvalidInput, SkyMemoryError, quoted
 from skymemory.eviction import DEFAULT_POLICY
 from skymemory.files import check_readable, read_toml
 from skymemory.kv.value import is_sound_block
@@ -95,9 +95,9 @@ def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
     """The store with its options about writes."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
-            raise InvalidInput(f"store {where!r}: admit={rules['admit']}: expected all or second")
+            raise InvalidInput(f"store {quoted(where, 160)}: admit={quoted(rules['admit'])}: expected all or second")
         if bool(rules.get("tenant")) != ("quota" in rules):
-            raise InvalidInput(f"store {where!r}: expected tenant=NAME&quota=SIZE together")
+            raise InvalidInput(f"store {quoted(where, 160)}: expected tenant=NAME&quota=SIZE together")
         # From the inside out: admission is asked first, then the quota (of plain bytes); what passes is sealed.
         if "seal" in rules:
             store = sealed(store, KeyFollower(Path(rules["seal"])))
@@ -118,7 +118,7 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
     if kind == "disk":
         _no_others(options, ("budget", "name", "policy", "sync"), where)
         if not place or "budget" not in options:
-            raise InvalidInput(f"store {where!r}: expected disk:///directory?budget=SIZE[&sync=each]")
+            raise InvalidInput(f"store {quoted(where, 160)}: expected disk:///directory?budget=SIZE[&sync=each]")
         return DiskStore(
             Path(place),
             parse_size(options["budget"]),
@@ -138,13 +138,13 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
         _no_others(options, ("index", "access", "lat", "lon"), where)
         index = options.get("index", "yes")
         if index not in _YES + _NO:
-            raise InvalidInput(f"store {where!r}: index={index}: expected yes or no")
+            raise InvalidInput(f"store {quoted(where, 160)}: index={quoted(index)}: expected yes or no")
         use_index = index in _YES
         run_dir, ground = Path(place) if place else None, _ground(options, where)
         return open_constellation(run_dir, use_index=use_index, access=options.get("access"), ground=ground)
     if kind == "tcp":
-        raise InvalidInput(f"store {where!r}: write redis://{place} for a store daemon that listens there")
-    raise InvalidInput(f"store {where!r}: expected {EXPECTED}")
+        raise InvalidInput(f"store {quoted(where, 160)}: write redis://{place} for a store daemon that listens there")
+    raise InvalidInput(f"store {quoted(where, 160)}: expected {EXPECTED}")
 
 
 def _ground(options: dict[str, str], where: str) -> GroundHost | None:
@@ -154,42 +154,42 @@ def _ground(options: dict[str, str], where: str) -> GroundHost | None:
     try:
         return GroundHost(parse_number(options["lat"]), parse_number(options["lon"]))
     except (KeyError, ValueError) as error:
-        raise InvalidInput(f"store {where!r}: expected lat=DEGREES_NORTH&lon=DEGREES_EAST together") from error
+        raise InvalidInput(f"store {quoted(where, 160)}: expected lat=DEGREES_NORTH&lon=DEGREES_EAST together") from error
     except InvalidInput as error:
-        raise InvalidInput(f"store {where!r}: {error}") from error
+        raise InvalidInput(f"store {quoted(where, 160)}: {error}") from error
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:
     """Checks the database: redis-py would take an invalid one for 0, and join the digits of two."""
     if kind == "unix":
         if not place:
-            raise InvalidInput(f"store {where!r}: expected unix:///REDIS.sock")
+            raise InvalidInput(f"store {quoted(where, 160)}: expected unix:///REDIS.sock")
         return
     _, _, database = place.partition("/")
     if database and not (database.isascii() and database.isdigit()):
-        raise InvalidInput(f"store {where!r}: database {database!r}: expected {kind}://HOST[:PORT][/DB], DB a number")
+        raise InvalidInput(f"store {quoted(where, 160)}: database {quoted(database)}: expected {kind}://HOST[:PORT][/DB], DB a number")
 
 
 def _name(kind: str, options: dict[str, str], where: str) -> str:
     name = options.get("name", kind)
     if not name.isidentifier():
-        raise InvalidInput(f"store {where!r}: name={name}: expected letters, digits and _, as in metric names")
+        raise InvalidInput(f"store {quoted(where, 160)}: name={quoted(name)}: expected letters, digits and _, as in metric names")
     return name
 
 
 def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> None:
     for option in options:
         if option not in known:
-            raise InvalidInput(f"store {where!r}: unknown option {option!r}, expected {', '.join(known)}")
+            raise InvalidInput(f"store {quoted(where, 160)}: unknown option {quoted(option)}, expected {', '.join(known)}")
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
     """The hierarchy. If a tier fails to open, those opened before are closed."""
     if place and options:
-        raise InvalidInput(f"store {where!r}: unknown option {options[0][0]!r}: write it into the file")
+        raise InvalidInput(f"store {quoted(where, 160)}: unknown option {quoted(options[0][0])}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
     if "seal" in rules and any(tier.settings.verify for tier in plan.tiers):
-        raise InvalidInput(f"store {where!r}: seal and verify exclude each other: sealed values are not blocks")
+        raise InvalidInput(f"store {quoted(where, 160)}: seal and verify exclude each other: sealed values are not blocks")
     tiers: list[tuple[Store, TierSettings]] = []
     try:
         for tier in plan.tiers:
@@ -377,8 +377,8 @@ def read_options(options: list[tuple[str, str]], where: str) -> HierarchyPlan:
     whole = {name: value for name, value in options if name != "tier"}
     tiers = [{"store": value} for name, value in options if name == "tier"]
     if not tiers:
-        raise InvalidInput(f"store {where!r}: expected tiers:///FILE.toml, or tiers:?tier=ADDRESS&tier=ADDRESS")
+        raise InvalidInput(f"store {quoted(where, 160)}: expected tiers:///FILE.toml, or tiers:?tier=ADDRESS&tier=ADDRESS")
     try:
         return _plan(whole, tiers)
     except InvalidInput as error:
-        raise InvalidInput(f"store {where!r}: {error}") from error
+        raise InvalidInput(f"store {quoted(where, 160)}: {error}") from error
