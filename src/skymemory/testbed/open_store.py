@@ -91,13 +91,17 @@ def _parts(where: str) -> tuple[str, str, list[tuple[str, str]]]:
     return kind, place.removeprefix("//"), parse_qsl(query, keep_blank_values=True)
 
 
+def _refused(where: str, why: str) -> InvalidInput:
+    return InvalidInput(f"store {quoted(where, 160)}: {why}")
+
+
 def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
     """The store with its options about writes."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
-            raise InvalidInput(f"store {quoted(where, 160)}: admit={quoted(rules['admit'])}: expected all or second")
+            raise _refused(where, f"admit={quoted(rules['admit'])}: expected all or second")
         if bool(rules.get("tenant")) != ("quota" in rules):
-            raise InvalidInput(f"store {quoted(where, 160)}: expected tenant=NAME&quota=SIZE together")
+            raise _refused(where, "expected tenant=NAME&quota=SIZE together")
         # From the inside out: admission is asked first, then the quota (of plain bytes); what passes is sealed.
         if "seal" in rules:
             store = sealed(store, KeyFollower(Path(rules["seal"])))
@@ -118,7 +122,7 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
     if kind == "disk":
         _no_others(options, ("budget", "name", "policy", "sync"), where)
         if not place or "budget" not in options:
-            raise InvalidInput(f"store {quoted(where, 160)}: expected disk:///directory?budget=SIZE[&sync=each]")
+            raise _refused(where, "expected disk:///directory?budget=SIZE[&sync=each]")
         return DiskStore(
             Path(place),
             parse_size(options["budget"]),
@@ -138,13 +142,13 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
         _no_others(options, ("index", "access", "lat", "lon"), where)
         index = options.get("index", "yes")
         if index not in _YES + _NO:
-            raise InvalidInput(f"store {quoted(where, 160)}: index={quoted(index)}: expected yes or no")
+            raise _refused(where, f"index={quoted(index)}: expected yes or no")
         use_index = index in _YES
         run_dir, ground = Path(place) if place else None, _ground(options, where)
         return open_constellation(run_dir, use_index=use_index, access=options.get("access"), ground=ground)
     if kind == "tcp":
-        raise InvalidInput(f"store {quoted(where, 160)}: write redis://{place} for a store daemon that listens there")
-    raise InvalidInput(f"store {quoted(where, 160)}: expected {EXPECTED}")
+        raise _refused(where, f"write redis://{place} for a store daemon that listens there")
+    raise _refused(where, f"expected {EXPECTED}")
 
 
 def _ground(options: dict[str, str], where: str) -> GroundHost | None:
@@ -154,42 +158,42 @@ def _ground(options: dict[str, str], where: str) -> GroundHost | None:
     try:
         return GroundHost(parse_number(options["lat"]), parse_number(options["lon"]))
     except (KeyError, ValueError) as error:
-        raise InvalidInput(f"store {quoted(where, 160)}: expected lat=DEGREES_NORTH&lon=DEGREES_EAST together") from error
+        raise _refused(where, "expected lat=DEGREES_NORTH&lon=DEGREES_EAST together") from error
     except InvalidInput as error:
-        raise InvalidInput(f"store {quoted(where, 160)}: {error}") from error
+        raise _refused(where, f"{error}") from error
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:
     """Checks the database: redis-py would take an invalid one for 0, and join the digits of two."""
     if kind == "unix":
         if not place:
-            raise InvalidInput(f"store {quoted(where, 160)}: expected unix:///REDIS.sock")
+            raise _refused(where, "expected unix:///REDIS.sock")
         return
     _, _, database = place.partition("/")
     if database and not (database.isascii() and database.isdigit()):
-        raise InvalidInput(f"store {quoted(where, 160)}: database {quoted(database)}: expected {kind}://HOST[:PORT][/DB], DB a number")
+        raise _refused(where, f"database {quoted(database)}: expected {kind}://HOST[:PORT][/DB], DB a number")
 
 
 def _name(kind: str, options: dict[str, str], where: str) -> str:
     name = options.get("name", kind)
     if not name.isidentifier():
-        raise InvalidInput(f"store {quoted(where, 160)}: name={quoted(name)}: expected letters, digits and _, as in metric names")
+        raise _refused(where, f"name={quoted(name)}: expected letters, digits and _, as in metric names")
     return name
 
 
 def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> None:
     for option in options:
         if option not in known:
-            raise InvalidInput(f"store {quoted(where, 160)}: unknown option {quoted(option)}, expected {', '.join(known)}")
+            raise _refused(where, f"unknown option {quoted(option)}, expected {', '.join(known)}")
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
     """The hierarchy. If a tier fails to open, those opened before are closed."""
     if place and options:
-        raise InvalidInput(f"store {quoted(where, 160)}: unknown option {quoted(options[0][0])}: write it into the file")
+        raise _refused(where, f"unknown option {quoted(options[0][0])}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
     if "seal" in rules and any(tier.settings.verify for tier in plan.tiers):
-        raise InvalidInput(f"store {quoted(where, 160)}: seal and verify exclude each other: sealed values are not blocks")
+        raise _refused(where, "seal and verify exclude each other: sealed values are not blocks")
     tiers: list[tuple[Store, TierSettings]] = []
     try:
         for tier in plan.tiers:
@@ -377,8 +381,8 @@ def read_options(options: list[tuple[str, str]], where: str) -> HierarchyPlan:
     whole = {name: value for name, value in options if name != "tier"}
     tiers = [{"store": value} for name, value in options if name == "tier"]
     if not tiers:
-        raise InvalidInput(f"store {quoted(where, 160)}: expected tiers:///FILE.toml, or tiers:?tier=ADDRESS&tier=ADDRESS")
+        raise _refused(where, "expected tiers:///FILE.toml, or tiers:?tier=ADDRESS&tier=ADDRESS")
     try:
         return _plan(whole, tiers)
     except InvalidInput as error:
-        raise InvalidInput(f"store {quoted(where, 160)}: {error}") from error
+        raise _refused(where, f"{error}") from error
