@@ -22,7 +22,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from skymemory import native
@@ -37,6 +37,7 @@ from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line, too_large
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
+from skymemory.router.http.via import Via
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.tokenizing import TooMuchNewText
@@ -106,6 +107,7 @@ class Exchanges:
     """For prompts that one server serves alone, where prefill and decode are apart (``two_steps``)."""
     room: WaitingRoom | None = None
     """Where requests wait until a server has room; None: they are refused."""
+    via: Via = field(default_factory=Via)
     on_tokens: Callable[[str, int, float], None] | None = None
     """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
 
@@ -311,7 +313,7 @@ class Exchange:
         pool = self._of.pools[account.decision.server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
         self._head = None
-        head = request_head(incoming, pool, len(incoming.body), self._left_out)
+        head = request_head(incoming, pool, len(incoming.body), self._of.via, self._left_out)
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD")
 
     @property
@@ -401,15 +403,18 @@ class Exchange:
         connection = incoming.connection
         if incoming.method == "HEAD":
             response.chunked = False  # there is no body, and no end of one
-        if response.chunked and incoming.version == "1.0":
-            response.chunked = response.framed = False  # HTTP/1.0 has no chunks: the connection's end ends the body
+        elif incoming.version == "1.0":
+            response.framed = response.framed and not response.chunked
+            response.chunked = False  # HTTP/1.0 has no chunks: the connection's end ends the body
+        elif not response.framed:
+            response.chunked = response.framed = True  # so that the client can tell its end from a loss
         keep = connection.keeps(response.framed)
         head = [status_line(response.status, response.reason), headers_for_client(headers, incoming.has_cors)]
         if response.chunked:
             head.append(b"Transfer-Encoding: chunked\r\n")
         if incoming.headers.first.get(_DECISION):
             head.append(decision_line(account))
-        head += (incoming.response_headers, connection_line(incoming, keep), b"\r\n")
+        head += (self._of.via.line(), incoming.response_headers, connection_line(incoming, keep), b"\r\n")
         self._pass_on(piece, ended, b"".join(head))
 
     def _succeeded(self, account: RequestAccount, now_s: float) -> None:
@@ -448,7 +453,7 @@ class Exchange:
             event = error_event(502, why)
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
         self._finish()
-        connection.cut()
+        connection.cut(response.framed)
 
     # -- timeouts
 
@@ -517,7 +522,7 @@ class Exchange:
             self._log.status = 500
         self._finish()
         if began:
-            self.incoming.connection.cut()
+            self.incoming.connection.cut(self._head is not None and self._head.framed)
         else:
             send_error(self.incoming, internal_error())
 
@@ -613,7 +618,9 @@ def outcome_of(status: int) -> str:
     return {429: "limited", 502: "unreachable", 503: "no-server", 504: "timeout"}.get(status, "bad-request")
 
 
-def request_head(incoming: Incoming, pool: Pool, body_bytes: int, without: frozenset[bytes] = frozenset()) -> bytes:
+def request_head(
+    incoming: Incoming, pool: Pool, body_bytes: int, via: Via, without: frozenset[bytes] = frozenset()
+) -> bytes:
     """Request line and headers for one server, for a body of this length; ``without`` these of the client's. Where the
     server has a key of its own, or the client's is for the router, the client's key is left out.
     """
@@ -628,7 +635,7 @@ def request_head(incoming: Incoming, pool: Pool, body_bytes: int, without: froze
         incoming.target.encode(),
         pool.host,
     )
-    return b"".join((line, headers, authorization, length, b"\r\n"))
+    return b"".join((line, headers, via.line(incoming.version), authorization, length, b"\r\n"))
 
 
 def headers_for_server(

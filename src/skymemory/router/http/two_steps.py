@@ -149,7 +149,7 @@ class TwoStepExchange(Exchange):
             self._ask_decode(account)
 
     def _head_for(self, pool: Pool, body: bytes, without: frozenset[bytes]) -> bytes:
-        head = request_head(self.incoming, pool, len(body), without)
+        head = request_head(self.incoming, pool, len(body), self._of.via, without)
         # Both steps carry one id, by which they are found in the engines' logs.
         return head[:-2] + b"X-Request-Id: %s\r\n\r\n" % self._request_id if self._request_id else head
 
