@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +34,13 @@ from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
 from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line, too_large
+from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
 from skymemory.router.http.via import Via
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.tokenizing import TooMuchNewText
+from skymemory.router.prompts.unpacking import unpacked
 from skymemory.router.queue import Entry
 from skymemory.router.request_account import DeferredWork, RequestAccount, Usage, UsageReader
 from skymemory.router.settings import Settings
@@ -190,7 +190,7 @@ class Exchange:
             if packed:
                 most_bytes = self._of.settings.limits.max_body_bytes
                 incoming.connection.replace_body(
-                    incoming, await asyncio.to_thread(_unpacked, incoming.body, packed, most_bytes)
+                    incoming, await asyncio.to_thread(unpacked, incoming.body, packed, most_bytes)
                 )
             if self._has_tokens:
                 read = await asyncio.to_thread(self._read)
@@ -588,29 +588,6 @@ def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> Non
 
 def internal_error() -> ApiError:
     return ApiError(500, "internal error of the router; see its log")
-
-
-def _unpacked(body: bytes, packed: bytes, most_bytes: int) -> bytes:
-    """
-    Raises:
-        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
-    """
-    if packed == b"identity":
-        return body
-    if packed not in (b"gzip", b"x-gzip", b"deflate"):
-        raise ApiError(
-            415, f"Content-Encoding {packed[:40].decode('latin-1')!r} is not supported; gzip and deflate are"
-        )
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
-    try:
-        data = unpacker.decompress(body, most_bytes + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
-    if len(data) > most_bytes:
-        raise too_large(most_bytes)
-    if not unpacker.eof:
-        raise ApiError(400, "the body cannot be decompressed: it ends too early")
-    return data
 
 
 def outcome_of(status: int) -> str:
