@@ -119,6 +119,15 @@ class PromptReader:
             slo=promised(headers, self._slo) if self._promises else None,
         )
 
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a text within a prompt, where there is a tokenizer (``has_tokenizer``)."""
+        assert self._tokenizer is not None
+        return np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
     def _prompt(self, data: bytes, tokens: int, start: int) -> Prompt:
         hashed = (
             data[: self._max_blocks * self._block_bytes] if len(data) > self._max_blocks * self._block_bytes else data
