@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, quoted
 
 HEADER, LATER_HEADER = "x-prefiller-host-port", "x-llm-d-prefiller-host-port"
 """They name a prefill server to a sidecar: to ours and to llm-d's, whose later releases send the second."""
@@ -62,8 +62,8 @@ def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
         host, _, port = entry.partition(":")
     else:
         host, port = entry, ""
-    if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise InvalidInput(f"prefillers: {entry!r}: expected a port from 1 to 65535 behind the colon")
+    if port and not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise InvalidInput(f"prefillers: {quoted(entry)}: expected a port from 1 to 65535 behind the colon")
     return host, int(port) if port else None
 
 

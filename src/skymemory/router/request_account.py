@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -290,13 +290,17 @@ class ObservedPair(PairAccount):
 _OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))
 
 
+_Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""An engine's number of tokens: they are added up as floats."""
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
 
 

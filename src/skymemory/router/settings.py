@@ -294,10 +294,17 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retries on other servers, before the first byte of a response."""
+    """Retries on other servers: before the first byte of a response, and of streams that break."""
 
     most: int = setting("most", whole, 2, "retries of a request")
     statuses: tuple[int, ...] = setting("statuses", wholes, (502, 503, 504), "responses that are retried")
+    continue_streams: bool = setting(
+        "continue_streams",
+        yes_or_no,
+        True,
+        "a stream whose server fails goes on at another one, which gets the text so far as the end of its prompt; each "
+        "time counts as a retry",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 
 import pytest
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -216,20 +218,69 @@ def test_a_body_that_is_not_shown_in_time_is_routed_by_load(mode: str) -> None:
     assert kinds([passed]) == ["request_body"] and not passed.request_body.response.HasField("body_mutation")
 
 
-def test_a_request_is_whole_with_its_last_message_and_what_was_read_of_it_is_taken() -> None:
-    exchange = Exchange(a_service(most_body_bytes=1000))
-    assert not exchange.ends_request(request_headers(), 0)
+def test_a_request_is_read_in_a_thread_once_it_is_whole_and_what_was_read_of_it_is_taken() -> None:
+    service = a_service(most_body_bytes=1000)
+    service.thread_bytes = 1
+    exchange = Exchange(service)
+    assert not exchange.is_read_in_thread(request_headers())
     exchange.receive(request_headers(), 0.0)
-    assert not exchange.ends_request(request_body(b"a", end=False), 0)
+    assert not exchange.is_read_in_thread(request_body(b"a", end=False))
     exchange.receive(request_body(b"a", end=False), 0.0)
-    assert not exchange.ends_request(request_body(b"x" * 1000), 0)
+    assert not exchange.is_read_in_thread(request_body(b"x" * 1000))
     for last in (request_body(b"b"), request_trailers()):
-        assert exchange.ends_request(last, 1) and not exchange.ends_request(last, 1000)
-        whole = exchange.whole_request(last)
-        assert whole is not None and whole[1] == (b"ab" if last.HasField("request_body") else b"a")
-        assert whole[0][":path"] == "/v1/completions"
+        service.thread_bytes = 1
+        assert exchange.is_read_in_thread(last)
+        service.thread_bytes = 1000
+        assert not exchange.is_read_in_thread(last)
+        read = exchange.read_whole(last)
+        assert isinstance(read, ApiError) and read.status == 400
     (answer,) = exchange.receive(request_body(b"b"), 0.0, ApiError(400, "no"))
-    assert answer.immediate_response.status.code == 400 and not exchange.ends_request(request_body(b"b"), 0)
+    assert answer.immediate_response.status.code == 400 and not exchange.is_read_in_thread(request_body(b"b"))
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate", "GZIP ", "identity"])
+def test_a_compressed_body_is_read_and_passed_on_as_it_came(coding: str, in_thread: bool) -> None:
+    plain = a_completion("a prompt of forty letters, or a few more.")
+    packed = {"deflate": zlib.compress, "identity": bytes}.get(coding, gzip.compress)(plain)
+    service = a_service()
+    exchange = Exchange(service)
+    exchange.receive(request_headers({**POST, "content-encoding": coding}), 0.0)
+    last = request_body(packed)
+    assert exchange.is_read_in_thread(last) == (coding != "identity")
+    answers = list(exchange.receive(last, 0.0, exchange.read_whole(last) if in_thread else None))
+    assert kinds(answers) == ["request_headers", "request_body"] and streamed(answers[1:]) == [(packed, True)]
+    assert service.counters.total("prompt_tokens_total") == 10
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize(
+    ("coding", "body", "status"),
+    [
+        ("br", b"x", 415),
+        ("gzip", b"no gzip", 400),
+        ("gzip", gzip.compress(a_completion())[:-9], 400),
+        ("gzip", gzip.compress(bytes(50_000_000), 9), 413),
+        ("deflate", zlib.compress(a_completion("x" * 1100)), 413),
+        ("gzip, gzip", gzip.compress(gzip.compress(a_completion())), 415),
+        ("gzip", gzip.compress(b"{"), 400),
+    ],
+)
+def test_a_compressed_body_that_cannot_be_read_is_refused(
+    coding: str, body: bytes, status: int, in_thread: bool
+) -> None:
+    exchange = Exchange(a_service(most_body_bytes=1000 if len(body) < 1000 else 100_000))
+    exchange.receive(request_headers({**POST, "content-encoding": coding}), 0.0)
+    last = request_body(body)
+    (answer,) = exchange.receive(last, 0.0, exchange.read_whole(last) if in_thread else None)
+    assert answer.immediate_response.status.code == status
+
+
+def test_a_compressed_body_without_a_prompt_is_not_read() -> None:
+    exchange = Exchange(a_service())
+    exchange.receive(request_headers({":method": "POST", ":path": "/v1/embeddings", "content-encoding": "br"}), 0.0)
+    answers = list(exchange.receive(request_body(b"x"), 0.0))
+    assert kinds(answers) == ["request_headers", "request_body"]
 
 
 def test_who_only_looks_on_is_not_answered() -> None:

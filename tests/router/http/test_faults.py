@@ -230,12 +230,6 @@ def test_ten_thousand_adapters_do_not_grow_the_metrics(run: Run) -> None:
     assert lines[0] == lines[1]
 
 
-def test_an_end_that_only_closing_marks_stays_such_an_end(run: Run) -> None:
-    running = run(engines=1)
-    came = raw_stream(running, {"events": 2, "open_end": True})
-    assert came.endswith(b"data: [DONE]\n\n") and b"chunked" not in came.lower() and b"Connection: close" in came
-
-
 def test_a_few_bytes_that_hold_gigabytes_delay_no_request(run: Callable[..., Running]) -> None:
     running = run(engines=1)
     bomb = gzip.compress(bytes(200 << 20), 9)

@@ -11,7 +11,14 @@ import pytest
 from skymemory import native
 from skymemory.conductor.request import Request, seed
 from skymemory.router.api_error import ApiError
-from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS, PromptReader, prompts_of, read_body
+from skymemory.router.prompts.reader import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    MAX_OUTPUT_TOKENS,
+    PromptReader,
+    prompts_of,
+    read_body,
+)
 from skymemory.router.settings import Limits, Settings
 
 READER = PromptReader(Settings(strategy="simhash"), {"poet": "small", "orphan": ""})
@@ -191,7 +198,9 @@ def test_what_is_too_large_is_refused_before_it_is_read() -> None:
     assert caught.value.status == 413
 
 
-def test_odd_numbers_pass() -> None:
-    request = READER.read(COMPLETIONS + "?x=1", {}, b'{"prompt": "tail", "max_tokens": 1e300, "user": ""}')
-    assert request.output_tokens == int(1e300) and request.prompt.tokens == 1
+def test_the_limit_of_an_answer() -> None:
+    request = READER.read(COMPLETIONS + "?x=1", {}, b'{"prompt": "tail", "max_tokens": 1e3, "user": ""}')
+    assert request.output_tokens == 1000 and request.prompt.tokens == 1
     assert read(prompt="x", max_tokens=5, max_completion_tokens=9).output_tokens == 9
+    assert read(prompt="x", max_tokens=-1).output_tokens is None, "with some engines: no limit"
+    assert read(prompt="x", max_tokens=2**63 - 1).output_tokens == MAX_OUTPUT_TOKENS

@@ -31,6 +31,7 @@ from skymemory.router.backends import Backends
 from skymemory.router.decoding import lacking_few
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.splitting import fields_of, why_whole
+from skymemory.router.prompts.unpacking import is_packed, unpacked
 from skymemory.router.queue import Entry, QueueSettings, RequestQueue
 from skymemory.router.request_account import DeferredWork, ObservedPair, RequestAccount, UsageReader
 from skymemory.router.settings import PickerSettings
@@ -111,19 +112,23 @@ class PickerService:
         known = _prompt_path(headers)
         return NO_PROMPT if known is None else self.reader.read(known, headers, body)
 
+    def unpacked(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """The body of a prompt without the compression of its client; Envoy passes it on as it came.
+
+        Raises:
+            ApiError: it cannot be decompressed, or is too long then.
+        """
+        coding = headers.get("content-encoding")
+        if not coding or _prompt_path(headers) is None:
+            return body
+        return unpacked(body, coding.encode("latin-1", "replace"), self.most_body_bytes)
+
     def splits(self, headers: Mapping[str, str], body: bytes) -> bool:
         """Whether one server can prefill it and another one answer it."""
         if self.alone is None or (path := _prompt_path(headers)) is None:
             return False
         fields = fields_of(body)
         return fields is not None and not why_whole(path, fields)
-
-    def outcome(self, headers: Mapping[str, str], body: bytes) -> Request | ApiError:
-        """``read``, for another thread: an error is a value."""
-        try:
-            return self.read(headers, body)
-        except ApiError as error:
-            return error
 
     def must_wait(self, request: Request, among: frozenset[str] | None, now_s: float) -> WaitingRoom | None:
         """Where the request has to wait, if others do or no server has room."""
@@ -239,29 +244,49 @@ class Exchange:
         self._body_bytes = 0
         self._whole: bytes | None = None
         """The joined body, where a thread has read it: joining 16 MB again would block the event loop for some ms."""
+        self._plain: bytes | None = None
+        """The body without compression, where a thread has read it."""
         self._has_body = False
         self._answered = False
         """The request was routed, or refused."""
         self._read: Request | ApiError | None = None
-        self._waiting: tuple[Request, bytes, bool] | None = None
-        """While it is queued: the request, its body, and whether trailers ended it."""
+        self._waiting: tuple[Request, bytes, bool, bool] | None = None
+        """While it is queued: the request, its body, whether two servers may serve it, whether trailers ended it."""
         self._entry: Entry | None = None
         """Its place in the queue, if it was in it."""
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
         self._usage: UsageReader | None = None
 
-    def ends_request(self, message: ProcessingRequest, least: int) -> bool:
-        """Whether ``message`` completes an unanswered request with a body of ``least`` bytes or more."""
-        last = message.request_body
+    def is_read_in_thread(self, message: ProcessingRequest) -> bool:
+        """Whether ``message`` completes an unanswered request that takes long to read: it is compressed (a few bytes may
+        hold many), or has the length from which the service reads in a thread.
+        """
+        service, last = self._service, message.request_body
         size = self._body_bytes + len(last.body)
         ends = last.end_of_stream or message.WhichOneof("request") == "request_trailers"
-        return ends and not self._answered and least <= size <= self._service.most_body_bytes
+        if not ends or self._answered or size > service.most_body_bytes:
+            return False
+        if size and self._is_packed:
+            return _prompt_path(self._headers) is not None
+        return service.thread_bytes is not None and service.thread_bytes <= size
 
-    def whole_request(self, message: ProcessingRequest) -> tuple[Mapping[str, str], bytes]:
-        """Headers and body of the request that ``message`` completes, to be read in a thread before ``receive``."""
+    def read_whole(self, message: ProcessingRequest) -> Request | ApiError:
+        """Read the request that ``message`` completes, in a thread, before ``receive``; an error is a value."""
         self._whole = b"".join((*self._body, message.request_body.body))
-        return self._headers, self._whole
+        try:
+            self._plain = self._service.unpacked(self._headers, self._whole)
+            return self._service.read(self._headers, self._plain)
+        except ApiError as error:
+            return error
+
+    def may_be_longer_than(self, size_bytes: int) -> bool:
+        """Whether reading the body may take this much memory."""
+        return self.held_bytes() >= size_bytes or self._is_packed
+
+    @property
+    def _is_packed(self) -> bool:
+        return is_packed(self._headers.get("content-encoding", "").encode("latin-1", "replace"))
 
     def receive(
         self, message: ProcessingRequest, now_s: float, read: Request | ApiError | None = None
@@ -269,7 +294,7 @@ class Exchange:
         """The encoded messages to send now, in order: a tuple, empty where further messages must come first. For a long
         body it is an iterator, which encodes each piece on demand.
 
-        ``read``: the result of reading ``whole_request``; None: it is read here.
+        ``read``: the result of ``read_whole``; None: it is read here.
         """
         self._read = read
         if message.HasField("protocol_config"):
@@ -365,14 +390,17 @@ class Exchange:
     def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
         """``blind``: Envoy sends the body only after this is answered."""
         if self._read is not None and self._whole is not None:
-            body = self._whole
+            body, plain = self._whole, self._plain
         else:
-            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            body, plain = self._body[0] if len(self._body) == 1 else b"".join(self._body), None
         self._forget_body()
         try:
             if isinstance(self._read, ApiError):
                 raise self._read
-            request = NO_PROMPT if blind else self._read or self._service.read(self._headers, body)
+            if plain is None and not blind:
+                plain = self._service.unpacked(self._headers, body)
+            request = NO_PROMPT if blind else self._read or self._service.read(self._headers, plain or b"")
+            splits = not blind and self._service.splits(self._headers, plain or b"")
             if self._response_mode == say.NONE:
                 # Only the response's headers are reported, and streamed ones come before the prefill.
                 request = replace(request, streams=False)
@@ -380,8 +408,8 @@ class Exchange:
             return self._refuse(error)
         room = self._service.must_wait(request, self._subset, now_s)
         if room is None:
-            return self._route(request, body, trailers, now_s)
-        self._waiting = request, body, trailers
+            return self._route(request, body, splits, trailers, now_s)
+        self._waiting = request, body, splits, trailers
         entry = room.wait(self, request, len(body), self._subset)
         if isinstance(entry, Refusal):
             self._waiting = None
@@ -389,9 +417,9 @@ class Exchange:
         self._entry = entry
         return ()
 
-    def _route(self, request: Request, body: bytes, trailers: bool, now_s: float) -> Iterable[bytes]:
+    def _route(self, request: Request, body: bytes, splits: bool, trailers: bool, now_s: float) -> Iterable[bytes]:
         try:
-            placement = self._service.choose(request, self._subset, now_s, self._service.splits(self._headers, body))
+            placement = self._service.choose(request, self._subset, now_s, splits)
         except ApiError as error:
             return self._refuse(error)
         self._answered = True
@@ -424,7 +452,7 @@ class Exchange:
 
     def _forget_body(self) -> None:
         self._body.clear()
-        self._body_bytes, self._whole = 0, None
+        self._body_bytes, self._whole, self._plain = 0, None, None
 
     # The response
 

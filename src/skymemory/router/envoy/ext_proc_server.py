@@ -156,8 +156,7 @@ class _Stream(Call):
         except DecodeError:
             self._answers.finish(INTERNAL, "expected a ProcessingRequest")
             return
-        least = self._service.thread_bytes
-        if least is None or self._exchange is None or not self._exchange.ends_request(message, least):
+        if self._exchange is None or not self._exchange.is_read_in_thread(message):
             self._receive(message, None)
             return
         # Later messages of this stream wait (`hold`): they must not overtake the answer to this one.
@@ -194,10 +193,10 @@ class _Stream(Call):
 
     async def _read_in_thread(self, exchange: Exchange, message: ProcessingRequest) -> None:
         """Read a long prompt while the event loop serves other requests."""
-        many = self._long_bodies is not None and exchange.held_bytes() >= LONG_BODY_BYTES
+        many = self._long_bodies is not None and exchange.may_be_longer_than(LONG_BODY_BYTES)
         try:
             async with self._long_bodies if many and self._long_bodies is not None else nullcontext():
-                read = await asyncio.to_thread(lambda: self._service.outcome(*exchange.whole_request(message)))
+                read = await asyncio.to_thread(exchange.read_whole, message)
                 self._receive(message, read)
         except Exception:
             log.exception("reading a prompt failed")

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
+import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +31,7 @@ from skymemory import native
 from skymemory.native.twin.backend import RawHeaders
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import Tenant
+from skymemory.router.http.codings import CHUNKED, transfer_codings
 
 log = logging.getLogger("skymemory.router")
 
@@ -40,6 +43,8 @@ CUT_S = 5.0
 """For a client to read the last bytes of a response; then its connection is aborted."""
 UNREAD_S = 0.05
 """For the event loop to deliver bytes that arrived while it was busy."""
+_LENGTH_DIGITS = 20
+"""Of a Content-Length: 64 bits."""
 MAX_PIPELINED = 64
 """Requests that may wait on one connection. Event loops deliver at most 256 KiB at once, so this bounds what is parsed
 in one turn, too.
@@ -536,13 +541,30 @@ class Connection(asyncio.Protocol):
         self._transport.close()
         self.deadline.set(CUT_S, self._transport.abort)
 
-    def cut(self) -> None:
-        """End an incomplete response: send what is written, without the mark of a proper end."""
+    def cut(self, framed: bool) -> None:
+        """End an incomplete response: send what is written, without the mark of a proper end.
+
+        ``framed``: its head says where it ends. Else the end of the connection would be its end: it is reset.
+        """
         self._forget()
-        self.close()
+        if framed:
+            self.close()
+            return
+        self._reset_at_close()
+        if self._transport.get_extra_info("ssl_object") is None:
+            self.close()
+        else:
+            self.abort()  # TLS's close_notify would be a proper end, too
+
+    def _reset_at_close(self) -> None:
+        found = self._transport.get_extra_info("socket")
+        if found is not None:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def abort(self) -> None:
-        """Close at once, and drop what is not yet sent."""
+        """Close at once, and drop what is not yet sent. A response under way ends with a reset."""
+        if self._current is not None and not self.closing:
+            self._reset_at_close()
         self._forget()
         self.closing = self._discarding = True
         self._transport.abort()
@@ -577,10 +599,12 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     if "#" in target:
         return ApiError(400, "a request's path must not have a fragment (#…)")
     if b"transfer-encoding" in first:
-        coded = headers.words_of(b"transfer-encoding")
-        if request.version == "1.0" or coded != [b"chunked"]:
-            shown = b", ".join(coded)[:100].decode("latin-1")
-            return ApiError(400, f"Transfer-Encoding {shown!r} is not supported; expected chunked")
+        codings = transfer_codings(headers)
+        if request.version == "1.0" or codings != [CHUNKED]:
+            shown = b", ".join(codings)[:100].decode("latin-1")
+            is_readable = codings[-1:] == [CHUNKED] and codings.count(CHUNKED) == 1 and request.version == "1.1"
+            status = 501 if is_readable else 400  # it says where it ends, but is coded; or not even that
+            return ApiError(status, f"Transfer-Encoding {shown!r} is not supported; expected chunked")
     hosts = headers.all_of(b"host")
     if len(hosts) > 1 or (not hosts and request.version == "1.1"):
         return ApiError(400, f"expected one Host header, got {len(hosts)}")
@@ -588,8 +612,10 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     if expected and expected.lower() != b"100-continue":
         return ApiError(417, f"Expect: {expected[:100].decode('latin-1')!r} is not supported; 100-continue is")
     length = first.get(b"content-length")
-    if length and int(length) > max_body_bytes:
-        return too_large(max_body_bytes)
+    if length:
+        digits = length.lstrip(b"0")  # the parser has read them as 64 bits, and lets any number of zeros pass
+        if len(digits) > _LENGTH_DIGITS or int(digits or b"0") > max_body_bytes:
+            return too_large(max_body_bytes)
     return None
 
 

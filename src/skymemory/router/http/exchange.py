@@ -20,9 +20,8 @@ import json
 import logging
 import math
 import time
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 
 from skymemory import native
@@ -35,11 +34,14 @@ from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
 from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line, too_large
+from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
+from skymemory.router.http.via import Via
 from skymemory.router.metrics import ProxyMetrics
+from skymemory.router.prompts.continuation import ENGINES, Rest, StreamContinuation
 from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.tokenizing import TooMuchNewText
+from skymemory.router.prompts.unpacking import unpacked
 from skymemory.router.queue import Entry
 from skymemory.router.request_account import DeferredWork, RequestAccount, Usage, UsageReader
 from skymemory.router.settings import Settings
@@ -106,6 +108,7 @@ class Exchanges:
     """For prompts that one server serves alone, where prefill and decode are apart (``two_steps``)."""
     room: WaitingRoom | None = None
     """Where requests wait until a server has room; None: they are refused."""
+    via: Via = field(default_factory=Via)
     on_tokens: Callable[[str, int, float], None] | None = None
     """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
 
@@ -127,6 +130,9 @@ class Exchange:
         self._tried: set[str] = set()
         self._head: ResponseHead | None = None
         self._reader: UsageReader | None = None
+        self._stream: StreamContinuation | None = None
+        """What the client has of a stream that may go on at another server."""
+        self._is_continued = False
         self._waits = False
         """It is in the queue."""
         self._entry: Entry | None = None
@@ -188,7 +194,7 @@ class Exchange:
             if packed:
                 most_bytes = self._of.settings.limits.max_body_bytes
                 incoming.connection.replace_body(
-                    incoming, await asyncio.to_thread(_unpacked, incoming.body, packed, most_bytes)
+                    incoming, await asyncio.to_thread(unpacked, incoming.body, packed, most_bytes)
                 )
             if self._has_tokens:
                 read = await asyncio.to_thread(self._read)
@@ -311,7 +317,7 @@ class Exchange:
         pool = self._of.pools[account.decision.server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
         self._head = None
-        head = request_head(incoming, pool, len(incoming.body), self._left_out)
+        head = request_head(incoming, pool, len(incoming.body), self._of.via, self._left_out)
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD")
 
     @property
@@ -345,6 +351,9 @@ class Exchange:
     # -- from the server
 
     def response_begins(self, head: ResponseHead) -> None:
+        if self._streaming:
+            self._rest_begins(head)
+            return
         if head.status not in self._of.settings.retries.statuses or self._is_last:
             self._head = head
             return
@@ -374,9 +383,8 @@ class Exchange:
         self._call = None
         backends, server, result = self._of.backends, account.decision.server, self._log
         if self._streaming:
-            result.outcome, result.why = "broken", str(error)
-            self._cut("the server went away in the middle of its answer")
-            backends.failed(server, result.why, time.monotonic())
+            backends.failed(server, str(error), time.monotonic(), gone=error.refused)
+            self._go_on_or_cut(str(error))
             return
         backends.failed(server, str(error), time.monotonic(), gone=error.refused)
         self._retry(str(error))
@@ -398,18 +406,25 @@ class Exchange:
             if not ended and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
         self._streaming = True
+        if reader.streams and not ended and self._may_go_on(response):
+            of_reader = self._of.reader
+            tokens_of = of_reader.tokens_of if of_reader.has_tokenizer else None
+            self._stream = StreamContinuation(incoming.path, incoming.body, tokens_of)
         connection = incoming.connection
         if incoming.method == "HEAD":
             response.chunked = False  # there is no body, and no end of one
-        if response.chunked and incoming.version == "1.0":
-            response.chunked = response.framed = False  # HTTP/1.0 has no chunks: the connection's end ends the body
+        elif incoming.version == "1.0":
+            response.framed = response.framed and not response.chunked
+            response.chunked = False  # HTTP/1.0 has no chunks: the connection's end ends the body
+        elif not response.framed:
+            response.chunked = response.framed = True  # so that the client can tell its end from a loss
         keep = connection.keeps(response.framed)
         head = [status_line(response.status, response.reason), headers_for_client(headers, incoming.has_cors)]
         if response.chunked:
             head.append(b"Transfer-Encoding: chunked\r\n")
         if incoming.headers.first.get(_DECISION):
             head.append(decision_line(account))
-        head += (incoming.response_headers, connection_line(incoming, keep), b"\r\n")
+        head += (self._of.via.line(), incoming.response_headers, connection_line(incoming, keep), b"\r\n")
         self._pass_on(piece, ended, b"".join(head))
 
     def _succeeded(self, account: RequestAccount, now_s: float) -> None:
@@ -420,10 +435,13 @@ class Exchange:
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
         assert response is not None and reader is not None
+        if self._stream is not None:
+            piece = self._stream.add(piece, ended)
         result.bytes_out += len(piece)
         if response.chunked:
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
-            connection.write(head + framed + (b"0\r\n\r\n" if ended else b""))
+            if data := head + framed + (b"0\r\n\r\n" if ended else b""):
+                connection.write(data)
         elif head or piece:
             connection.write(head + piece)
         reader.add(piece)
@@ -438,6 +456,83 @@ class Exchange:
         else:
             connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
 
+    # -- a stream goes on at another server: the client's response stays, and what it has of it is in `_stream`
+
+    def _may_go_on(self, response: ResponseHead) -> bool:
+        is_readable = not response.headers.first.get(b"content-encoding") and (response.chunked or not response.framed)
+        return (
+            self._of.settings.retries.continue_streams
+            and response.status == 200
+            and is_readable
+            and self.incoming.path in PROMPT_PATHS
+        )
+
+    def _go_on_or_cut(self, why: str) -> None:
+        """The stream broke: get what remains from another server, or end it with an error."""
+        account, result, stream = self._account, self._log, self._stream
+        assert account is not None
+        result.why = f"{account.decision.server}: {why}"
+        self._drop_call()
+        rest = None if stream is None or self._is_last else stream.rest()
+        if rest is not None and not rest.body:
+            self._stream = None
+            self._pass_on(rest.ending, True)
+            return
+        if rest is not None:
+            now_s = time.monotonic()
+            account.close(now_s)
+            self._tried.add(account.decision.server)
+            try:
+                placed = self._place_rest(account.placement, rest, now_s)
+            except NoServer as error:
+                log.debug("no server for the rest of a stream: %s", error)
+            else:
+                self._ask_rest(placed, rest, now_s)
+                return
+        result.outcome = "broken"
+        self._cut("the server went away in the middle of its answer")
+
+    def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
+        """
+        Raises:
+            NoServer: none takes requests, and can continue this one.
+        """
+        able = self._of.backends.able(self._request, self._tried, 0)
+        return self._scheduler.place_again(before, now_s, self._able_to_continue(able, rest))
+
+    def _able_to_continue(self, able: Collection[str] | None, rest: Rest) -> Collection[str] | None:
+        if not rest.by_chat:
+            return able
+        known = self._of.backends.known
+        names = known if able is None else able
+        return [name for name in names if any(each.get("owned_by") in ENGINES for each in known[name].models.values())]
+
+    def _ask_rest(self, placement: Placement, rest: Rest, now_s: float) -> None:
+        incoming, before, of = self.incoming, self._account, self._of
+        assert before is not None
+        self._is_continued = True
+        self._log.retries += 1
+        of.metrics.of(before.decision.server).retries += 1
+        account = self._account = RequestAccount(self._scheduler, placement, now_s)
+        of.metrics.decided(account.decision)
+        pool = of.pools[account.decision.server]
+        incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._idle_timeout)
+        head = request_head(incoming, pool, len(rest.body), of.via, self._left_out)
+        self._call = pool.ask(self, head, rest.body)
+
+    def _rest_begins(self, head: ResponseHead) -> None:
+        account, first = self._account, head.headers.first
+        assert account is not None
+        is_stream = first.get(b"content-type", b"").startswith(b"text/event-stream")
+        if head.status != 200 or not is_stream or first.get(b"content-encoding"):
+            try:
+                self._go_on_or_cut(f"it answered {head.status} to the request for the rest")
+            except Exception:
+                self._fault()
+            return
+        self._of.backends.answered(account.decision.server)
+        self._of.deferred.run(partial(self._succeeded, account, time.monotonic()))
+
     def _cut(self, why: str) -> None:
         """End an incomplete response so that no client takes it for complete: without the mark of a proper end, and in
         an event stream with an error event, if the last event came whole.
@@ -448,7 +543,7 @@ class Exchange:
             event = error_event(502, why)
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
         self._finish()
-        connection.cut()
+        connection.cut(response.framed)
 
     # -- timeouts
 
@@ -517,7 +612,7 @@ class Exchange:
             self._log.status = 500
         self._finish()
         if began:
-            self.incoming.connection.cut()
+            self.incoming.connection.cut(self._head is not None and self._head.framed)
         else:
             send_error(self.incoming, internal_error())
 
@@ -561,7 +656,8 @@ class Exchange:
         work = None if usage is None or self._entry is None else self._work_of(usage)
         if work is not None and self._entry is not None and self._of.room is not None:
             self._of.room.queue.corrected(self._entry, work)
-        account.ended(now_s, usage, met)
+        # Of a stream that went on elsewhere the usage is the whole answer's, and this server's part is not known.
+        account.ended(now_s, None if self._is_continued else usage, met)
 
     def _work_of(self, usage: Usage) -> float | None:
         """Tokens that were computed for it; None: unknown."""
@@ -585,35 +681,14 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal error of the router; see its log")
 
 
-def _unpacked(body: bytes, packed: bytes, most_bytes: int) -> bytes:
-    """
-    Raises:
-        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
-    """
-    if packed == b"identity":
-        return body
-    if packed not in (b"gzip", b"x-gzip", b"deflate"):
-        raise ApiError(
-            415, f"Content-Encoding {packed[:40].decode('latin-1')!r} is not supported; gzip and deflate are"
-        )
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
-    try:
-        data = unpacker.decompress(body, most_bytes + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
-    if len(data) > most_bytes:
-        raise too_large(most_bytes)
-    if not unpacker.eof:
-        raise ApiError(400, "the body cannot be decompressed: it ends too early")
-    return data
-
-
 def outcome_of(status: int) -> str:
     """Of a request that the router refused with this status."""
     return {429: "limited", 502: "unreachable", 503: "no-server", 504: "timeout"}.get(status, "bad-request")
 
 
-def request_head(incoming: Incoming, pool: Pool, body_bytes: int, without: frozenset[bytes] = frozenset()) -> bytes:
+def request_head(
+    incoming: Incoming, pool: Pool, body_bytes: int, via: Via, without: frozenset[bytes] = frozenset()
+) -> bytes:
     """Request line and headers for one server, for a body of this length; ``without`` these of the client's. Where the
     server has a key of its own, or the client's is for the router, the client's key is left out.
     """
@@ -628,7 +703,7 @@ def request_head(incoming: Incoming, pool: Pool, body_bytes: int, without: froze
         incoming.target.encode(),
         pool.host,
     )
-    return b"".join((line, headers, authorization, length, b"\r\n"))
+    return b"".join((line, headers, via.line(incoming.version), authorization, length, b"\r\n"))
 
 
 def headers_for_server(

@@ -230,6 +230,9 @@ class Proxy:
         return path in PROMPT_PATHS or path in FORWARDED
 
     def _forward(self, request: Incoming) -> None:
+        if (looped := self._exchanges.via.refusal(request.headers)) is not None:
+            self.refuse(request, looped)
+            return
         most = self.settings.limits.max_in_flight
         if self.in_flight >= most:
             self.refuse(

@@ -34,6 +34,7 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
 from skymemory.router.http.exchange import Exchange, decision_line, request_head
 from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
+from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prefillers import HEADER, LATER_HEADER
 from skymemory.router.prompts.splitting import (
     ASKS_FOR_KV,
@@ -149,7 +150,7 @@ class TwoStepExchange(Exchange):
             self._ask_decode(account)
 
     def _head_for(self, pool: Pool, body: bytes, without: frozenset[bytes]) -> bytes:
-        head = request_head(self.incoming, pool, len(body), without)
+        head = request_head(self.incoming, pool, len(body), self._of.via, without)
         # Both steps carry one id, by which they are found in the engines' logs.
         return head[:-2] + b"X-Request-Id: %s\r\n\r\n" % self._request_id if self._request_id else head
 
@@ -329,6 +330,20 @@ class TwoStepExchange(Exchange):
         result.retries += 1
         of.metrics.of(server).retries += 1
         self._ask_decode(account)
+
+    def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
+        """One server prefills the rest and answers it: what the prefill server has handed over went with the other."""
+        if self._fields is not None:
+            prefill, self._prefill = self._prefill, None
+            if prefill is not None:
+                prefill.drop()
+                self._of.metrics.prefilled(prefill.server, "dropped")
+            self._serve_alone("stream-continued")
+        able = self._able_to_continue(self._of.backends.alone(self._request, self._tried), rest)
+        placed = self._scheduler.place(self._request, now_s, able)
+        if isinstance(placed, Refusal):
+            raise NoServer(placed.reason)
+        return placed
 
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         super()._pass_on(piece, ended, head)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from skymemory.errors import os_reason
+from skymemory.router.http.codings import CHUNKED, transfer_codings
 from skymemory.router.http.connection import Headers
 from skymemory.router.settings import Backend
 from skymemory.router.tls import Access, Authorities
@@ -53,12 +54,23 @@ class ResponseHead:
     __slots__ = ("chunked", "framed", "headers", "reason", "status")
 
     def __init__(self, status: int, reason: str, headers: Headers) -> None:
+        """
+        Raises:
+            UpstreamError: a status that does not exist, or a transfer coding that was not asked for.
+        """
+        if not 200 <= status <= 599:
+            raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
+        codings = transfer_codings(headers)
+        if codings not in ([], [CHUNKED]):
+            # The router asks for no other one, and a client must not get a body whose coding no header names any more.
+            shown = b", ".join(codings)[:100].decode("latin-1")
+            raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
         self.status = status
         self.reason = reason
         self.headers = headers
-        first = headers.first
-        self.chunked = b"chunked" in first.get(b"transfer-encoding", b"").lower()
-        self.framed = self.chunked or bool(first.get(b"content-length")) or status in (204, 304)
+        has_body = status not in (204, 304)
+        self.chunked = bool(codings) and has_body
+        self.framed = self.chunked or not has_body or bool(headers.first.get(b"content-length"))
         """Whether the head says where the body ends; else it ends with the connection."""
 
 
@@ -147,7 +159,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self._head_bytes = 0
         self._pieces: list[bytes] = []
-        self._begun = self._ended = False
+        self._begun = self._ended = self._is_at_eof = self._ends_at_eof = False
         if len(call.body) <= JOIN_BYTES:
             transport.write(call.head + call.body)
         else:
@@ -208,6 +220,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.give_back(self)
 
     def eof_received(self) -> bool:
+        self._is_at_eof = self._transport is not None and _is_whole_tls(self._transport)
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -216,13 +229,14 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:
             return
         head, receiver = self._head, call.receiver
-        if head is not None and not head.framed and error is None and receiver is not None:
+        if self._ends_at_eof and self._is_at_eof and error is None and receiver is not None:
             call.receiver = call.connection = None
             receiver.response_data(b"".join(self._pieces), True)
             return
         when = "before the first byte" if head is None else "in the middle of its response"
-        why = f"it closed the connection {when}"
-        self._failed(call, self._fresh or self._begun, UpstreamError(f"{why}: {error}" if error else why))
+        how = "reset" if isinstance(error, ConnectionResetError) else "closed"
+        why = f"it {how} the connection {when}"
+        self._failed(call, self._fresh or self._begun, UpstreamError(why if error is None or how == "reset" else f"{why}: {error}"))
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
         if not for_good and call.receiver is not None:
@@ -243,9 +257,12 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
         reason, self._reason = self._reason, b""
-        if status < 200:
-            return  # informational (1xx)
+        if self._parser.get_http_version() not in ("1.0", "1.1"):
+            raise UpstreamError(f"it speaks HTTP/{self._parser.get_http_version()}; expected 1.0 or 1.1")
+        if 100 <= status < 200:
+            return  # informational
         self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
+        self._ends_at_eof = not self._head.framed  # the receiver may change how the client's response is framed
         if self._call is not None and not self._call.has_body:
             self._ended = True
             self.gone = True  # the parser would wait for a body
@@ -258,8 +275,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head is None:
             return
         self._ended = True
-        if not self._parser.should_keep_alive():
-            self.gone = True
+        if not self._parser.should_keep_alive() or (
+            self._parser.get_http_version() == "1.0" and b"transfer-encoding" in self._head.headers.first
+        ):
+            self.gone = True  # HTTP/1.0 has no chunks: what follows is not to be trusted (RFC 9112, section 6.1)
 
     # -- from the caller
 
@@ -300,6 +319,21 @@ class UpstreamConnection(asyncio.Protocol):
         self.abort()
         if call is not None:
             call.lost(UpstreamError(why))
+
+
+def _is_whole_tls(transport: asyncio.Transport) -> bool:
+    """Whether the end of the input is the server's: without TLS it is; with TLS it must have said so (close_notify), or
+    anybody on the way could have cut the rest off (RFC 9112, section 9.8).
+    """
+    tls = transport.get_extra_info("ssl_object")
+    if tls is None:
+        return True
+    try:
+        return not tls.read(1)
+    except ssl.SSLZeroReturnError:
+        return True
+    except ssl.SSLError:  # it waits for more
+        return False
 
 
 class Pool:

@@ -23,6 +23,7 @@ import numpy as np
 from skymemory import native
 from skymemory.conductor import request
 from skymemory.conductor.request import HEAD_BYTES, Prompt, Request, Slo
+from skymemory.errors import quoted
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import MOST_PRIORITY
 from skymemory.router.settings import AdmissionSettings, Settings
@@ -38,6 +39,12 @@ MAX_NAME_LETTERS = 256
 """Of a model, an adapter or a session: they are stored, and written to headers."""
 TOKEN_BYTES = 4
 """A token is hashed as its number: unsigned, little-endian."""
+WHOLE_LIMIT = 1 << 63
+"""Whole numbers of a body are less than this, and not less than its negative: the type of engines, and of JSON
+parsers.
+"""
+MAX_OUTPUT_TOKENS = 1 << 24
+"""Counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
 IMAGE_BYTES = 2048
 """Counted for an image, or any other part of a chat that is not text: 512 tokens, by a rough guess."""
 _NO_HASHES = np.empty(0, dtype=np.uint64)
@@ -98,20 +105,28 @@ class PromptReader:
         data, tokens = (
             self._completion(read, salt, most_new) if path == COMPLETIONS else self._chat(read, salt, most_new)
         )
-        clients, user = self._clients, str(read.user or "")
-        limit = read.max_completion_tokens if read.max_completion_tokens is not None else read.max_tokens
+        clients, user = self._clients, _name_of(read.user)
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
             model=model,
             adapter=adapter,
             salt=salt,
             session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
-            output_tokens=None if limit is None or not math.isfinite(limit) else int(limit),
+            output_tokens=output_limit(read),
             tenant="" if clients is None else clients.tenant(headers, user),
             streams=bytes(read.stream).strip() == b"true",
             priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
             slo=promised(headers, self._slo) if self._promises else None,
         )
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a text within a prompt, where there is a tokenizer (``has_tokenizer``)."""
+        assert self._tokenizer is not None
+        return np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
 
     def _prompt(self, data: bytes, tokens: int, start: int) -> Prompt:
         hashed = (
@@ -175,8 +190,12 @@ class PromptReader:
                 if cookie.lstrip().startswith(self._cookie_begin):
                     return cookie.lstrip()[len(self._cookie_begin) :].strip()
         if body.user:
-            return str(body.user)
+            return _name_of(body.user)
         return client or headers.get("x-forwarded-for", "").partition(",")[0].strip()
+
+
+def _name_of(user: str | float | None) -> str:
+    return user if isinstance(user, str) else "" if not user else quoted(user)
 
 
 def _tokens(data: bytes) -> int:
@@ -186,6 +205,32 @@ def _tokens(data: bytes) -> int:
 def without_prompt(tokens: int = 0) -> Request:
     """A request without a prompt to match, that counts as a load of ``tokens``."""
     return Request(Prompt(_NO_HASHES, _NO_HASHES, 16.0, tokens))
+
+
+def output_limit(body: Body) -> int | None:
+    """Tokens that its answer may have, at most ``MAX_OUTPUT_TOKENS``; None: it has no limit of its own.
+
+    Raises:
+        ApiError: 400, a limit that is no whole number of 64 bits.
+    """
+    limit = whole_number(body.max_tokens, "max_tokens")
+    if body.max_completion_tokens is not None:
+        limit = whole_number(body.max_completion_tokens, "max_completion_tokens")
+    # Less than nothing is no limit with some engines (llama.cpp), and must not be a credit to a tenant's quota.
+    return None if limit is None or limit < 0 else min(limit, MAX_OUTPUT_TOKENS)
+
+
+def whole_number(value: float | None, param: str) -> int | None:
+    """A number of a body as a whole number: JSON does not distinguish 16 from 16.0.
+
+    Raises:
+        ApiError: 400, it is not whole, or has more than 64 bits.
+    """
+    if value is None or (isinstance(value, int) and -WHOLE_LIMIT <= value < WHOLE_LIMIT):
+        return value
+    if isinstance(value, float) and value.is_integer() and -WHOLE_LIMIT <= value < WHOLE_LIMIT:
+        return int(value)
+    raise ApiError(400, f"`{param}` is {quoted(value)}; expected a whole number of at most 64 bits", param)
 
 
 def clients_of(settings: AdmissionSettings) -> Clients:
@@ -209,8 +254,12 @@ FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairne
 OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+MAX_SLO_MS = 1e12
+"""Of a promised time: 30 years."""
 _KEY_DIGITS = 16
-_priority = msgspec.json.Decoder(int | None)
+_priority = msgspec.json.Decoder(int | float | None)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
+_DECIMAL = re.compile(r"[0-9]{1,19}(\.[0-9]{0,19})?([eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +285,20 @@ class Clients:
         """By its header or objective (higher goes first), else by the body's ``priority`` (vLLM's: lower goes first).
 
         Raises:
-            ApiError: 400, the header is not a whole number. (An invalid field is for the engine to report.)
+            ApiError: 400, it is not a whole number of 64 bits.
         """
         if self.priority_header and (value := headers.get(self.priority_header)) is not None:
-            try:
-                return _clamped(int(value))
-            except ValueError as error:
-                raise ApiError(400, f"{self.priority_header} is {value[:40]!r}; expected a whole number") from error
+            if not _WHOLE.fullmatch(value.strip()):
+                raise ApiError(
+                    400, f"{self.priority_header} is {value[:40]!r}; expected a whole number, {-MOST_PRIORITY} to "
+                    f"{MOST_PRIORITY}"
+                )
+            return _clamped(int(value))
         if self.objectives is not None and (named := _first(headers, OBJECTIVE_HEADERS)) is not None:
             return self.objectives.get(named, 0)
-        try:
-            return _clamped(-(_priority.decode(field) or 0)) if self.priority_header and field else 0
-        except (ValueError, msgspec.MsgspecError):  # a ValueError only since msgspec 0.22
+        if not self.priority_header or not field:
             return 0
+        return _clamped(-(whole_number(_decoded(_priority, field, "priority"), "priority") or 0))
 
     def has_priority(self, headers: Mapping[str, str]) -> bool:
         """Whether a header sets the priority."""
@@ -275,12 +325,9 @@ def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None
     value = _first(headers, names)
     if value is None:
         return None
-    try:
-        milliseconds = float(value)
-    except ValueError:
-        milliseconds = -1.0
-    if not 0 <= milliseconds < math.inf:
-        raise ApiError(400, f"{names[0]} is {value[:40]!r}; expected milliseconds, such as 500")
+    milliseconds = float(value) if _DECIMAL.fullmatch(value.strip()) else -1.0
+    if not 0 <= milliseconds <= MAX_SLO_MS:
+        raise ApiError(400, f"{names[0]} is {value[:40]!r}; expected milliseconds up to {MAX_SLO_MS:,.0f}, such as 500")
     return milliseconds / 1000 or None
 
 
@@ -445,7 +492,9 @@ def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes, param: str | None = N
     except msgspec.ValidationError as error:
         place = _PATH.search(str(error))
         found = ".".join(part for part in (param, place[1] if place else "") if part) or None
-        raise ApiError(400, f"invalid request body: {error}", found) from error
+        # msgspec's words where a number has more digits than Python reads.
+        more = "; expected a number of at most 64 bits" if "out of range" in str(error) else ""
+        raise ApiError(400, f"invalid request body: {error}{more}", found) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", param) from error
     except RecursionError as error:

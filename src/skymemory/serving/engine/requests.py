@@ -23,7 +23,7 @@ MOST_LOGPROBS = 20
 MOST_WAIT_MS = 600_000
 _MOST_BIAS = 100.0
 """Biases are clamped to this, as in vLLM."""
-_Positive = Annotated[int, Meta(ge=1)]
+_Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -51,7 +51,7 @@ class _Body(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -134,7 +134,7 @@ class _TransferParams(msgspec.Struct):
     do_remote_decode: bool = False
     """Prefill only; the answer says what to send to the engine that decodes."""
     do_remote_prefill: bool = False
-    sky_tokens: Annotated[int, Meta(ge=0)] | None = None
+    sky_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """Tokens of the prompt that are stored; absent: the other engine is still computing them."""
     sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None
 

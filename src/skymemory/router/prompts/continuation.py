@@ -1,0 +1,397 @@
+"""A streamed answer whose server fails, so that another server can go on with it: ``StreamContinuation``.
+
+1. Events of the stream pass through ``add`` on their way to the client, each once it is whole. What they say is kept.
+2. When the server fails, ``rest`` gives the request for what is missing: the text so far becomes the end of the prompt.
+   A completion's prompt is followed by it. A chat gets it as the assistant's message, with ``continue_final_message``
+   and without ``add_generation_prompt`` (vLLM from 0.6.3 on; SGLang from 0.4.4 on, which continues by the first field
+   alone). The limit of tokens is lowered by what was sent.
+3. Events of the other server pass through ``add``, too, which makes them those of one stream: ``id``, ``created`` and
+   ``model`` stay, a role is said once, and the usage is that of the whole answer.
+
+Not continued is what the text does not determine, or what the client would get twice: several choices, log
+probabilities, a call of a tool, reasoning, a grammar that would begin anew, token ids for a prompt where no tokenizer is
+at hand. Spaces at the end of a chat's text are left to the other server, as chat templates cut them off, and are dropped
+where it repeats them.
+
+Tokens that were sent are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which
+engines send one for each token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
+from skymemory.router.prompts.splitting import Fields, fields_of
+
+ENGINES = frozenset(("vllm", "sglang", "skymemory"))
+"""That continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin anew."""
+COMPLETION_TOKENS = 16
+"""Limit of a completion that names none."""
+MAX_HELD_BYTES = 1 << 20
+"""Of one event that is not whole."""
+MAX_TEXT_LETTERS = 1 << 20
+COMPACT_BYTES = 16_384
+"""Of events that are kept before they are read: most streams end before."""
+DONE = b"data: [DONE]\n\n"
+
+_UNSET = (b"", b"null")
+_OFF = (*_UNSET, b"false")
+_NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
+    **dict.fromkeys(("n", "best_of"), (*_UNSET, b"1")),
+    **dict.fromkeys(("logprobs", "echo", "use_beam_search", "return_token_ids", "return_tokens_as_token_ids"), _OFF),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs", "prompt_embeds", "kv_transfer_params", "audio"), _UNSET),
+    **dict.fromkeys(("truncate_prompt_tokens", "modalities", "functions", "function_call", "structural_tag"), _UNSET),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "prediction"), _UNSET),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _UNSET),
+    "suffix": (*_UNSET, b'""'),
+    "response_format": (*_UNSET, b'{"type":"text"}'),
+    "tool_choice": (*_UNSET, b'"auto"', b'"none"'),
+}
+"""Fields with which an answer is not continued, but for these values."""
+_SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: Any = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: Any = None
+    token_ids: Any = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_chunk = msgspec.json.Decoder(_Chunk)
+_whole = msgspec.json.Decoder(dict[str, Any])
+_value = msgspec.json.Decoder()
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What remains of an answer."""
+
+    body: bytes = b""
+    """Of the request for it; empty: none is needed."""
+    ending: bytes = b""
+    """Events that end the stream, where no request is needed."""
+    by_chat: bool = False
+    """The other server has to know how to continue a chat's last message."""
+
+
+class StreamContinuation:
+    """One streamed answer; see the module. No I/O."""
+
+    def __init__(self, path: str, body: bytes, tokens_of: Callable[[str], list[int]] | None = None) -> None:
+        """``tokens_of``: the tokens of a text, without special ones; None: there is no tokenizer."""
+        self._path, self._body, self._tokens_of = path, body, tokens_of
+        self._held = b""
+        """An event that is not whole."""
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
+        self._is_over_long = False
+        # What was sent:
+        self._cannot = False
+        self._text: list[str] = []
+        self._letters = 0
+        self._chunks = 0
+        """With text."""
+        self._blank_chunks = 0
+        """Of those, at the end, without a letter."""
+        self._reported_tokens: int | None = None
+        self._prompt_tokens: int | None = None
+        self._had_role = self._had_usage = False
+        self._finish: str | None = None
+        self._first: dict[str, Any] | None = None
+        """The first chunk but its choices and usage: every chunk has them."""
+        # Of the present server, unless it is the first:
+        self._is_continued = self._is_discarding = False
+        self._blanks = ""
+        """At the end of the text so far: not said again."""
+        self._tokens_before = 0
+
+    # -- events, on their way to the client
+
+    def add(self, piece: bytes, ended: bool = False) -> bytes:
+        """The events to pass on: those that are whole with this piece. ``ended``: the response is complete."""
+        if self._is_over_long:
+            return piece
+        data = self._held + piece if self._held else piece
+        self._held = b""
+        if not ended and not data.endswith(b"\n\n"):
+            at = max((end.end() for end in _EVENT_END.finditer(data)), default=0)
+            data, self._held = data[:at], data[at:]
+            if len(self._held) > MAX_HELD_BYTES:
+                self._is_over_long = self._cannot = True
+                data, self._held = data + self._held, b""
+        if not data:
+            return b""
+        if self._is_continued:
+            data = b"".join(self._of_one_stream(event) for event in _events(data))
+        if not self._cannot:
+            self._unread.append(data)
+            self._unread_bytes += len(data)
+            if self._unread_bytes > COMPACT_BYTES:
+                self._read()
+        return data
+
+    def _read(self) -> None:
+        """Keep what the events say instead of the events."""
+        data, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
+        for event in _events(data):
+            if self._cannot:
+                return
+            if (json := _json_of(event)) is not None:
+                self._read_chunk(json)
+        self._text = ["".join(self._text)]
+
+    def _read_chunk(self, json: bytes) -> None:
+        try:
+            chunk = _chunk.decode(json)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            self._cannot = True
+            return
+        if self._first is None:
+            first = _whole.decode(json)
+            self._first = {name: value for name, value in first.items() if name not in ("choices", "usage")}
+        if chunk.usage is not None:
+            self._had_usage |= not chunk.choices
+            self._prompt_tokens, self._reported_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        self._cannot = chunk.error is not None or len(chunk.choices) > 1
+        for choice in chunk.choices:
+            delta = choice.delta
+            self._cannot |= choice.index != 0 or choice.logprobs is not None or choice.token_ids is not None
+            if delta is not None:
+                self._had_role |= delta.role is not None
+                others = delta.tool_calls, delta.function_call, delta.reasoning_content, delta.reasoning
+                self._cannot |= any((*others, delta.refusal, delta.audio))
+            self._add_text((delta.content if delta is not None else choice.text) or "")
+            self._finish = choice.finish_reason or self._finish
+        self._cannot |= self._letters > MAX_TEXT_LETTERS
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._text.append(text)
+            self._letters += len(text)
+            self._chunks += 1
+            self._blank_chunks = 0 if text.strip() else self._blank_chunks + 1
+
+    # -- when the server has failed
+
+    def rest(self) -> Rest | None:
+        """What remains; None: no other server can go on with it. An event that was not whole is dropped."""
+        self._held = b""
+        self._read()
+        if self._cannot or (fields := fields_of(self._body)) is None or not _is_continuable(fields):
+            return None
+        text = "".join(self._text)
+        is_chat = self._path == CHAT_COMPLETIONS
+        kept = text.rstrip() if is_chat else text
+        sent = self._tokens_sent(kept)
+        limit = _limit(fields, self._path)
+        if not is_chat and limit is not None and _raw(fields, "max_tokens") in _UNSET and sent > limit:
+            return None  # its server has another limit, which the other one may not have
+        is_over = self._finish is not None or (limit is not None and sent >= limit)
+        wants_usage = _wants_usage(fields) and not self._had_usage
+        if is_over and not wants_usage:
+            return Rest(ending=self._finishing() + DONE)
+        changed = self._with_text(fields, kept)
+        if changed is None:
+            return None
+        limits = _token_limits(fields, None if is_chat else limit)
+        if is_over:  # one token, which is dropped, for the usage
+            changed |= {"max_tokens": 1, **{name: 1 for name in limits if name != "min_tokens"}}
+            changed.pop("min_tokens", None)
+        else:
+            changed |= {name: max(0, value - sent) for name, value in limits.items()}
+        self._is_continued, self._is_discarding = True, is_over
+        self._blanks = text[len(kept) :]
+        self._tokens_before = sent
+        return Rest(_encode(changed), by_chat=is_chat and bool(kept))
+
+    def _tokens_sent(self, kept: str) -> int:
+        """Tokens of the text that becomes part of the prompt."""
+        if self._tokens_of is not None:
+            return len(self._tokens_of(kept))
+        counted = self._chunks if self._reported_tokens is None else self._reported_tokens
+        return max(0, counted - (self._blank_chunks if self._path == CHAT_COMPLETIONS else 0))
+
+    def _with_text(self, fields: Fields, text: str) -> dict[str, Any] | None:
+        changed: dict[str, Any] = dict(fields)
+        if not text:
+            return changed
+        if self._path == COMPLETIONS:
+            prompt = self._prompt_with(_value.decode(_raw(fields, "prompt")), text)
+            return None if prompt is None else {**changed, "prompt": prompt}
+        messages = _value.decode(_raw(fields, "messages"))
+        if _raw(fields, "continue_final_message") == b"true":
+            last = messages[-1] if isinstance(messages, list) and messages else None
+            if not isinstance(last, dict) or not isinstance(last.get("content"), str):
+                return None
+            messages = [*messages[:-1], {**last, "content": last["content"] + text}]
+        elif _raw(fields, "add_generation_prompt") == b"false" or not isinstance(messages, list):
+            return None
+        else:
+            messages = [*messages, {"role": "assistant", "content": text}]
+        return {**changed, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+
+    def _prompt_with(self, prompt: Any, text: str) -> Any:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return prompt + text
+        is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        return [*prompt, *self._tokens_of(text)] if is_tokens and self._tokens_of is not None else None
+
+    def _finishing(self) -> bytes:
+        """The chunk that ends the only choice, unless it was sent."""
+        if self._finish is not None or self._first is None:
+            return b""
+        content: dict[str, Any] = {"delta": {}} if self._path == CHAT_COMPLETIONS else {"text": ""}
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length"}
+        return b"data: " + _encode({**self._first, "choices": [choice]}) + b"\n\n"
+
+    # -- events of another server
+
+    def _of_one_stream(self, event: bytes) -> bytes:
+        """The event as the first server would have sent it; empty: the client has it already."""
+        json = _json_of(event)
+        if json is None:
+            return event
+        try:
+            chunk = _whole.decode(json)
+            choices = [self._choice(choice) for choice in chunk.get("choices", ())]
+            usage = chunk.get("usage")
+            if usage is not None:
+                chunk["usage"] = self._usage(usage)
+        except (msgspec.MsgspecError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+            return event  # an error of the server, which the client has to see
+        if "error" in chunk:
+            return event
+        if choices and not any(choices) and usage is None:
+            return b""
+        chunk["choices"] = [choice for choice in choices if choice is not None]
+        return b"data: " + _encode({**chunk, **(self._first or {})}) + b"\n\n"
+
+    def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """None: the client has it already."""
+        delta = choice.get("delta")
+        holder, name = (choice, "text") if delta is None else (delta, "content")
+        if delta is not None and self._had_role:
+            delta.pop("role", None)
+        text = holder.get(name) or ""
+        if self._is_discarding:
+            holder[name] = ""
+            if choice.get("finish_reason") is None or self._finish is not None:
+                return None
+            choice["finish_reason"] = "length"
+            return choice
+        if text:
+            holder[name] = self._without_blanks(text)
+        says_nothing = not any((delta or {"text": holder.get(name)}).values())
+        return None if says_nothing and choice.get("finish_reason") is None else choice
+
+    def _without_blanks(self, text: str) -> str:
+        while self._blanks and text:
+            if not text[0].isspace():
+                self._blanks = ""
+            else:
+                self._blanks = self._blanks[1:] if text[0] == self._blanks[0] else self._blanks
+                text = text[1:]
+        return text
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The usage of the whole answer, from that of the rest, whose prompt has the text that was sent before."""
+        before, prompt = self._tokens_before, usage["prompt_tokens"]
+        if self._prompt_tokens is not None and self._prompt_tokens <= prompt:
+            before = prompt - self._prompt_tokens
+        prompt = max(0, prompt - before)
+        output = before + (0 if self._is_discarding else usage["completion_tokens"])
+        usage |= {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            details["cached_tokens"] = min(details["cached_tokens"], prompt)
+        return usage
+
+
+def _is_continuable(fields: Fields) -> bool:
+    return all(_compact(_raw(fields, name)) in values for name, values in _NOT_CONTINUED.items())
+
+
+def _limit(fields: Fields, path: str) -> int | None:
+    """Tokens that the whole answer may have; None: as many as fit."""
+    limits = _token_limits(fields, None)
+    limits.pop("min_tokens", None)
+    if path == COMPLETIONS and _raw(fields, "max_tokens") == b"":
+        return COMPLETION_TOKENS
+    return limits.get("max_completion_tokens", limits.get("max_tokens"))
+
+
+def _token_limits(fields: Fields, default: int | None) -> dict[str, int]:
+    """The fields that limit the tokens of an answer."""
+    found = {} if default is None else {"max_tokens": default}
+    for name in _TOKEN_LIMITS:
+        if (raw := _raw(fields, name)) not in _UNSET:
+            value = _value.decode(raw)
+            if isinstance(value, int | float) and value >= 0:
+                found[name] = int(value)
+    return found
+
+
+def _wants_usage(fields: Fields) -> bool:
+    options = _raw(fields, "stream_options")
+    found = None if options in _UNSET else _value.decode(options)
+    return isinstance(found, dict) and bool(found.get("include_usage"))
+
+
+def _raw(fields: Fields, name: str) -> bytes:
+    value = fields.get(name)
+    return b"" if value is None else bytes(value).strip()
+
+
+def _compact(raw: bytes) -> bytes:
+    """JSON without spaces outside of strings."""
+    return _SPACES.sub(lambda found: found[1] or b"", raw) if len(raw) < 100 else raw
+
+
+def _events(data: bytes) -> list[bytes]:
+    """Each with its end."""
+    ends = [0, *(end.end() for end in _EVENT_END.finditer(data))]
+    events = [data[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    return [*events, data[ends[-1] :]] if data[ends[-1] :] else events
+
+
+def _json_of(event: bytes) -> bytes | None:
+    """The JSON of an event; None: it has none (a comment, or the end)."""
+    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+    data = b"\n".join(lines)
+    return None if not data or data == b"[DONE]" else data

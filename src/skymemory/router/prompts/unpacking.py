@@ -1,0 +1,38 @@
+"""Bodies that clients compress (Content-Encoding), decompressed within a limit."""
+
+from __future__ import annotations
+
+import zlib
+
+from skymemory.router.api_error import ApiError
+
+_NONE = (b"", b"identity")
+
+
+def is_packed(content_encoding: bytes) -> bool:
+    """Whether a body with this Content-Encoding has to be decompressed to be read."""
+    return content_encoding.strip().lower() not in _NONE
+
+
+def unpacked(body: bytes, content_encoding: bytes, most_bytes: int) -> bytes:
+    """The body as its client meant it. No more than ``most_bytes`` of it are decompressed.
+
+    Raises:
+        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
+    """
+    packed = content_encoding.strip().lower()
+    if packed in _NONE:
+        return body
+    if packed not in (b"gzip", b"x-gzip", b"deflate"):
+        shown = packed[:40].decode("latin-1")
+        raise ApiError(415, f"Content-Encoding {shown!r} is not supported; gzip and deflate are")
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
+    try:
+        data = unpacker.decompress(body, most_bytes + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
+    if len(data) > most_bytes:
+        raise ApiError(413, f"the body is too large; at most {most_bytes} bytes are allowed")
+    if not unpacker.eof:
+        raise ApiError(400, "the body cannot be decompressed: it ends too early")
+    return data

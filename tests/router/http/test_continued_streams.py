@@ -1,0 +1,292 @@
+"""A stream whose server dies goes on at another one, and its client gets the answer that one server would have given."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.router.running import PATIENCE_S, Loop, Running, until
+from tests.router.story_engine import StoryEngine
+
+PROMPT = " once; there; was;\n a;"
+LENGTHS = {"max_tokens": 14}
+
+
+@dataclass
+class Told:
+    """What a client got of a stream."""
+
+    text: str
+    ids: set[tuple[Any, ...]]
+    roles: int
+    finish: list[str]
+    usage: dict[str, Any] | None
+    done: bool
+    error: str
+    is_whole: bool
+
+
+def tell(running: Running, body: dict[str, Any]) -> Told:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    data = json.dumps({"model": "small", "stream": True, **body}).encode()
+    came = b""
+    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
+        raw.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode())
+        raw.sendall(b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        while piece := raw.recv(65536):
+            came += piece
+    head, _, rest = came.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), came
+    stream, is_whole = b"", False
+    while rest and not is_whole:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        stream, rest, is_whole = stream + rest[:length], rest[length + 2 :], not length
+    return read_events(stream, is_whole)
+
+
+def read_events(stream: bytes, is_whole: bool) -> Told:
+    assert stream.endswith(b"\n\n"), "no client gets half an event"
+    told = Told("", set(), 0, [], None, False, "", is_whole)
+    for event in stream.decode().split("\n\n")[:-1]:
+        assert event.startswith("data: ") and not told.done
+        if event == "data: [DONE]":
+            told.done = True
+            continue
+        chunk = json.loads(event[6:])
+        if "error" in chunk:
+            told.error = chunk["error"]["message"]
+            continue
+        told.ids.add((chunk["id"], chunk["created"], chunk["model"]))
+        if chunk.get("usage") is not None:
+            told.usage = chunk["usage"]
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", {})
+            told.roles += "role" in delta
+            told.text += (choice["text"] if "text" in choice else delta.get("content")) or ""
+            told.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return told
+
+
+@pytest.fixture(scope="module")
+def running(loop: Loop) -> Iterator[Running]:
+    running = story_router(loop, retries={"most": 4}, health={"failures": 1000})
+    yield running
+    running.close()
+
+
+def story_router(loop: Loop, engines: int = 5, **settings: Any) -> Running:
+    running = Running(loop)
+    for number in range(engines):
+        engine = StoryEngine(f"e{number}", deaths=[])
+        loop.run(engine.start())
+        running.engines.append(engine)
+    running.restart(**settings)
+    assert running.server is not None
+    known = running.server.backends.known
+    until(lambda: all(each.models for each in known.values()))
+    return running
+
+
+@pytest.fixture
+def stories(running: Running) -> Iterator[Callable[..., list[tuple[int, str]]]]:
+    """``stories(deaths, **more)`` sets the deaths of the next streams, and what is more of the engines."""
+
+    def plan(deaths: list[tuple[int, str]], **more: Any) -> list[tuple[int, str]]:
+        left = list(deaths)
+        for engine in running.engines:
+            assert isinstance(engine, StoryEngine)
+            engine.deaths = left
+            for name, value in {"trims": True, "ends_apart": False, "reports_usage": False, **more}.items():
+                setattr(engine, name, value)
+        return left
+
+    yield plan
+    plan([])
+
+
+Plan = Callable[..., list[tuple[int, str]]]
+
+
+def body_of(kind: str, seed: int, **more: Any) -> dict[str, Any]:
+    """A request, of which the answer has a dozen tokens or more."""
+    for salt in range(seed * 1000, seed * 1000 + 1000):
+        text = f"{PROMPT} x{salt};"
+        asked = {"messages": [{"role": "user", "content": text}]} if kind == "chat" else {"prompt": text}
+        if len(StoryEngine("").events_of({**asked, "max_tokens": 12})) >= 12:
+            return {**asked, **more}
+    raise AssertionError("no such prompt")
+
+
+def assert_same(told: Told, whole: Told) -> None:
+    assert (told.text, told.finish, told.roles, told.done) == (whole.text, whole.finish, whole.roles, True)
+    assert told.is_whole and not told.error and len(told.ids) == 1
+    if whole.usage is None:
+        assert told.usage is None
+        return
+    assert told.usage is not None
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert told.usage[name] == whole.usage[name], name
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("where", ["before", "in"])
+@pytest.mark.parametrize(
+    ("seed", "more", "engine"),
+    [
+        (1, {"stream_options": {"include_usage": True}}, {}),
+        (2, {}, {"ends_apart": True}),
+        (3, {"stream_options": {"include_usage": True}}, {"reports_usage": True, "trims": False}),
+    ],
+)
+def test_a_stream_that_breaks_anywhere_is_the_whole_one_to_its_client(
+    running: Running, stories: Plan, kind: str, where: str, seed: int, more: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    body = body_of(kind, seed, **LENGTHS, **more)
+    stories([], **engine)
+    whole = tell(running, body)
+    first = running.engines[0]
+    assert isinstance(first, StoryEngine)
+    events = len(first.events_of(body))
+    assert whole.done and events > 8
+    for at in range(1, events):  # without a first byte it is a retry
+        left = stories([(at, where)], **engine)
+        told = tell(running, body)
+        assert not left
+        assert_same(told, whole)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_may_break_again_and_again(running: Running, stories: Plan, seed: int) -> None:
+    dice = random.Random(seed)
+    kind = dice.choice(["chat", "completion"])
+    body = body_of(kind, seed, max_tokens=30, stream_options={"include_usage": True})
+    stories([])
+    whole = tell(running, body)
+    for _ in range(10):
+        left = stories([(dice.randint(1, 6), dice.choice(["in", "before"])) for _ in range(dice.randint(2, 4))])
+        told = tell(running, body)
+        assert len(left) < 3
+        assert_same(told, whole)
+
+
+def test_the_books_are_even_afterwards(running: Running, stories: Plan) -> None:
+    stories([(3, "in"), (2, "before")])
+    assert tell(running, body_of("chat", 1)).done
+    assert running.server is not None
+    fleet, proxy = running.server.picker.fleet, running.server.proxy
+    until(lambda: proxy.in_flight == 0 and all((each.in_flight, each.prefilling) == (0, 0) for each in fleet))
+    assert running.metric("faults_total", where="request") == running.metric("faults_total", where="account") == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2},
+        {"logprobs": True, "top_logprobs": 1},
+        {"echo": True},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json": {}}},
+        {"tool_choice": "required", "tools": [{}]},
+        {"return_token_ids": True},
+        {"kv_transfer_params": {"x": 1}},
+    ],
+)
+def test_what_the_text_does_not_determine_ends_with_an_error(
+    running: Running, stories: Plan, more: dict[str, Any]
+) -> None:
+    stories([(4, "in")])
+    told = tell(running, body_of("chat", 1, **more))
+    assert "went away" in told.error and not told.done and not told.is_whole
+
+
+def test_token_ids_are_not_continued_without_a_tokenizer(running: Running, stories: Plan) -> None:
+    from skymemory.router.prompts.continuation import StreamContinuation
+
+    chunk = b'data: {"id": "a", "choices": [{"index": 0, "text": " x;", "finish_reason": null}]}\n\n'
+    body = b'{"prompt": [1, 2], "max_tokens": 9, "stream": true}'
+    without = StreamContinuation("/v1/completions", body)
+    assert without.add(chunk) == chunk and without.rest() is None
+    known = StreamContinuation("/v1/completions", body, lambda text: [7, 8])
+    assert known.add(chunk) == chunk
+    rest = known.rest()
+    assert rest is not None
+    asked = json.loads(rest.body)
+    assert (asked["prompt"], asked["max_tokens"]) == ([1, 2, 7, 8], 7)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "a"}]}, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}]},
+        {"choices": [{"index": 1, "delta": {"content": "hm"}, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {"content": "hm"}, "logprobs": {"content": []}, "finish_reason": None}]},
+        {"error": {"message": "the engine is dead"}},
+    ],
+)
+def test_a_call_of_a_tool_or_what_is_no_text_is_not_continued(event: dict[str, Any]) -> None:
+    from skymemory.router.prompts.continuation import StreamContinuation
+
+    stream = StreamContinuation("/v1/chat/completions", json.dumps(body_of("chat", 1, tools=[{}])).encode())
+    data = f"data: {json.dumps(event)}\n\n".encode()
+    assert stream.add(data) == data and stream.rest() is None
+
+
+def test_an_engine_that_is_not_known_to_continue_a_chat_is_not_asked(loop: Loop) -> None:
+    """It would begin the answer anew, and the client would get its first words twice."""
+    running = story_router(loop, 2)
+    try:
+        assert running.server is not None
+        for engine in running.engines:
+            engine.models = [{"id": "small", "owned_by": "me"}]
+        known = running.server.backends.known
+        until(lambda: all(each.models["small"]["owned_by"] == "me" for each in known.values()))
+        for engine in running.engines:
+            assert isinstance(engine, StoryEngine)
+            engine.deaths = [(4, "in")]
+        assert "went away" in tell(running, body_of("chat", 1)).error
+        assert tell(running, body_of("completion", 1)).done, "any engine continues a text"
+    finally:
+        running.close()
+
+
+def test_a_server_that_refuses_the_rest_is_passed_over(running: Running, stories: Plan) -> None:
+    stories([(4, "in")])
+    told = tell(running, body_of("chat", 1, refuse_rest=True))
+    assert told.error and not told.done
+    sent = sum(len(engine.seen) for engine in running.engines)
+    tell(running, body_of("chat", 1))
+    assert sum(len(engine.seen) for engine in running.engines) == sent + 1
+
+
+@pytest.mark.parametrize("retries", [{"most": 0}, {"continue_streams": False}])
+def test_it_can_be_switched_off(loop: Loop, retries: dict[str, Any]) -> None:
+    running = story_router(loop, 2, retries=retries)
+    try:
+        for engine in running.engines:
+            assert isinstance(engine, StoryEngine)
+            engine.deaths = [(4, "before")]
+        told = tell(running, body_of("chat", 1))
+        assert "went away" in told.error and not told.done
+    finally:
+        running.close()
+
+
+def test_each_continuation_counts_as_a_retry(loop: Loop) -> None:
+    running = story_router(loop, 5, retries={"most": 2}, health={"failures": 1000})
+    try:
+        deaths = [(3, "in")] * 4
+        for engine in running.engines:
+            assert isinstance(engine, StoryEngine)
+            engine.deaths = deaths
+        told = tell(running, body_of("completion", 1, max_tokens=30))
+        assert told.error and len(deaths) == 1
+        assert sum(len(engine.seen) for engine in running.engines) == 3
+    finally:
+        running.close()
