@@ -1,8 +1,8 @@
-"""A scripted engine that speaks chat completions, with a cache of prompts that it counts, and other APIs if told to.
+"""A scripted engine that speaks chat completions, and other APIs if they are named, and counts what it would cache.
 
 Its answer is made of the last turn: ``say WORDS`` is answered with them, ``call NAME {ARGUMENTS}`` by a call of a tool,
-``think WORDS`` by reasoning and then ``done``, a tool's result by ``heard RESULT``; anything else by ``ok``. A model
-called ``gone`` is not there.
+``think WORDS`` by reasoning and then ``done``, a tool's result by ``heard RESULT``; anything else by ``ok``. Its
+one model is ``small``.
 
 ``python -m tests.router.chat_engine NAME [PATH ...]`` runs one as a process with these paths, and prints its port.
 """
@@ -58,8 +58,8 @@ class ChatEngine(MockEngine):
         self.asked.append((path, json.loads(body)))
         own = Translation(path, body) if path in API_PATHS else None
         asked = json.loads(body if own is None else own.body)
-        if asked.get("model") == "gone":
-            words = {"error": {"message": "no model `gone`", "type": "NotFoundError", "code": 404}}
+        if asked.get("model") != "small":
+            words = {"error": {"message": f"no model `{asked.get('model')}`", "type": "NotFoundError", "code": 404}}
             self._reply(writer, 404, json.dumps(words).encode())
         elif asked.get("stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")

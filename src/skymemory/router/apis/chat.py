@@ -72,7 +72,7 @@ class PartReader:
         self.finish = ""
         """OpenAI's ``finish_reason``; empty: the answer has not ended."""
         self.stop_text = ""
-        """The stop sequence that ended it, if the engine tells: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
+        """The stop sequence that ended it, where it is known: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
         self.usage: ChatUsage | None = None
         self.parts: list[Part] = []
         self._open: Part | None = None
