@@ -7,7 +7,6 @@ The browser is Debian's Chromium, or another by the name of chromium or google-c
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import threading
@@ -23,14 +22,10 @@ pytest.importorskip("transformers", reason="an engine needs skymemory[hf]")
 pytest.importorskip("aiohttp", reason="the router needs skymemory[router]")
 pytest.importorskip("cryptography", reason="certificates need skymemory[secure]")
 
+from tests.end_to_end.client_scripts import HERE, assert_all_are_ok, became_in_javascript, became_in_python
 from tests.end_to_end.real_door import Door, real_door, real_engines
-from tests.router.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.clients, pytest.mark.timeout(600)]
-HERE = Path(__file__).parent / "clients"
-PYTHON = ROOT / ".venv-clients/bin/python"
-PACKAGES = ROOT / ".venv-clients/node_modules"
-PATIENCE_S = 240.0
 TENANTS = "[tenants.gold]\nweight = 2.0\n\n[tenants.small]\nrequests_per_minute = 20\n"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -51,55 +46,13 @@ def door(tmp_path_factory: pytest.TempPathFactory, page_server: PageServer) -> I
         yield door
 
 
-def became(door: Door, *command: str | Path, cwd: Path = HERE) -> dict[str, str]:
-    """What a client's script says of its checks."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
-        "DOOR_URL": f"{door.url}/v1",
-        "DOOR_KEY": door.keys["gold"],
-        "DOOR_SMALL_KEY": door.keys["small"],
-        "SSL_CERT_FILE": str(door.authority.file),
-        "NODE_EXTRA_CA_CERTS": str(door.authority.file),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "LANGCHAIN_TRACING_V2": "false",
-        "NO_PROXY": "*",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout, done.stderr
-    reported: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return reported
-
-
-def assert_all_are_ok(reported: dict[str, str], least: int) -> None:
-    assert len(reported) >= least
-    failed = {name: said for name, said in reported.items() if said != "ok"}
-    assert not failed, "\n\n".join(f"{name}\n{said}" for name, said in failed.items())
-
-
 @pytest.mark.parametrize(("script", "checks"), [("openai_python.py", 13), ("litellm_langchain.py", 8)])
 def test_clients_in_python(door: Door, script: str, checks: int) -> None:
-    if not PYTHON.exists():
-        pytest.skip("no .venv-clients: make test-clients makes it")
-    assert_all_are_ok(became(door, PYTHON, script), checks)
+    assert_all_are_ok(became_in_python(door, script), checks)
 
 
 def test_the_client_in_javascript(door: Door, tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None or not PACKAGES.exists():
-        pytest.skip("no node, or no .venv-clients/node_modules: make test-clients makes them where npm can be had")
-    # Node looks for packages beside the script.
-    shutil.copy(HERE / "openai_client.mjs", tmp_path)
-    (tmp_path / "node_modules").symlink_to(PACKAGES)
-    assert_all_are_ok(became(door, node, "openai_client.mjs", cwd=tmp_path), 9)
+    assert_all_are_ok(became_in_javascript(door, "openai_client.mjs", tmp_path), 9)
 
 
 class PageServer(ThreadingHTTPServer):

@@ -17,6 +17,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from skymemory.serving.engine.http import make_runner
 from skymemory.serving.engine.run import Engine, EngineSettings
 
 PATIENCE_S = 60.0
@@ -91,7 +92,7 @@ class Door:
 def open_door(settings: EngineSettings) -> Iterator[Door]:
     engine = Engine(settings)
     loop = asyncio.new_event_loop()
-    runner = web.AppRunner(engine.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    runner = make_runner(engine.application(), 1)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 

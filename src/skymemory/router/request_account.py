@@ -7,6 +7,7 @@ were already passed on. Neither delays the response.
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -23,7 +24,9 @@ log = logging.getLogger("skymemory.router")
 MAX_JSON_BYTES = 1 << 20
 """A longer JSON response is not searched for its usage."""
 TAIL_BYTES = 8192
-"""Kept of a stream: its last event or the one before carries the usage."""
+"""Kept of a stream's end: the last event or the one before carries the usage."""
+HEAD_BYTES = 2048
+"""Kept of its begin, which carries the prompt's in Messages."""
 Work = Callable[[], object]
 
 
@@ -56,7 +59,7 @@ class DeferredWork:
 
 
 class Usage(NamedTuple):
-    """Token counts of a response (OpenAI's ``usage``)."""
+    """Token counts of a response, of whichever API."""
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -299,29 +302,66 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """As chat completions, Responses and Messages have it."""
+
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: _Count | None = None
+    cache_creation_input_tokens: _Count | None = None
+
+    @property
+    def prompt(self) -> int | None:
+        if self.input_tokens is None:
+            return self.prompt_tokens
+        # In Messages these are apart; in Responses the first includes what was cached.
+        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+
+    @property
+    def cached(self) -> int | None:
+        if self.cache_read_input_tokens is not None:
+            return self.cache_read_input_tokens
+        details = self.prompt_tokens_details or self.input_tokens_details
+        return None if details is None else details.cached_tokens
+
+    @property
+    def output(self) -> int | None:
+        return self.completion_tokens if self.output_tokens is None else self.output_tokens
+
+
+class _Inner(msgspec.Struct):
+    usage: _Usage | None = None
 
 
 class _Response(msgspec.Struct):
     usage: _Usage | None = None
+    response: _Inner | None = None
+    """In an event of Responses."""
+    message: _Inner | None = None
+    """In the first event of Messages."""
 
 
 _decode = msgspec.json.Decoder(_Response).decode
+_decode_usage = msgspec.json.Decoder(_Usage).decode
+_FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
+_USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
+"""In an event that is longer than what is kept of the stream: the whole answer is in the last event of Responses."""
 
 
 class UsageReader:
     """Finds the usage in a response's bytes as they pass."""
 
-    __slots__ = ("_kept", "_streams", "_tail")
+    __slots__ = ("_head", "_kept", "_streams", "_tail")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
         """Only JSON and event streams are kept, and only uncompressed."""
         self._streams = content_type.startswith(b"text/event-stream")
         is_readable = not content_encoding and (self._streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
-        self._tail = b""
+        self._head = self._tail = b""
 
     @property
     def streams(self) -> bool:
@@ -334,6 +374,8 @@ class UsageReader:
 
     def add(self, piece: bytes) -> None:
         if self._streams:
+            if len(self._head) < HEAD_BYTES:
+                self._head += piece[:HEAD_BYTES]
             self._tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self._tail + piece)[-TAIL_BYTES:]
         elif self._kept is not None:
             self._kept.append(piece)
@@ -347,21 +389,55 @@ class UsageReader:
         if not self._streams:
             return usage_in(b"".join(self._kept))
         for line in reversed(self._tail.split(b"\n")):
-            if line.startswith(b"data:") and b'"usage"' in line and (usage := usage_in(line[5:])) is not None:
+            if b'"usage"' not in line:
+                continue
+            if line.startswith(b"data:"):
+                found = _read_usage(line[5:])
+            else:  # its begin is not kept
+                found = _last_usage(line)
+            if found is not None and (usage := _checked(found, self._first_usage())) is not None:
                 return usage
         return None
+
+    def _first_usage(self) -> _Usage | None:
+        """The prompt's tokens, where the first event has them: in Messages the last one need not."""
+        first = _FIRST_EVENT.search(self._head)
+        return None if first is None or b'"message_start"' not in first[1] else _read_usage(first[1])
 
 
 def usage_in(json: bytes) -> Usage | None:
     """The usage of a whole JSON response; None: it reports none."""
+    found = _read_usage(json)
+    return None if found is None else _checked(found)
+
+
+def _read_usage(json: bytes) -> _Usage | None:
     try:
-        found = _decode(json).usage
+        found = _decode(json)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if found is None or found.prompt_tokens is None or found.prompt_tokens < 0:
+    if found.usage is not None:
+        return found.usage
+    inner = found.response or found.message
+    return None if inner is None else inner.usage
+
+
+def _last_usage(line: bytes) -> _Usage | None:
+    found = None
+    for match in _USAGE.finditer(line):
+        found = match[1]
+    try:
+        return None if found is None else _decode_usage(found)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    cached = None if found.prompt_tokens_details is None else found.prompt_tokens_details.cached_tokens
-    if cached is not None and not 0 <= cached <= found.prompt_tokens:
+
+
+def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
+    """``first``: what an earlier event said of the prompt."""
+    of_prompt = first if found.prompt is None and first is not None else found
+    prompt, cached, output = of_prompt.prompt, of_prompt.cached, found.output
+    if prompt is None or prompt < 0:
+        return None
+    if cached is not None and not 0 <= cached <= prompt:
         cached = None
-    output = found.completion_tokens
-    return Usage(found.prompt_tokens, cached, None if output is not None and output < 0 else output)
+    return Usage(prompt, cached, None if output is not None and output < 0 else output)

@@ -42,6 +42,7 @@ _SIDECAR_STRATEGY = "least-load"
 """A request's own list of prefill servers leaves nothing to choose."""
 ROLES = (BOTH, PREFILL, DECODE)
 AFTER, OVERLAP = "after", "overlap"
+BY_LOAD, REFUSE = "load", "refuse"
 HANDOVERS = (AFTER, OVERLAP)
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -64,6 +65,10 @@ def address(value: object) -> str:
 
 def role_word(value: object) -> str:
     return _one_of(ROLES, value)
+
+
+def unknown_paths_word(value: object) -> str:
+    return _one_of((BY_LOAD, REFUSE, ""), value)
 
 
 def handover_word(value: object) -> str:
@@ -433,6 +438,13 @@ class Settings:
     strategy: str | None = setting("strategy", text, None, "the routing strategy")
     seed: int = setting("seed", whole, 0, "of random tie-breaking")
     drain_s: float = setting("drain", duration, 30.0, "for requests to end, when the router stops")
+    unknown_paths: str = setting(
+        "unknown_paths",
+        unknown_paths_word,
+        "",
+        "requests of paths that it does not know: load (to the server with the least load) or refuse (404). Default: "
+        "refuse at `route`, load at `epp`, which a gateway asks about paths that it has let in",
+    )
     log_requests: bool = setting("log_requests", yes_or_no, False, "one line per request")
     state: Path | None = setting("state", path, None, "file that keeps the prefix index over restarts")
     cost: Path | None = setting(

@@ -18,6 +18,8 @@ KEY = os.environ.get("DOOR_KEY", "")
 """Of a tenant without a quota."""
 SMALL_KEY = os.environ.get("DOOR_SMALL_KEY", "")
 """Of one that may ask 20 times a minute."""
+CALLS_TOOLS = os.environ.get("DOOR_CALLS_TOOLS") == "1"
+"""The engines are scripted, and call tools."""
 MODEL = "small"
 MOST_ASKED = 60
 """Requests in which a tenant of 20 a minute must have met its limit."""
@@ -28,6 +30,10 @@ _checks: dict[str, Callable[[], Any]] = {}
 def check(function: Callable[[], Any]) -> Callable[[], Any]:
     _checks[function.__name__] = function
     return function
+
+
+def check_of_tools(function: Callable[[], Any]) -> Callable[[], Any]:
+    return check(function) if CALLS_TOOLS else function
 
 
 def main() -> None:

@@ -181,7 +181,9 @@ def test_a_megabyte_is_hashed_up_to_a_bound() -> None:
         (CHAT_COMPLETIONS, b'{"model": "m"}', 400, "no `messages`"),
         (CHAT_COMPLETIONS, b'{"messages": [{"role": "user", "content": 3}]}', 400, "content"),
         (CHAT_COMPLETIONS, b'{"messages": [3]}', 400, "Expected `object`"),
-        ("/v1/responses", b"{}", 404, "takes no prompt"),
+        ("/v1/embeddings", b"{}", 404, "takes no prompt"),
+        ("/v1/responses", b"{}", 400, "`input` is missing"),
+        ("/v1/messages", b'{"messages": 3}', 400, "`messages` is not a list"),
     ],
 )
 def test_what_cannot_be_read_says_why(path: str, body: bytes, status: int, says: str) -> None:

@@ -103,6 +103,7 @@ def test_streamed_is_what_whole_would_be(door: Door, chat: bool) -> None:
         **kind,
         "logprobs": None,
         "finish_reason": chunks[-2]["choices"][0]["finish_reason"],
+        "stop_reason": None,
     }
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 20
     assert len({chunk["id"] for chunk in chunks}) == 1

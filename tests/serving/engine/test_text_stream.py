@@ -36,11 +36,11 @@ def test_it_ends_before_a_stop_text_wherever_tokens_part(ready: Any, stop: str) 
     shown = ""
     for token in tokens(ready, TEXT):
         shown += stream.add(token)
-        if stream.stopped:
+        if stream.stopped_by:
             break
     shown += stream.finish()
     assert shown == TEXT[: TEXT.index(stop)]
-    assert stream.stopped
+    assert stream.stopped_by
 
 
 def test_what_only_began_like_a_stop_text_is_shown(ready: Any) -> None:
@@ -55,7 +55,7 @@ def test_a_stop_text_is_kept_where_that_is_asked_for(ready: Any, stop: str) -> N
     shown = ""
     for token in tokens(ready, TEXT):
         shown += stream.add(token)
-        if stream.stopped:
+        if stream.stopped_by:
             break
     assert shown + stream.finish() == TEXT[: TEXT.index(stop) + len(stop)]
 
@@ -69,6 +69,6 @@ def test_a_stop_text_that_is_over_too_early_is_text_and_one_that_only_begins_the
         shown = ""
         for at, token in enumerate(ids):
             shown += stream.add(token, may_stop=at >= free)
-            if stream.stopped:
+            if stream.stopped_by:
                 break
         assert shown + stream.finish() == (TEXT[: TEXT.index(stop)] if free <= ends else TEXT), free

@@ -25,8 +25,10 @@ from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 from skymemory.conductor.strategies.base import requests_at
 from skymemory.errors import missing_extra
 from skymemory.metrics import Counters
+from skymemory.router import paths
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError
+from skymemory.router.apis.translation import COUNT_TOKENS, error_body
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import lacking_few
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
@@ -75,6 +77,7 @@ class PickerService:
     """Where requests wait until a server has room, while the picker runs; None: they are refused."""
     alone: Scheduler | None = None
     """Where prefill and decode are apart: for requests that one server serves alone. None: every server does both."""
+    refuses_unknown_paths: bool = False
     split_from: int = 0
     """Prompts of which a decode server lacks fewer tokens are served by it alone."""
 
@@ -110,6 +113,8 @@ class PickerService:
             ApiError: its path has prompts, and no engine could read it.
         """
         known = _prompt_path(headers)
+        if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _path(headers)):
+            raise paths.unknown(path)
         return NO_PROMPT if known is None else self.reader.read(known, headers, body)
 
     def unpacked(self, headers: Mapping[str, str], body: bytes) -> bytes:
@@ -219,10 +224,14 @@ class PickerService:
         return roomy if len(roomy) < len(able) else among
 
 
+def _path(headers: Mapping[str, str]) -> str:
+    return headers.get(":path", "").partition("?")[0]
+
+
 def _prompt_path(headers: Mapping[str, str]) -> str | None:
     """The path of a request with a prompt; None: it has none."""
     # A gateway may strip a path's prefix after it has asked, so the end of the path decides.
-    path = headers.get(":path", "").partition("?")[0]
+    path = _path(headers)
     known = next((known for known in PROMPT_PATHS if path.endswith(known)), None)
     return known if headers.get(":method") == "POST" else None
 
@@ -448,7 +457,8 @@ class Exchange:
         self._answered = True
         self._forget_body()
         self._service.counters.add("requests_refused_total", label=str(error.status))
-        return (say.immediate(error.status, error.message, error.retry_after_s),)
+        body = error_body(_path(self._headers), error)
+        return (say.immediate(error.status, body, error.retry_after_s),)
 
     def _forget_body(self) -> None:
         self._body.clear()
@@ -509,6 +519,10 @@ class Exchange:
     def _response_ends(self, now_s: float) -> None:
         reader, account, self._usage = self._usage, self._account, None
         if reader is None or account is None:
+            return
+        if _path(self._headers).endswith(COUNT_TOKENS):
+            account.close(now_s)  # it says nothing of what is cached
+            self._service.look()
             return
         usage, slo, met = reader.usage(), account.decision.request.slo, None
         if slo is not None and account.is_open:

@@ -31,7 +31,6 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct, Value
 
-from skymemory.router.api_error import error_body
 from skymemory.router.prefillers import HEADER, LATER_HEADER
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -121,8 +120,8 @@ def streamed_response(body: bytes, end: bool) -> Iterator[bytes]:
     return _pieces(_RESPONSE_PIECE, body, end)
 
 
-def immediate(status: int, message: str, retry_after_s: int | None = None) -> bytes:
-    """An error in OpenAI's format, which Envoy sends to the client at once."""
+def immediate(status: int, body: bytes, retry_after_s: int | None = None) -> bytes:
+    """An error, which Envoy sends to the client at once."""
     headers = {"content-type": "application/json"}
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
@@ -131,7 +130,7 @@ def immediate(status: int, message: str, retry_after_s: int | None = None) -> by
             immediate_response=ImmediateResponse(
                 status=HttpStatus(code=status),
                 headers=HeaderMutation(set_headers=[_header(*item) for item in headers.items()]),
-                body=error_body(status, message),
+                body=body,
                 details="skymemory_endpoint_picker",
             )
         )

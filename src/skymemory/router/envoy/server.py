@@ -41,7 +41,7 @@ from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import MetricsPage
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
-from skymemory.router.settings import PREFILL, PickerSettings, Settings
+from skymemory.router.settings import PREFILL, REFUSE, PickerSettings, Settings
 from skymemory.router.tasks import cancel, follow
 from skymemory.router.tls import PemCertificate, from_files, self_signed
 
@@ -140,6 +140,7 @@ class EndpointPicker:
         self.settings, self.service.settings, self._endpoints.health = settings, settings.picker, settings.health
         self.service.most_body_bytes = settings.limits.max_body_bytes
         self.service.split_from = settings.disaggregation.split_from
+        self.service.refuses_unknown_paths = settings.unknown_paths == REFUSE
         self._watch.every_s = settings.health.metrics_every_s
         for name in self._endpoints.known if has_new_page else ():
             self._watch_load(name)
@@ -206,6 +207,7 @@ def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRin
     service = PickerService(
         scheduler, reader, backends, settings.picker, settings.limits.max_body_bytes, thread_bytes=thread_bytes
     )
+    service.refuses_unknown_paths = settings.unknown_paths == REFUSE
     if decode is not None:
         service.alone = alone_schedulers(scheduler, settings.seed)[1]
         service.split_from = settings.disaggregation.split_from

@@ -72,7 +72,7 @@ class AccessControl:
                 return None
         if self.keys is not None and request.path not in OPEN_PATHS:
             try:
-                request.tenant = self.keys.tenant_of(request.headers.get("authorization"))
+                request.tenant = self.keys.tenant_of(_authorization(request.headers))
             except ApiError as error:
                 return error
         return None
@@ -109,6 +109,14 @@ class CorsAnswer:
 
 
 _NO_CORS = CorsAnswer()
+
+
+def _authorization(headers: Mapping[str, str]) -> str | None:
+    """The key, which Anthropic's clients send in a header of its own."""
+    if (value := headers.get("authorization")) is not None:
+        return value
+    key = headers.get("x-api-key")
+    return None if key is None else f"Bearer {key}"
 
 
 def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:

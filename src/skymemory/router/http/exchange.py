@@ -32,14 +32,24 @@ from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
+from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, Translation
+from skymemory.router.apis.translation import error_body as body_of_error
+from skymemory.router.apis.translation import error_event as event_of_error
 from skymemory.router.backends import Backends
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
+from skymemory.router.http.translated import MISSING_STATUSES, MissingApis, TranslatedResponse
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
 from skymemory.router.http.via import Via
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prompts.continuation import ENGINES, Rest, StreamContinuation
-from skymemory.router.prompts.reader import BYTES_PER_TOKEN, PROMPT_PATHS, PromptReader, without_prompt
+from skymemory.router.prompts.reader import (
+    BYTES_PER_TOKEN,
+    CHAT_COMPLETIONS,
+    PROMPT_PATHS,
+    PromptReader,
+    without_prompt,
+)
 from skymemory.router.prompts.tokenizing import TooMuchNewText
 from skymemory.router.prompts.unpacking import unpacked
 from skymemory.router.queue import Entry
@@ -59,7 +69,9 @@ _HOP_BY_HOP = frozenset(
 # A body is read whole and decompressed before it is sent: its length is set again, and "100 Continue" is not needed.
 _OF_BODY = frozenset(b"host content-length content-encoding expect x-forwarded-for http2-settings".split())
 _NOT_TO_SERVERS = _HOP_BY_HOP | _OF_BODY | {_DECISION}
-_NOT_TO_SERVERS_KEYED = _NOT_TO_SERVERS | {b"authorization"}
+_NOT_TO_SERVERS_KEYED = _NOT_TO_SERVERS | {b"authorization", b"x-api-key"}
+_READ_HERE = frozenset((b"accept-encoding", b"anthropic-version", b"anthropic-beta"))
+"""Not sent with what is translated: its answer is read here."""
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
 # Where the router answers CORS, a server's own headers would be a second, contradictory answer.
 _CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
@@ -109,6 +121,7 @@ class Exchanges:
     room: WaitingRoom | None = None
     """Where requests wait until a server has room; None: they are refused."""
     via: Via = field(default_factory=Via)
+    missing_apis: MissingApis = field(default_factory=MissingApis)
     on_tokens: Callable[[str, int, float], None] | None = None
     """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
 
@@ -139,6 +152,8 @@ class Exchange:
         """Its place in the queue, if it was in it."""
         self._streaming = False
         """The client has the response's head: there is no other attempt."""
+        self._translation: Translation | None = None
+        """Of a request that goes to its server as a chat completion."""
 
     # Its states, by what is set:
     #   _reading      a thread reads its prompt
@@ -161,8 +176,11 @@ class Exchange:
 
     @property
     def _has_tokens(self) -> bool:
-        """Its prompt is read with a tokenizer."""
-        return self._of.settings.prompts.tokenizer is not None and self.incoming.path in PROMPT_PATHS
+        """Its prompt is read with a tokenizer, or translated, and is long."""
+        path = self.incoming.path
+        if self._of.settings.prompts.tokenizer is None:
+            return path in API_PATHS and len(self.incoming.body) >= IN_THREAD_BYTES
+        return path in PROMPT_PATHS
 
     def _read(self, most_new: int | None = None) -> Request:
         incoming = self.incoming
@@ -314,11 +332,45 @@ class Exchange:
     def _send(self, placement: Placement) -> None:
         incoming = self.incoming
         account = self._account = RequestAccount(self._scheduler, placement, time.monotonic())
-        pool = self._of.pools[account.decision.server]
+        server = account.decision.server
+        pool = self._of.pools[server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head = None
+        self._head = self._translation = None
+        if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, time.monotonic()):
+            self._send_translated(server)
+            return
         head = request_head(incoming, pool, len(incoming.body), self._of.via, self._left_out)
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD")
+
+    def _send_translated(self, server: str) -> None:
+        """Send it as a chat completion.
+
+        Raises:
+            ApiError: 400, it asks for what a chat completion cannot do.
+        """
+        incoming, pool = self.incoming, self._of.pools[server]
+        translation = self._translation = Translation(incoming.path, incoming.body)
+        head = request_head(incoming, pool, len(translation.body), self._of.via, self._left_out | _READ_HERE, CHAT_COMPLETIONS)
+        receiver = TranslatedResponse(self, translation)
+        self._call = receiver.call = pool.ask(receiver, head, translation.body)
+
+    def _sends_translated_instead(self, head: ResponseHead) -> bool:
+        """Whether the server has not the API that was asked, and is asked for a chat completion instead."""
+        incoming, account = self.incoming, self._account
+        if incoming.path not in API_PATHS or account is None:
+            return False
+        if self._translation is not None:
+            if head.status not in MISSING_STATUSES:
+                self._of.missing_apis.learn(account.decision.server, incoming.path, time.monotonic())
+            return False
+        if head.status not in MISSING_STATUSES:
+            return False
+        self._drop_call()
+        try:
+            self._send_translated(account.decision.server)
+        except ApiError as error:
+            self._fail(error)
+        return True
 
     @property
     def _is_last(self) -> bool:
@@ -354,6 +406,12 @@ class Exchange:
         if self._streaming:
             self._rest_begins(head)
             return
+        try:
+            if self._sends_translated_instead(head):
+                return
+        except Exception:
+            self._fault()
+            return
         if head.status not in self._of.settings.retries.statuses or self._is_last:
             self._head = head
             return
@@ -381,7 +439,7 @@ class Exchange:
         account = self._account
         assert account is not None
         self._call = None
-        backends, server, result = self._of.backends, account.decision.server, self._log
+        backends, server = self._of.backends, account.decision.server
         if self._streaming:
             backends.failed(server, str(error), time.monotonic(), gone=error.refused)
             self._go_on_or_cut(str(error))
@@ -540,7 +598,7 @@ class Exchange:
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events:
-            event = error_event(502, why)
+            event = event_of_error(self.incoming.path, 502, why) or error_event(502, why)
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
         self._finish()
         connection.cut(response.framed)
@@ -643,8 +701,9 @@ class Exchange:
         if account is None:
             return
         now_s = time.monotonic()
-        if reader is None or response is None or response.status >= 400:
-            account.close(now_s)  # an error says nothing of what is cached
+        counts_only = self.incoming.path == COUNT_TOKENS and self._translation is None
+        if reader is None or response is None or response.status >= 400 or counts_only:
+            account.close(now_s)  # an error, or a count of tokens, says nothing of what is cached
             return
         usage = result.usage = reader.usage()
         slo, met = self._request.slo, None
@@ -670,11 +729,12 @@ def decision_line(account: RequestAccount) -> bytes:
 
 
 def send_error(incoming: Incoming, error: ApiError, headers: bytes = b"") -> None:
-    """Answer with an error in OpenAI's format."""
+    """Answer with an error in the format of the path's API."""
     if error.retry_after_s is not None and not error.headers.keys() & {"Retry-After", "x-should-retry"}:
         headers += b"Retry-After: %d\r\n" % max(1, error.retry_after_s)
     headers += header_lines(error.headers.items()) + b"Content-Type: application/json\r\n"
-    incoming.connection.respond(error.status, headers, error.body(), close=not incoming.has_come)
+    body = body_of_error(incoming.path, error)
+    incoming.connection.respond(error.status, headers, body, close=not incoming.has_come)
 
 
 def internal_error() -> ApiError:
@@ -687,12 +747,21 @@ def outcome_of(status: int) -> str:
 
 
 def request_head(
-    incoming: Incoming, pool: Pool, body_bytes: int, via: Via, without: frozenset[bytes] = frozenset()
+    incoming: Incoming,
+    pool: Pool,
+    body_bytes: int,
+    via: Via,
+    without: frozenset[bytes] = frozenset(),
+    target: str = "",
 ) -> bytes:
     """Request line and headers for one server, for a body of this length; ``without`` these of the client's. Where the
     server has a key of its own, or the client's is for the router, the client's key is left out.
+
+    ``target``: where a translated request goes.
     """
     authorization = pool.authorization
+    if target and not authorization and incoming.tenant is None:
+        authorization = _key_of_messages(incoming.headers)
     without_key = bool(authorization) or incoming.tenant is not None
     headers = headers_for_server(incoming.headers, incoming.remote, without_key, without)
     has_length = body_bytes or incoming.method not in ("GET", "HEAD", "OPTIONS")
@@ -700,10 +769,16 @@ def request_head(
     line = b"%s %s%s HTTP/1.1\r\nHost: %s\r\n" % (
         incoming.method.encode(),
         pool.path,
-        incoming.target.encode(),
+        (target or incoming.target).encode(),
         pool.host,
     )
     return b"".join((line, headers, via.line(incoming.version), authorization, length, b"\r\n"))
+
+
+def _key_of_messages(headers: Headers) -> bytes:
+    """A key as Anthropic's clients send it, as a header line that engines of chat completions read."""
+    key = headers.first.get(b"x-api-key")
+    return b"Authorization: Bearer %s\r\n" % key if key and b"authorization" not in headers.first else b""
 
 
 def headers_for_server(

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Scheduler
+from skymemory.router import paths
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import KeyFile
 from skymemory.router.backends import Backends
@@ -32,10 +33,10 @@ from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.upstream import Pools
 from skymemory.router.metrics import ProxyMetrics, QueueFigures
 from skymemory.router.prefix_state import PrefixState
-from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader
+from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.queue import RequestQueue
 from skymemory.router.request_account import DeferredWork
-from skymemory.router.settings import Settings
+from skymemory.router.settings import BY_LOAD, Settings
 from skymemory.router.waiting_room import WaitingRoom
 
 log = logging.getLogger("skymemory.router")
@@ -47,41 +48,7 @@ MAX_CONNECTIONS = 8192
 """Of clients. Beyond, each new one closes the oldest idle one."""
 MAX_HELD_BYTES = 512 << 20
 """Of all request bodies, which are kept until their responses end; raised to four of the longest allowed."""
-FORWARDED = frozenset(
-    (
-        "/v1/embeddings",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/rerank",
-        "/v1/score",
-        "/score",
-        "/pooling",
-        "/classify",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/tokenize",
-        "/detokenize",
-    )
-)
-"""Forwarded to the server with the least load: they have no prefix that a cache could hold."""
-
-_UNSUPPORTED = {
-    "/v1/responses": "the router does not serve /v1/responses: it keeps state at one server; use /v1/chat/completions",
-    "/v1/conversations": "the router keeps no conversations; send the turns with /v1/chat/completions",
-    "/v1/assistants": "the router serves no assistants; use /v1/chat/completions",
-    "/v1/threads": "the router serves no threads; use /v1/chat/completions",
-    "/v1/files": "the router keeps no files",
-    "/v1/batches": "the router takes no batches; send their requests one by one",
-    "/v1/fine_tuning": "the router trains nothing",
-    "/v1/images": "the router passes on no images to be made",
-    "/v1/messages": "the router does not speak Anthropic's API; use /v1/chat/completions",
-    "/generate": "the router serves OpenAI's API only; use /v1/completions",
-    "/inference": "the router serves OpenAI's API only; use /v1/completions",
-    "/v1/load_lora_adapter": "adapters are loaded at each server, not through the router",
-    "/v1/unload_lora_adapter": "adapters are unloaded at each server, not through the router",
-}
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
-_OWN = frozenset(("/health", "/ready", "/metrics", "/v1/models"))
 
 
 class Proxy:
@@ -192,18 +159,11 @@ class Proxy:
         self.connections.pop(connection, None)
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        path, method = request.path, request.method
         if not self._access.is_open:
             refusal = self._access.refusal(request)
             if refusal is not None or request.is_preflight:
                 return refusal
-        if path in PROMPT_PATHS:
-            return None if method == "POST" else ApiError(405, f"{path} takes POST, not {method}")
-        if path in FORWARDED:
-            return None
-        if method not in ("GET", "HEAD") or not _is_own(path):
-            return ApiError(*why_not(path, method))
-        return None
+        return paths.refusal(request.path, request.method, request.headers, self.settings.unknown_paths == BY_LOAD)
 
     def refuse(self, request: Incoming, error: ApiError) -> None:
         if self._goes_to_server(request.path):
@@ -227,7 +187,7 @@ class Proxy:
     # -- requests for servers
 
     def _goes_to_server(self, path: str) -> bool:
-        return path in PROMPT_PATHS or path in FORWARDED
+        return paths.goes_to_server(path, self.settings.unknown_paths == BY_LOAD)
 
     def _forward(self, request: Incoming) -> None:
         if (looped := self._exchanges.via.refusal(request.headers)) is not None:
@@ -322,24 +282,6 @@ class Proxy:
             return
         if request.connection.current is request:
             request.connection.respond(200, JSON, json.dumps(body).encode())
-
-
-def _is_own(path: str) -> bool:
-    return path in _OWN or path.startswith("/v1/models/")
-
-
-def why_not(path: str, method: str) -> tuple[int, str]:
-    """Status and message for a path or method that is not served."""
-    if path in _OWN:
-        return 405, f"{path} takes GET, not {method}"
-    for known, why in _UNSUPPORTED.items():
-        if path == known or path.startswith(known + "/"):
-            return 404, why
-    shown = path if len(path) <= 100 else path[:100] + "…"
-    return 404, (
-        f"the router does not serve {shown}; it serves /v1/completions, /v1/chat/completions, /v1/models, "
-        "/v1/embeddings and the like, /health, /ready and /metrics"
-    )
 
 
 def request_line(method: str, path: str, result: RequestLog, took_s: float) -> str:

@@ -1,6 +1,7 @@
 """Reads the body of an OpenAI request into what routing needs: hashed blocks of the prompt, model, session, tenant.
 
-1. ``read_body`` decodes the fields that matter to a router; the engine judges all others, in its own words.
+1. Responses and Messages are read as the chat completions that they are to an engine (``apis``).
+   ``read_body`` decodes the fields that matter to a router; the engine judges all others, in its own words.
 2. The prompt becomes bytes: 64 bytes of UTF-8 to a block (16 tokens, at an estimated 4 bytes each), or, with the
    engine's tokenizer, the engine's own blocks of tokens.
 3. Blocks are hashed in a chain, whose seed is model, adapter and salt.
@@ -26,6 +27,7 @@ from skymemory.conductor.request import HEAD_BYTES, Prompt, Request, Slo
 from skymemory.errors import quoted
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import MOST_PRIORITY
+from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, prompt_body
 from skymemory.router.settings import AdmissionSettings, Settings
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
-PROMPT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
+CHAT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
+PROMPT_PATHS = CHAT_PATHS | API_PATHS
 BYTES_PER_TOKEN = 4
 MAX_NAME_LETTERS = 256
 """Of a model, an adapter or a session: they are stored, and written to headers."""
@@ -96,9 +99,13 @@ class PromptReader:
         """
         path = path.partition("?")[0]
         if path not in PROMPT_PATHS:
-            raise ApiError(404, f"{path} takes no prompt; prompts go to {COMPLETIONS} or {CHAT_COMPLETIONS}")
+            raise ApiError(
+                404, f"{path} takes no prompt; prompts go to {', '.join(sorted(PROMPT_PATHS - {COUNT_TOKENS}))}"
+            )
         if len(body) > self.max_body_bytes:
             raise ApiError(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are allowed")
+        if path in API_PATHS:
+            path, body = CHAT_COMPLETIONS, prompt_body(path, body)
         read = read_body(body)
         model, adapter = self._model_and_adapter(read)
         salt = read.cache_salt or ""
@@ -277,7 +284,7 @@ class Clients:
             return named[:MAX_NAME_LETTERS]
         if self.objectives is not None and (named := _first(headers, FAIRNESS_HEADERS)):
             return named[:MAX_NAME_LETTERS]
-        if key := headers.get("authorization"):
+        if key := headers.get("authorization") or headers.get("x-api-key"):
             return _digest(key)
         return user[:MAX_NAME_LETTERS]
 

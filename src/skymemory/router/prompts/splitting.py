@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from skymemory.router.prompts.reader import COMPLETIONS, STARTS_WITH_NUMBER
+from skymemory.router.prompts.reader import CHAT_PATHS, COMPLETIONS, STARTS_WITH_NUMBER
 from skymemory.router.request_account import Usage, usage_in
 
 Fields = Mapping[str, msgspec.Raw]
@@ -42,11 +42,13 @@ def fields_of(body: bytes) -> Fields | None:
 
 
 def why_whole(path: str, fields: Fields) -> str:
-    """The field for which this request cannot be split; empty: it can."""
+    """The field for which this request cannot be split; empty: it can. Of other APIs none is."""
 
     def is_set(name: str) -> bool:
         return _raw(fields, name) not in _UNSET
 
+    if path not in CHAT_PATHS:
+        return path
     for name in (PARAMS, "prompt_embeds", "prompt_logprobs"):
         if is_set(name):
             return name

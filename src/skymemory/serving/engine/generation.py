@@ -117,6 +117,8 @@ class Step:
     """Prompt tokens from the prefix cache."""
     finish: str | None = None
     """In the last step: "stop" or "length"."""
+    stopped_by: str = ""
+    """In the last step: the stop string that ended it."""
     error: str | None = None
     """In the last step: why the generation failed."""
     logprob: TokenLogprob | None = None
@@ -225,7 +227,7 @@ _REPLACEMENT = "�"
 class TextStream:
     """Incremental detokenizer: text is held back while it may be part of a character or of a stop string.
 
-    ``stopped``: a stop string was reached; the text ends before it (``keep_stop``: with it).
+    ``stopped_by``: the stop string that was reached; the text ends before it (``keep_stop``: with it).
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class TextStream:
         """Number of tokens whose text has been returned or held back."""
         self._held = ""
         self._may_stop = True
-        self.stopped = False
+        self.stopped_by = ""
 
     def add(self, token: int, may_stop: bool = True) -> str:
         """Text that became final. Without ``may_stop``, stop strings are ignored."""
@@ -262,7 +264,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The text held back, as no token follows."""
-        if self.stopped:
+        if self.stopped_by:
             return ""
         rest = self._decode(len(self._ids))[len(self._decode(self._read)) :]
         self._read = len(self._ids)
@@ -274,8 +276,8 @@ class TextStream:
     def _released(self, text: str, ended: bool) -> str:
         found = [(text.find(stop), stop) for stop in self._stops if stop in text] if self._may_stop else []
         if found:
-            self.stopped, self._held = True, ""
             at, stop = min(found)
+            self.stopped_by, self._held = stop, ""
             return text[: at + len(stop)] if self._keep_stop else text[:at]
         keep = 0 if ended else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]

@@ -1,4 +1,8 @@
-"""HTTP API of the engine: OpenAI's completions and chats, streamed or not, with vLLM's /metrics and /health."""
+"""HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics and /health.
+
+Responses and Messages are served as the chat completions that they are translated to (``router.apis``). Every error is
+in its API's format, that of a request that is no HTTP, too (``make_runner``).
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,38 @@ import json
 import logging
 import time
 import uuid
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from skymemory.router.api_error import ApiError
+from skymemory.router.apis.translation import (
+    API_PATHS,
+    COUNT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+    StreamTranslation,
+    Translation,
+    error_body,
+)
 from skymemory.serving.engine.generation import Generation, Step, TokenLogprob
 from skymemory.serving.engine.handover import BlockFetcher
 from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import RequestReader
 from skymemory.serving.engine.thread import EngineStopping, EngineThread, Job, QueueFull
 
+COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
+_MAX_WORDS = 300
+"""Of what a parser says of a malformed request, which may be all of it."""
+JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
 """Larger bodies are parsed in a thread: tokenizing them would delay running streams."""
 _LOG = logging.getLogger(__name__)
+_NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Steps = asyncio.Queue[tuple[int, Step]]
@@ -60,8 +80,11 @@ class OpenAIServer:
         app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[_errors_as_json])
         app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chats),
+                web.post(COMPLETIONS, self._serve),
+                web.post(CHAT_COMPLETIONS, self._serve),
+                web.post(RESPONSES, self._serve),
+                web.post(MESSAGES, self._serve),
+                web.post(COUNT_TOKENS, self._count_tokens),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._one_model),
                 web.get("/health", self._health),
@@ -71,12 +94,6 @@ class OpenAIServer:
             ]
         )
         return app
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=False)
-
-    async def _chats(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=True)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model()]})
@@ -110,12 +127,27 @@ class OpenAIServer:
         blocks = await asyncio.wrap_future(self._engine.clear_cache())
         return web.json_response({"cleared_blocks": blocks})
 
-    async def _serve(self, request: web.Request, chat: bool) -> web.StreamResponse:
+    async def _read(self, request: web.Request) -> tuple[Generation, Translation | None]:
         raw = await request.read()
-        if len(raw) > _LARGE_BODY_BYTES:
-            generation = await asyncio.to_thread(self._reader.read, raw, chat)
-        else:
-            generation = self._reader.read(raw, chat)
+        packed = request.headers.get("Content-Encoding", "").strip().lower()
+        if len(raw) > _LARGE_BODY_BYTES or packed:
+            return await asyncio.to_thread(self._parse, request.path, raw, packed)
+        return self._parse(request.path, raw, packed)
+
+    def _parse(self, path: str, raw: bytes, packed: str) -> tuple[Generation, Translation | None]:
+        """The request; and what translates its answer, where it is no completion and no chat."""
+        body = _unpacked(raw, packed)
+        if path not in API_PATHS:
+            return self._reader.read(body, chat=path == CHAT_COMPLETIONS), None
+        translation = Translation(path, body)
+        return self._reader.read(translation.body, chat=True), translation
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        generation, _ = await self._read(request)
+        return web.json_response({"input_tokens": len(generation.ids)})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        generation, translation = await self._read(request)
         steps: _Steps = asyncio.Queue()
         loop = asyncio.get_running_loop()
         jobs = [Job(each, partial(_enqueue, loop, steps, choice)) for choice, each in enumerate(generation.each())]
@@ -132,7 +164,8 @@ class OpenAIServer:
             first = _checked(await steps.get())
             writer = ResponseBuilder(self._reader.model, generation)
             if generation.stream:
-                return await self._stream(request, generation, writer, first, steps)
+                events = _Events(None if translation is None else translation.stream())
+                return await self._stream(request, generation, writer, first, steps, events)
             by_choice: list[list[Step]] = [[] for _ in jobs]
             by_choice[first[0]].append(first[1])
             while not all(each and each[-1].last for each in by_choice):
@@ -144,7 +177,7 @@ class OpenAIServer:
                     "do_remote_prefill": True,
                     "sky_tokens": await self._stored_tokens(generation, jobs[0]),
                 }
-            return web.json_response(answer)
+            return web.json_response(answer if translation is None else translation.answer_object(answer))
         finally:
             self._engine.cancel(*jobs)
 
@@ -171,6 +204,7 @@ class OpenAIServer:
         writer: ResponseBuilder,
         first: tuple[int, Step],
         steps: _Steps,
+        events: _Events,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -184,20 +218,20 @@ class OpenAIServer:
             begins = choice not in newest
             newest[choice] = step
             if step.error is not None:
-                await response.write(b"data: " + _failure(step.error).body() + b"\n\n")
+                await response.write(events.fail(_failure(step.error)))
                 break
             if step.logprob is not None:
                 unsent[choice].append(step.logprob)
             if begins or step.text or step.last:
                 so_far = [newest[at] for at in sorted(newest)] if generation.usage_in_chunks else ()
-                await response.write(event(writer.chunk(choice, step, unsent[choice], begins, so_far)))
+                await response.write(events.chunk(writer.chunk(choice, step, unsent[choice], begins, so_far)))
                 unsent[choice].clear()
             if len(newest) == generation.choices and all(each.last for each in newest.values()):
                 if generation.include_usage:
-                    await response.write(event(writer.usage_chunk([newest[at] for at in sorted(newest)])))
+                    await response.write(events.chunk(writer.usage_chunk([newest[at] for at in sorted(newest)])))
                 break
             choice, step = await steps.get()
-        await response.write(END_OF_STREAM)
+        await response.write(events.end())
         await response.write_eof()
         return response
 
@@ -223,13 +257,15 @@ def _failure(words: str) -> ApiError:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as OpenAI's error object."""
+    """Every error as the API's error object."""
     try:
         return await handler(request)
     except ApiError as error:
         refusal = error
     except web.HTTPRequestEntityTooLarge:
         refusal = ApiError(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
+    except web.RequestPayloadError as error:
+        refusal = ApiError(400, f"the body did not come whole: {error}")
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -239,10 +275,71 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:
         _LOG.exception("%s %s", request.method, request.path)
         refusal = ApiError(500, f"{type(error).__name__}: {error}")
-    headers = {"Content-Type": "application/json; charset=utf-8"}
+    headers = {"Content-Type": JSON}
     if refusal.retry_after_s is not None:
         headers["Retry-After"] = str(refusal.retry_after_s)
-    return web.Response(body=refusal.body(), status=refusal.status, headers=headers)
+    return web.Response(body=error_body(request.path, refusal), status=refusal.status, headers=headers)
+
+
+class _RequestHandler(web.RequestHandler):
+    """Answers in JSON what is no HTTP, too, and says nothing of it in the log: it is its client's fault."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        _LOG.debug("malformed request from %s", request.remote, exc_info=exc)
+        words = " ".join((message or "").split())[:_MAX_WORDS] or "it cannot be read"
+        refusal = ApiError(status, f"malformed HTTP request: {words}")
+        answer = web.Response(body=error_body(request.path, refusal), status=status, headers={"Content-Type": JSON})
+        answer.force_close()
+        return answer
+
+
+class _Runner(web.AppRunner):
+    """Makes a handler of its own for each connection."""
+
+    @property
+    def server(self) -> Any:
+        made = super().server
+        if made is None:
+            return None
+        # Bodies are decompressed by `_unpacked`, which explains what it refuses.
+        return partial(
+            _RequestHandler, made, loop=asyncio.get_running_loop(), access_log=_NO_LOG, auto_decompress=False
+        )
+
+
+def make_runner(application: web.Application, shutdown_timeout_s: float) -> web.AppRunner:
+    return _Runner(application, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+
+
+def _unpacked(body: bytes, packed: str) -> bytes:
+    """
+    Raises:
+        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
+    """
+    if packed in ("", "identity"):
+        return body
+    if packed not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError(415, f"Content-Encoding {packed[:40]!r} is not supported; gzip and deflate are")
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
+    try:
+        data = unpacker.decompress(body, MOST_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
+    if len(data) > MOST_BODY_BYTES:
+        raise ApiError(413, f"the body is larger than {MOST_BODY_BYTES} bytes when it is decompressed")
+    if not unpacker.eof:
+        raise ApiError(400, "the body cannot be decompressed: it ends too early")
+    return data
 
 
 # --- response objects of OpenAI's API ---
@@ -254,6 +351,24 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 def event(content: dict[str, object]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _Events:
+    """The events of a stream: chunks as they are, or as another API has them."""
+
+    def __init__(self, made: StreamTranslation | None) -> None:
+        self._made = made
+
+    def chunk(self, content: dict[str, object]) -> bytes:
+        return event(content) if self._made is None else self._made.chunk(content)
+
+    def fail(self, error: ApiError) -> bytes:
+        if self._made is None:
+            return b"data: " + error.body() + b"\n\n"
+        return self._made.fail(error.status, error.message)
+
+    def end(self) -> bytes:
+        return END_OF_STREAM if self._made is None else self._made.end()
 
 
 class ResponseBuilder:
@@ -278,7 +393,9 @@ class ResponseBuilder:
                 {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             )
             logprobs = self._logprobs(index, [step.logprob for step in steps if step.logprob is not None])
-            answers.append({"index": index, **content, "logprobs": logprobs, "finish_reason": steps[-1].finish})
+            last = steps[-1]
+            ends = {"finish_reason": last.finish, "stop_reason": last.stopped_by or None}
+            answers.append({"index": index, **content, "logprobs": logprobs, **ends})
         usage = self.usage([steps[-1] for steps in choices])
         return self._object("chat.completion" if self._chat else "text_completion", answers, usage=usage)
 
@@ -295,7 +412,8 @@ class ResponseBuilder:
             content = {"delta": {"role": "assistant", "content": step.text} if first else {"content": step.text}}
         else:
             content = {"text": step.text}
-        answer = {"index": index, **content, "logprobs": self._logprobs(index, logprobs), "finish_reason": step.finish}
+        ends = {"finish_reason": step.finish, "stop_reason": step.stopped_by or None}
+        answer = {"index": index, **content, "logprobs": self._logprobs(index, logprobs), **ends}
         return self._object(self._chunk_kind, [answer], **({"usage": self.usage(so_far)} if so_far else {}))
 
     def usage_chunk(self, lasts: Sequence[Step]) -> dict[str, object]:

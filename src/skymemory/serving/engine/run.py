@@ -24,7 +24,7 @@ from skymemory.progress import Progress
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
 from skymemory.serving.engine.handover import BlockFetcher, BlockSaver
-from skymemory.serving.engine.http import OpenAIServer
+from skymemory.serving.engine.http import OpenAIServer, make_runner
 from skymemory.serving.engine.metrics import EngineMetrics
 from skymemory.serving.engine.requests import RequestReader
 from skymemory.serving.engine.thread import PREFILL_TOKENS, EngineThread
@@ -207,9 +207,7 @@ def run_engine(
 
 
 async def _serve(engine: Engine, listener: socket.socket, settings: EngineSettings, say: Callable[[str], None]) -> None:
-    runner = web.AppRunner(
-        engine.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_GOODBYE_S
-    )
+    runner = make_runner(engine.application(), _GOODBYE_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

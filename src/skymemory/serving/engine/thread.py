@@ -383,11 +383,11 @@ class Sequence:
             text = self._text.add(token) if self._generation.keep_stop else ""
             return self._step(text + self._text.finish(), "stop", logprob)
         text = self._text.add(token, may_stop=self.generated > self._generation.min_tokens)
-        if self._text.stopped:
+        if self._text.stopped_by:
             return self._step(text, "stop", logprob)
         if self.generated == self._generation.max_tokens:
             text += self._text.finish()
-            return self._step(text, "stop" if self._text.stopped else "length", logprob)
+            return self._step(text, "stop" if self._text.stopped_by else "length", logprob)
         return self._step(text, None, logprob)
 
     def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
@@ -406,4 +406,5 @@ class Sequence:
         return str(self._tokenizer.decode([token]))
 
     def _step(self, text: str, finish: str | None, logprob: TokenLogprob | None) -> Step:
-        return Step(text, self.generated, self.prompt.cached_tokens, finish, logprob=logprob)
+        stopped_by = "" if finish is None else self._text.stopped_by
+        return Step(text, self.generated, self.prompt.cached_tokens, finish, stopped_by, logprob=logprob)

@@ -1,0 +1,60 @@
+"""Reads fields of a request whose JSON is decoded, and refuses what is of another type."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from skymemory.router.api_error import ApiError
+
+Fields = Mapping[str, Any]
+
+
+def refuse(param: str, why: str) -> NoReturn:
+    raise ApiError(400, f"`{param}` {why}", param)
+
+
+def text_of(value: object, param: str) -> str:
+    if not isinstance(value, str):
+        refuse(param, "is not a text")
+    return value
+
+
+def list_of(value: object, param: str) -> list[Any]:
+    if not isinstance(value, list):
+        refuse(param, "is not a list")
+    return value
+
+
+def object_of(value: object, param: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        refuse(param, "is not an object")
+    return value
+
+
+def further(fields: Fields, known: Collection[str]) -> dict[str, Any]:
+    """The fields that the API does not have: an engine's extensions (``top_k``, ``cache_salt``), which mean the same in
+    a chat completion.
+    """
+    return {name: value for name, value in fields.items() if name not in known}
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def function_tool(name: object, description: object, parameters: object, strict: object, param: str) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    function = {"name": text_of(name, f"{param}.name"), **given(description=description, parameters=parameters)}
+    return {"type": "function", "function": {**function, **given(strict=strict)}}
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a turn of the assistant, as chat completions have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a turn: a single text as such."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0].get("type") == "text" else parts

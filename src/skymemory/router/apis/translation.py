@@ -1,0 +1,195 @@
+"""One request to Responses or Messages that its engine serves as a chat completion: bytes in, bytes out.
+
+``Translation`` reads the request, once. ``answer`` and ``error`` translate a whole response, ``stream`` a stream, piece
+by piece. ``prompt_body`` is for routing: its prompt is the one that the engine reads, whether the request is translated
+or passed on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from skymemory.router.api_error import ApiError
+from skymemory.router.apis import messages, responses
+from skymemory.router.apis.chat import EventLines, UnreadableAnswer, as_object, error_in
+from skymemory.router.apis.reading import Fields
+
+RESPONSES = responses.PATH
+MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
+API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
+"""Their prompts are read, and where an engine has not the API, they are translated."""
+_DONE = b"[DONE]"
+
+
+class _Stream(Protocol):
+    @property
+    def finish(self) -> str: ...
+
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]: ...
+
+    def end(self) -> Iterator[bytes]: ...
+
+    def fail(self, status: int, message: str) -> Iterator[bytes]: ...
+
+
+class Translation:
+    def __init__(self, path: str, body: bytes) -> None:
+        """``path``: one of ``API_PATHS``.
+
+        Raises:
+            ApiError: 400, it is no request of this API, or asks for what a chat completion cannot do.
+        """
+        self._path = path
+        self._fields = read_fields(body)
+        self.streams = path != COUNT_TOKENS and self._fields.get("stream") is True
+        if path == RESPONSES:
+            chat = responses.chat_request(self._fields)
+        elif path == MESSAGES:
+            chat = messages.chat_request(self._fields)
+        else:
+            chat = messages.counting_request(self._fields)
+        self.body = _encoded(chat)
+        """Of the chat completion."""
+
+    def answer(self, body: bytes) -> bytes:
+        """The whole answer, made of that of the chat completion.
+
+        Raises:
+            UnreadableAnswer: it is none.
+        """
+        return msgspec.json.encode(self.answer_object(as_object(body)))
+
+    def answer_object(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        if self._path == RESPONSES:
+            return responses.whole(self._fields, answer)
+        if self._path == MESSAGES:
+            return messages.whole(self._fields, answer)
+        return messages.count(answer)
+
+    def error(self, status: int, body: bytes) -> bytes:
+        """An engine's error in the API's format."""
+        return body if self._path == RESPONSES else messages.error_body(status, _message_of(status, body))
+
+    def stream(self) -> StreamTranslation:
+        kind = responses.ResponseStream if self._path == RESPONSES else messages.MessageStream
+        return StreamTranslation(kind(self._fields))
+
+
+class StreamTranslation:
+    """Events of the API's stream, made of a chat completion's."""
+
+    def __init__(self, made: _Stream) -> None:
+        self._made = made
+        self._lines = EventLines()
+        self.has_ended = False
+        """The last event is made: nothing follows."""
+
+    def read(self, piece: bytes) -> bytes:
+        return b"".join(self._read(piece))
+
+    def end(self) -> bytes:
+        """The engine's stream has ended."""
+        if self.has_ended:
+            return b""
+        return b"".join(self._end() if self._made.finish else self._fail("the engine ended its stream too early"))
+
+    def chunk(self, chunk: Mapping[str, Any]) -> bytes:
+        """Events made of one chunk, which the caller has read."""
+        return b"".join(self._made.read(chunk))
+
+    def fail(self, status: int, message: str) -> bytes:
+        self.has_ended = True
+        return b"".join(self._made.fail(status, message))
+
+    def _read(self, piece: bytes) -> Iterator[bytes]:
+        try:
+            for data in self._lines.read(piece):
+                if self.has_ended:
+                    return
+                if data.strip() == _DONE:
+                    yield from self._end()
+                    return
+                chunk = as_object(data)
+                if message := error_in(chunk):
+                    yield from self._fail(message)
+                    return
+                yield from self._made.read(chunk)
+        except UnreadableAnswer as error:
+            yield from self._fail(f"the engine's stream cannot be read: {error}")
+
+    def _end(self) -> Iterable[bytes]:
+        self.has_ended = True
+        return self._made.end()
+
+    def _fail(self, message: str) -> Iterable[bytes]:
+        self.has_ended = True
+        return self._made.fail(502, message)
+
+
+def prompt_body(path: str, body: bytes) -> bytes:
+    """The body of a chat completion with the same prompt, for routing. What an engine may know beyond chat completions
+    stays in it as it is.
+
+    Raises:
+        ApiError: 400, it is no request of this API, or refers to stored state.
+    """
+    fields = read_fields(body)
+    made = responses.chat_request if path == RESPONSES else messages.chat_request
+    return _encoded(made(fields, strict=False))
+
+
+def read_fields(body: bytes) -> Fields:
+    """
+    Raises:
+        ApiError: 400, no JSON object.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    return fields
+
+
+def _encoded(chat: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(chat)
+    except (OverflowError, ValueError, TypeError, RecursionError) as error:
+        raise ApiError(400, f"the body cannot be translated to a chat completion: {error}") from error
+
+
+# Errors, in the format of the path's API
+
+
+def error_body(path: str, error: ApiError) -> bytes:
+    return messages.error_body(error.status, error.message) if is_of_messages(path) else error.body()
+
+
+def error_event(path: str, status: int, message: str) -> bytes | None:
+    """An error in the middle of a stream; None: the path's streams are those of chat completions."""
+    if is_of_messages(path):
+        return messages.error_event(status, message)
+    return responses.error_event(status, message) if path.endswith(RESPONSES) else None
+
+
+def is_of_messages(path: str) -> bool:
+    """A gateway may strip a path's prefix, so its end decides."""
+    return path.endswith((MESSAGES, COUNT_TOKENS))
+
+
+def _message_of(status: int, body: bytes) -> str:
+    """The message of an engine's error, whatever its form."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return body[:1000].decode("utf-8", "replace") or f"the engine answered {status}"
+    for place in ("error", "detail"):
+        if isinstance(found, dict) and found.get(place):
+            found = found[place]
+    if isinstance(found, dict) and isinstance(found.get("message"), str):
+        return str(found["message"])
+    return found if isinstance(found, str) else body[:1000].decode("utf-8", "replace")

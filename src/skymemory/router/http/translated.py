@@ -1,0 +1,118 @@
+"""Requests to Responses and Messages at engines that have not these APIs: sent as chat completions, answered as asked.
+
+Whether an engine has an API is learned from it: a request goes there as it is, and after a 404, 405 or 501 once more,
+as a chat completion. If that is served, the engine has not the API (``MissingApis``), for ten minutes, as it may be
+updated. A ``TranslatedResponse`` stands between the engine's connection and the exchange, which sees a response of the
+API that its client has asked.
+"""
+
+from __future__ import annotations
+
+from skymemory.router.apis.chat import MAX_ANSWER_BYTES, UnreadableAnswer
+from skymemory.router.apis.translation import StreamTranslation, Translation
+from skymemory.router.http.connection import Headers
+from skymemory.router.http.upstream import Call, Receiver, ResponseHead, UpstreamError
+
+MISSING_STATUSES = frozenset((404, 405, 501))
+"""Of an engine that has not the API; of one that has not the model, too."""
+FORGET_S = 600.0
+_OF_BODY = frozenset((b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"))
+
+
+class MissingApis:
+    """The APIs that servers have not."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[tuple[str, str], float] = {}
+
+    def is_missing(self, server: str, path: str, now_s: float) -> bool:
+        until_s = self._until_s.get((server, path))
+        if until_s is None or now_s < until_s:
+            return until_s is not None
+        del self._until_s[server, path]
+        return False
+
+    def learn(self, server: str, path: str, now_s: float) -> None:
+        self._until_s[server, path] = now_s + FORGET_S
+
+    def forget(self, server: str) -> None:
+        """It has left, or is another one."""
+        for known in [known for known in self._until_s if known[0] == server]:
+            del self._until_s[known]
+
+
+class TranslatedResponse:
+    """Reports the response to a chat completion as one of the API that was asked."""
+
+    def __init__(self, receiver: Receiver, translation: Translation) -> None:
+        self.call: Call | None = None
+        """To be set when it is sent."""
+        self._receiver = receiver
+        self._translation = translation
+        self._head: ResponseHead | None = None
+        self._stream: StreamTranslation | None = None
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def response_begins(self, head: ResponseHead) -> None:
+        first = head.headers.first
+        headers = [(name, value) for name, value in head.headers.raw if name.lower() not in _OF_BODY]
+        is_stream = first.get(b"content-type", b"").startswith(b"text/event-stream") and head.status < 400
+        if is_stream:
+            self._stream = self._translation.stream()
+        kind = b"text/event-stream; charset=utf-8" if is_stream else b"application/json"
+        headers.append((b"Content-Type", kind))
+        self._head = ResponseHead(head.status, head.reason, Headers(headers))
+        self._head.chunked = self._head.framed = is_stream
+        if first.get(b"content-encoding", b"identity") != b"identity":
+            self._fail("its answer is compressed, though it was asked for one that is not")
+            return
+        self._receiver.response_begins(self._head)
+
+    def response_data(self, piece: bytes, ended: bool) -> None:
+        stream = self._stream
+        if stream is None:
+            self._collect(piece, ended)
+            return
+        made = stream.read(piece)
+        if ended:
+            made += stream.end()
+        if stream.has_ended and not ended:
+            # What the engine may send behind the last event is not waited for.
+            self._drop()
+            ended = True
+        if made or ended:
+            self._receiver.response_data(made, ended)
+
+    def response_failed(self, error: UpstreamError) -> None:
+        self._receiver.response_failed(error)
+
+    def _collect(self, piece: bytes, ended: bool) -> None:
+        self._pieces.append(piece)
+        self._size_bytes += len(piece)
+        head = self._head
+        assert head is not None
+        if self._size_bytes > MAX_ANSWER_BYTES:
+            self._fail(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+        elif ended:
+            whole = b"".join(self._pieces)
+            try:
+                made = (
+                    self._translation.answer(whole)
+                    if head.status < 400
+                    else self._translation.error(head.status, whole)
+                )
+            except UnreadableAnswer as error:
+                self._fail(f"its answer is no chat completion: {error}")
+                return
+            head.headers = Headers([*head.headers.raw, (b"Content-Length", b"%d" % len(made))])
+            head.framed = True
+            self._receiver.response_data(made, True)
+
+    def _fail(self, why: str) -> None:
+        self._drop()
+        self._receiver.response_failed(UpstreamError(why))
+
+    def _drop(self) -> None:
+        if self.call is not None:
+            self.call.close()
