@@ -63,23 +63,24 @@ async def each(attack: Attack, one: Callable[[Attack, int], Awaitable[str]]) -> 
 
 async def sent_and_held(attack: Attack, data: bytes, rest: bytes = b"") -> str:
     """Send, and wait until the router does something about it; one byte of ``rest`` every two seconds."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
-    try:
-        writer.write(data)
-        drip = asyncio.create_task(_drip(writer, rest)) if rest else None
+    loop = asyncio.get_running_loop()
+    with socket.socket() as raw:
+        raw.setblocking(False)
+        await loop.sock_connect(raw, ("127.0.0.1", attack.port))
+        await loop.sock_sendall(raw, data)
+        drip = asyncio.create_task(_drip(raw, rest)) if rest else None
         try:
-            return status_of(await reader.read(1000))
+            return status_of(await loop.sock_recv(raw, 1000))
         finally:
             if drip is not None:
                 drip.cancel()
-    finally:
-        writer.transport.abort()
 
 
-async def _drip(writer: asyncio.StreamWriter, rest: bytes) -> None:
-    while True:
-        await asyncio.sleep(2.0)
-        writer.write(rest)
+async def _drip(raw: socket.socket, rest: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            await asyncio.sleep(2.0)
+            raw.send(rest)
 
 
 async def request_of_death(attack: Attack) -> None:

@@ -45,6 +45,8 @@ MAX_HEAD_BYTES = 32_768
 """Limit of the request line and the headers together."""
 MAX_HEADERS = 256
 """Header lines of a request."""
+YIELD_BYTES = 65_536
+"""After a read of this size another connection has its turn."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped, so that its sender sees the response and no reset."""
 CUT_S = 5.0
@@ -243,6 +245,7 @@ class Connection(asyncio.Protocol):
         self._started = False
         """A request was begun in this turn of the event loop: the next waits for the next turn."""
         self._paused_reading = False
+        self._yields = False
         self._discarding = False
         """Further input is dropped: the connection closes after the current response."""
         self.closing = False
@@ -312,10 +315,24 @@ class Connection(asyncio.Protocol):
             self._begin_next()
 
     def data_received(self, data: bytes) -> None:
+        if len(data) >= YIELD_BYTES:
+            self._yield()
         if self._discarding:
             return
         self._started = False
         self._parse(data)
+
+    def _yield(self) -> None:
+        """Read on in the next turn: an event loop may read megabytes of one connection before it serves another."""
+        if not self._yields and not self._transport.is_closing():
+            self._yields = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._yields = False
+        if not self._paused_reading and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _parse(self, data: bytes) -> None:
         try:
