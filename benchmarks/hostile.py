@@ -31,7 +31,9 @@ def main() -> None:
     for number, cause in enumerate(chosen, 1):
 
         def progress(line: str, number: int = number) -> None:
-            print(f"{time.monotonic() - began_s:5.0f} s  {number} of {len(chosen)}  {line}", file=sys.stderr, flush=True)
+            print(
+                f"{time.monotonic() - began_s:5.0f} s  {number} of {len(chosen)}  {line}", file=sys.stderr, flush=True
+            )
 
         outcomes.append(run(cause, Times(cause_s=args.seconds), progress))
         last = outcomes[-1]

@@ -168,7 +168,8 @@ async def flood(attack: Attack) -> None:
 
 
 CAUSES = {
-    kind.__name__: kind for kind in (request_of_death, held_bodies, half_heads, idle, slow_readers, half_handshakes, flood)
+    kind.__name__: kind
+    for kind in (request_of_death, held_bodies, half_heads, idle, slow_readers, half_handshakes, flood)
 }
 
 
