@@ -1,7 +1,8 @@
-"""Who pays for a fault at `skymemory route`: `python benchmarks/hostile.py [--only NAME] [--json FILE]` (`make hostile`).
+"""Who pays for a fault at `skymemory route`: `python benchmarks/hostile.py [--only NAME]` (`make hostile`).
 
-Three scripted engines and the router as processes, 20 clients that do nothing wrong (half of them keep their connection,
-half of their answers are streams), and beside them one cause of trouble after the other, each with a router of its own.
+Three scripted engines and the router as processes, and 20 clients that do nothing wrong: half of them keep their
+connection, half of their answers are streams. Beside them one cause of trouble after the other, each with a router of
+its own.
 """
 
 from __future__ import annotations

@@ -74,9 +74,10 @@ class Others:
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: str, streams: bool) -> str:
         body = json.dumps({"model": "m", "prompt": f"{mark} " * 100, "max_tokens": 5, "stream": streams}).encode()
+        key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nx-id: {mark}\r\n"
-            f"{f'Authorization: Bearer {self.key}{chr(13)}{chr(10)}' if self.key else ''}Content-Length: {len(body)}\r\n\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"x-id: {mark}\r\n{key}Content-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
         answer = (await reader.readuntil(b"\r\n\r\n")).lower()

@@ -1,6 +1,6 @@
 """Scripted engines, several in one process: ``python -m tests.end_to_end.hostile.engines COUNT`` prints their ports.
 
-``GET /script/MODE`` sets what an engine does with prompts: ``ok``, ``hang`` (it answers nothing at all, checks neither),
+``GET /script/MODE`` sets what an engine does with prompts: ``ok``, ``hang`` (it answers nothing, also no checks),
 ``500``, ``429``, ``503``. ``GET /script/counts`` says how many prompts it got and how often each ``x-id`` was among
 them. A prompt's headers: ``x-mode: close`` (the connection is closed without an answer), ``x-hold: SECONDS``,
 ``x-answer: BYTES``.

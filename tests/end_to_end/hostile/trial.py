@@ -128,7 +128,7 @@ class Times:
     after_s: float = 2.0
 
 
-def run(cause: Cause, times: Times = Times(), progress: Callable[[str], None] = lambda line: None) -> Outcome:  # noqa: B008
+def run(cause: Cause, times: Times = Times(), progress: Callable[[str], None] = lambda line: None) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         options, context, keys = _options(cause, Path(folder))
         with process("-m", "tests.end_to_end.hostile.engines", str(ENGINES)) as (_, line):

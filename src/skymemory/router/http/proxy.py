@@ -86,6 +86,8 @@ _KEPT_IDLE = 8
 """Idle connections that are not closed for a newcomer, since their next request has arrived: at most so many are looked
 at.
 """
+_FREED = 4
+"""Connections that are closed where a file is missing."""
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 _OWN = frozenset(("/health", "/ready", "/metrics", "/v1/models"))
 
@@ -130,6 +132,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = AccessControl()
         least_load, alone = alone_schedulers(scheduler, settings.seed)
+        pools.on_files_short = self._close_idle
         self._exchanges = Exchanges(
             settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
         )
@@ -206,6 +209,16 @@ class Proxy:
                 continue
             self.evicted("connections")
             (connection if seat is None else seat.owner).evict()
+
+    def _close_idle(self) -> None:
+        """The process has no file left for a connection to a server: some clients' connections are closed for it."""
+        now_s = time.monotonic()
+        for _ in range(_FREED):
+            seat = self.table.victim(now_s)
+            if seat is None:
+                return
+            self.evicted("files")
+            seat.owner.evict()
 
     def opened(self, connection: Connection) -> None:
         self.connections[connection] = None

@@ -33,15 +33,15 @@ class Strangers:
             if not self._is_own(_name_of(host)):
                 return (
                     f"this router listens on loopback without keys, and does not go by the name {_shown(host)}: call "
-                    "it by localhost or its address, or name it in the settings ([door] hosts, --allow-host)"
+                    "it by localhost or its address, or add the name to `hosts` of [door] in its settings"
                 )
             if len(self._known) < _MAX_KNOWN:
                 self._known.add(host)
         if origin is None or self._may_ask(origin, host):
             return None
         return (
-            f"a web page of another origin ({_shown(origin)}) asks; allow it in the settings ([cors] origins, "
-            "--cors-origin) if it may"
+            f"a web page of another origin ({_shown(origin)}) asks; if it may, allow it with --cors-origin, or "
+            "`origins` of [cors] in the settings"
         )
 
     def _is_own(self, name: str) -> bool:
