@@ -21,7 +21,8 @@ USAGE = {"prompt_tokens": 200, "completion_tokens": 5, "total_tokens": 205}
 WHOLE = json.dumps(
     {"object": "text_completion", "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}], "usage": USAGE}
 ).encode()
-PIECE = 65_536
+PIECE, PIECE_S = 65_536, 0.05
+"""Of answers of a given size, and the pause after each."""
 
 
 def reply(body: bytes, status: int = 200, more: bytes = b"") -> bytes:
@@ -113,7 +114,7 @@ class Connection(asyncio.Protocol):
             for at in range(0, size, PIECE):
                 await self._can_write.wait()
                 write(bytes(min(PIECE, size - at)))
-                await asyncio.sleep(0)
+                await asyncio.sleep(PIECE_S)
         elif streams:
             write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
             for _ in range(EVENTS):

@@ -577,6 +577,7 @@ class Connection(asyncio.Protocol):
             request = Incoming(self, "", "", "1.1", Headers(()), False)
         self._reading = None
         self._release(request)
+        self._release_head()
         request.refusal = error
         request.keep_alive = False
         self._enqueue(request)
