@@ -162,7 +162,8 @@ def test_answers_that_are_not_read_do_not_pile_up(run: Run) -> None:
         [connection] = proxy.connections
         for _ in range(3000):
             raw.sendall(asked)
-            time.sleep(0.0003)
+            while not connection.is_idle and not connection.full:
+                time.sleep(0.0005)
             if connection.full:
                 break
         for _ in range(50):
