@@ -27,7 +27,7 @@ PROSE = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("docs/g
 STATED = Path(__file__).with_name("stated_quantities.toml")
 
 _MARKED = re.compile(r"<!-- figure: ([^>]+?) -->(.*?)<!-- end -->", re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:\w+: [^\n]+|settings|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?:\w+: [^\n]+|settings|limits|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL)
 _CODE = re.compile(r"^( *)(```+).*?^\1\2 *$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 _NUMBER = r"(?<![\w.,/#-])\d[\d,]*(?:\.\d+)?"
 _UNIT = r"ns|µs|us|ms|s|seconds?|min|minutes?|hours?|[KMGT]i?B(?:/s)?|kB|%|×|times|requests/s"

@@ -221,7 +221,7 @@ class Limits:
         "max_held", size, 512 << 20, "memory of request bodies, in total; at least four times `max_body`"
     )
     least_rate: int = setting(
-        "least_rate", size, 1024, "bytes per second of a body, after a pause of 20 s; slower: 408"
+        "least_rate", size, 1024, "bytes per second of a body, which may pause for 20 s; slower: 408"
     )
     max_waiting: int = setting(
         "max_waiting",

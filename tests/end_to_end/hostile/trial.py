@@ -78,7 +78,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("engine answers 429", "the engine", mode="429"),
     Cause("every engine answers 503", "all, at once", mode="503", all_engines=True),
     Cause("100 slow readers", "the slowest reader", "slow_readers", 100),
-    Cause("2,000 half TLS handshakes", "the oldest handshake", "half_handshakes", 2000, tls=True, files=2048),
+    Cause("2,000 half TLS handshakes", "the oldest handshake", "half_handshakes", 2000, tls=True, files=3072),
     Cause("256 files, 400 idle clients", "the longest idle", "idle", 400, files=256),
     Cause("a tenant beyond its quota", "the tenant", "flood", 1000, keys=True),
 )

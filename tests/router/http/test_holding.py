@@ -162,8 +162,8 @@ def test_answers_that_are_not_read_do_not_pile_up(run: Run) -> None:
         [connection] = proxy.connections
         for _ in range(3000):
             raw.sendall(asked)
-            while not connection.is_idle and not connection.full:
-                time.sleep(0.0005)
+            time.sleep(0.004)
+            until(lambda: connection.is_idle or connection.full)
             if connection.full:
                 break
         for _ in range(50):
@@ -255,6 +255,8 @@ def test_seats_follow_what_connections_do(run: Run) -> None:
         until(lambda: states() == [State.BUSY])
         assert raw.recv(12) == b"HTTP/1.1 200"
         until(lambda: states() == [State.IDLE])
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        until(lambda: states() == [State.KEPT])
         raw.sendall(POST)
         until(lambda: states() == [State.HEAD])
     until(lambda: proxy.table.count == 0)

@@ -30,16 +30,21 @@ class Door:
         if name in self.seats:
             self.table.move(self.seats[name], state, self.now_s)
 
+    def rest(self, name: str) -> None:
+        if name in self.seats:
+            self.table.rest(self.seats[name], self.now_s)
+
     def leave(self, name: str) -> None:
         self.table.close(self.seats.pop(name))
 
 
 def test_who_pays_in_which_order() -> None:
-    door = Door(7)
+    door = Door(8)
     for name, state in (
         ("busy", State.BUSY),
         ("late body", State.BODY),
         ("unread", State.UNREAD),
+        ("used", State.KEPT),
         ("idle for longest", State.IDLE),
         ("idle", State.IDLE),
         ("late head", State.HEAD),
@@ -52,7 +57,7 @@ def test_who_pays_in_which_order() -> None:
         door.open(f"new {number}", "a")
         if number == 0:
             door.move("new 0", State.BODY)
-    assert door.closed == ["late head", "idle for longest", "idle", "unread", "late body", "new 1", "new 2"]
+    assert door.closed == ["late head", "idle for longest", "idle", "used", "unread", "late body", "new 1"]
     assert "busy" in door.seats
 
 
@@ -88,7 +93,7 @@ def test_nine_thousand_half_heads_cost_others_nothing() -> None:
         clients[name] = door.now_s + dice.uniform(0.05, 2.0)
         for each, until_s in list(clients.items()):
             if until_s <= door.now_s:
-                door.move(each, State.IDLE)
+                door.rest(each)
                 kept += each in door.seats
                 lost += each not in door.seats
                 del clients[each]
@@ -99,7 +104,10 @@ def test_nine_thousand_half_heads_cost_others_nothing() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "move", "close"]), st.integers(0, 30), st.sampled_from(list(State)), st.floats(0, 1)
+        st.sampled_from(["open", "move", "rest", "close"]),
+        st.integers(0, 30),
+        st.sampled_from(list(State)),
+        st.floats(0, 1),
     ),
     max_size=200,
 )
@@ -117,6 +125,8 @@ def test_counts_close_and_no_busy_seat_is_taken(steps: list[tuple[str, int, Stat
             assert busy <= door.seats.keys()
         elif what == "move":
             door.move(name, state)
+        elif what == "rest":
+            door.rest(name)
         elif what == "close" and name in door.seats:
             door.leave(name)
         assert door.table.count == len(door.seats) <= most

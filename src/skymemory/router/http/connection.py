@@ -735,7 +735,8 @@ class Connection(asyncio.Protocol):
                 reading.rate = None  # its time begins
             self._await_rest()
         else:
-            self._move(State.IDLE)
+            if self._seat is not None:
+                self._app.table.rest(self._seat, time.monotonic())
             self._await_request()
         if self._waiting or self._paused_reading:
             self._loop.call_soon(self._next)

@@ -203,9 +203,10 @@ class Proxy:
         kept = 0
         while table.is_over:
             seat = table.victim(now_s)
-            if seat is not None and seat.state is State.IDLE and kept < _KEPT_IDLE and seat.owner.has_input():
+            is_idle = seat is not None and seat.state in (State.IDLE, State.KEPT)
+            if seat is not None and is_idle and kept < _KEPT_IDLE and seat.owner.has_input():
                 kept += 1
-                table.move(seat, State.IDLE, now_s)  # its request is in the kernel
+                table.rest(seat, now_s)  # its request is in the kernel
                 continue
             self.evicted("connections")
             (connection if seat is None else seat.owner).evict()

@@ -4,10 +4,11 @@ A seat is what a connection has here, with its holder (the client's address) and
 first seat of this order pays, in each state that of the address with the most seats in it, the longest there first:
 
 1. ``HEAD`` for ``LATE_S``: no complete head yet, also in a TLS handshake, or not one byte;
-2. ``IDLE``: between two requests;
-3. ``UNREAD`` for ``LATE_S``: its client does not read the response;
-4. ``BODY`` for ``LATE_S``: the rest of a body is missing;
-5. any other ``HEAD``, ``BODY``, ``UNREAD``.
+2. ``IDLE``: between two requests, and has had only one;
+3. ``KEPT``: idle after several requests: its client uses it;
+4. ``UNREAD`` for ``LATE_S``: its client does not read the response;
+5. ``BODY`` for ``LATE_S``: the rest of a body is missing;
+6. any other ``HEAD``, ``BODY``, ``UNREAD``.
 
 ``BUSY`` seats, whose requests are at servers, are never closed. All steps take constant time.
 """
@@ -28,14 +29,16 @@ LATE_S = 1.0
 class State(IntEnum):
     HEAD = 0
     IDLE = 1
-    UNREAD = 2
-    BODY = 3
-    BUSY = 4
+    KEPT = 2
+    UNREAD = 3
+    BODY = 4
+    BUSY = 5
 
 
 _ORDER = (
     (State.HEAD, LATE_S),
     (State.IDLE, 0.0),
+    (State.KEPT, 0.0),
     (State.UNREAD, LATE_S),
     (State.BODY, LATE_S),
     (State.HEAD, 0.0),
@@ -49,6 +52,8 @@ class Seat(Generic[Owner]):
     owner: Owner
     holder: Hashable
     state: State = State.HEAD
+    has_served: bool = False
+    """It has had a request."""
 
 
 class _Queues(Generic[Owner]):
@@ -93,15 +98,24 @@ class ConnectionTable(Generic[Owner]):
         return seat
 
     def move(self, seat: Seat[Owner], to: State, now_s: float) -> None:
-        """Change a seat's state; to ``IDLE`` again restarts its time there."""
+        """Change a seat's state."""
         state = seat.state
-        if state is to and to is not State.IDLE:
+        if state is to:
             return
         if state is not State.BUSY:
             self._queues[state].remove(seat)
         seat.state = to
         if to is not State.BUSY:
             self._queues[to].add(seat, now_s)
+
+    def rest(self, seat: Seat[Owner], now_s: float) -> None:
+        """A seat is idle; if it was before, its time begins again."""
+        if seat.state in (State.IDLE, State.KEPT):
+            self._queues[seat.state].remove(seat)
+            self._queues[seat.state].add(seat, now_s)
+            return
+        self.move(seat, State.KEPT if seat.has_served else State.IDLE, now_s)
+        seat.has_served = True
 
     def close(self, seat: Seat[Owner]) -> None:
         self.count -= 1
