@@ -135,7 +135,7 @@ class Report:
     """From the start until the last answer's end."""
     ttft: Spread
     quick_ttft_s: float
-    """Of the quickest tenth: a server's own time, as far as its queue does not add to it."""
+    """Of the quickest hundredth: a server's own time, as far as its queue does not add to it."""
     due_ttft: Spread
     tbt_gaps: Spread
     """Times between chunks, over all answers."""
@@ -192,7 +192,7 @@ class Report:
     @property
     def client_kept_up(self) -> bool:
         """Whether the client's own delays are negligible: p99 of sending and reading late at most 10 ms, or a tenth of
-        the TTFT of the quickest tenth. Past saturation the median is the queue's, and would excuse any client."""
+        the TTFT of the quickest hundredth. Past saturation the median is the queue's, and would excuse any client."""
         return self.sent_in_time and self.looked_in_time
 
     @property
@@ -243,7 +243,7 @@ def report_of(
         if seconds is None
         else seconds,
         ttft=spread(outcome.ttft_s for outcome in done),
-        quick_ttft_s=percentile([outcome.ttft_s for outcome in done if not math.isnan(outcome.ttft_s)], 10),
+        quick_ttft_s=percentile([outcome.ttft_s for outcome in done if not math.isnan(outcome.ttft_s)], 1),
         due_ttft=spread(outcome.due_ttft_s for outcome in done),
         tbt_gaps=spread(gap for outcome in done for gap in outcome.gaps_s),
         tbt_means=spread(outcome.tbt_s for outcome in done),
