@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds test-bounds-hf fuzz soak mutants small-model release models-page compatibility-page check bench docs clean
+.PHONY: help flight flight-fuzz flight-misra flight-cfs test-flight setup demo demo-motion demo-route demo-vllm demo-disagg demo-conductor test test-slow test-vllm test-disagg test-ray test-engines test-clients test-bounds test-bounds-hf fuzz soak hostile mutants small-model release models-page compatibility-page check bench docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -221,6 +221,9 @@ fuzz: $(VENV)/.installed-dev ## a million hostile inputs and every property, new
 
 soak: $(VENV)/.installed-dev ## 30 days in virtual time, one to three hours (ARGS="--days 1 ...", ARGS=--real: 10 minutes of UDP; ARGS="--real --cause pause": an overload)
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+hostile: $(VENV)/.installed-dev ## who pays for a fault at the router: hostile clients and bad engines beside others, four minutes (ARGS="--only heads")
+	@$(BIN)/python benchmarks/hostile.py $(ARGS)
 
 mutants: $(VENV)/.installed-dev ## seeded faults, and whether the tests notice: about 15 minutes (ARGS="--sample 20 --only protocol")
 	@$(BIN)/python -m tests.mutants $(ARGS)

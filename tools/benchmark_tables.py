@@ -810,6 +810,20 @@ def _store_daemon() -> str:
     )
 
 
+def _who_pays() -> str:
+    return columns(
+        "hostile",
+        ("cause", _text("name")),
+        ("who pays", _text("who_pays")),
+        ("others: 200", _percent("share")),
+        ("p99", lambda row: f"{row['p99_s'] * 1e3:.0f} ms"),
+        ("after it: 200", _percent("after_share")),
+        ("sends per request", lambda row: f"{row['sends']:.2f}, most {row['most_sends']}"),
+        ("at the bad engine", lambda row: "" if row["at_bad_engine"] is None else str(row["at_bad_engine"])),
+        ("router", lambda row: f"{row['mib']:.0f} MiB"),
+    )
+
+
 def _copies() -> str:
     return columns(
         "copies",
@@ -853,6 +867,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "elastic pools, real": _elastic_engines,
     "through Envoy": _envoy,
     "floods": _floods,
+    "who pays": _who_pays,
     "real engines, errors": _real_errors,
     "real engines, speeds": _real_learned,
     "security": _security,

@@ -27,7 +27,7 @@ PROSE = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("docs/g
 STATED = Path(__file__).with_name("stated_quantities.toml")
 
 _MARKED = re.compile(r"<!-- figure: ([^>]+?) -->(.*?)<!-- end -->", re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:\w+: [^\n]+|settings|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?:\w+: [^\n]+|settings|limits|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL)
 _CODE = re.compile(r"^( *)(```+).*?^\1\2 *$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 _NUMBER = r"(?<![\w.,/#-])\d[\d,]*(?:\.\d+)?"
 _UNIT = r"ns|µs|us|ms|s|seconds?|min|minutes?|hours?|[KMGT]i?B(?:/s)?|kB|%|×|times|requests/s"
@@ -172,6 +172,16 @@ def _floods() -> str:
     return f"{len(rows)} floods: {min(late):.0f} to {max(late):.0f} ms, ≤ {more:.0f} MiB"
 
 
+def _who_pays() -> str:
+    """Of the causes under which others can be answered at all."""
+    rows = [row for row in rows_of("hostile") if row["who_pays"] and not row["name"].startswith("every engine")]
+    met = [row for row in rows if row["share"] >= 0.99 and row["p99_s"] < 1 and row["after_share"] >= 0.99]
+    missed = len(rows) - len(met)
+    least, late = min(row["share"] for row in met), max(row["p99_s"] for row in met)
+    words = f"{len(met)} of {len(rows)} causes: ≥ {int(least * 1000) / 10:.1f} %, p99 ≤ {late * 1e3:.0f} ms"
+    return f"{words}: **{missed} missed**" if missed else words
+
+
 def _led() -> str:
     ratios = _below_saturation("ratio")
     return f"{sum(ratio <= 1 for ratio in ratios)} of {len(ratios)} cells"
@@ -195,6 +205,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "proxy": _proxy,
     "through Envoy": lambda: f"{rows_of('envoy_picker')[1]['p50_ms']:.2f} ms",
     "floods": _floods,
+    "who pays": _who_pays,
     "arena, led": _led,
     "mutants": _mutants,
     "codecs": _codecs,

@@ -16,7 +16,15 @@ from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
+from skymemory.router.http.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
 from skymemory.router.http.elastic import ElasticRoles
+from skymemory.router.http.proxy import MAX_UNREAD_BYTES
+from skymemory.router.http.upstream import MAX_CONNECTING
+from skymemory.router.limits.connections import LATE_S
+from skymemory.router.limits.files import MAX_CONNECTIONS
+from skymemory.router.limits.held_bytes import PROGRESS_BYTES, SLOW_S
+from skymemory.router.limits.rates import GRACE_S
+from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.metrics import OUTCOMES, ProxyMetrics
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import SECTIONS, AdmissionSettings, Backend, Settings
@@ -33,6 +41,7 @@ def page() -> str:
     """The page as it should be."""
     tables = {
         "settings": _settings(),
+        "limits": _limits(),
         "metrics": _metrics(),
         "outcomes": ", ".join(f"`{each}`" for each in OUTCOMES),
         "picker": _picker_metrics(),
@@ -53,6 +62,83 @@ def _settings() -> str:
         ]
     rows.append("| **`[options]`** | | options of the strategy, by their names |")
     return "\n".join(rows)
+
+
+def _limits() -> str:
+    limits, timeouts = Settings().limits, Settings().timeouts
+    part = f"{SharedLimit.PART}/{SharedLimit.PART + 1}"
+    rows = [
+        (
+            "connections of clients",
+            f"{MAX_CONNECTIONS:,}; fewer where the process may open few files (`ulimit -n`), since each client's "
+            "request needs one to a server, too (two where prefill and decode are apart)",
+            f"of the address with the most: the oldest incomplete head or TLS handshake (beyond {LATE_S:g} s), the "
+            "longest idle (first of those with one request), the client that does not read, the oldest incomplete "
+            "body; never one whose request is at a server",
+            "closed; 408 where a request had begun",
+        ),
+        (
+            "files, where a connection to a server finds none",
+            "the process's limit",
+            "idle connections to servers, then clients as above",
+            "closed",
+        ),
+        (
+            "memory of bodies and incomplete heads: `max_held`",
+            f"{_size(limits.max_held_bytes)}",
+            f"of a tenant (without keys: an address) beyond its share the body that made no progress for {SLOW_S:g} s "
+            f"({_size(PROGRESS_BYTES)} are progress), then its largest incomplete one, then its next request",
+            "408; 503",
+        ),
+        (
+            "responses that clients do not read",
+            _size(MAX_UNREAD_BYTES),
+            "likewise: the client that has not read for longest",
+            "closed",
+        ),
+        (
+            "requests in flight: `max_in_flight`",
+            f"{limits.max_in_flight:,}",
+            f"a client that has not read for {LATE_S:g} s; else the next request of the tenant (address) beyond its "
+            "share",
+            "closed; 429",
+        ),
+        (
+            "requests that wait on one connection (pipelined)",
+            f"{MAX_PIPELINED}",
+            "the connection",
+            "429, closed",
+        ),
+        ("a body: `max_body`", _size(limits.max_body_bytes), "the request", "413"),
+        ("a head", f"{_size(MAX_HEAD_BYTES)}, {MAX_HEADERS} lines", "the request", "431"),
+        (
+            "time for a head, or a TLS handshake: `head`",
+            f"{timeouts.head_s:g} s",
+            "the connection",
+            "408, closed",
+        ),
+        (
+            "rate of a body: `least_rate`",
+            f"{limits.least_rate} bytes/s; a pause of {GRACE_S:g} s",
+            "the request",
+            "408",
+        ),
+        ("time for a body, or for reading on: `client`", f"{timeouts.client_s:g} s", "the request", "408; closed"),
+        ("time between requests: `keep_alive`", f"{timeouts.keep_alive_s:g} s", "the connection", "closed"),
+        ("connections that are being opened to one server", f"{MAX_CONNECTING}", "later requests", "they wait"),
+    ]
+    lines = ["| limit | default | who pays | gets |", "| --- | --- | --- | --- |"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += [
+        "",
+        f"A share is {SharedLimit.PART} times what is still free: one tenant or address gets at most {part} of a "
+        "limit, and some is left for a newcomer. An address of IPv6 counts as its /64.",
+    ]
+    return "\n".join(lines)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
 
 
 def _default(key: str, field: Field[Any]) -> str:

@@ -127,6 +127,12 @@ class ProxyMetrics:
         self.reloads = Counter(
             "skymemory_router_reloads", "Reloads of settings: taken or refused", ["outcome"], registry=self.registry
         )
+        self.evictions = Counter(
+            "skymemory_router_evictions",
+            "Connections closed and requests refused since clients' shared limit was reached: which one",
+            ["limit"],
+            registry=self.registry,
+        )
         self.faults = Counter(
             "skymemory_router_faults",
             "Unexpected exceptions of the router, by where; its log has them",

@@ -222,12 +222,22 @@ class Limits:
 
     max_body_bytes: int = setting("max_body", size, 16 << 20, "larger bodies are refused: 413")
     max_in_flight: int = setting("max_in_flight", whole, 4096, "requests in flight; more are refused: 429")
+    max_held_bytes: int = setting(
+        "max_held", size, 512 << 20, "memory of request bodies, in total; at least four times `max_body`"
+    )
+    least_rate: int = setting(
+        "least_rate", size, 1024, "bytes per second of a body, which may pause for 20 s; slower: 408"
+    )
     max_waiting: int = setting(
         "max_waiting",
         whole,
         0,
         "requests at one server without a first byte; 429 where all have as many. 0: any number",
     )
+
+    @property
+    def most_held_bytes(self) -> int:
+        return max(self.max_held_bytes, 4 * self.max_body_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +248,7 @@ class Timeouts:
     first_byte_s: float = setting("first_byte", duration, 600.0, "for the first byte of a response")
     idle_s: float = setting("idle", duration, 120.0, "between two pieces of a response")
     client_s: float = setting("client", duration, 60.0, "for a client to send its body, or to read its response")
+    head_s: float = setting("head", duration, 10.0, "for a request's head, from its first byte, or a TLS handshake")
     keep_alive_s: float = setting("keep_alive", duration, 75.0, "before an idle connection is closed")
 
 
@@ -252,6 +263,13 @@ class Door:
         path,
         None,
         "a file of API keys, tenants and quotas (`skymemory keys api`); default: no key is needed",
+    )
+    hosts: tuple[str, ...] = setting(
+        "hosts",
+        texts,
+        (),
+        "names that requests may call the router by, on loopback without keys and TLS, beside addresses, localhost and "
+        'names without a dot; "*": any',
     )
 
     def __post_init__(self) -> None:
@@ -493,8 +511,11 @@ class Settings:
                 "queue: requests wait until a server has room, so set how many requests make one full: "
                 "limits: max_waiting (route), picker: max_requests (epp)"
             )
-        if self.limits.max_in_flight < 1 or self.limits.max_body_bytes < 1:
-            raise InvalidInput("limits: `max_in_flight` and `max_body` must be above 0")
+        limits = self.limits
+        if min(limits.max_in_flight, limits.max_body_bytes, limits.max_held_bytes, limits.least_rate) < 1:
+            raise InvalidInput("limits: `max_in_flight`, `max_body`, `max_held` and `least_rate` must be above 0")
+        if self.timeouts.head_s <= 0:
+            raise InvalidInput("timeouts: `head` must be above 0")
 
     def _check_elastic(self) -> None:
         if not (self.admission.ttft_s and self.admission.tbt_s):

@@ -219,7 +219,7 @@ def test_draining_waits_for_who_is_agreeing_upon_tls(run: Run, tmp_path: Path) -
     server = running.server
     assert server is not None
     raw = socket.create_connection(("127.0.0.1", running.port), PATIENCE_S)
-    until(lambda: len(server._handshakes) == 1)
+    until(lambda: server._listener.is_setting_up)
     draining = asyncio.run_coroutine_threadsafe(server.drain(10.0), running.loop.loop)
     time.sleep(0.1)
     assert not draining.done()

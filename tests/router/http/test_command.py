@@ -15,7 +15,7 @@ import pytest
 from tests.router.processes import PATIENCE_S, Process, engine, router
 
 from skymemory.cli.main import main
-from skymemory.router.http.server import raise_open_files
+from skymemory.router.limits.files import raise_open_files
 
 STREAM = {"model": "small", "prompt": "x" * 200, "stream": True}
 

@@ -253,7 +253,7 @@ def test_who_sends_on_sees_why_it_was_refused(run: Run) -> None:
 def test_heads_and_bodies_that_drip_are_cut_off_in_the_time_of_one(run: Run) -> None:
     running = run(engines=1, timeouts={"client": "300ms", "keep_alive": "10s"})
     for begun, drip, says in (
-        (POST, b"X: a\r\n", b""),
+        (POST, b"X: a\r\n", b"HTTP/1.1 408"),
         (POST + b"Content-Length: 100000\r\n\r\n", b"x", b"HTTP/1.1 408"),
         (CHUNKED, b"1\r\nx\r\n", b"HTTP/1.1 408"),
     ):
@@ -438,7 +438,7 @@ def test_bodies_of_all_requests_are_bounded_and_given_back(run: Run) -> None:
     running = run(engines=1)
     assert running.server is not None
     proxy = running.server.proxy
-    proxy.most_held_bytes = 4 << 20
+    proxy.arriving.limit.most = 5 << 20
     head = POST + b"Content-Length: 2000000\r\n\r\n"
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(connected(running)) for _ in range(10)]
@@ -450,22 +450,22 @@ def test_bodies_of_all_requests_are_bounded_and_given_back(run: Run) -> None:
         for raw in sockets:
             raw.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
-                refused += raw.recv(12) == b"HTTP/1.1 503"
-        assert 5 <= refused <= 7 and 3_000_000 <= proxy.held_bytes <= 4 << 20
-    until(lambda: proxy.held_bytes == 0)
+                refused += raw.recv(12) in (b"HTTP/1.1 503", b"HTTP/1.1 408")
+        assert 5 <= refused <= 7 and 3_000_000 <= proxy.arriving.held_bytes <= 4 << 20
+    until(lambda: proxy.arriving.held_bytes == 0)
     assert running.complete(prompt="x" * 1_000_000).status == 200
     assert running.complete(mock={"status": 400}).status == 400
-    for prompt_bytes, status in ((3_000_000, 200), (5_000_000, 503)):
+    for prompt_bytes, status in ((3_000_000, 200), (6_000_000, 503)):
         packed = gzip.compress(json.dumps({"prompt": "x" * prompt_bytes}).encode())
         answer = running.ask("POST", "/v1/completions", packed, {"Content-Encoding": "gzip"})
         assert answer.status == status
-    until(lambda: proxy.held_bytes == 0)
+    until(lambda: proxy.arriving.held_bytes == 0)
 
 
 def test_of_too_many_connections_the_oldest_idle_one_is_closed(run: Run) -> None:
     running = run(engines=1)
     assert running.server is not None
-    running.server.proxy.most_connections = 3
+    running.server.proxy.table.most = 3
     asked = POST + b"Content-Length: %d\r\n\r\n" % len(BODY)
     with contextlib.ExitStack() as stack:
         busy, idle, third = (stack.enter_context(connected(running)) for _ in range(3))

@@ -86,6 +86,16 @@ def test_a_client_that_sends_late_makes_no_server_look_better() -> None:
     assert "it saw answers late" in "\n".join(lines_of(stalled))
 
 
+def test_a_queue_of_the_server_excuses_no_client() -> None:
+    """Past saturation: TTFTs grow from 50 ms to 5 s, and the client is 46 ms late."""
+    due = [replace(GOOD, due_s=0.1 * at, sent_s=0.1 * at + 0.046, first_s=0.15 * at + 0.096) for at in range(100)]
+    report = report_of(due, 100, Slo())
+    assert report.ttft.p50 > 2 and not report.sent_in_time
+    assert "it sent late" in "\n".join(lines_of(report))
+    slow = [replace(each, first_s=each.sent_s + 2.0) for each in due]
+    assert report_of(slow, 100, Slo()).client_kept_up, "46 ms of 2 s, which the server takes without a queue"
+
+
 def test_hits_beyond_what_the_prompts_share_are_another_replays() -> None:
     """32 of 110 tokens hit where nothing is shared: they were there before."""
     assert "take another --seed" in "\n".join(lines_of(report_of([GOOD], 1, Slo(), reusable=0.0)))

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from skymemory.addresses import ListenAddress
 from skymemory.conductor.request import Request
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import ApiKeys, KeyFile, QuotaLease, read_api_keys
 from skymemory.router.http.connection import Incoming, header_lines
+from skymemory.router.limits.strangers import Strangers
 from skymemory.router.prompts.reader import clients_of
 from skymemory.router.queue import work_of
 from skymemory.router.request_account import Usage
@@ -35,7 +37,9 @@ class AccessControl:
         self.keys: ApiKeys | None = None
         """None: requests need no key."""
         self.is_open = True
-        """There is nothing to check: neither keys nor CORS are configured."""
+        """There is nothing to check: neither keys nor CORS are configured, and no browser is near."""
+        self._strangers: Strangers | None = None
+        """Where the router listens on loopback without keys and TLS."""
 
     @staticmethod
     def read(settings: Settings) -> KeyFile | None:
@@ -54,7 +58,10 @@ class AccessControl:
         else:
             self.keys.replace(file, now_s)
         self._cors = settings.cors
-        self.is_open = self.keys is None and not self._cors.origins
+        door = settings.door
+        is_near = ListenAddress.parse(settings.listen).is_local and self.keys is None and door.tls_cert is None
+        self._strangers = Strangers(door.hosts, self._cors.origins) if is_near else None
+        self.is_open = self.keys is None and not self._cors.origins and not is_near
         self._clients = clients_of(settings.admission)
 
     @property
@@ -64,6 +71,11 @@ class AccessControl:
 
     def refusal(self, request: Incoming) -> ApiError | None:
         """Called when the head has come: the body of an unauthorised request is not read."""
+        if self._strangers is not None:
+            first = request.headers.first
+            why = self._strangers.refusal(first.get(b"host"), first.get(b"origin"))
+            if why is not None:
+                return ApiError(403, why)
         if self._cors.origins:
             answer = cors(request.method, request.headers, self._cors)
             request.response_headers = header_lines(answer.headers)

@@ -6,11 +6,15 @@
 
 The parser is strict: what two readers could understand in two ways (request smuggling) is refused. ``_check_head``
 refuses what the parser lets pass.
+
+What clients share has limits (``limits``): a connection has a seat in the table of connections, an incomplete head or
+body and an unread response hold memory. Where one is short, ``evict`` or ``turn_away`` closes the connection that pays.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import select
 import socket
@@ -32,11 +36,19 @@ from skymemory.native.twin.backend import RawHeaders
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import Tenant
 from skymemory.router.http.codings import CHUNKED, transfer_codings
+from skymemory.router.limits.connections import ConnectionTable, Seat, State
+from skymemory.router.limits.held_bytes import HeldBytes
+from skymemory.router.limits.rates import LeastRate
+from skymemory.router.limits.shares import holder_of
 
 log = logging.getLogger("skymemory.router")
 
 MAX_HEAD_BYTES = 32_768
 """Limit of the request line and the headers together."""
+MAX_HEADERS = 256
+"""Header lines of a request."""
+YIELD_BYTES = 65_536
+"""After a read of this size another connection has its turn."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped, so that its sender sees the response and no reset."""
 CUT_S = 5.0
@@ -114,11 +126,17 @@ class Application(Protocol):
 
     max_body_bytes: int
     client_s: float
+    head_s: float
+    """For a head, from its first byte."""
+    least_rate: int
+    """Bytes per second of a body, else it is refused."""
     keep_alive_s: float
     draining: bool
-    held_bytes: int
-    """Of request bodies in memory, complete or not."""
-    most_held_bytes: int
+    table: ConnectionTable[Connection]
+    arriving: HeldBytes[Incoming | Connection]
+    """Request bodies in memory, complete or not, and incomplete heads."""
+    unread: HeldBytes[Connection]
+    """Responses that clients do not read."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
         """Called when the head has come, before any of the body is read."""
@@ -131,6 +149,10 @@ class Application(Protocol):
     def refuse(self, request: Incoming, error: ApiError) -> None: ...
 
     def opened(self, connection: Connection) -> None: ...
+
+    def evicted(self, limit: str) -> None:
+        """A connection was closed, or its request refused, since a limit was reached: ``arriving``, ``unread``."""
+        ...
 
     def closed(self, connection: Connection) -> None: ...
 
@@ -165,10 +187,26 @@ class Incoming:
     refusal: ApiError | None = None
     """Set where it is refused before it is complete."""
     listener: Listener | None = None
+    holder: str = ""
+    """Whose share of the limits it counts to: its tenant, or its client's address."""
+    rate: LeastRate | None = None
+    """Of a body that comes in several reads."""
+    rated_bytes: int = 0
+    tracked: bool = False
+    """It is among the incomplete ones of ``Application.arriving``."""
     _pieces: list[bytes] | None = None
 
     def __post_init__(self) -> None:
         self.path = self.target.partition("?")[0]
+        self.holder = self.connection.holder
+
+    def turn_away(self, is_slow: bool) -> None:
+        """Refuse it, incomplete as it is: memory is short."""
+        if is_slow:
+            error = ApiError(408, "memory for request bodies is short, and this one came too slowly")
+        else:
+            error = _bodies_too_large()
+        self.connection.turn_away(self, error)
 
     @property
     def remote(self) -> str:
@@ -211,14 +249,25 @@ class Connection(asyncio.Protocol):
         self._started = False
         """A request was begun in this turn of the event loop: the next waits for the next turn."""
         self._paused_reading = False
+        self._yields = False
         self._discarding = False
         """Further input is dropped: the connection closes after the current response."""
         self.closing = False
         self.full = False
         """Its write buffer is full."""
         self.remote = ""
+        self.holder = ""
+        """Whose share of the limits it counts to: its client's address, or that one's network."""
         self.made = False
         """It is established, with TLS after the handshake."""
+        self.accepted: socket.socket | None = None
+        """Its socket, until it is established."""
+        self._seat: Seat[Connection] | None = None
+        self._head_bytes = 0
+        """Of an incomplete head, counted in ``arriving``."""
+        self._unread_bytes = 0
+        """Counted in ``unread``, for ``_unread_by``."""
+        self._unread_by = ""
 
     # -- from the event loop
 
@@ -226,14 +275,19 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.made = True
         self.deadline = Deadline(self._loop)
-        peer = transport.get_extra_info("peername")
-        self.remote = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        self.accepted = None
+        if self._seat is None:
+            peer = transport.get_extra_info("peername")
+            self.sit(str(peer[0]) if isinstance(peer, tuple) and peer else "")
         self._app.opened(self)
         self._await_request()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closing = self._discarding = True
         self.deadline.close()
+        self.leave()
+        self._release_head()
+        self._release_unread()
         for request in (self._reading, *self._waiting):
             self._release(request)
         self._reading = None
@@ -249,19 +303,40 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.full = True
+        self._move(State.UNREAD)
         if self._current is not None and self._current.listener is not None:
             self._current.listener.client_full()
+        self._hold_unread()
 
     def resume_writing(self) -> None:
         self.full = False
-        if self._current is not None and self._current.listener is not None:
-            self._current.listener.client_ready()
+        self._release_unread()
+        if self._current is not None:
+            self._move(State.BUSY)
+            if self._current.listener is not None:
+                self._current.listener.client_ready()
+        elif not self.closing and (self._waiting or not self._discarding):
+            self._begin_next()
 
     def data_received(self, data: bytes) -> None:
+        if len(data) >= YIELD_BYTES:
+            self._yield()
         if self._discarding:
             return
         self._started = False
         self._parse(data)
+
+    def _yield(self) -> None:
+        """Read on in the next turn: an event loop may read megabytes of one connection before it serves another."""
+        if not self._yields and not self._transport.is_closing():
+            self._yields = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._yields = False
+        if not self._paused_reading and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -281,9 +356,12 @@ class Connection(asyncio.Protocol):
             self._partial_bytes += len(data)
             if self._partial_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_long())
-            elif self._partial_bytes == len(data):
+                return
+            if self._partial_bytes == len(data):
                 self._await_rest()
+            self._hold_head(len(data))
         elif self._reading is not None:
+            self._hold_body(self._reading)
             self._await_rest()
 
     # -- from the parser
@@ -295,13 +373,17 @@ class Connection(asyncio.Protocol):
         self._target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is None:  # else it is a trailer: no known API uses them
+        # Of a head with too many, which is refused, one more is kept. Within a body these are trailers, which no known
+        # API uses.
+        if self._reading is None and len(self._headers) <= MAX_HEADERS:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         if self._discarding:
             return
+        if self._head_bytes:
+            self._release_head()
         parser = self._parser
         raw, target = self._headers, self._target
         headers = Headers(raw)
@@ -317,9 +399,11 @@ class Connection(asyncio.Protocol):
         )
         refusal = (
             _head_too_long()
-            if head_bytes > MAX_HEAD_BYTES
+            if head_bytes > MAX_HEAD_BYTES or len(raw) > MAX_HEADERS
             else _check_head(request, self._app.max_body_bytes) or self._app.refusal(request)
         )
+        if request.tenant is not None:
+            request.holder = request.tenant.name
         if refusal is not None:
             self._refuse(refusal)
         elif headers.first.get(b"expect"):
@@ -331,12 +415,14 @@ class Connection(asyncio.Protocol):
         request = self._reading
         if request is None or self._discarding:
             return
-        app = self._app
+        app, size_bytes = self._app, len(piece)
+        limit = app.arriving.limit
+        has_room = limit.has_room(request.holder, size_bytes)
         request.add(piece)
-        app.held_bytes += len(piece)
+        limit.change(request.holder, size_bytes)
         if request.body_bytes > app.max_body_bytes:
             self._refuse(too_large(app.max_body_bytes))
-        elif app.held_bytes > app.most_held_bytes:
+        elif not has_room and not self._make_room(request, request.holder) and self._reading is request:
             self._refuse(_bodies_too_large())
 
     def on_message_complete(self) -> None:
@@ -346,8 +432,110 @@ class Connection(asyncio.Protocol):
         if request.headers.first.get(b"upgrade") and self._parser.should_upgrade():
             return  # `_decline_upgrade` reads it again
         self._reading = None
+        if request.tracked:
+            request.tracked = False
+            self._app.arriving.untrack(request, request.holder)
         request.close_body()
         self._enqueue(request)
+
+    # -- limits that it shares with other connections
+
+    def sit(self, address: str) -> None:
+        """Take a seat among the connections, for a client at this address."""
+        self.remote, self.holder = address, holder_of(address)
+        self._seat = self._app.table.open(self, self.holder, time.monotonic())
+
+    def leave(self) -> None:
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            self._app.table.close(seat)
+
+    def _move(self, to: State) -> None:
+        if self._seat is not None:
+            self._app.table.move(self._seat, to, time.monotonic())
+
+    def evict(self) -> None:
+        """Close it now: others need what it holds."""
+        self.leave()
+        if not self.made:
+            self._discarding = self.closing = True
+            if self.accepted is not None:
+                with contextlib.suppress(OSError):
+                    self.accepted.shutdown(socket.SHUT_RDWR)  # the handshake ends with that
+            return
+        if not self._discarding and not self.full and (self._in_head or self._reading is not None):
+            self._refuse(ApiError(408, "connections are short, and this request came too slowly"))
+            self.close()
+            return
+        self._discarding = self.closing = True
+        self._transport.abort()
+
+    def turn_away(self, request: Incoming | None, error: ApiError) -> None:
+        """Refuse the incomplete request (None: the incomplete head), unless it has ended meanwhile."""
+        if self._reading is request and not self._discarding and (request is not None or self._in_head):
+            self._refuse(error)
+
+    def _make_room(self, item: Incoming | Connection, holder: str) -> bool:
+        """Let incomplete requests pay until this holder has room; False: ``item`` has to, or did."""
+        arriving, now_s = self._app.arriving, time.monotonic()
+        while not arriving.limit.has_room(holder, 0):
+            victim = arriving.victim(holder, now_s)
+            if victim is None or victim.item is item:
+                self._app.evicted("arriving")
+                return False
+            self._app.evicted("arriving")
+            payer = victim.item
+            if isinstance(payer, Incoming):
+                arriving.untrack(payer, payer.holder)
+                payer.turn_away(victim.is_slow)
+            else:
+                arriving.untrack(payer, payer.holder)
+                payer.turn_away(None, ApiError(408, "memory for requests is short, and this head came too slowly"))
+        return True
+
+    def _hold_body(self, request: Incoming) -> None:
+        """The rest of it is missing: it may have to pay."""
+        request.tracked = True
+        self._app.arriving.track(request, request.holder, request.body_bytes, time.monotonic())
+
+    def _hold_head(self, more_bytes: int) -> None:
+        app = self._app
+        self._head_bytes += more_bytes
+        has_room = app.arriving.limit.has_room(self.holder, more_bytes)
+        app.arriving.limit.change(self.holder, more_bytes)
+        app.arriving.track(self, self.holder, self._head_bytes, time.monotonic())
+        if not has_room and not self._make_room(self, self.holder):
+            self.turn_away(None, _bodies_too_large())
+
+    def _release_head(self) -> None:
+        if self._head_bytes:
+            self._app.arriving.untrack(self, self.holder)
+            self._app.arriving.limit.change(self.holder, -self._head_bytes)
+            self._head_bytes = 0
+
+    def _hold_unread(self) -> None:
+        """Its client does not read: count what waits for it, and let the slowest readers pay where that is too much."""
+        self._release_unread()
+        current, unread = self._current, self._app.unread
+        holder = self._unread_by = self.holder if current is None else current.holder
+        size_bytes = self._unread_bytes = self._transport.get_write_buffer_size()
+        has_room, now_s = unread.limit.has_room(holder, size_bytes), time.monotonic()
+        unread.limit.change(holder, size_bytes)
+        unread.track(self, holder, size_bytes, now_s)
+        while not has_room:
+            victim = unread.victim(holder, now_s)
+            if victim is None:
+                return
+            self._app.evicted("unread")
+            victim.item._release_unread()
+            victim.item.evict()
+            has_room = unread.limit.has_room(holder, 0)
+
+    def _release_unread(self) -> None:
+        if self._unread_bytes:
+            self._app.unread.untrack(self, self._unread_by)
+            self._app.unread.limit.change(self._unread_by, -self._unread_bytes)
+            self._unread_bytes = 0
 
     # -- requests: `_reading` (its body is coming) -> `_waiting` (complete, pipelined) -> `_current` (is answered).
     # Responses leave in the order of the requests, so one request is current at a time. A second one in the same read
@@ -359,7 +547,7 @@ class Connection(asyncio.Protocol):
         elif len(self._waiting) == MAX_PIPELINED:
             request.refusal = ApiError(429, f"{MAX_PIPELINED} pipelined requests wait on this connection already")
             request.keep_alive, self._discarding = False, True
-        if self._current is None and not self._started and not self._waiting:
+        if self._current is None and not self._started and not self._waiting and not self.full:
             self._started = True
             self._start(request)
             return
@@ -370,6 +558,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request: Incoming) -> None:
         self._current = request
+        self._move(State.BUSY)
         self.deadline.clear()
         if request.refusal is not None:
             self._app.refuse(request, request.refusal)
@@ -378,7 +567,7 @@ class Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         self._started = False
-        if self._current is not None or self.closing:
+        if self._current is not None or self.closing or self.full:
             return
         if self._waiting:
             self._start(self._waiting.popleft())
@@ -392,6 +581,7 @@ class Connection(asyncio.Protocol):
             request = Incoming(self, "", "", "1.1", Headers(()), False)
         self._reading = None
         self._release(request)
+        self._release_head()
         request.refusal = error
         request.keep_alive = False
         self._enqueue(request)
@@ -428,9 +618,11 @@ class Connection(asyncio.Protocol):
         Raises:
             ApiError: 503, the memory for bodies is full.
         """
-        self._app.held_bytes += len(body) - request.body_bytes
+        limit, more_bytes = self._app.arriving.limit, len(body) - request.body_bytes
+        has_room = limit.has_room(request.holder, more_bytes)
+        limit.change(request.holder, more_bytes)
         request.body, request.body_bytes = body, len(body)
-        if self._app.held_bytes > self._app.most_held_bytes:
+        if not has_room and not self._make_room(request, request.holder):
             raise _bodies_too_large()
 
     # -- time
@@ -438,9 +630,13 @@ class Connection(asyncio.Protocol):
     def _await_request(self) -> None:
         self.deadline.set(self._app.keep_alive_s, self._close_idle)
 
+    def has_input(self) -> bool:
+        """Whether the kernel has bytes of it that the event loop has not yet delivered."""
+        return self.made and _is_readable(self._transport)
+
     def _close_idle(self) -> None:
         """No request came in time: close, unless the event loop has not yet delivered one."""
-        if _is_readable(self._transport):
+        if self.has_input():
             self.deadline.set(UNREAD_S, self._close_idle)
         else:
             self.close()
@@ -454,15 +650,29 @@ class Connection(asyncio.Protocol):
         """Limit the time for the rest of a head or body, counted from its beginning."""
         if self._current is not None:
             return
-        if self._reading is None:
-            self.deadline.set(self._app.client_s, self.close)
+        app, request = self._app, self._reading
+        if request is None:
+            self._move(State.HEAD)
+            self.deadline.set(app.head_s, self._head_timeout)
             return
-        left_s = self._reading.began_s + self._app.client_s - time.monotonic()
-        self.deadline.set(max(0.0, left_s), self._body_timeout)
+        self._move(State.BODY)
+        now_s = time.monotonic()
+        if request.rate is None:
+            request.rate = LeastRate(now_s)
+        due_s = request.rate.add(request.body_bytes - request.rated_bytes, app.least_rate, now_s)
+        request.rated_bytes = request.body_bytes
+        self.deadline.set(max(0.0, min(due_s, request.began_s + app.client_s) - now_s), self._body_timeout)
+
+    def _head_timeout(self) -> None:
+        if self._in_head:
+            self._refuse(ApiError(408, f"the request's head did not arrive within {self._app.head_s:g} s"))
 
     def _body_timeout(self) -> None:
-        if self._reading is not None:
-            self._refuse(ApiError(408, f"the request body did not arrive within {self._app.client_s:g} s"))
+        request, app = self._reading, self._app
+        if request is not None and time.monotonic() - request.began_s < app.client_s:
+            self._refuse(ApiError(408, f"the request body came more slowly than {app.least_rate} bytes per second"))
+        elif request is not None:
+            self._refuse(ApiError(408, f"the request body did not arrive within {app.client_s:g} s"))
 
     # -- responses
 
@@ -513,11 +723,24 @@ class Connection(asyncio.Protocol):
         if not keep or (self._discarding and not self._waiting):
             self._close_after(request)
             return
-        if self._reading is not None and self._reading.expects:
-            self._say_continue(self._reading)
-        if self._reading is not None or self._in_head:
+        if self.full:  # it has this response to read before the next
+            self._pause()
+            self.deadline.set(self._app.client_s, self.abort)
+        else:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """The connection is free for the next request."""
+        reading = self._reading
+        if reading is not None and reading.expects:
+            self._say_continue(reading)
+        if reading is not None or self._in_head:
+            if reading is not None:
+                reading.rate = None  # its time begins
             self._await_rest()
         else:
+            if self._seat is not None:
+                self._app.table.rest(self._seat, time.monotonic())
             self._await_request()
         if self._waiting or self._paused_reading:
             self._loop.call_soon(self._next)
@@ -527,6 +750,7 @@ class Connection(asyncio.Protocol):
         would make the kernel send a reset, and the client might not see the response.
         """
         self._discarding = True
+        self._move(State.HEAD)
         if request is None or request.has_come or self._transport.is_closing():
             self.close()
             return
@@ -578,7 +802,11 @@ class Connection(asyncio.Protocol):
     def _release(self, request: Incoming | None) -> None:
         """Drop its body."""
         if request is not None:
-            self._app.held_bytes -= request.body_bytes
+            if request.body_bytes:
+                self._app.arriving.limit.change(request.holder, -request.body_bytes)
+            if request.tracked:
+                request.tracked = False
+                self._app.arriving.untrack(request, request.holder)
             request.drop_body()
 
 
@@ -630,7 +858,9 @@ def _is_readable(transport: asyncio.Transport) -> bool:
 
 
 def _head_too_long() -> ApiError:
-    return ApiError(431, f"request line and headers are too long; at most {MAX_HEAD_BYTES} bytes are allowed")
+    return ApiError(
+        431, f"request line and headers are too long; at most {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} are allowed"
+    )
 
 
 def too_large(most_bytes: int) -> ApiError:
@@ -638,7 +868,7 @@ def too_large(most_bytes: int) -> ApiError:
 
 
 def _bodies_too_large() -> ApiError:
-    return ApiError(503, "the router's memory for request bodies is full; try again soon")
+    return ApiError(503, "the router's memory for request bodies is full; try again soon", retry_after_s=1)
 
 
 @lru_cache(maxsize=128)

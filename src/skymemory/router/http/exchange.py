@@ -523,6 +523,7 @@ class Exchange:
             and response.status == 200
             and is_readable
             and self.incoming.path in PROMPT_PATHS
+            and self.incoming.path not in API_PATHS
         )
 
     def _go_on_or_cut(self, why: str) -> None:

@@ -31,6 +31,10 @@ from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.upstream import Pools
+from skymemory.router.limits.connections import ConnectionTable, State
+from skymemory.router.limits.files import LEAST_CONNECTIONS, client_connections, open_files
+from skymemory.router.limits.held_bytes import HeldBytes
+from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.metrics import ProxyMetrics, QueueFigures
 from skymemory.router.prefix_state import PrefixState
 from skymemory.router.prompts.reader import PromptReader
@@ -44,10 +48,14 @@ requests_log = logging.getLogger("skymemory.router.requests")
 
 JSON = b"Content-Type: application/json\r\n"
 METRICS_TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-MAX_CONNECTIONS = 8192
-"""Of clients. Beyond, each new one closes the oldest idle one."""
-MAX_HELD_BYTES = 512 << 20
-"""Of all request bodies, which are kept until their responses end; raised to four of the longest allowed."""
+MAX_UNREAD_BYTES = 256 << 20
+"""Of responses that clients do not read."""
+_KEPT_IDLE = 8
+"""Idle connections that are not closed for a newcomer, since their next request has arrived: at most so many are looked
+at.
+"""
+_FREED = 4
+"""Connections that are closed where a file is missing."""
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 
 
@@ -76,9 +84,11 @@ class Proxy:
         self._last_call_s = math.inf
         self.connections: dict[Connection, None] = {}
         """The oldest first."""
-        self.most_connections = MAX_CONNECTIONS
-        self.held_bytes = 0
-        self.in_flight = 0
+        self.table: ConnectionTable[Connection] = ConnectionTable(LEAST_CONNECTIONS)
+        self.arriving: HeldBytes[Incoming | Connection] = HeldBytes(0)
+        self.unread: HeldBytes[Connection] = HeldBytes(MAX_UNREAD_BYTES)
+        self._slots = SharedLimit(0)
+        """Requests in flight, by holder."""
         self.metrics = metrics
         self.backends = backends
         self._scheduler = scheduler
@@ -89,6 +99,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = AccessControl()
         least_load, alone = alone_schedulers(scheduler, settings.seed)
+        pools.on_files_short = self._close_idle
         self._exchanges = Exchanges(
             settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
         )
@@ -119,8 +130,12 @@ class Proxy:
         self._queue.configure(settings.queue, {**self._access.weights, **weights})
         self._exchanges.room = self._room if settings.queue.most_requests else None
         self._reader.max_body_bytes = self.max_body_bytes = settings.limits.max_body_bytes
-        self.most_held_bytes = max(MAX_HELD_BYTES, 4 * self.max_body_bytes)
+        self.arriving.limit.most = settings.limits.most_held_bytes
+        self._slots.most = settings.limits.max_in_flight
+        self.table.most = client_connections(open_files(), len(settings.backends), 2 if settings.splits else 1)
         self.client_s = settings.timeouts.client_s
+        self.head_s = min(settings.timeouts.head_s, self.client_s)
+        self.least_rate = settings.limits.least_rate
         self.keep_alive_s = min(settings.timeouts.keep_alive_s, self._last_call_s)
 
     def _has_room(self, request: Request, among: frozenset[str] | None) -> bool:
@@ -148,15 +163,39 @@ class Proxy:
 
     # -- from connections (`connection.Application`)
 
+    def admit(self, connection: Connection, address: str) -> None:
+        """Seat a connection that was just accepted; where there are too many, one is closed, at worst itself."""
+        connection.sit(address)
+        table, now_s = self.table, time.monotonic()
+        kept = 0
+        while table.is_over:
+            seat = table.victim(now_s)
+            is_idle = seat is not None and seat.state in (State.IDLE, State.KEPT)
+            if seat is not None and is_idle and kept < _KEPT_IDLE and seat.owner.has_input():
+                kept += 1
+                table.rest(seat, now_s)  # its request is in the kernel
+                continue
+            self.evicted("connections")
+            (connection if seat is None else seat.owner).evict()
+
+    def _close_idle(self) -> None:
+        """The process has no file left for a connection to a server: some clients' connections are closed for it."""
+        now_s = time.monotonic()
+        for _ in range(_FREED):
+            seat = self.table.victim(now_s)
+            if seat is None:
+                return
+            self.evicted("files")
+            seat.owner.evict()
+
     def opened(self, connection: Connection) -> None:
         self.connections[connection] = None
-        if len(self.connections) > self.most_connections:
-            # Rather an idle connection than a busy one: its client opens another when it needs one.
-            idle = next((each for each in self.connections if each.is_idle and not each.closing), connection)
-            idle.abort()
 
     def closed(self, connection: Connection) -> None:
         self.connections.pop(connection, None)
+
+    def evicted(self, limit: str) -> None:
+        self.metrics.evictions.labels(limit).inc()
 
     def refusal(self, request: Incoming) -> ApiError | None:
         if not self._access.is_open:
@@ -193,17 +232,34 @@ class Proxy:
         if (looped := self._exchanges.via.refusal(request.headers)) is not None:
             self.refuse(request, looped)
             return
-        most = self.settings.limits.max_in_flight
-        if self.in_flight >= most:
-            self.refuse(
-                request, ApiError(429, f"{most} requests are already in flight; try again soon", retry_after_s=1)
+        slots, holder = self._slots, request.holder
+        if not slots.has_room(holder) and not self._drop_slow_reader(holder):
+            message = (
+                f"{slots.held} requests are already in flight, {slots.of(holder)} of them of this client; at most "
+                f"{slots.most} are allowed, and a client has a share of them; try again soon"
             )
+            self.refuse(request, ApiError(429, message, retry_after_s=1))
             return
-        self.in_flight += 1
+        slots.change(holder, 1)
         self._exchange(self._exchanges, request, self._done).begin()
 
+    def _drop_slow_reader(self, holder: str) -> bool:
+        """Make room among the requests in flight for one of this holder: one whose client does not read is ended."""
+        seat = self.table.slow_reader(time.monotonic())
+        if seat is None or seat.owner.current is None:
+            return False
+        if seat.owner.current.holder != holder and self._slots.held < self._slots.most:
+            return False  # the holder itself has too many
+        self.evicted("in_flight")
+        seat.owner.evict()
+        return True
+
+    @property
+    def in_flight(self) -> int:
+        return self._slots.held
+
     def _done(self, request: Incoming, result: RequestLog) -> None:
-        self.in_flight -= 1
+        self._slots.change(request.holder, -1)
         self._ended(request, result)
 
     def _ended(self, request: Incoming, result: RequestLog) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
-import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -31,10 +27,12 @@ from skymemory.router.http.connection import Connection
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.health import HealthWatch
+from skymemory.router.http.listener import Listener
 from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.sidecar import NamedPrefillers, SidecarExchange, SidecarProxy
 from skymemory.router.http.two_steps import TwoStepExchange
 from skymemory.router.http.upstream import KEEP_S, Pools
+from skymemory.router.limits.files import raise_open_files
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
 from skymemory.router.prompts.reader import PromptReader
@@ -45,8 +43,6 @@ from skymemory.router.tls import Certificate
 
 log = logging.getLogger("skymemory.router")
 
-BACKLOG = 4096
-"""Connections that may wait to be accepted: clients come in bursts."""
 LAST_CALL_S = 0.5
 """When draining, idle connections are kept so long: a request may be on its way."""
 HANDSHAKE_S = 2.0
@@ -79,9 +75,6 @@ class ProxyServer:
         """Keeps the roles."""
         self.metrics.registry.register(ReplicaFigures(self.prefix_state))
         self.port = 0
-        self._connection: Callable[[], Connection]
-        self._handshakes: WeakKeyDictionary[Connection, float] = WeakKeyDictionary()
-        """When each TLS connection was accepted."""
 
     def check_files(self) -> None:
         """Read what ``start`` reads beside the files that ``__init__`` has read, and change nothing.
@@ -118,16 +111,16 @@ class ProxyServer:
             self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context
-            self._connection = partial(Connection, self.proxy, loop) if context is None else self._tls_connection
+            connection = partial(Connection, self.proxy, loop)
+            self._listener = Listener(connection, self.proxy.admit, context, lambda: self.proxy.head_s)
             try:
-                self._listener = await loop.create_server(self._connection, host, port, backlog=BACKLOG, ssl=context)
+                self.port = await self._listener.start(host, port)
             except OSError as error:
                 raise SkyMemoryError(cannot_listen(settings.listen, error)) from error
         except BaseException:
             await self.prefix_state.close(keep=False)
             await self._probes.close()
             raise
-        self.port = self._listener.sockets[0].getsockname()[1]
         missing = [
             what for what, has in (("TLS", settings.door.tls_cert), ("API keys", settings.door.api_keys)) if not has
         ]
@@ -207,48 +200,19 @@ class ProxyServer:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + bound_s
         self.proxy.drain(min(LAST_CALL_S, bound_s / 4))
-        context = None if self._certificate is None else self._certificate.context
-        accepted = asyncio.gather(
-            *(
-                loop.connect_accepted_socket(
-                    self._connection, each, ssl=context, ssl_handshake_timeout=None if context is None else HANDSHAKE_S
-                )
-                for each in self._stop_listening()
-            ),
-            return_exceptions=True,
-        )
-        while not accepted.done() or self._has_handshake(loop.time()) or self.proxy.connections:
+        since_s = loop.time()
+        self._listener.stop_accepting(HANDSHAKE_S)
+        while self.proxy.connections or self._has_handshake(since_s):
             if loop.time() >= deadline_s:
-                accepted.cancel()
                 busy = sum(connection.current is not None for connection in self.proxy.connections)
                 log.warning("%d requests are aborted: they did not end within %g s", busy, bound_s)
                 return False
             await asyncio.sleep(0.02)
         return True  # a connection is gone when its write buffer is empty
 
-    def _tls_connection(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        connection = Connection(self.proxy, loop)
-        self._handshakes[connection] = loop.time()
-        return connection
-
-    def _has_handshake(self, now_s: float) -> bool:
-        """Whether a TLS handshake is under way. Its failure is not reported, so each is given ``HANDSHAKE_S``."""
-        return any(not each.made and now_s - since_s < HANDSHAKE_S for each, since_s in self._handshakes.items())
-
-    def _stop_listening(self) -> list[socket.socket]:
-        """Close the listener, and return connections from its backlog, which closing alone would reset."""
-        doubles = [socket.socket(fileno=os.dup(each.fileno())) for each in self._listener.sockets]
-        self._listener.close()
-        accepted: list[socket.socket] = []
-        for double in doubles:
-            with double, contextlib.suppress(OSError):  # BlockingIOError: the backlog is empty
-                double.setblocking(False)
-                while True:
-                    accepted.append(double.accept()[0])
-        for each in accepted:
-            each.setblocking(False)
-        return accepted
+    def _has_handshake(self, since_s: float) -> bool:
+        """Whether a TLS handshake is under way; each is given ``HANDSHAKE_S`` when draining."""
+        return self._listener.is_setting_up and asyncio.get_running_loop().time() - since_s < HANDSHAKE_S
 
     async def close(self) -> None:
         self._listener.close()
@@ -259,18 +223,6 @@ class ProxyServer:
         await self.prefix_state.close()
         self.pools.close()
         await self._probes.close()
-
-
-def raise_open_files() -> None:
-    """Raise the limit of open files: a request takes two connections, and many systems allow 1,024 files."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(OSError, ValueError):  # some systems report "unlimited" and refuse it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def serve(

@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol, cast
@@ -32,6 +33,9 @@ MAX_CONNECTING = 64
 """Connections to one server that are being opened at once; further requests wait for one of them, or for one that
 becomes idle. A burst of a thousand would overflow the server's accept queue: some would wait a second or be refused.
 """
+FILES_AGAIN_S = 0.02
+"""Before a connection is opened again for which the process had no file."""
+_FILES_SHORT = (errno.EMFILE, errno.ENFILE)
 JOIN_BYTES = 65_536
 """A body up to this is copied behind its head, to go out in one write."""
 
@@ -354,6 +358,8 @@ class Pool:
         self._idle: deque[tuple[float, UpstreamConnection]] = deque()
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
+        self.on_files_short: Callable[[], None] = lambda: None
+        """Is called where the process has no file left for a connection: idle ones are to be closed."""
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[Call] = deque()
         """Requests that wait for a connection, beyond those being opened."""
@@ -390,8 +396,7 @@ class Pool:
         self._closed = True
         if self._reaping is not None:
             self._reaping.cancel()
-        while self._idle:
-            self._idle.pop()[1].close()
+        self.close_idle()
 
     def connect(self, call: Call) -> None:
         """Open a connection for a request, now or when fewer are being opened."""
@@ -416,12 +421,9 @@ class Pool:
         return None
 
     async def _connect(self, call: Call) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self), self._name, self._port, ssl=self._tls
-                )
+                connection = await self._open()
         except TimeoutError:
             call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False))
         except OSError as error:
@@ -432,6 +434,30 @@ class Pool:
                 self.give_back(connection)
             else:
                 call.send(connection, fresh=True)
+
+    async def _open(self) -> UpstreamConnection:
+        """
+        Raises:
+            OSError: it cannot be opened, also after idle ones were closed for it.
+        """
+        loop = asyncio.get_running_loop()
+        for is_last in (False, True):
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self), self._name, self._port, ssl=self._tls
+                )
+            except OSError as error:
+                if is_last or error.errno not in _FILES_SHORT:
+                    raise
+                self.on_files_short()
+                await asyncio.sleep(FILES_AGAIN_S)  # files are closed in the next turns of the event loop
+            else:
+                return connection
+        raise AssertionError
+
+    def close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop()[1].close()
 
     def _reap(self) -> None:
         self._reaping = None
@@ -450,6 +476,8 @@ class Pools:
         self._authorities = Authorities()
         self._backends: dict[str, Backend] = {}
         self.access: dict[str, Access] = {}
+        self.on_files_short: Callable[[], None] = lambda: None
+        """Is called where the process has no file left for a connection to a server, after idle ones were closed."""
 
     def __getitem__(self, name: str) -> Pool:
         return self._pools[name]
@@ -473,7 +501,13 @@ class Pools:
                 if name in self._pools:
                     self._pools[name].close()
                 self._pools[name] = Pool(backend.url, connect_s, access[name])
+                self._pools[name].on_files_short = self._close_idle
             self._backends[name], self.access[name] = backend, access[name]
+
+    def _close_idle(self) -> None:
+        for pool in self._pools.values():
+            pool.close_idle()
+        self.on_files_short()
 
     def drop(self, name: str) -> None:
         self._backends.pop(name, None)

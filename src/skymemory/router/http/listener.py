@@ -1,0 +1,136 @@
+"""The proxy's listening sockets: accepts clients' connections, and seats each before anything is read from it.
+
+An event loop's own server accepts all that wait and reports each when it is set up (with TLS: after its handshake).
+Here a connection counts from the moment it is accepted, so that another one can be closed in time, and at most
+``ACCEPTS`` are taken in one turn, between which other clients are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable
+
+from skymemory.errors import os_reason
+from skymemory.router.http.connection import Connection
+
+log = logging.getLogger("skymemory.router")
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: clients come in bursts."""
+ACCEPTS = 64
+PAUSE_S = 0.1
+"""Before accepting again, where the process has no file left."""
+
+
+class Listener:
+    def __init__(
+        self,
+        connection: Callable[[], Connection],
+        admit: Callable[[Connection, str], None],
+        context: ssl.SSLContext | None,
+        handshake_s: Callable[[], float],
+    ) -> None:
+        """``admit``: is called with each connection and its client's address."""
+        self._connection = connection
+        self._admit = admit
+        self._context = context
+        self._handshake_s = handshake_s
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        self._beginning: set[asyncio.Task[None]] = set()
+        """Connections that are being set up."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen. Returns the port.
+
+        Raises:
+            OSError: it cannot listen there.
+        """
+        bound = await self._loop.create_server(self._connection, host, port, start_serving=False)
+        try:
+            self._sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in bound.sockets]
+            for each in self._sockets:
+                each.setblocking(False)
+                each.listen(BACKLOG)
+        except OSError:
+            self.close()
+            raise
+        finally:
+            bound.close()
+        for each in self._sockets:
+            self._loop.add_reader(each, self._accept, each)
+        found: int = self._sockets[0].getsockname()[1]
+        return found
+
+    @property
+    def is_setting_up(self) -> bool:
+        """Whether connections are in their TLS handshake."""
+        return bool(self._beginning)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                accepted, peer = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("cannot accept a connection: %s", os_reason(error))
+                self._loop.remove_reader(listening)
+                self._loop.call_later(PAUSE_S, self._resume, listening)
+                return
+            self._begin(accepted, peer, self._handshake_s())
+
+    def _resume(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _begin(self, accepted: socket.socket, peer: object, handshake_s: float) -> None:
+        accepted.setblocking(False)
+        connection = self._connection()
+        connection.accepted = accepted
+        self._admit(connection, str(peer[0]) if isinstance(peer, tuple) and peer else "")
+        if connection.closing:
+            accepted.close()
+            return
+        task = self._loop.create_task(self._set_up(connection, accepted, handshake_s))
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+
+    async def _set_up(self, connection: Connection, accepted: socket.socket, handshake_s: float) -> None:
+        limit_s = None if self._context is None else handshake_s
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=limit_s
+            )
+        except OSError:  # of TLS too: its handshake failed, or took too long
+            pass
+        finally:
+            if not connection.made:
+                connection.accepted = None
+                connection.leave()
+                accepted.close()
+
+    def stop_accepting(self, handshake_s: float) -> None:
+        """Close the listener, and take connections from its backlog, which closing alone would reset."""
+        for listening in self._sockets:
+            self._loop.remove_reader(listening)
+            while True:
+                try:
+                    accepted, peer = listening.accept()
+                except OSError:  # BlockingIOError: the backlog is empty
+                    break
+                self._begin(accepted, peer, handshake_s)
+            listening.close()
+        self._sockets = []
+
+    def close(self) -> None:
+        for listening in self._sockets:
+            self._loop.remove_reader(listening)
+            listening.close()
+        self._sockets = []
+        for task in list(self._beginning):
+            task.cancel()

@@ -1,0 +1,20 @@
+"""The least rate of a body or a head that comes slowly."""
+
+from __future__ import annotations
+
+GRACE_S = 20.0
+"""A body may pause for this long."""
+
+
+class LeastRate:
+    """A time limit that every byte puts off by ``1 / rate`` seconds, to at most ``GRACE_S`` from now."""
+
+    __slots__ = ("due_s",)
+
+    def __init__(self, now_s: float) -> None:
+        self.due_s = now_s + GRACE_S
+
+    def add(self, amount: int, rate: float, now_s: float) -> float:
+        """Note ``amount`` bytes. Returns when the next are due."""
+        self.due_s = min(now_s + GRACE_S, self.due_s + amount / rate)
+        return self.due_s

@@ -1,0 +1,105 @@
+"""Amounts by holder: what each has of something limited, and which holder has the most."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Shares(Generic[Key]):
+    """Amounts by key, and a heaviest key in constant time.
+
+    Keys stand in levels by the bit length of their amounts: the heaviest is found to a factor of two, the first that
+    reached its level comes first, and most changes move no key.
+    """
+
+    __slots__ = ("_amounts", "_levels", "_occupied")
+
+    def __init__(self) -> None:
+        self._amounts: dict[Key, int] = {}
+        self._levels: list[dict[Key, None]] = []
+        self._occupied = 0
+        """A bit for each level that has keys."""
+
+    def of(self, key: Key) -> int:
+        return self._amounts.get(key, 0)
+
+    def __len__(self) -> int:
+        return len(self._amounts)
+
+    def change(self, key: Key, by: int) -> None:
+        """Add to a key's amount; at 0 the key is forgotten."""
+        before = self._amounts.get(key, 0)
+        now = before + by
+        if now > 0:
+            self._amounts[key] = now
+        elif before:
+            del self._amounts[key]
+        old, new = before.bit_length(), max(0, now).bit_length()
+        if old == new:
+            return
+        if old:
+            level = self._levels[old]
+            del level[key]
+            if not level:
+                self._occupied &= ~(1 << old)
+        if new:
+            while len(self._levels) <= new:
+                self._levels.append({})
+            self._levels[new][key] = None
+            self._occupied |= 1 << new
+
+    def heaviest(self) -> Key | None:
+        if not self._occupied:
+            return None
+        return next(iter(self._levels[self._occupied.bit_length() - 1]))
+
+
+class SharedLimit:
+    """A limit of which one holder may have at most ``PART`` times what is still free.
+
+    So a single holder gets four fifths, two get four ninths each, and some is always free for a newcomer (a dynamic
+    threshold, as in the shared buffers of switches).
+    """
+
+    PART = 4
+
+    __slots__ = ("_by_holder", "held", "most")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+        self._by_holder: dict[Hashable, int] = {}
+
+    def of(self, holder: Hashable) -> int:
+        return self._by_holder.get(holder, 0)
+
+    def has_room(self, holder: Hashable, amount: int = 1) -> bool:
+        free = self.most - self.held
+        return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
+
+    def change(self, holder: Hashable, by: int) -> None:
+        self.held += by
+        now = self._by_holder.get(holder, 0) + by
+        if now:
+            self._by_holder[holder] = now
+        else:
+            self._by_holder.pop(holder, None)
+
+
+@lru_cache(maxsize=4096)
+def holder_of(address: str) -> str:
+    """Who a client's address counts as: itself, or its /64 in IPv6, of which a host has all addresses."""
+    if ":" not in address:
+        return address
+    try:
+        found = ipaddress.IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))

@@ -1,0 +1,88 @@
+"""Web pages that a router on loopback must not serve: a browser on this computer sends their requests, too.
+
+- ``Origin`` names the page of a script or form. It must be the router's own, or one on this computer, or one that CORS
+  allows. Installed programs (browser extensions, desktop applications) have schemes of their own, and may ask.
+- ``Host``: a page may have its own name resolve to 127.0.0.1 (DNS rebinding), and then is of the same origin. So a name
+  must be one that no stranger can own: an address, a name without a dot, one of the reserved endings, or one from
+  ``hosts`` of the settings.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+ANY = "*"
+_RESERVED = (".localhost", ".local", ".internal", ".test", ".home.arpa")
+"""Endings that the public DNS does not have."""
+_MAX_KNOWN = 256
+
+
+class Strangers:
+    def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
+        """``hosts``: further names of the router, or ``*``; ``origins``: of pages that may ask (CORS), or ``*``."""
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origins)
+        self._known: set[bytes] = set()
+        """Host headers that were found right, at most ``_MAX_KNOWN``."""
+
+    def refusal(self, host: bytes | None, origin: bytes | None) -> str | None:
+        """Why a request with these headers is refused; None: it is not."""
+        if host is not None and host not in self._known:
+            if not self._is_own(_name_of(host)):
+                return (
+                    f"this router listens on loopback without keys, and does not go by the name {_shown(host)}: call "
+                    "it by localhost or its address, or add the name to `hosts` of [door] in its settings"
+                )
+            if len(self._known) < _MAX_KNOWN:
+                self._known.add(host)
+        if origin is None or self._may_ask(origin, host):
+            return None
+        return (
+            f"a web page of another origin ({_shown(origin)}) asks; if it may, allow it with --cors-origin, or "
+            "`origins` of [cors] in the settings"
+        )
+
+    def _is_own(self, name: str) -> bool:
+        if ANY in self._hosts or name in self._hosts or "." not in name or name.endswith(_RESERVED):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _may_ask(self, origin: bytes, host: bytes | None) -> bool:
+        words = origin.decode("latin-1").strip()
+        if ANY in self._origins or words in self._origins:
+            return True
+        scheme, _, rest = words.partition("://")
+        if not rest:
+            return False  # "null": a page in a sandbox, or a file
+        if scheme.lower() not in ("http", "https"):
+            return True
+        if host is not None and rest.lower() == host.decode("latin-1").lower():
+            return True
+        try:
+            name = urlsplit(words).hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+
+def _name_of(host: bytes) -> str:
+    """The name or address, in lower case, without port, brackets and the final dot."""
+    words = host.decode("latin-1").strip().lower()
+    if words.startswith("["):
+        return words[1:].partition("]")[0]
+    return words.partition(":")[0].removesuffix(".")
+
+
+def _shown(header: bytes) -> str:
+    return repr(header[:80].decode("latin-1"))

@@ -1,0 +1,1 @@
+"""Causes of trouble for `skymemory route`, and what other clients get beside each: engines, clients, causes, trials."""
