@@ -125,6 +125,7 @@ class Proxy:
         self._exchanges = Exchanges(
             settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
         )
+        self._exchanges.random.seed(settings.seed)
         if roles is not None:
             self._exchanges.on_tokens = roles.came
         self._queue = RequestQueue(settings.queue)
@@ -150,6 +151,7 @@ class Proxy:
         self.settings = self._exchanges.settings = settings
         weights = weights_of("weights", settings.admission.options.get("weights", {}))
         self._queue.configure(settings.queue, {**self._access.weights, **weights})
+        self._exchanges.retries.share, self._exchanges.retries.floor = settings.retries.budget, settings.retries.floor
         self._exchanges.room = self._room if settings.queue.most_requests else None
         self._reader.max_body_bytes = self.max_body_bytes = settings.limits.max_body_bytes
         self.most_held_bytes = max(MAX_HELD_BYTES, 4 * self.max_body_bytes)
@@ -157,7 +159,9 @@ class Proxy:
         self.keep_alive_s = min(settings.timeouts.keep_alive_s, self._last_call_s)
 
     def _has_room(self, request: Request, among: frozenset[str] | None) -> bool:
-        return not self.backends.full(request, self.settings.limits.max_waiting)
+        if self.backends.full(request, self.settings.limits.max_waiting):
+            return False
+        return not self.backends.is_busy(request, time.monotonic())
 
     def drain(self, last_call_s: float) -> None:
         """Close each connection after its next response, or when it was idle for ``last_call_s``: a request may be on
