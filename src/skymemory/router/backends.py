@@ -269,9 +269,9 @@ class Backends:
 
     def without(self, names: Set[str], avoid: Set[str]) -> Set[str]:
         """Names without those to ``avoid``, in each fleet that has another server up."""
-        left = names - avoid
+        left = {name for name in names - avoid if name in self.known}
         fleets = {self.known[name].answers for name in left if self.known[name].server.takes_requests}
-        return left | {name for name in names & avoid if self.known[name].answers not in fleets}
+        return left | {name for name in avoid & names if self.known[name].answers not in fleets}
 
     def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
         """Whether a server of the same fleet as ``name`` is up that serves the request and was not ``tried``."""
@@ -332,9 +332,11 @@ class Backends:
         self.policy.on_dropped(attempts, name, now_s)
         self._apply()
 
-    def on_check(self, name: str, why: str, began_s: float, now_s: float, is_refused: bool = False) -> None:
-        """A health check has ended. ``why``: it failed; empty: the server is well."""
-        self.policy.on_check(name, why, began_s, now_s, is_refused)
+    def on_check(
+        self, name: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
+    ) -> None:
+        """See ``FailurePolicy.on_check``."""
+        self.policy.on_check(name, why, began_s, now_s, is_refused=is_refused, is_reached=is_reached)
         self._apply()
 
     def review(self, now_s: float) -> None:

@@ -295,7 +295,7 @@ class Health:
         "max_ejected",
         share,
         0.5,
-        "largest share of the servers that may be ejected; beyond, all are used but those that refuse connections",
+        "largest share of the servers that may be ejected; beyond, all are used but those without a connection",
     )
     metrics_path: str = setting("metrics_path", text, "/metrics", "path of an engine's metrics; empty: not read")
     metrics_every_s: float = setting("metrics_every", duration, 1.0, "period of reading metrics")

@@ -12,7 +12,7 @@ checks, and what was ejected by requests alone, after its rest. Then one request
 answered.
 
 At most ``max_ejected`` of a fleet's servers are out. Beyond, all are used (Envoy's panic threshold), but for those that
-refuse connections.
+no check can connect to.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class _Record:
         "is_gone",
         "is_new",
         "is_quiet",
+        "is_unreachable",
         "is_used",
         "name",
         "probe",
@@ -95,8 +96,8 @@ class _Record:
         """The one request that tries it after a rest."""
         self.refused_until_s = self.asked_s = -math.inf
         self.failed_checks = self.good_checks = 0
-        self.is_bad = self.is_gone = self.is_ejected = False
-        """By the checks: it is ill; it refuses connections. By all: it is ejected."""
+        self.is_bad = self.is_gone = self.is_unreachable = self.is_ejected = False
+        """By the checks: it is ill, refused a connection since, gave none at the last. By all: it is ejected."""
         self.is_used = True
         self.why = ""
 
@@ -223,13 +224,21 @@ class FailurePolicy:
 
     # -- from checks
 
-    def on_check(self, server: str, why: str, began_s: float, now_s: float, is_refused: bool = False) -> None:
-        """A health check has ended. ``why``: it failed; empty: the server is well."""
+    def on_check(
+        self, server: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
+    ) -> None:
+        """A health check has ended.
+
+        Args:
+            why: it failed; empty: the server is well.
+            is_refused: its address refused the connection: the process is gone, and its cache with it.
+            is_reached: there was a connection. A server without one is not used in a panic either.
+        """
         record = self._records.get(server)
         if record is None:
             return
         if not why:
-            record.failed_checks = 0
+            record.failed_checks, record.is_unreachable = 0, False
             record.good_checks += 1
             record.evidence.acquit(began_s)
             if record.is_bad and record.good_checks >= self.limits.successes:
@@ -239,7 +248,7 @@ class FailurePolicy:
         else:
             record.good_checks = 0
             record.failed_checks += 1
-            record.why = why
+            record.why, record.is_unreachable = why, is_refused or not is_reached
             requests_agree = record.evidence.has_accusation or record.refused_until_s > began_s or record.is_quiet
             if is_refused and record.failed_checks > 1:
                 requests_agree = True
@@ -393,7 +402,7 @@ class FailurePolicy:
         records = list(self._of(group))
         is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
         for record in records:
-            is_used = not record.is_ejected or (is_panic and not record.is_gone)
+            is_used = not record.is_ejected or (is_panic and not record.is_unreachable)
             if is_used != record.is_used:
                 record.is_used = is_used
                 self._decisions.append(Decision("use" if is_used else "leave", record.name, record.why))

@@ -388,7 +388,7 @@ class Exchange:
         may_retry = self._may_retry(fault, server)
         self._end_attempt(account)
         if not may_retry:
-            self._fail(self._no_answer())
+            self._fail(self._no_answer("" if self._is_last else ", and no other takes requests"))
             return
         self._count_retry(server, fault)
         self._of.deferred.flush()

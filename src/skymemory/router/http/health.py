@@ -127,12 +127,12 @@ class HealthWatch:
 
     async def _is_well(self, known: KnownServer) -> bool:
         name, began_s = known.backend.name, time.monotonic()
-        why, is_refused = await self._check(known)
-        self._backends.on_check(name, why, began_s, time.monotonic(), is_refused)
+        why, is_reached, is_refused = await self._check(known)
+        self._backends.on_check(name, why, began_s, time.monotonic(), is_refused=is_refused, is_reached=is_reached)
         return not why
 
-    async def _check(self, known: KnownServer) -> tuple[str, bool]:
-        """Why a server is not well (empty: it is), and whether it refused the connection."""
+    async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
+        """Why a server is not well (empty: it is), whether it was reached, and whether it refused the connection."""
         health, name = self._backends.health, known.backend.name
         try:
             async with asyncio.timeout(health.timeout_s):
@@ -141,16 +141,16 @@ class HealthWatch:
                     URL(url, encoded=True), headers=access.headers, allow_redirects=False, ssl=access.tls or True
                 ) as answer:
                     is_well = 200 <= answer.status < 300
-                    return "" if is_well else f"{health.path} answered {answer.status}", False
+                    return "" if is_well else f"{health.path} answered {answer.status}", True, False
         except TimeoutError:
-            return f"{health.path}: no answer within {health.timeout_s:g} s", False
+            return f"{health.path}: no answer within {health.timeout_s:g} s", True, False
         except aiohttp.ClientConnectorError as error:
             # Only a refused connection means that the process, and its cache, is gone: an unknown name or a wrong
             # certificate does not.
             refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            return connection_reason(error), refused
+            return connection_reason(error), False, refused
         except (aiohttp.ClientError, OSError) as error:
-            return f"{health.path}: {connection_reason(error)}", False
+            return f"{health.path}: {connection_reason(error)}", True, False
 
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
         """A server's /v1/models, by id.

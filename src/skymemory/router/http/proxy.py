@@ -292,9 +292,9 @@ class Proxy:
         for name, known in self.backends.known.items():
             if known.server.takes_requests:
                 able += 1
-            elif not known.server.healthy:
+            if known.why:
                 reasons.append(f"server {name} is ejected: {known.why}")
-            else:
+            elif not known.server.takes_requests:
                 reasons.append(f"server {name} is draining")
         reasons += self._prefix_state.troubles()
         if not self.backends.known:
