@@ -268,6 +268,12 @@ def positive(value: object) -> float:
     return float(value)
 
 
+def share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InvalidInput(f"{quoted(value)}: expected a share from 0 to 1, such as 0.5")
+    return float(value)
+
+
 def wholes(value: object) -> tuple[int, ...]:
     """A list of whole numbers."""
     if not isinstance(value, list | tuple):

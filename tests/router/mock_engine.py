@@ -32,7 +32,7 @@ class MockEngine:
 
     ``mock``: ``events`` of a stream (3), ``gap_s`` between them, ``first_byte_s`` before the first, ``status``,
     ``die`` ("before", "after-headers", "between-events", "in-event", "in-body"), ``open_end`` (no length, no chunks),
-    ``body_bytes`` of an answer, ``packed`` (a Content-Encoding), ``garbage`` (an answer that is no JSON), ``hold`` (it
+    ``body_bytes`` of an answer, ``more`` header lines, ``packed`` (a Content-Encoding), ``garbage`` (an answer that is no JSON), ``hold`` (it
     answers when ``release`` is set, and notices that its client leaves), ``refuses_params``.
 
     To ``do_remote_decode`` it answers with ``params``, as an engine that keeps what it computed for another one.
@@ -61,6 +61,8 @@ class MockEngine:
     """Streams whose reader went away."""
     port: int = 0
     tls: ssl.SSLContext | None = None
+    hangs: bool = False
+    """It takes connections and requests, those for its health too, and answers none until ``release`` is set."""
     key: str = ""
     """Who does not show it gets 401, whatever is asked."""
     _server: asyncio.Server | None = None
@@ -110,10 +112,13 @@ class MockEngine:
         if self.key and headers.get("authorization") != f"Bearer {self.key}":
             self._reply(writer, 401, b"{}")
             return True
+        if method == "POST":
+            self.seen.append({"path": path, "headers": headers, "body": body})
+        if self.hangs and not await self._is_released(reader):
+            return False
         if method == "GET":
             await self._get(path, writer)
             return True
-        self.seen.append({"path": path, "headers": headers, "body": body})
         asked = json.loads(body) if body[:1] == b"{" else {}
         mock = {**self.mock, **asked.get("mock", {})}
         if mock.get("die") == "before":
@@ -126,7 +131,7 @@ class MockEngine:
         if kv and mock.get("refuses_params"):
             self._reply(writer, 400, b'{"error":{"message":"no connector","param":"kv_transfer_params"}}')
             return True
-        if asked.get("stream"):
+        if asked.get("stream") and mock.get("status", 200) < 400:
             return await self._stream(writer, reader, mock)
         return self._answer(writer, mock, self.params if kv.get("do_remote_decode") else None)
 
@@ -170,7 +175,11 @@ class MockEngine:
         if params is not None:
             answer["kv_transfer_params"] = params
         body = b"<html>" if mock.get("garbage") else json.dumps(answer).encode()
-        more = "Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n" + ("Content-Encoding: gzip\r\n" if mock.get("packed") else "")
+        more = (
+            mock.get("more", "")
+            + "Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
+            + ("Content-Encoding: gzip\r\n" if mock.get("packed") else "")
+        )
         if mock.get("die") == "in-body":
             writer.write(
                 f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()

@@ -1,8 +1,7 @@
 """The servers behind a router: membership, the models and adapters each serves, ejection and return.
 
 Pure, and the same at both doors: requests report their results to it, and so do health checks, where there are any
-(``route``). Without them (the endpoint picker, to which the gateway names ready servers) an ejected server is tried
-again after ``REST_S``.
+(``route``). ``failure`` decides by them which servers get no requests.
 
 With roles there are two fleets. Servers for the prefill are in one; those that decode in the other, among them those
 with both roles, which also serve alone what cannot be split, if there are any. A server changes its role by draining:
@@ -12,19 +11,19 @@ because the settings name another one, or, of an elastic server, by ``change_rol
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skymemory.conductor.picker import Picker, Server
 from skymemory.conductor.pools import State
 from skymemory.conductor.request import Request
+from skymemory.router.failure.evidence import Attempts
+from skymemory.router.failure.faults import Fault
+from skymemory.router.failure.policy import NONE, Decision, FailurePolicy, Limits
 from skymemory.router.settings import BOTH, PREFILL, Backend, Health
 
 log = logging.getLogger("skymemory.router")
-
-REST_S = 10.0
-"""Without health checks, how long an ejected server gets no requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,18 +32,10 @@ class KnownServer:
 
     backend: Backend
     server: Server
-    failures: int = 0
-    """Consecutive failures, of checks and of requests."""
-    successes: int = 0
-    """Consecutive good checks since it was ejected."""
     why: str = ""
-    """The last failure."""
-    gone: bool = False
-    """It refused a connection since it was ejected: its process is gone, and its cache with it."""
+    """Why it is ejected; empty: it is not."""
     leaving: bool = False
     """No longer configured; removed when its last request has ended."""
-    back_at_s: float | None = None
-    """When it is tried again, without health checks."""
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """Its /v1/models, by id."""
 
@@ -57,7 +48,7 @@ class KnownServer:
 
     @property
     def state(self) -> State:
-        """Draining: it gets no new requests. Down: it is ejected."""
+        """Draining: it gets no new requests. Down: it is ejected, and enough others are left."""
         return "down" if not self.server.healthy else "draining" if self.server.draining else "serving"
 
     @property
@@ -79,22 +70,33 @@ class Backends:
     def __init__(
         self, picker: Picker, health: Health | None = None, *, are_checked: bool = True, decode: Picker | None = None
     ) -> None:
-        """``are_checked``: whether health checks report to it (``checked``, ``failed``). ``decode``: of the servers
-        that decode, where backends have roles; None: their roles are ignored.
+        """``are_checked``: whether health checks report to it (``on_check``). ``decode``: of the servers that decode,
+        where backends have roles; None: their roles are ignored.
         """
         self.known: dict[str, KnownServer] = {}
+        self.policy = FailurePolicy(are_checked=are_checked)
         self.health = health or Health()
         self.adapters: dict[str, str] = {}
         """LoRA adapters, and the models they are for (empty: unknown); the prompt reader uses it."""
         self._picker = picker
         self._decode = decode
-        self._are_checked = are_checked
+        self._is_applying = False
+        self.on_check_wanted: Callable[[str], None] = lambda name: None
+        """A server should be checked at once: requests failed there."""
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
         self.on_moved: Callable[[], None] = lambda: None
         """A server has another role, and its slot in its former fleet is free."""
         self._serving: dict[str, frozenset[str]] = {}
-        self._resting: set[KnownServer] = set()
+
+    @property
+    def health(self) -> Health:
+        return self._health
+
+    @health.setter
+    def health(self, health: Health) -> None:
+        self._health = health
+        self.policy.limits = Limits(health.failures, health.successes, health.max_ejected)
 
     # Membership
 
@@ -126,6 +128,8 @@ class Backends:
                     backend, known.server, answers=known.answers, configured_role=known.configured_role
                 )
                 known.server.healthy, known.server.reported = True, None
+                self.policy.remove(name)
+                self.policy.add(name, known.answers)
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
             known.next_backend = None
         self.remove_drained()
@@ -138,6 +142,7 @@ class Backends:
         known.answers = self._decode is None or picker is self._decode
         known.server.draining = backend.drain
         self.known[backend.name] = known
+        self.policy.add(backend.name, known.answers)
 
     def remove_drained(self) -> bool:
         """Remove leaving servers without requests, and put those with a new role into its fleet; whether there were
@@ -149,6 +154,7 @@ class Backends:
             self._picker_of(known).remove(name)
             if known.next_backend is None:
                 del self.known[name]
+                self.policy.remove(name)
                 self.on_removed(name)
                 log.info("server %s removed", name)
             else:
@@ -182,6 +188,7 @@ class Backends:
     def _enter_role(self, known: KnownServer, backend: Backend) -> None:
         if backend.url != known.backend.url:  # another server by that name
             del self.known[backend.name]
+            self.policy.remove(backend.name)
             self._add(backend)
             return
         # The same process: what is known of its health, its models and its load stays true.
@@ -190,6 +197,7 @@ class Backends:
         server.healthy, server.draining, server.reported = before.healthy, backend.drain, before.reported
         known.backend, known.answers = backend, picker is self._decode
         known.leaving, known.next_backend = False, None
+        self.policy.add(backend.name, known.answers)
 
     def _picker_for(self, backend: Backend) -> Picker:
         return self._picker if self._decode is None or backend.role == PREFILL else self._decode
@@ -223,9 +231,9 @@ class Backends:
             for name, known in self.known.items()
         ]
 
-    def alone(self, request: Request, tried: Collection[str]) -> Collection[str]:
-        """Servers that serve its model, both its prefill and its decoding, without those ``tried``: those with both
-        roles, if one of them is up, else all that decode.
+    def alone(self, request: Request, tried: Collection[str], avoid: Set[str] = NONE) -> Collection[str]:
+        """Servers that serve its model, both its prefill and its decoding, without those ``tried`` and, if others are
+        up, those to ``avoid``: those with both roles, if one of them is up, else all that decode.
         """
         serving = self.serving(request)
         able = [
@@ -233,6 +241,9 @@ class Backends:
             for name, known in self.known.items()
             if known.answers and name not in tried and (serving is None or name in serving)
         ]
+        if avoid:
+            left = self.without({known.backend.name for known in able}, avoid)
+            able = [known for known in able if known.backend.name in left]
         both = [known for known in able if known.backend.role == BOTH]
         chosen = both if any(known.server.takes_requests for known in both) else able
         return {known.backend.name for known in chosen}
@@ -243,13 +254,41 @@ class Backends:
 
     # Candidates for a request
 
-    def able(self, request: Request, tried: Collection[str], max_waiting: int) -> Collection[str] | None:
-        """Servers that serve its model, without those ``tried`` or with ``max_waiting`` (0: any number); None: all."""
+    def able(
+        self, request: Request, tried: Collection[str], max_waiting: int, avoid: Set[str] = NONE
+    ) -> Collection[str] | None:
+        """Servers that serve its model, without those ``tried`` or with ``max_waiting`` (0: any number) and, if others
+        are up, those to ``avoid``; None: all.
+        """
         serving = self.serving(request)
-        if not tried and not max_waiting:
+        if not tried and not max_waiting and not avoid:
             return None if serving is None or len(serving) == len(self.known) else serving
         names = self.known if serving is None else serving
-        return {name for name in names if name not in tried and not self._is_full(name, max_waiting)}
+        able = {name for name in names if name not in tried and not self._is_full(name, max_waiting)}
+        return self.without(able, avoid) if avoid else able
+
+    def without(self, names: Set[str], avoid: Set[str]) -> Set[str]:
+        """Names without those to ``avoid``, in each fleet that has another server up."""
+        left = {name for name in names - avoid if name in self.known}
+        fleets = {self.known[name].answers for name in left if self.known[name].server.takes_requests}
+        return left | {name for name in avoid & names if self.known[name].answers not in fleets}
+
+    def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
+        """Whether a server of the same fleet as ``name`` is up that serves the request and was not ``tried``."""
+        known, serving = self.known.get(name), self.serving(request)
+        names = self.known if serving is None else serving
+        return known is not None and any(
+            each != name
+            and each not in tried
+            and (other := self.known[each]).server.takes_requests
+            and other.answers == known.answers
+            for each in names
+        )
+
+    def is_busy(self, request: Request, now_s: float) -> bool:
+        """Whether all servers that could serve it are up but have said that they are full."""
+        names = [name for name in self.serving(request) or self.known if self.known[name].server.takes_requests]
+        return bool(names) and all(self.policy.is_busy(name, now_s) for name in names)
 
     def full(self, request: Request, max_waiting: int) -> bool:
         """Whether servers that could serve it are up, and all have ``max_waiting``."""
@@ -275,65 +314,75 @@ class Backends:
         only_decodes = self._decode is not None and known.answers
         return bool(max_waiting) and known.server.prefilling >= max_waiting and not only_decodes
 
-    # Ejection and return: consecutive failures eject a server. It returns after consecutive good checks, or, without
-    # checks, after ``REST_S``, and is then ejected by a single failure.
+    # Failures. The policy decides; what it decides is applied here.
 
-    def failed(self, name: str, why: str, now_s: float, gone: bool = False) -> bool:
-        """A check failed, or a request got no response or an incomplete one. Whether the server is ejected now.
+    def on_answer(self, attempts: Attempts, name: str, now_s: float, is_good: bool = True) -> None:
+        """A request got its first byte. ``is_good``: of an answer that is no error."""
+        self.policy.on_answer(attempts, name, now_s, is_good)
+        if self.policy.has_decisions:
+            self._apply()
 
-        Without health checks the last server is never ejected: a doubtful one is better than none. ``gone``: its
-        address refused the connection.
-        """
-        known = self.known.get(name)
-        if known is None:
-            return False
-        known.failures, known.successes, known.why = known.failures + 1, 0, why
-        known.gone = known.gone or gone
-        if not known.server.healthy or known.failures < self.health.failures:
-            return False
-        if not self._are_checked:
-            if not any(other.takes_requests for other in self._picker_of(known).fleet if other is not known.server):
-                return False
-            known.back_at_s = now_s + REST_S
-            self._resting.add(known)
-        known.server.healthy = False
-        self.on_ejected(name)
-        log.warning("server %s is ejected after %d consecutive failures: %s", name, known.failures, why)
-        return True
+    def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
+        """A request failed at a server. ``wait_s``: the server's ``Retry-After``."""
+        self.policy.on_fault(attempts, name, fault, now_s, wait_s)
+        self._apply()
 
-    def answered(self, name: str) -> None:
-        """A request got its first byte. That does not bring an ejected server back."""
-        known = self.known.get(name)
-        if known is not None and known.server.healthy:
-            known.failures = 0
+    def on_dropped(self, attempts: Attempts, name: str, now_s: float) -> None:
+        """A request without a first byte is no longer waited for."""
+        self.policy.on_dropped(attempts, name, now_s)
+        self._apply()
 
-    def checked(self, name: str) -> None:
-        """A check succeeded."""
-        known = self.known.get(name)
-        if known is None:
-            return
-        known.failures = 0
-        if known.server.healthy:
-            return
-        known.successes += 1
-        if known.successes >= self.health.successes:
-            self._return(known)
+    def on_check(
+        self, name: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
+    ) -> None:
+        """See ``FailurePolicy.on_check``."""
+        self.policy.on_check(name, why, began_s, now_s, is_refused=is_refused, is_reached=is_reached)
+        self._apply()
 
     def review(self, now_s: float) -> None:
-        """Without health checks: bring back servers ejected long enough ago. One more failure ejects them again."""
-        if not self._resting:
-            return
-        for known in [known for known in self._resting if (known.back_at_s or 0.0) <= now_s]:
-            self._resting.discard(known)
-            if self.known.get(known.backend.name) is known:
-                known.failures = self.health.failures - 1
-                self._return(known)
+        """Look for silent servers, and for ejected ones whose time is over."""
+        self.policy.sweep(now_s)
+        self._apply()
 
-    def _return(self, known: KnownServer) -> None:
-        if known.gone:
-            self._picker_of(known).scorer.forget(known.server)
-        known.server.healthy, known.gone, known.successes, known.why, known.back_at_s = True, False, 0, "", None
-        log.warning("server %s is back", known.backend.name)
+    def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
+        """Servers that a client's request should not go to, if there are others."""
+        avoided = self.policy.avoided(client, now_s, is_retry=is_retry)
+        if self.policy.has_decisions:
+            self._apply()
+        return avoided
+
+    def _apply(self) -> None:
+        if self._is_applying:
+            return  # a request that moves on reports here: its decisions come in their turn
+        self._is_applying = True
+        try:
+            while self.policy.has_decisions:
+                for decision in self.policy.take_decisions():
+                    if (known := self.known.get(decision.server)) is not None:
+                        self._apply_to(known, decision)
+        finally:
+            self._is_applying = False
+
+    def _apply_to(self, known: KnownServer, decision: Decision) -> None:
+        name = decision.server
+        match decision.kind:
+            case "check":
+                self.on_check_wanted(name)
+            case "eject":
+                known.why = decision.why
+                self.on_ejected(name)
+                log.warning("server %s is ejected: %s", name, decision.why)
+            case "return":
+                if decision.why:
+                    self._picker_of(known).scorer.forget(known.server)
+                known.why = ""
+                log.warning("server %s is back", name)
+            case "use" | "leave":
+                known.server.healthy = decision.kind == "use"
+            case "move":
+                for attempts in decision.attempts:
+                    if attempts.owner is not None:
+                        attempts.owner.move_on(name, decision.why)
 
     # Models and adapters
 

@@ -139,6 +139,11 @@ class ProxyMetrics:
             ["where"],
             registry=self.registry,
         )
+        self.denied_retries = Counter(
+            "skymemory_router_denied_retries",
+            "Retries that the budget of all requests did not allow",
+            registry=self.registry,
+        )
         self.two_steps = Counter(
             "skymemory_router_two_steps",
             "Prompts that went to a prefill server and a decode server",

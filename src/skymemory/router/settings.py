@@ -22,6 +22,7 @@ from skymemory.config import (
     filled,
     path,
     setting,
+    share,
     size,
     table,
     text,
@@ -44,6 +45,7 @@ ROLES = (BOTH, PREFILL, DECODE)
 AFTER, OVERLAP = "after", "overlap"
 BY_LOAD, REFUSE = "load", "refuse"
 HANDOVERS = (AFTER, OVERLAP)
+RETRIABLE = (429, 500, 502, 503, 504)
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -308,8 +310,16 @@ class Health:
     path: str = setting("path", text, "/health", "of the check; a status from 200 to 299 is healthy")
     every_s: float = setting("every", duration, 2.0, "period of checks")
     timeout_s: float = setting("timeout", duration, 2.0, "for the answer to a check")
-    failures: int = setting("failures", whole, 3, "consecutive failures, of checks or requests, that eject a server")
+    failures: int = setting(
+        "failures", whole, 3, "consecutive failed checks that eject a server; where requests fail there, too, one does"
+    )
     successes: int = setting("successes", whole, 2, "consecutive good checks that bring it back")
+    max_ejected: float = setting(
+        "max_ejected",
+        share,
+        0.5,
+        "largest share of the servers that may be ejected; beyond, all are used but those without a connection",
+    )
     metrics_path: str = setting("metrics_path", text, "/metrics", "path of an engine's metrics; empty: not read")
     metrics_every_s: float = setting("metrics_every", duration, 1.0, "period of reading metrics")
     models_every_s: float = setting("models_every", duration, 30.0, "period of reading models and adapters")
@@ -319,8 +329,15 @@ class Health:
 class Retries:
     """Retries on other servers: before the first byte of a response, and of streams that break."""
 
-    most: int = setting("most", whole, 2, "retries of a request")
-    statuses: tuple[int, ...] = setting("statuses", wholes, (502, 503, 504), "responses that are retried")
+    most: int = setting(
+        "most",
+        whole,
+        2,
+        "retries of a request, which is sent 1 + `most` times at most, replays on a new connection included",
+    )
+    statuses: tuple[int, ...] = setting(
+        "statuses", wholes, (429, 500, 502, 503, 504), "responses that are retried (a 500 once)"
+    )
     continue_streams: bool = setting(
         "continue_streams",
         yes_or_no,
@@ -328,6 +345,21 @@ class Retries:
         "a stream whose server fails goes on at another one, which gets the text so far as the end of its prompt; each "
         "time counts as a retry",
     )
+    budget: float = setting(
+        "budget",
+        share,
+        0.2,
+        "retries of all requests, as a share of the requests of the last 10 s or under way, whichever are more",
+    )
+    floor: int = setting("floor", whole, 3, "retries in 10 s that are always allowed")
+
+    def __post_init__(self) -> None:
+        for status in self.statuses:
+            if status not in RETRIABLE:
+                raise InvalidInput(
+                    f"statuses: {status}: expected some of {', '.join(map(str, RETRIABLE))}; other responses are the "
+                    "client's"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,24 +158,38 @@ def test_a_server_that_never_takes_its_requests_is_left_alone_for_a_while() -> N
 @pytest.mark.parametrize("learned", [{}, {"attribute": True, "details": "upstream_reset_before_response_started{}"}])
 def test_envoys_own_503_counts_against_the_server_it_tried(learned: dict[str, Any]) -> None:
     service = a_service(servers=2)
-    for number in range(8):
-        exchange, server = sent(service, float(number) / 10)
+    bad, _ = service.picker.fleet
+    for number in range(40):
+        exchange, server = sent(service, float(number) / 4)
         # Envoy names the last that it tried although that did not answer.
         more = {**learned, "attribute": server} if learned else {}
-        exchange.receive(response_headers(503, **more), float(number) / 10)
-        exchange.closed(1.0)
-    # One is ejected; the last that is left is not.
-    assert [server.healthy for server in service.picker.fleet].count(False) == 1
+        answer = response_headers(503, **more) if server == bad.name else response_headers(200)
+        exchange.receive(answer, float(number) / 4)
+        exchange.closed(float(number) / 4)
+    assert not bad.healthy and service.counters.get("picks_total", bad.name) == 3
 
 
-@pytest.mark.parametrize("status", [500, 503])
-def test_a_servers_own_error_does_not_eject_it(status: int) -> None:
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_where_all_servers_answer_errors_all_are_used(status: int) -> None:
     service = a_service(servers=2)
-    for _ in range(10):
-        exchange, server = sent(service)
-        exchange.receive(response_headers(status, attribute=server, details="via_upstream"), 0.0)
-        exchange.closed(0.0)
+    for number in range(10):
+        exchange, server = sent(service, float(number))
+        exchange.receive(response_headers(status, attribute=server, details="via_upstream"), float(number))
+        exchange.closed(float(number))
     assert all(server.healthy for server in service.picker.fleet)
+    assert all(service.counters.get("picks_total", server.name) >= 3 for server in service.picker.fleet)
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_server_that_answers_errors_at_once_does_not_look_fastest(status: int) -> None:
+    service = a_service(servers=3)
+    bad = next(iter(service.picker.fleet)).name
+    for number in range(200):
+        exchange, server = sent(service, number / 40)
+        answer = response_headers(status if server == bad else 200, attribute=server, details="via_upstream")
+        exchange.receive(answer, number / 40)
+        exchange.closed(number / 40)
+    assert service.counters.get("picks_total", bad) <= 3
 
 
 @pytest.mark.parametrize("begun", [False, True])

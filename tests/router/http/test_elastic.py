@@ -43,6 +43,18 @@ def backend(name: str, role: str, **more: Any) -> dict[str, Any]:
     return {"url": f"http://{name}:1", "name": name, "role": role, "models": ["m"], "elastic": True, **more}
 
 
+def refuses(router: Router, name: str) -> None:
+    """Two checks in a row find no process there."""
+    for _ in range(2):
+        now_s = router.now_s
+        router.backends.on_check(name, "refused", now_s, now_s, is_refused=True, is_reached=False)
+
+
+def is_well(router: Router, name: str) -> None:
+    for _ in range(router.backends.health.successes):
+        router.backends.on_check(name, "", router.now_s, router.now_s)
+
+
 class Router:
     """What decides on roles in a router, without sockets: two fleets, the books, the servers."""
 
@@ -168,11 +180,11 @@ class World:
         elif what == "slow" and name in known:
             self.router.roles.came(name, BATCH, 2.0 * number)
         elif what == "die" and name in known and known[name].server.healthy:
-            self.router.backends.failed(name, "refused", self.router.now_s, gone=True)
+            refuses(self.router, name)
             for each in self.open:
                 each.lost(name)
         elif what == "return" and name in known:
-            self.router.backends.checked(name)
+            is_well(self.router, name)
         elif what in ("drain", "remove") and name in self.config:
             one = self.config.pop(name)
             if what == "remove":
@@ -295,18 +307,18 @@ def test_a_role_changes_once_the_server_has_ended_its_requests() -> None:
 
 def test_one_that_dies_while_it_drains_has_its_new_role_when_it_returns() -> None:
     router, served = overloaded_decode()
-    router.backends.failed("p1", "refused", router.now_s, gone=True)
+    refuses(router, "p1")
     served.lost("p1")
     assert served.pair is not None and served.pair.prefill.server == "p0"
     router.tick(2)
     assert router.role("p1") == (DECODE, "down") and not router.backends.known["p1"].leaving
-    router.backends.checked("p1")
+    is_well(router, "p1")
     assert router.role("p1") == (DECODE, "serving")
 
 
 def test_a_drain_is_called_off_where_the_others_of_its_role_die() -> None:
     router, _ = overloaded_decode()
-    router.backends.failed("p0", "refused", router.now_s, gone=True)
+    refuses(router, "p0")
     router.tick()
     assert router.role("p1") == (PREFILL, "serving") and router.changes() == {(DECODE, "called-off"): 1}
 
@@ -340,7 +352,7 @@ def test_an_operator_s_reload_keeps_roles_and_his_changes_come_first() -> None:
 def test_a_server_that_is_removed_while_it_drains_does_not_come_back() -> None:
     router, served = overloaded_decode()
     router.backends.set([settings_backend(each) for each in (backend("p0", PREFILL), backend("d0", DECODE))])
-    router.backends.failed("p0", "refused", router.now_s, gone=True)  # a drain would be called off
+    refuses(router, "p0")  # a drain would be called off
     router.tick()
     assert router.role("p1") == (PREFILL, "draining")
     served.step()

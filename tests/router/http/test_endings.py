@@ -35,7 +35,9 @@ def new_loops() -> list[Any]:
 
 
 def fetch(
-    url: str, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop, tls: ssl.SSLContext | None = None
+    url: str,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    tls: ssl.SSLContext | None = None,
 ) -> bytes:
     """The whole body of a response.
 
@@ -71,7 +73,9 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
 
 @pytest.mark.parametrize("new_loop", new_loops())
 @pytest.mark.parametrize(("ending", "whole"), [(FIN, True), (RESET, False)])
-def test_a_response_without_a_length_is_whole_only_if_its_server_ended_it(new_loop: Any, ending: str, whole: bool) -> None:
+def test_a_response_without_a_length_is_whole_only_if_its_server_ended_it(
+    new_loop: Any, ending: str, whole: bool
+) -> None:
     with scripted(OPEN_END, ending) as server:
         if whole:
             assert fetch(server.url, new_loop) == b"hello"

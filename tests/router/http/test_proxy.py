@@ -239,9 +239,13 @@ def test_health_readiness_and_metrics(run: Run) -> None:
     assert 'skymemory_router_server_healthy{server="e0"} 1.0' in text and "skymemory_router_in_flight 1.0" not in text
     for engine in running.engines:
         engine.healthy = False
-    until(lambda: running.ask("GET", "/ready").status == 503)
+    until(lambda: len(running.ask("GET", "/ready").json["reasons"]) == 2)
     ready = running.ask("GET", "/ready")
-    assert ready.status == 503 and "server e0 is ejected: /health answered 503" in ready.json["reasons"]
+    assert ready.status == 200 and "server e0 is ejected: /health answered 503" in ready.json["reasons"]
+    assert running.complete().status == 200, "more than half are ejected: all are used"
+    for engine in running.engines:
+        running.loop.run(engine.die())
+    until(lambda: running.ask("GET", "/ready").status == 503)
     refused = running.complete()
     assert (
         refused.status == 503

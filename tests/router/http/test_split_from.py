@@ -82,7 +82,7 @@ def test_a_decode_server_that_died_has_nothing(run: Run) -> None:
     running.loop.run(d.die())
     assert running.server is not None
     known = running.server.backends.known["d0"]
-    until(lambda: not known.server.healthy and known.gone)
+    until(lambda: not known.server.healthy and "refused" in known.why)
     running.loop.run(d.start())
     until(lambda: known.server.healthy)
     assert running.complete(prompt=LONG).status == 200

@@ -31,6 +31,9 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.apis.translation import COUNT_TOKENS, error_body
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import lacking_few
+from skymemory.router.failure.evidence import Attempts
+from skymemory.router.failure.faults import Fault, fault_of, retry_after_s
+from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.splitting import fields_of, why_whole
 from skymemory.router.prompts.unpacking import is_packed, unpacked
@@ -49,12 +52,11 @@ except ImportError as error:
 COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "ejections_total")
 RETRY_AFTER_S = 1
 """Sent with refusals that have no better estimate."""
-NO_PROMPT = without_prompt()
+WITHOUT_PROMPT = without_prompt()
 """A request routed by load alone: a list of models, an embedding, anything without a known prompt."""
-UNAVAILABLE = ("502", "503", "504")
 PIECE_COST_BYTES = 48
 """Memory of a piece of a body beside its bytes."""
-RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding"))
+RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding", "retry-after"))
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class PickerService:
         known = _prompt_path(headers)
         if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _path(headers)):
             raise paths.unknown(path)
-        return NO_PROMPT if known is None else self.reader.read(known, headers, body)
+        return WITHOUT_PROMPT if known is None else self.reader.read(known, headers, body)
 
     def unpacked(self, headers: Mapping[str, str], body: bytes) -> bytes:
         """The body of a prompt without the compression of its client; Envoy passes it on as it came.
@@ -149,18 +151,27 @@ class PickerService:
         if self.room is not None and len(self.queue):
             self.deferred.run(self.room.look)
 
-    def choose(self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False) -> Placement:
-        """``splits``: one server may prefill it and another one answer it. The placement has both then, if a prefill
-        server is up.
+    def choose(
+        self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False, client: str = ""
+    ) -> Placement:
+        """
+        Args:
+            splits: one server may prefill it and another one answer it. The placement has both then, if a prefill
+                server is up.
+            client: its failures keep it away from servers (``failure``).
 
         Raises:
             ApiError: no server may have it (503), or all are full or the admission rule refuses it (429).
         """
-        self.backends.review(now_s)
-        # Three filters: servers of the model, Envoy's subset, and room. The strategy ranks what remains.
+        self.backends.policy.on_request(client, now_s)
+        avoid = self.backends.avoided(client, now_s)
+        # Four filters: servers of the model, Envoy's subset, those without a doubt, and room. The strategy ranks what
+        # remains.
         serving = self.backends.serving(request)
         if serving is not None:
             among = serving if among is None else [name for name in among if name in serving]
+        if avoid:
+            among = self.backends.without(self.backends.known.keys() if among is None else frozenset(among), avoid)
         scheduler, decode_among, why_alone = self.scheduler, None, ""
         if self.alone is not None:
             few = lacking_few(scheduler, request, among, self.split_from) if splits else ()
@@ -265,6 +276,7 @@ class Exchange:
         """Its place in the queue, if it was in it."""
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
+        self._attempts = Attempts("")
         self._usage: UsageReader | None = None
 
     def is_read_in_thread(self, message: ProcessingRequest) -> bool:
@@ -349,6 +361,7 @@ class Exchange:
         if self._account is not None:
             if self._account.waits:
                 self._service.counters.add("requests_abandoned_total")
+                self._service.backends.on_dropped(self._attempts, self._account.decision.server, now_s)
             self._account.close(now_s)
             self._service.look()
 
@@ -408,7 +421,7 @@ class Exchange:
                 raise self._read
             if plain is None and not blind:
                 plain = self._service.unpacked(self._headers, body)
-            request = NO_PROMPT if blind else self._read or self._service.read(self._headers, plain or b"")
+            request = WITHOUT_PROMPT if blind else self._read or self._service.read(self._headers, plain or b"")
             splits = not blind and self._service.splits(self._headers, plain or b"")
             if self._response_mode == say.NONE:
                 # Only the response's headers are reported, and streamed ones come before the prefill.
@@ -428,11 +441,13 @@ class Exchange:
 
     def _route(self, request: Request, body: bytes, splits: bool, trailers: bool, now_s: float) -> Iterable[bytes]:
         try:
-            placement = self._service.choose(request, self._subset, now_s, splits)
+            client = self._attempts.client = _client(request, self._headers)
+            placement = self._service.choose(request, self._subset, now_s, splits, client)
         except ApiError as error:
             return self._refuse(error)
         self._answered = True
         account = self._account = self._service.book(placement, now_s)
+        self._on_sent(account, now_s)
         counters, prefiller = self._service.counters, None if self._service.alone is None else ""
         if placement.decode is not None:
             prefiller = placement.prefill.server
@@ -441,6 +456,14 @@ class Exchange:
         counters.add("prompt_tokens_total", request.prompt.tokens)
         counters.add("matched_tokens_total", placement.prefill.matched_tokens)
         return self._go_on(body, self._service.endpoints(account.decision), prefiller, trailers)
+
+    def _on_sent(self, account: RequestAccount, now_s: float) -> None:
+        decision = account.decision
+        kind = NO_PROMPT if decision.request is WITHOUT_PROMPT else FIRST_TOKEN
+        if kind == FIRST_TOKEN and not decision.request.streams:
+            kind = WHOLE
+        estimate_s = decision.estimated_ttft_s or 0.0
+        self._service.backends.policy.on_sent(self._attempts, decision.server, now_s, estimate_s, kind)
 
     def _go_on(self, body: bytes, endpoints: str, prefiller: str | None, trailers: bool) -> Iterable[bytes]:
         if self._has_body and self._request_mode == say.BUFFERED:
@@ -470,7 +493,7 @@ class Exchange:
         found = say.some_headers(headers, RESPONSE_HEADERS)
         added = {}
         if self._account is not None:
-            self._response_begins(self._account, found.get(":status", ""), message, now_s)
+            self._response_begins(self._account, found, message, now_s)
             if self._service.settings.tell_decisions and DECISION_HEADER in self._headers:
                 added[DECISION_HEADER] = json.dumps(self._account.as_json())
         self._usage = UsageReader(
@@ -480,18 +503,24 @@ class Exchange:
             self._response_ends(now_s)
         return (say.response_headers(added),)
 
-    def _response_begins(self, account: RequestAccount, status: str, message: ProcessingRequest, now_s: float) -> None:
+    def _response_begins(
+        self, account: RequestAccount, headers: Mapping[str, str], message: ProcessingRequest, now_s: float
+    ) -> None:
+        backends, status = self._service.backends, headers.get(":status", "")
         chosen, served, by_envoy = account.decision.server, say.served_of(message), say.is_envoys_own(message)
         if served and account.served_by(served, now_s):
             # Only known names become labels: Envoy may name an address that has left, or that never was an endpoint.
-            label = served if self._service.backends.server(served) is not None else "other"
+            label = served if backends.server(served) is not None else "other"
             self._service.counters.add("fallbacks_total", label=label)
-            self._refused_by(chosen, now_s)
-        if by_envoy or (by_envoy is None and status in UNAVAILABLE):
-            # The server named is then the last that Envoy tried, and it did not answer.
-            self._refused_by(served or chosen, now_s)
-        else:
-            self._service.backends.answered(served or chosen)
+            backends.on_fault(self._attempts, chosen, Fault.RESET, now_s)
+            self._on_sent(account, now_s)
+        # Where Envoy made the response, the server named is the last that it tried, and that did not answer.
+        fault, wait_s = self._fault_of(headers, by_envoy, message), 0.0
+        if fault is not None:
+            wait_s = retry_after_s(headers.get("retry-after", "").encode("latin-1")) or 0.0
+            backends.on_fault(self._attempts, served or chosen, fault, now_s, wait_s)
+        elif self._response_mode == say.NONE or not headers.get("content-type", "").startswith("text/event-stream"):
+            backends.on_answer(self._attempts, served or chosen, now_s, status.startswith("2"))
         self._service.counters.add("responses_total", label=f"{status[:1]}xx")
         if not status.startswith("2"):
             account.failed(now_s)
@@ -507,6 +536,7 @@ class Exchange:
             # A response that is not streamed comes after decoding, and reports at its end what was cached.
             if self._usage.streams and self._account is not None and self._account.waits:
                 self._first_s = now_s
+                self._service.backends.on_answer(self._attempts, self._account.decision.server, now_s)
                 self._account.first_byte(now_s)
                 self._service.look()
         if body.end_of_stream:
@@ -539,5 +569,15 @@ class Exchange:
                 self._service.counters.add("told_prompt_tokens_total", usage.prompt_tokens)
         self._service.look()
 
-    def _refused_by(self, server: str, now_s: float) -> None:
-        self._service.backends.failed(server, "it accepted no request", now_s)
+    @staticmethod
+    def _fault_of(headers: Mapping[str, str], by_envoy: bool | None, message: ProcessingRequest) -> Fault | None:
+        """What went wrong; None: the server has answered."""
+        if by_envoy:
+            return Fault.UNCONNECTED if say.is_unconnected(message) else Fault.RESET
+        status = headers.get(":status", "")
+        return fault_of(int(status), "retry-after" in headers) if status.isascii() and status.isdigit() else None
+
+
+def _client(request: Request, headers: Mapping[str, str]) -> str:
+    """Whose request it is: its tenant's, else that of the address that Envoy saw."""
+    return request.tenant or headers.get("x-forwarded-for", "").rpartition(",")[2].strip()

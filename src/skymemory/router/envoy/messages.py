@@ -105,6 +105,12 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
     return str(attributes[ATTRIBUTES_NAMESPACE].fields[name].string_value)
 
 
+def is_unconnected(message: ProcessingRequest) -> bool:
+    """Whether Envoy made the response because it got no connection: no server has read the request."""
+    details = _attribute(message, CODE_DETAILS)
+    return any(word in details for word in ("connection_failure", "connection_timeout", "no_healthy_upstream"))
+
+
 def response_headers(added: Mapping[str, str] | None = None) -> bytes:
     if not added:
         return _RESPONSE_HEADERS

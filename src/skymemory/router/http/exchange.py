@@ -3,7 +3,8 @@
 1. ``begin`` reads the prompt. One that takes long (compressed, or with much new text to tokenize) is read in a thread.
 2. ``_start`` picks a server, or queues the request until one has room (``called``, ``turned_away``). A prompt goes to
    the server that the strategy picks, a request without one to the server with the least load.
-3. Nothing reaches the client before the first byte of a body: until then a failed attempt is retried on another server.
+3. Nothing reaches the client before the first byte of a body: until then a failed attempt may go to another server.
+   ``failure`` says which, how often, and when: each fault has a rule, a request its ``Sends``, all of them one budget.
 4. From then on bytes are passed on as they come. A response that ends too early never looks complete.
 5. The accounting closes after the client has its response.
 
@@ -20,9 +21,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 from skymemory import native
 from skymemory.conductor.admission.named import weights_of
@@ -36,6 +38,10 @@ from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, Translati
 from skymemory.router.apis.translation import error_body as body_of_error
 from skymemory.router.apis.translation import error_event as event_of_error
 from skymemory.router.backends import Backends
+from skymemory.router.failure.budget import RetryBudget, Sends, backoff_s
+from skymemory.router.failure.evidence import Attempts
+from skymemory.router.failure.faults import RULES, Fault, fault_of, retry_after_s
+from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
 from skymemory.router.http.translated import MISSING_STATUSES, MissingApis, TranslatedResponse
@@ -122,6 +128,9 @@ class Exchanges:
     """Where requests wait until a server has room; None: they are refused."""
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
+    retries: RetryBudget = field(default_factory=RetryBudget)
+    random: Random = field(default_factory=Random)
+    """Of back-offs."""
     on_tokens: Callable[[str, int, float], None] | None = None
     """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
 
@@ -141,6 +150,15 @@ class Exchange:
         self._account: RequestAccount | None = None
         self._call: Call | None = None
         self._tried: set[str] = set()
+        client = incoming.remote if incoming.tenant is None else incoming.tenant.name
+        self._attempts = Attempts(client, self)
+        self._sends = Sends(1 + of.settings.retries.most)
+        self._is_counted = False
+        """It is among the requests of the retry budget."""
+        self._pause: asyncio.TimerHandle | None = None
+        """It backs off before its next attempt."""
+        self._fault_of_answer: Fault | None = None
+        """The answer that is passed on is a server's failure, or that it is full."""
         self._head: ResponseHead | None = None
         self._reader: UsageReader | None = None
         self._stream: StreamContinuation | None = None
@@ -159,6 +177,7 @@ class Exchange:
     #   _reading      a thread reads its prompt
     #   _waits        it is in the queue
     #   _call         an attempt: nothing has reached the client, so another server may be tried
+    #   _pause        it backs off before the next attempt
     #   _streaming    the client has the head: from now on a failure can only cut the response off
     #   not _done     closed
     # Client, timeouts and shutdown can end it in each of them. All ends go through `_finish`, and `_close` runs once.
@@ -239,6 +258,10 @@ class Exchange:
             if incoming.tenant is not None:
                 read, self._log.lease = of.access.acquire(incoming, read, time.monotonic())
             self._request = read
+            now_s = time.monotonic()
+            self._is_counted = True
+            of.retries.on_request(now_s)
+            of.backends.policy.on_request(self._attempts.client, now_s)
             of.deferred.flush()  # may free room, and call requests that wait for it
             incoming.listener = self
             if of.room is None or of.room.is_open_to(read):
@@ -262,7 +285,7 @@ class Exchange:
 
     def called(self, now_s: float) -> None:
         self._waits = False
-        self._try(None)
+        self._try(None if self._account is None else self._account.placement)
 
     def turned_away(self, refusal: Refusal) -> None:
         self._waits = False
@@ -306,7 +329,7 @@ class Exchange:
             placed = self._pick(before, time.monotonic())
         except NoServer as error:
             if self._tried:
-                raise ApiError(502, f"no answer from server {self._log.why}, and no other takes requests") from error
+                raise self._no_answer(", and no other takes requests") from error
             if most and of.backends.full(request, most):
                 message = f"every server has {most} requests waiting; try again soon"
                 raise ApiError(429, message, retry_after_s=1) from error
@@ -323,24 +346,34 @@ class Exchange:
         Raises:
             NoServer: none takes requests.
         """
-        able = self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting)
+        avoid = self._avoided(now_s)
+        able = self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting, avoid)
         scheduler = self._scheduler
         if before is None:
             return scheduler.place(self._request, now_s, able)
         return scheduler.place_again(before, now_s, able)
 
+    def _avoided(self, now_s: float) -> Set[str]:
+        return self._of.backends.avoided(self._attempts.client, now_s, is_retry=bool(self._tried))
+
     def _send(self, placement: Placement) -> None:
-        incoming = self.incoming
-        account = self._account = RequestAccount(self._scheduler, placement, time.monotonic())
-        server = account.decision.server
-        pool = self._of.pools[server]
+        incoming, now_s = self.incoming, time.monotonic()
+        account = self._account = RequestAccount(self._scheduler, placement, now_s)
+        decision = account.decision
+        server, pool = decision.server, self._of.pools[decision.server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head = self._translation = None
-        if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, time.monotonic()):
+        self._head = self._fault_of_answer = self._translation = None
+        kind = NO_PROMPT if self._scheduler is self._of.least_load else FIRST_TOKEN if self._request.streams else WHOLE
+        self._of.backends.policy.on_sent(self._attempts, server, now_s, decision.estimated_ttft_s or 0.0, kind)
+        if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, now_s):
             self._send_translated(server)
             return
         head = request_head(incoming, pool, len(incoming.body), self._of.via, self._left_out)
-        self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD")
+        self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD", self._sends)
+
+    # What follows a failed attempt: `_may_retry` asks the fault's rule and the request's own limits, `_retry` backs
+    # off, and `_again` asks the budget of all requests. For a status the budget comes first: if it refuses, the answer
+    # is passed on.
 
     def _send_translated(self, server: str) -> None:
         """Send it as a chat completion.
@@ -350,9 +383,10 @@ class Exchange:
         """
         incoming, pool = self.incoming, self._of.pools[server]
         translation = self._translation = Translation(incoming.path, incoming.body)
-        head = request_head(incoming, pool, len(translation.body), self._of.via, self._left_out | _READ_HERE, CHAT_COMPLETIONS)
+        left_out = self._left_out | _READ_HERE
+        head = request_head(incoming, pool, len(translation.body), self._of.via, left_out, CHAT_COMPLETIONS)
         receiver = TranslatedResponse(self, translation)
-        self._call = receiver.call = pool.ask(receiver, head, translation.body)
+        self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
         """Whether the server has not the API that was asked, and is asked for a chat completion instead."""
@@ -366,6 +400,7 @@ class Exchange:
         if head.status not in MISSING_STATUSES:
             return False
         self._drop_call()
+        self._sends.take_back()  # the server has not the path: nothing was executed
         try:
             self._send_translated(account.decision.server)
         except ApiError as error:
@@ -374,24 +409,108 @@ class Exchange:
 
     @property
     def _is_last(self) -> bool:
-        return self._log.retries >= self._of.settings.retries.most
+        return self._log.retries >= self._of.settings.retries.most or not self._sends.left
 
-    def _retry(self, why: str, *, elsewhere: bool = True, status: int = 502) -> None:
-        """The attempt failed before its first byte: try another server, or answer with an error."""
+    @property
+    def _may_wait(self) -> bool:
+        """It may go back to the queue, where there is one."""
+        return True
+
+    def _may_retry(self, fault: Fault, server: str) -> bool:
+        most = RULES[fault].retries
+        return (
+            not self._is_last
+            and (most is None or self._attempts.retries.get(fault, 0) < most)
+            and self._of.backends.has_other(self._request, self._tried, server)
+        )
+
+    def _may_spend(self, fault: Fault, server: str) -> bool:
+        """Whether the budget of all requests allows a retry after this fault. What was not executed costs nothing."""
+        if fault in (Fault.REFUSED, Fault.SILENT):
+            return True
+        if fault is not Fault.BUSY and self._of.backends.policy.is_free_retry(server):
+            return True
+        if self._of.retries.take(time.monotonic()):
+            return True
+        self._of.metrics.denied_retries.inc()
+        return False
+
+    def _retry(self, why: str, fault: Fault, *, is_paid: bool = False) -> None:
+        """The attempt failed before its first byte: try another server, or answer with an error.
+
+        ``is_paid``: the budget of all requests has allowed it.
+        """
         account, result = self._account, self._log
         assert account is not None
         server = account.decision.server
         result.why = f"{server}: {why}"
+        may_retry = self._may_retry(fault, server)
+        self._end_attempt(account)
+        if not may_retry:
+            self._fail(self._no_answer("" if self._is_last else ", and no other takes requests"))
+            return
+        self._count_retry(server, fault)
+        self._of.deferred.flush()
+        again = partial(self._again, server, fault, is_paid)
+        if RULES[fault].backs_off:
+            self.incoming.connection.deadline.clear()
+            wait_s = backoff_s(result.retries, self._of.random)
+            self._pause = asyncio.get_running_loop().call_later(wait_s, again)
+        else:
+            again()
+
+    def _end_attempt(self, account: RequestAccount) -> None:
         self._drop_call()
         account.close(time.monotonic())
-        if not elsewhere or self._is_last:
-            self._fail(ApiError(status, f"no answer from server {result.why}"))
-            return
-        result.retries += 1
+
+    def _count_retry(self, server: str, fault: Fault) -> None:
+        self._log.retries += 1
         self._of.metrics.of(server).retries += 1
         self._tried.add(server)
+        self._attempts.retries[fault] = self._attempts.retries.get(fault, 0) + 1
+
+    def _again(self, server: str, fault: Fault, is_paid: bool) -> None:
+        self._pause = None
+        if is_paid or self._may_spend(fault, server):
+            self._try_again()
+        else:
+            self._fail(self._no_answer(", and too many requests are being retried"))
+
+    def _try_again(self) -> None:
+        assert self._account is not None
+        self._try(self._account.placement)
+
+    def _no_answer(self, more: str = "") -> ApiError:
+        """502, or 503 where no server was even reached."""
+        message = f"no answer from server {self._log.why}{more}"
+        if self._sends.count:
+            return ApiError(502, message)
+        return ApiError(503, message, retry_after_s=math.ceil(self._of.settings.health.every_s))
+
+    def _requeue(self, room: WaitingRoom, why: str) -> None:
+        """All servers are full: wait until one has room again."""
+        account = self._account
+        assert account is not None
+        self._log.why = f"{account.decision.server}: {why}"
+        self._count_retry(account.decision.server, Fault.BUSY)
+        self._end_attempt(account)
+        self._tried.clear()
+        self.incoming.connection.deadline.clear()
         self._of.deferred.flush()
-        self._try(account.placement)
+        self._wait(room)
+
+    def move_on(self, server: str, why: str) -> None:
+        """Its server is ejected. What was sent there goes elsewhere, if that is allowed and nothing has come of it."""
+        account = self._account
+        if self._done is None or self._streaming or self._call is None or account is None:
+            return
+        if account.decision.server != server or not self._may_retry(Fault.SILENT, server):
+            return
+        try:
+            self._of.backends.on_fault(self._attempts, server, Fault.SILENT, time.monotonic())
+            self._retry(f"it was ejected ({why})", Fault.SILENT)
+        except Exception:
+            self._fault()
 
     def _fail(self, error: ApiError) -> None:
         """Answer with an error: no byte of a response was passed on."""
@@ -409,16 +528,29 @@ class Exchange:
         try:
             if self._sends_translated_instead(head):
                 return
+            if head.status < 429 or (fault := fault_of(head.status, b"retry-after" in head.headers.first)) is None:
+                self._head = head
+            else:
+                self._failed_with(head, fault)
         except Exception:
             self._fault()
-            return
-        if head.status not in self._of.settings.retries.statuses or self._is_last:
-            self._head = head
-            return
-        try:
-            self._retry(f"it answered {head.status}")
-        except Exception:
-            self._fault()
+
+    def _failed_with(self, head: ResponseHead, fault: Fault) -> None:
+        """The server answered that it failed, or is full: try another, wait in the queue, or pass the answer on."""
+        of, account, now_s = self._of, self._account, time.monotonic()
+        assert account is not None
+        server, why = account.decision.server, f"it answered {head.status}"
+        wait_s = retry_after_s(head.headers.first.get(b"retry-after", b"")) or 0.0
+        of.backends.on_fault(self._attempts, server, fault, now_s, wait_s)
+        if head.status in of.settings.retries.statuses:
+            if self._may_retry(fault, server) and self._may_spend(fault, server):
+                self._retry(why, fault, is_paid=True)
+                return
+            room = of.room if self._may_wait and fault is Fault.BUSY and not self._is_last else None
+            if room is not None and self._may_spend(fault, server):
+                self._requeue(room, why)
+                return
+        self._head, self._fault_of_answer = head, fault
 
     def response_data(self, piece: bytes, ended: bool) -> None:
         try:
@@ -441,11 +573,12 @@ class Exchange:
         self._call = None
         backends, server = self._of.backends, account.decision.server
         if self._streaming:
-            backends.failed(server, str(error), time.monotonic(), gone=error.refused)
+            backends.on_fault(self._attempts, server, Fault.RESET, time.monotonic())
             self._go_on_or_cut(str(error))
             return
-        backends.failed(server, str(error), time.monotonic(), gone=error.refused)
-        self._retry(str(error))
+        fault = fault_of_error(error)
+        backends.on_fault(self._attempts, server, fault, time.monotonic())
+        self._retry(str(error), fault)
 
     # -- streaming
 
@@ -453,7 +586,9 @@ class Exchange:
         """Write the response's head with the first piece of its body (or its end): the client now has this response."""
         response, account, result, incoming = self._head, self._account, self._log, self.incoming
         assert response is not None and account is not None
-        self._of.backends.answered(account.decision.server)
+        if self._fault_of_answer is None:
+            is_good = response.status < 400
+            self._of.backends.on_answer(self._attempts, account.decision.server, time.monotonic(), is_good)
         result.status = response.status
         headers, first = response.headers, response.headers.first
         self._reader = reader = UsageReader(first.get(b"content-type", b""), first.get(b"content-encoding", b""))
@@ -482,6 +617,8 @@ class Exchange:
             head.append(b"Transfer-Encoding: chunked\r\n")
         if incoming.headers.first.get(_DECISION):
             head.append(decision_line(account))
+        if response.status in (429, 503) and b"retry-after" not in headers.first:
+            head.append(b"Retry-After: 1\r\n")
         head += (self._of.via.line(), incoming.response_headers, connection_line(incoming, keep), b"\r\n")
         self._pass_on(piece, ended, b"".join(head))
 
@@ -556,7 +693,7 @@ class Exchange:
         Raises:
             NoServer: none takes requests, and can continue this one.
         """
-        able = self._of.backends.able(self._request, self._tried, 0)
+        able = self._of.backends.able(self._request, self._tried, 0, self._avoided(now_s))
         return self._scheduler.place_again(before, now_s, self._able_to_continue(able, rest))
 
     def _able_to_continue(self, able: Collection[str] | None, rest: Rest) -> Collection[str] | None:
@@ -574,10 +711,12 @@ class Exchange:
         of.metrics.of(before.decision.server).retries += 1
         account = self._account = RequestAccount(self._scheduler, placement, now_s)
         of.metrics.decided(account.decision)
-        pool = of.pools[account.decision.server]
+        server, pool = account.decision.server, of.pools[account.decision.server]
         incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._idle_timeout)
+        estimate_s = account.decision.estimated_ttft_s or 0.0
+        of.backends.policy.on_sent(self._attempts, server, now_s, estimate_s, FIRST_TOKEN)
         head = request_head(incoming, pool, len(rest.body), of.via, self._left_out)
-        self._call = pool.ask(self, head, rest.body)
+        self._call = pool.ask(self, head, rest.body, True, self._sends)
 
     def _rest_begins(self, head: ResponseHead) -> None:
         account, first = self._account, head.headers.first
@@ -585,12 +724,15 @@ class Exchange:
         is_stream = first.get(b"content-type", b"").startswith(b"text/event-stream")
         if head.status != 200 or not is_stream or first.get(b"content-encoding"):
             try:
+                if (fault := fault_of(head.status, b"retry-after" in first)) is not None:
+                    self._of.backends.on_fault(self._attempts, account.decision.server, fault, time.monotonic())
                 self._go_on_or_cut(f"it answered {head.status} to the request for the rest")
             except Exception:
                 self._fault()
             return
-        self._of.backends.answered(account.decision.server)
-        self._of.deferred.run(partial(self._succeeded, account, time.monotonic()))
+        now_s = time.monotonic()
+        self._of.backends.on_answer(self._attempts, account.decision.server, now_s, True)
+        self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
         """End an incomplete response so that no client takes it for complete: without the mark of a proper end, and in
@@ -609,7 +751,12 @@ class Exchange:
     def _first_byte_timeout(self) -> None:
         # The server may well be computing: another attempt would only double the load.
         first_byte_s = self._of.settings.timeouts.first_byte_s
-        self._retry(f"no first byte in {first_byte_s:g} s", elsewhere=False, status=504)
+        account = self._account
+        assert account is not None
+        self._log.why = f"{account.decision.server}: no first byte in {first_byte_s:g} s"
+        self._drop_call()
+        account.close(time.monotonic())
+        self._fail(ApiError(504, f"no answer from server {self._log.why}"))
 
     def _idle_timeout(self) -> None:
         idle_s = self._of.settings.timeouts.idle_s
@@ -655,8 +802,13 @@ class Exchange:
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         if call is not None:
             call.close()
+            if not self._streaming and self._account is not None:
+                self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:
         """An exception of the router's own. A response that has begun is cut: an error page behind it would be read as
@@ -687,6 +839,8 @@ class Exchange:
         done, self._done = self._done, None
         if done is None:
             return
+        if self._is_counted:
+            self._of.retries.on_request_end()
         try:
             self._close_account()
         except Exception:
@@ -722,6 +876,12 @@ class Exchange:
     def _work_of(self, usage: Usage) -> float | None:
         """Tokens that were computed for it; None: unknown."""
         return usage.work
+
+
+def fault_of_error(error: UpstreamError) -> Fault:
+    if error.refused:
+        return Fault.REFUSED
+    return Fault.RESET if error.connected else Fault.UNCONNECTED
 
 
 def decision_line(account: RequestAccount) -> bytes:

@@ -22,6 +22,8 @@ from skymemory.router.tls import Access
 log = logging.getLogger("skymemory.router")
 
 MAX_MODELS_BYTES = 4 << 20
+REVIEW_S = 0.1
+"""Period of looking for servers that answer nothing, where no request looks."""
 
 
 class _ModelList(msgspec.Struct):
@@ -50,10 +52,22 @@ class HealthWatch:
             backends.server, session, every_s=backends.health.metrics_every_s, read=backends.reported
         )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
+        self._wanted: dict[str, asyncio.Event] = {}
+        """By server: its next check is wanted now."""
+        self._reviewing: asyncio.Task[None] | None = None
+
+    def check_now(self, name: str) -> None:
+        """Check a server at once: requests failed there. A check under way began before, and is followed by another."""
+        if (wanted := self._wanted.get(name)) is not None:
+            wanted.set()
 
     def follow(self) -> None:
         """Watch the present servers, and no others."""
+        if self._reviewing is None:
+            self._reviewing = asyncio.create_task(self._review_forever(), name="silent servers")
         wanted = set(self._backends.known.values())
+        for name in self._wanted.keys() - self._backends.known.keys():
+            del self._wanted[name]
         for known in self._tasks.keys() - wanted:
             self._tasks.pop(known).cancel()
             if known.backend.name not in self._backends.known:
@@ -74,16 +88,28 @@ class HealthWatch:
                 self._metrics.follow(name, *wanted_page)
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), self._reviewing]
         self._tasks.clear()
+        self._reviewing = None
         await cancel(tasks)
         await self._metrics.close()
 
+    async def _review_forever(self) -> None:
+        while True:
+            await asyncio.sleep(REVIEW_S)
+            try:
+                self._backends.review(time.monotonic())
+            except Exception:
+                self._on_fault()
+                log.exception("review of servers")
+
     async def _check_forever(self, known: KnownServer) -> None:
         models_due_s = 0.0
+        wanted = self._wanted.setdefault(known.backend.name, asyncio.Event())
         while True:
             health = self._backends.health
             began_s = time.monotonic()
+            wanted.clear()
             try:
                 if await self._is_well(known) and began_s >= models_due_s:
                     # A failure is no reason to ask sooner.
@@ -95,9 +121,18 @@ class HealthWatch:
             except Exception:
                 self._on_fault()
                 log.exception("health check of server %s", known.backend.name)
-            await asyncio.sleep(max(0.0, health.every_s - (time.monotonic() - began_s)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, health.every_s - (time.monotonic() - began_s))):
+                    await wanted.wait()
 
     async def _is_well(self, known: KnownServer) -> bool:
+        name, began_s = known.backend.name, time.monotonic()
+        why, is_reached, is_refused = await self._check(known)
+        self._backends.on_check(name, why, began_s, time.monotonic(), is_refused=is_refused, is_reached=is_reached)
+        return not why
+
+    async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
+        """Why a server is not well (empty: it is), whether it was reached, and whether it refused the connection."""
         health, name = self._backends.health, known.backend.name
         try:
             async with asyncio.timeout(health.timeout_s):
@@ -105,20 +140,17 @@ class HealthWatch:
                 async with self._session.get(
                     URL(url, encoded=True), headers=access.headers, allow_redirects=False, ssl=access.tls or True
                 ) as answer:
-                    if 200 <= answer.status < 300:
-                        self._backends.checked(name)
-                        return True
-                    self._backends.failed(name, f"{health.path} answered {answer.status}", time.monotonic())
+                    is_well = 200 <= answer.status < 300
+                    return "" if is_well else f"{health.path} answered {answer.status}", True, False
         except TimeoutError:
-            self._backends.failed(name, f"{health.path}: no answer within {health.timeout_s:g} s", time.monotonic())
+            return f"{health.path}: no answer within {health.timeout_s:g} s", True, False
         except aiohttp.ClientConnectorError as error:
             # Only a refused connection means that the process, and its cache, is gone: an unknown name or a wrong
             # certificate does not.
             refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            self._backends.failed(name, connection_reason(error), time.monotonic(), gone=refused)
+            return connection_reason(error), False, refused
         except (aiohttp.ClientError, OSError) as error:
-            self._backends.failed(name, f"{health.path}: {connection_reason(error)}", time.monotonic())
-        return False
+            return f"{health.path}: {connection_reason(error)}", True, False
 
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
         """A server's /v1/models, by id.

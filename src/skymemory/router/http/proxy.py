@@ -103,6 +103,7 @@ class Proxy:
         self._exchanges = Exchanges(
             settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
         )
+        self._exchanges.random.seed(settings.seed)
         if roles is not None:
             self._exchanges.on_tokens = roles.came
         self._queue = RequestQueue(settings.queue)
@@ -128,6 +129,7 @@ class Proxy:
         self.settings = self._exchanges.settings = settings
         weights = weights_of("weights", settings.admission.options.get("weights", {}))
         self._queue.configure(settings.queue, {**self._access.weights, **weights})
+        self._exchanges.retries.share, self._exchanges.retries.floor = settings.retries.budget, settings.retries.floor
         self._exchanges.room = self._room if settings.queue.most_requests else None
         self._reader.max_body_bytes = self.max_body_bytes = settings.limits.max_body_bytes
         self.arriving.limit.most = settings.limits.most_held_bytes
@@ -139,7 +141,9 @@ class Proxy:
         self.keep_alive_s = min(settings.timeouts.keep_alive_s, self._last_call_s)
 
     def _has_room(self, request: Request, among: frozenset[str] | None) -> bool:
-        return not self.backends.full(request, self.settings.limits.max_waiting)
+        if self.backends.full(request, self.settings.limits.max_waiting):
+            return False
+        return not self.backends.is_busy(request, time.monotonic())
 
     def drain(self, last_call_s: float) -> None:
         """Close each connection after its next response, or when it was idle for ``last_call_s``: a request may be on
@@ -307,9 +311,9 @@ class Proxy:
         for name, known in self.backends.known.items():
             if known.server.takes_requests:
                 able += 1
-            elif not known.server.healthy:
+            if known.why:
                 reasons.append(f"server {name} is ejected: {known.why}")
-            else:
+            elif not known.server.takes_requests:
                 reasons.append(f"server {name} is draining")
         reasons += self._prefix_state.troubles()
         if not self.backends.known:

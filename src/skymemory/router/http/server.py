@@ -108,6 +108,7 @@ class ProxyServer:
         )
         try:
             self._health = HealthWatch(self._probes, self.backends, self.pools.access, self._faulted)
+            self.backends.on_check_wanted = self._health.check_now
             self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from skymemory.conductor.picker import NoServer
@@ -32,10 +33,13 @@ from skymemory.conductor.scheduler import Placement, Refusal
 from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
-from skymemory.router.http.exchange import Exchange, decision_line, request_head
+from skymemory.router.failure.budget import Sends, backoff_s
+from skymemory.router.failure.faults import RULES, Fault, fault_of
+from skymemory.router.failure.silence import DECODED, FIRST_TOKEN, WHOLE
+from skymemory.router.http.exchange import Exchange, decision_line, fault_of_error, request_head
 from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
-from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prefillers import HEADER, LATER_HEADER
+from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prompts.splitting import (
     ASKS_FOR_KV,
     Fields,
@@ -46,7 +50,7 @@ from skymemory.router.prompts.splitting import (
     refuses_params,
     why_whole,
 )
-from skymemory.router.request_account import PairAccount, Usage
+from skymemory.router.request_account import PairAccount, RequestAccount, Usage
 from skymemory.router.settings import OVERLAP
 
 if TYPE_CHECKING:
@@ -80,6 +84,10 @@ class TwoStepExchange(Exchange):
     """What the decode server gets of the prefill server's answer."""
     _prefill_retries = 0
     _decode_retries = 0
+    _prefill_sends: Sends | None = None
+    """Of step 1: what each step sends is a request of its own."""
+    _prefill_pause: asyncio.TimerHandle | None = None
+    """Step 1 backs off before another prefill server is asked."""
     _is_streamed = False
     """The client asked for a stream: the first byte then marks the begin of decoding."""
     _request_id = b""
@@ -94,7 +102,8 @@ class TwoStepExchange(Exchange):
         if before is None and self._scheduler is of.scheduler:
             self._split()
         if self._fields is not None:
-            decoding = of.backends.able(request, (), 0)
+            avoid = self._avoided(now_s)
+            decoding = of.backends.able(request, (), 0, avoid)
             if few := lacking_few(self._scheduler, request, decoding, self._split_from):
                 self._serve_alone("few-tokens")
                 return self._scheduler.place(request, now_s, few)
@@ -107,7 +116,7 @@ class TwoStepExchange(Exchange):
             if not of.settings.disaggregation.fallback:
                 raise NoServer("no prefill server takes requests, and `disaggregation: fallback` is off")
             self._serve_alone("no-prefill-server")
-        able = of.backends.alone(request, self._tried)
+        able = of.backends.alone(request, self._tried, self._avoided(now_s))
         if before is None:
             return self._scheduler.place(request, now_s, able)
         return self._scheduler.place_again(before, now_s, able)
@@ -134,7 +143,9 @@ class TwoStepExchange(Exchange):
 
     def _prefill_servers(self) -> Collection[str] | None:
         """Names of the servers that may prefill it; None: all."""
-        return self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting)
+        of = self._of
+        avoid = self._avoided(time.monotonic())
+        return of.backends.able(self._request, self._tried, of.settings.limits.max_waiting, avoid)
 
     def _send(self, placement: Placement) -> None:
         if self._fields is None:
@@ -162,8 +173,12 @@ class TwoStepExchange(Exchange):
         server = account.prefill.server
         pool = self._of.pools[server]
         head = self._head_for(pool, body, self._left_out | _READ_HERE)
+        now_s, estimate_s = time.monotonic(), account.prefill.estimated_ttft_s or 0.0
+        self._of.backends.policy.on_sent(self._attempts, server, now_s, estimate_s, FIRST_TOKEN)
+        if self._prefill_sends is None:
+            self._prefill_sends = Sends(self._sends.most)
         self._prefill = _PrefillCall(self, server, self._of.settings.disaggregation.prefill_s)
-        self._prefill.ask(pool, head, body)
+        self._prefill.ask(pool, head, body, self._prefill_sends)
 
     def prefill_answered(self, server: str, head: ResponseHead, body: bytes) -> None:
         """The whole answer to step 1 has come."""
@@ -173,15 +188,18 @@ class TwoStepExchange(Exchange):
             if is_of_request and status not in self._of.settings.retries.statuses:
                 self._answer_as_prefill(server, head, body)
             else:
-                self.prefill_failed(server, f"it answered {status}" + " to kv_transfer_params" * refuses_params(body))
+                fault = fault_of(status, b"retry-after" in head.headers.first) or Fault.GATEWAY
+                why = f"it answered {status}" + " to kv_transfer_params" * refuses_params(body)
+                self.prefill_failed(server, why, fault)
             return
         answer = read_prefilled(body)
         if answer is None:
-            self.prefill_failed(server, "its answer is not one to a prefill: expected JSON with kv_transfer_params")
+            why = "its answer is not one to a prefill: expected JSON with kv_transfer_params"
+            self.prefill_failed(server, why, Fault.GATEWAY)
             return
         of, account, now_s = self._of, self._pair, time.monotonic()
         self._prefill, self._prefill_usage = None, answer.usage
-        of.backends.answered(server)
+        of.backends.on_answer(self._attempts, server, now_s)
         if answer.usage is not None and answer.usage.cached_tokens is not None:
             counted = of.metrics.of(server)
             counted.reported_tokens += answer.usage.prompt_tokens
@@ -197,34 +215,54 @@ class TwoStepExchange(Exchange):
         of.metrics.prefilled(server, "no-params" if answer.params is None else "handed-over")
         self._continue(account, answer.params)
 
-    def prefill_failed(self, server: str, why: str, *, suspect: bool = True, refused: bool = False) -> None:
-        """No answer to step 1, or none of use: try another prefill server, or do without.
-
-        Args:
-            suspect: it counts as a failure of the server, which may be ejected.
-            refused: its address refused the connection.
+    def prefill_failed(self, server: str, why: str, fault: Fault | None) -> None:
+        """No answer to step 1, or none of use: try another prefill server, or do without. ``fault``: None: it was late,
+        which is no fault by itself.
         """
-        of, account, result, now_s = self._of, self._pair, self._log, time.monotonic()
+        of, result, now_s = self._of, self._log, time.monotonic()
         self._prefill = None
         of.metrics.prefilled(server, "failed")
-        if suspect:
-            of.backends.failed(server, why, now_s, gone=refused)
+        if fault is None:
+            of.backends.on_dropped(self._attempts, server, now_s)
+        else:
+            of.backends.on_fault(self._attempts, server, fault, now_s)
         self._tried.add(server)
-        if not self._streaming and self._prefill_retries < of.settings.retries.most:
-            try:
-                account.prefill_again(now_s, self._prefill_servers())
-            except NoServer:
-                pass
-            else:
-                self._prefill_retries += 1
-                result.retries += 1
-                of.metrics.of(server).retries += 1
-                result.prefill = account.prefill
-                of.metrics.decided(account.prefill)
-                self._ask_prefill(account)
-                return
-        account.prefill_lost(now_s)
         result.why = f"{server}: {why}"
+        sends = self._prefill_sends
+        is_last = self._prefill_retries >= of.settings.retries.most or sends is None or not sends.left
+        if self._streaming or is_last or (fault is not None and not self._may_spend(fault, server)):
+            self._do_without_prefill()
+        else:
+            self._prefill_retries += 1
+            wait_s = backoff_s(self._prefill_retries, of.random) if fault is None or RULES[fault].backs_off else 0.0
+            if wait_s:
+                again = partial(self._ask_prefill_again, server)
+                self._prefill_pause = asyncio.get_running_loop().call_later(wait_s, again)
+            else:
+                self._ask_prefill_again(server)
+
+    def _ask_prefill_again(self, failed: str) -> None:
+        self._prefill_pause = None
+        of, account, result = self._of, self._pair, self._log
+        try:
+            if self._streaming:
+                raise NoServer("the decode server has answered by itself")
+            account.prefill_again(time.monotonic(), self._prefill_servers())
+        except NoServer:
+            self._do_without_prefill()
+        except Exception:
+            self._fault()
+        else:
+            result.retries += 1
+            of.metrics.of(failed).retries += 1
+            result.prefill = account.prefill
+            of.metrics.decided(account.prefill)
+            self._ask_prefill(account)
+
+    def _do_without_prefill(self) -> None:
+        """The decode server computes the prompt, if that is allowed."""
+        of, account, result = self._of, self._pair, self._log
+        account.prefill_lost(time.monotonic())
         if self._streaming:
             return  # the decode server has answered by itself
         if not of.settings.disaggregation.fallback:
@@ -241,9 +279,12 @@ class TwoStepExchange(Exchange):
         self._params = params
         if self._streaming:
             return
+        if self._pause is not None:
+            return  # the next attempt gets them
         if self._call is not None and params is None:
             call, self._call = self._call, None
             call.close()  # it waits for values that do not come
+            self._sends.most += 1  # what follows is another request
         if self._call is None:
             self._ask_decode(account)
         elif not self._is_streamed:
@@ -253,7 +294,7 @@ class TwoStepExchange(Exchange):
     def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
         """The request is wrong, by the first server that read it: the client gets its answer."""
         self._prefill = None
-        self._of.backends.answered(server)
+        self._of.backends.on_answer(self._attempts, server, time.monotonic(), is_good=False)
         self._of.metrics.prefilled(server, "client-error")
         if self._streaming:
             self._pair.prefill_lost(time.monotonic())
@@ -283,11 +324,13 @@ class TwoStepExchange(Exchange):
         body = incoming.body if params is None else decode_body(self._fields, params)
         pool = of.pools[account.decision.server]
         incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head, self._log.decision = None, account.decision
+        self._head, self._log.decision, self._fault_of_answer = None, account.decision, None
+        kind = DECODED if self._is_streamed else WHOLE
+        of.backends.policy.on_sent(self._attempts, account.decision.server, time.monotonic(), 0.0, kind)
         if self._prefill is None and not self._is_streamed:
             self._since_s = time.monotonic()
             account.first_byte(self._since_s)
-        self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body)
+        self._call = pool.ask(self, self._head_for(pool, body, self._left_out), body, True, self._sends)
 
     def _begin(self, piece: bytes, ended: bool) -> None:
         head = self._head
@@ -299,36 +342,42 @@ class TwoStepExchange(Exchange):
             call, self._call, self._params = self._call, None, None
             if call is not None:
                 call.close()
+            self._sends.most += 1  # it was refused, and what follows is another request
             self._ask_decode(self._pair)
             return
         super()._begin(piece, ended)
 
     @property
     def _is_last(self) -> bool:
-        return super()._is_last if self._fields is None else self._decode_retries >= self._of.settings.retries.most
-
-    def _retry(self, why: str, *, elsewhere: bool = True, status: int = 502) -> None:
         if self._fields is None:
-            super()._retry(why, elsewhere=elsewhere, status=status)
+            return super()._is_last
+        return self._decode_retries >= self._of.settings.retries.most or not self._sends.left
+
+    @property
+    def _may_wait(self) -> bool:
+        return self._fields is None
+
+    def _end_attempt(self, account: RequestAccount) -> None:
+        if self._fields is None:
+            super()._end_attempt(account)
+        else:
+            self._drop_call()  # the pair stays booked: its prefill serves the next decode server, too
+
+    def _count_retry(self, server: str, fault: Fault) -> None:
+        super()._count_retry(server, fault)
+        if self._fields is not None:
+            self._decode_retries += 1
+
+    def _try_again(self) -> None:
+        if self._fields is None:
+            super()._try_again()
             return
-        of, account, result = self._of, self._pair, self._log
-        server = account.decision.server
-        result.why = f"{server}: {why}"
-        call, self._call = self._call, None
-        if call is not None:
-            call.close()
-        if not elsewhere or self._is_last:
-            self._fail(ApiError(status, f"no answer from server {result.why}"))
-            return
-        self._tried.add(server)
+        of, account, now_s = self._of, self._pair, time.monotonic()
         try:
-            account.decode_again(time.monotonic(), of.backends.able(self._request, self._tried, 0))
+            account.decode_again(now_s, of.backends.able(self._request, self._tried, 0, self._avoided(now_s)))
         except NoServer:
-            self._fail(ApiError(502, f"no answer from server {result.why}, and no other takes requests"))
+            self._fail(self._no_answer(", and no other takes requests"))
             return
-        self._decode_retries += 1
-        result.retries += 1
-        of.metrics.of(server).retries += 1
         self._ask_decode(account)
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
@@ -344,6 +393,17 @@ class TwoStepExchange(Exchange):
         if isinstance(placed, Refusal):
             raise NoServer(placed.reason)
         return placed
+
+    def move_on(self, server: str, why: str) -> None:
+        prefill = self._prefill
+        if prefill is None or prefill.server != server:
+            super().move_on(server, why)
+            return
+        prefill.drop()
+        try:
+            self.prefill_failed(server, f"it was ejected ({why})", Fault.SILENT)
+        except Exception:
+            self._fault()
 
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         super()._pass_on(piece, ended, head)
@@ -379,8 +439,12 @@ class TwoStepExchange(Exchange):
     def _finish(self) -> None:
         # All ends go through here: the client has left, an error is answered, or the decode server was faster.
         prefill, self._prefill = self._prefill, None
+        if self._prefill_pause is not None:
+            self._prefill_pause.cancel()
+            self._prefill_pause = None
         if prefill is not None:
             prefill.drop()
+            self._of.backends.on_dropped(self._attempts, prefill.server, time.monotonic())
             self._of.metrics.prefilled(prefill.server, "dropped")
         super()._finish()
 
@@ -401,9 +465,9 @@ class _PrefillCall:
         self._pieces: list[bytes] = []
         self._size_bytes = 0
 
-    def ask(self, pool: Pool, head: bytes, body: bytes) -> None:
+    def ask(self, pool: Pool, head: bytes, body: bytes, sends: Sends) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._within_s, self._late)
-        self._call = pool.ask(self, head, body)
+        self._call = pool.ask(self, head, body, True, sends)
 
     def drop(self) -> None:
         """Cancel it, if it has not ended."""
@@ -420,7 +484,7 @@ class _PrefillCall:
         self._pieces.append(piece)
         self._size_bytes += len(piece)
         if self._size_bytes > MAX_ANSWER_BYTES:
-            self._failed(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+            self._failed(f"its answer is longer than {MAX_ANSWER_BYTES} bytes", Fault.GATEWAY)
         elif ended:
             self.drop()
             assert self._head is not None
@@ -430,15 +494,15 @@ class _PrefillCall:
                 self._exchange.prefill_fault()
 
     def response_failed(self, error: UpstreamError) -> None:
-        self._failed(str(error), refused=error.refused)
+        self._failed(str(error), fault_of_error(error))
 
     def _late(self) -> None:
         # It may well be computing: that it is slow is no sign that it is broken.
-        self._failed(f"no answer in {self._within_s:g} s", suspect=False)
+        self._failed(f"no answer in {self._within_s:g} s", None)
 
-    def _failed(self, why: str, *, suspect: bool = True, refused: bool = False) -> None:
+    def _failed(self, why: str, fault: Fault | None) -> None:
         self.drop()
         try:
-            self._exchange.prefill_failed(self.server, why, suspect=suspect, refused=refused)
+            self._exchange.prefill_failed(self.server, why, fault)
         except Exception:
             self._exchange.prefill_fault()

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from skymemory.errors import os_reason
+from skymemory.router.failure.budget import Sends
 from skymemory.router.http.codings import CHUNKED, transfer_codings
 from skymemory.router.http.connection import Headers
 from skymemory.router.settings import Backend
@@ -97,6 +98,7 @@ class Call:
     head: bytes
     body: bytes
     has_body: bool
+    sends: Sends
     connection: UpstreamConnection | None = None
 
     def start(self) -> None:
@@ -107,7 +109,7 @@ class Call:
             self.pool.connect(self)
 
     def connect(self) -> None:
-        """Try again on a new connection: the idle one was closed before it could be used."""
+        """Send it again on a new connection: the kept one was closed."""
         self.connection = None
         self.pool.connect(self)
 
@@ -154,6 +156,10 @@ class UpstreamConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
             self._failed(call, fresh, UpstreamError("it closed the connection before the first byte"))
+            return
+        if not call.sends.take():
+            self._pool.give_back(self)
+            call.lost(UpstreamError("it was sent as often as allowed", connected=False))
             return
         self._call = call
         self._fresh = fresh
@@ -240,11 +246,15 @@ class UpstreamConnection(asyncio.Protocol):
         when = "before the first byte" if head is None else "in the middle of its response"
         how = "reset" if isinstance(error, ConnectionResetError) else "closed"
         why = f"it {how} the connection {when}"
-        self._failed(call, self._fresh or self._begun, UpstreamError(why if error is None or how == "reset" else f"{why}: {error}"))
+        if error is not None and how != "reset":
+            why += f": {error}"
+        self._failed(call, self._fresh or self._begun, UpstreamError(why))
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
-        if not for_good and call.receiver is not None:
-            call.connect()  # closed while idle, which servers do: no failure
+        # A kept connection may have been closed while it was idle, which servers do. Whether the request was read is
+        # not known: sending it again counts.
+        if not for_good and call.receiver is not None and call.sends.left:
+            call.connect()
         else:
             call.lost(error)
 
@@ -364,9 +374,16 @@ class Pool:
         self._waiting: deque[Call] = deque()
         """Requests that wait for a connection, beyond those being opened."""
 
-    def ask(self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True) -> Call:
-        """Send a request (``head`` with the empty line). ``has_body``: whether the response may have one."""
-        call = Call(self, receiver, head, body, has_body)
+    def ask(
+        self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None
+    ) -> Call:
+        """Send a request (``head`` with the empty line).
+
+        Args:
+            has_body: whether the response may have one.
+            sends: counts each time that its bytes leave; None: they may leave once, and again after a kept connection.
+        """
+        call = Call(self, receiver, head, body, has_body, sends or Sends(2))
         call.start()
         return call
 

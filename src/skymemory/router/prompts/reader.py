@@ -297,8 +297,9 @@ class Clients:
         if self.priority_header and (value := headers.get(self.priority_header)) is not None:
             if not _WHOLE.fullmatch(value.strip()):
                 raise ApiError(
-                    400, f"{self.priority_header} is {value[:40]!r}; expected a whole number, {-MOST_PRIORITY} to "
-                    f"{MOST_PRIORITY}"
+                    400,
+                    f"{self.priority_header} is {value[:40]!r}; expected a whole number, {-MOST_PRIORITY} to "
+                    f"{MOST_PRIORITY}",
                 )
             return _clamped(int(value))
         if self.objectives is not None and (named := _first(headers, OBJECTIVE_HEADERS)) is not None:

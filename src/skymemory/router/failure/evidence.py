@@ -1,0 +1,144 @@
+"""Who is to blame: a failure counts against the pair of request and server until more is known.
+
+1. A request that failed at one server, and was answered by another, proves the first one's fault.
+2. A request that failed at two servers is suspect: its failures are taken back from both, until a third one answers it.
+3. A client's failures keep its own requests away from a server. All requests stay away where two clients have failed
+   there, or where one client sends all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from skymemory.router.failure.faults import RULES, Fault
+
+REST_S = (1.0, 3.0, 9.0, 27.0, 60.0)
+"""How long a server is left alone after its first, second, … failure without a good answer in between; then one request
+tries it. Envoy's outlier detection begins with five failures and 30 s.
+"""
+MOST_FAILURES = 32
+"""That are kept of one server."""
+EJECTING = 3
+"""Requests whose failures eject a server."""
+EJECTING_SILENT = 2
+"""Requests without an answer that do."""
+
+
+class Mover(Protocol):
+    """Who has sent a request, and can send it elsewhere."""
+
+    def move_on(self, server: str, why: str) -> None:
+        """The server is ejected: send the request to another one, if nothing of its answer has come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that failed at a server."""
+
+    client: str
+    fault: Fault
+    at_s: float
+    wait_s: float = 0.0
+    """The server's own ``Retry-After``."""
+    is_proven: bool = False
+    """Another server has answered the request."""
+
+    @property
+    def accuses(self) -> bool:
+        """It speaks of a fault, not of a full server."""
+        return not RULES[self.fault].is_back_pressure
+
+
+class Attempts:
+    """The attempts of one request, for the policy."""
+
+    __slots__ = ("client", "failed", "owner", "retries")
+
+    def __init__(self, client: str, owner: Mover | None = None) -> None:
+        self.client = client
+        """Tenant or address."""
+        self.owner = owner
+        self.failed: dict[str, Failure] = {}
+        """By server, the last failure."""
+        self.retries: dict[Fault, int] = {}
+        """Attempts elsewhere that each fault has caused."""
+
+    @property
+    def accused(self) -> list[str]:
+        """Servers where it failed so that either may be the cause."""
+        return [name for name, failure in self.failed.items() if failure.accuses and RULES[failure.fault].is_of_pair]
+
+    @property
+    def is_suspect(self) -> bool:
+        return len(self.accused) > 1
+
+
+class Evidence:
+    """Failures at one server since it last answered well."""
+
+    __slots__ = ("cleared_s", "failures", "last_s")
+
+    def __init__(self) -> None:
+        self.failures: dict[Attempts, Failure] = {}
+        self.last_s = self.cleared_s = float("-inf")
+
+    def __bool__(self) -> bool:
+        return bool(self.failures)
+
+    def add(self, attempts: Attempts, failure: Failure) -> None:
+        self.failures.pop(attempts, None)
+        self.failures[attempts] = failure
+        self.last_s = max(self.last_s, failure.at_s)
+        if len(self.failures) > MOST_FAILURES:
+            del self.failures[next(iter(self.failures))]
+
+    def take_back(self, attempts: Attempts) -> None:
+        self.failures.pop(attempts, None)
+
+    def clear(self, now_s: float) -> None:
+        self.failures.clear()
+        self.cleared_s = now_s
+
+    def acquit(self, since_s: float) -> None:
+        """A check that began at ``since_s`` found the server well: connections that broke before prove nothing, unless
+        another server has answered those requests.
+        """
+        for attempts, failure in list(self.failures.items()):
+            if failure.fault in (Fault.RESET, Fault.UNCONNECTED) and not failure.is_proven and failure.at_s <= since_s:
+                del self.failures[attempts]
+
+    @property
+    def has_accusation(self) -> bool:
+        return any(failure.accuses for failure in self.failures.values())
+
+    @property
+    def is_proven(self) -> bool:
+        return any(failure.is_proven and failure.accuses for failure in self.failures.values())
+
+    def binding(self, client: str | None, clients: int) -> list[Failure]:
+        """Failures that count for a client's requests (None: for all), where as many ``clients`` have to agree."""
+        failures = list(self.failures.values())
+        certain = [failure for failure in failures if not RULES[failure.fault].is_of_pair]
+        if certain or len({failure.client for failure in failures}) >= clients:
+            return failures
+        return [failure for failure in failures if failure.client == client]
+
+    def rests_until_s(self, client: str | None, clients: int) -> float:
+        """When a client's requests may try the server again; minus infinity: nothing speaks against it."""
+        failures = self.binding(client, clients)
+        if not failures:
+            return float("-inf")
+        rest_s = REST_S[min(len(failures), len(REST_S)) - 1]
+        return max(failure.at_s + max(rest_s, failure.wait_s) for failure in failures)
+
+    def ejects(self, clients: int) -> str:
+        """Why these failures eject the server; empty: they do not."""
+        accusing = [failure for failure in self.binding(None, clients) if failure.accuses]
+        silent = sum(failure.fault is Fault.SILENT for failure in accusing)
+        if len(accusing) >= EJECTING or silent >= EJECTING_SILENT:
+            last = accusing[-1].fault
+            what = "were not answered" if last is Fault.SILENT else f"failed there, the last by: {RULES[last].says}"
+            return f"{len(accusing)} requests {what}"
+        return ""

@@ -1,0 +1,74 @@
+"""What can go wrong with an attempt, and one rule for each: whether it is sent elsewhere, and whom it counts against.
+
+``RULES`` is the whole table; docs/reference/router.md is generated from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Fault(StrEnum):
+    """Why an attempt gave no answer, or none of use, before the first byte of a body."""
+
+    REFUSED = "refused"
+    UNCONNECTED = "unconnected"
+    RESET = "reset"
+    SILENT = "silent"
+    ERROR = "500"
+    BUSY = "429"
+    UNAVAILABLE = "503"
+    GATEWAY = "502, 504"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``says``: what happened, for the reference."""
+
+    says: str
+    retries: int | None = None
+    """Attempts at other servers that this fault may cause; None: as many as the request's budget allows."""
+    is_of_pair: bool = True
+    """The request may be the cause: it counts against the pair, and is taken back where another server fails too."""
+    is_back_pressure: bool = False
+    """The server is full, not faulty: it is left alone for a while, and never ejected for it."""
+    backs_off: bool = True
+    """The next attempt waits (``backoff_s``)."""
+
+
+RULES: Mapping[Fault, Rule] = MappingProxyType(
+    {
+        Fault.REFUSED: Rule("the connection is refused: nothing was sent", is_of_pair=False, backs_off=False),
+        Fault.UNCONNECTED: Rule("no connection within `timeouts: connect`, or no address", is_of_pair=False),
+        Fault.RESET: Rule("the connection is reset or closed before any byte of the answer, or the answer is not HTTP"),
+        Fault.SILENT: Rule("the server was ejected before it had answered", backs_off=False),
+        Fault.ERROR: Rule("500", retries=1),
+        Fault.BUSY: Rule("429, or 503 with `Retry-After`", is_back_pressure=True),
+        Fault.UNAVAILABLE: Rule("503 without `Retry-After`"),
+        Fault.GATEWAY: Rule("502 or 504"),
+    }
+)
+
+
+def fault_of(status: int, retry_after: bool = False) -> Fault | None:
+    """The fault that a response's status is; None: none, it is the answer."""
+    if status == 429 or (status == 503 and retry_after):
+        return Fault.BUSY
+    if status == 503:
+        return Fault.UNAVAILABLE
+    if status in (502, 504):
+        return Fault.GATEWAY
+    return Fault.ERROR if status >= 500 else None
+
+
+MOST_RETRY_AFTER_S = 60.0
+"""Beyond, a server's ``Retry-After`` is not believed: it is tried again, one request at a time."""
+
+
+def retry_after_s(value: bytes) -> float | None:
+    """Seconds of a ``Retry-After`` header; None: absent, a date, or no number of at most nine digits."""
+    digits = value.strip()
+    return min(float(digits), MOST_RETRY_AFTER_S) if digits.isdigit() and len(digits) <= 9 else None

@@ -1,0 +1,410 @@
+"""Which servers get no requests, decided from checks and from what becomes of requests.
+
+1. ``on_sent``, ``on_answer``, ``on_fault``, ``on_dropped`` report each attempt; ``on_check`` each health check.
+2. ``avoided`` names servers that a client's next request should not go to: those that rest after failures
+   (``evidence``), those that say nothing (``silence``), and those that refuse connections.
+3. ``take_decisions`` gives what has changed since: servers that are ejected or return, checks that are wanted at once,
+   requests that move on.
+
+A failed request only asks for a check. A server is ejected by ``failures`` failed checks in a row; by one check if
+requests have failed there, too; or by failures of several requests and clients. It returns after ``successes`` good
+checks, and what was ejected by requests alone, after its rest. Then one request at a time tries it until it has
+answered.
+
+At most ``max_ejected`` of a fleet's servers are out. Beyond, all are used (Envoy's panic threshold), but for those that
+no check can connect to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from skymemory.router.failure.evidence import Attempts, Evidence, Failure
+from skymemory.router.failure.faults import RULES, Fault
+from skymemory.router.failure.silence import KINDS, Sent, UsualWait, expected_s, quiet_after_s, silent_after_s
+
+REFUSED_S = 1.0
+"""How long a server that refused a connection is passed over."""
+CLIENTS_S = 60.0
+"""Two clients within this time: then two of them have to fail at a server before others stay away from it."""
+SWEEP_S = 0.02
+"""Servers are looked at for silence at most this often."""
+NEW_S = 5.0
+"""A server that has answered nothing since it joined or returned gets one request at a time, for this long."""
+CHECK_S = 0.1
+"""Least time between two checks that requests ask for."""
+MOST_AGE_S = 120.0
+"""Older failures are forgotten."""
+NONE: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Settings of the policy."""
+
+    failures: int = 3
+    successes: int = 2
+    max_ejected: float = 0.5
+
+
+class Decision(NamedTuple):
+    """``kind``: "eject", "return", "use" or "leave" (whether it gets requests), "check" (now) or "move"."""
+
+    kind: str
+    server: str
+    why: str = ""
+    attempts: tuple[Attempts, ...] = ()
+
+
+class _Record:
+    """What is known of one server."""
+
+    __slots__ = (
+        "alive_s",
+        "asked_s",
+        "evidence",
+        "failed_checks",
+        "good_checks",
+        "group",
+        "is_bad",
+        "is_ejected",
+        "is_gone",
+        "is_new",
+        "is_quiet",
+        "is_unreachable",
+        "is_used",
+        "name",
+        "probe",
+        "refused_until_s",
+        "unanswered",
+        "why",
+    )
+
+    def __init__(self, name: str, group: object) -> None:
+        self.name, self.group = name, group
+        self.evidence = Evidence()
+        self.unanswered: dict[Attempts, Sent] = {}
+        """The oldest first."""
+        self.alive_s = -math.inf
+        """When it last answered."""
+        self.is_new = True
+        self.is_quiet = False
+        self.probe: Attempts | None = None
+        """The one request that tries it after a rest."""
+        self.refused_until_s = self.asked_s = -math.inf
+        self.failed_checks = self.good_checks = 0
+        self.is_bad = self.is_gone = self.is_unreachable = self.is_ejected = False
+        """By the checks: it is ill, refused a connection since, gave none at the last. By all: it is ejected."""
+        self.is_used = True
+        self.why = ""
+
+
+class FailurePolicy:
+    """See the module. Not thread-safe; ``now_s`` must not go back."""
+
+    def __init__(self, limits: Limits = Limits(), *, are_checked: bool = True) -> None:
+        """``are_checked``: ``on_check`` is called. Else failures alone eject, and rests end by themselves."""
+        self.limits = limits
+        self._are_checked = are_checked
+        self._records: dict[str, _Record] = {}
+        self._doubted: dict[str, _Record] = {}
+        """Servers that ``avoided`` has to look at."""
+        self._waits = tuple(UsualWait() for _ in KINDS)
+        self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
+        self._sweep_s = 0.0
+        self._decisions: list[Decision] = []
+
+    # -- membership
+
+    def add(self, name: str, group: object = None) -> None:
+        """``group``: servers of one fleet, of which a share may be ejected."""
+        record = self._records.get(name)
+        if record is None:
+            self._records[name] = _Record(name, group)
+        else:
+            record.group = group
+
+    def remove(self, name: str) -> None:
+        self._records.pop(name, None)
+        self._doubted.pop(name, None)
+
+    def is_ejected(self, name: str) -> bool:
+        record = self._records.get(name)
+        return record is not None and record.is_ejected
+
+    # -- from requests
+
+    def on_request(self, client: str, now_s: float) -> None:
+        """A client's request begins."""
+        if client != self._client:
+            self._other_s, self._client = self._client_s, client
+        self._client_s = now_s
+
+    def on_sent(self, attempts: Attempts, server: str, now_s: float, estimate_s: float, kind: int) -> None:
+        record = self._records.get(server)
+        if record is None:
+            return
+        record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
+        if record.is_new:
+            self._doubted[server] = record
+        elif record.evidence:
+            record.probe = attempts
+
+    def on_answer(self, attempts: Attempts, server: str, now_s: float, is_good: bool = True) -> None:
+        """Its first byte came. ``is_good``: not an error of the client's either, whose time says nothing."""
+        record = self._records.get(server)
+        if record is None:
+            return
+        sent = record.unanswered.pop(attempts, None)
+        record.alive_s, record.is_new, record.is_quiet = now_s, False, False
+        if sent is not None and is_good:
+            self._waits[sent.kind].add(now_s - sent.sent_s)
+        if server in self._doubted:
+            if record.probe is attempts:
+                record.probe = None
+            record.evidence.take_back(attempts)  # late, but not without an answer
+            attempts.failed.pop(server, None)
+            if sent is not None and sent.sent_s >= record.evidence.last_s:
+                record.evidence.clear(now_s)
+            record.refused_until_s = -math.inf
+            self._review(record, now_s)
+        if attempts.failed and is_good:
+            self._prove(attempts, now_s)
+
+    def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
+        """It failed there. ``wait_s``: the server's ``Retry-After``."""
+        record = self._records.get(server)
+        if record is None:
+            return
+        self._forget(record, attempts)
+        failure = Failure(attempts.client, fault, now_s, wait_s)
+        rule = RULES[fault]
+        if not rule.is_of_pair:
+            record.refused_until_s = now_s + REFUSED_S
+        if rule.is_of_pair or not self._are_checked:
+            attempts.failed[server] = failure
+            record.evidence.add(attempts, failure)
+            if failure.accuses and attempts.is_suspect:
+                self._take_back(attempts, now_s)
+        if not rule.is_back_pressure:
+            self._ask(record, now_s)
+        self._review(record, now_s)
+
+    def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
+        """It is no longer waited for: its client has left, say."""
+        record = self._records.get(server)
+        if record is None or (sent := record.unanswered.get(attempts)) is None:
+            return
+        since_s = max(sent.sent_s, record.alive_s)
+        if now_s - since_s > silent_after_s(self._expected_s(sent)) and self._others_live(record, since_s):
+            self.on_fault(attempts, server, Fault.SILENT, now_s)
+        else:
+            self._forget(record, attempts)
+
+    def _forget(self, record: _Record, attempts: Attempts) -> None:
+        record.unanswered.pop(attempts, None)
+        if record.probe is attempts:
+            record.probe = None
+
+    def _take_back(self, attempts: Attempts, now_s: float) -> None:
+        for name in attempts.accused:
+            if (record := self._records.get(name)) is not None:
+                record.evidence.take_back(attempts)
+                self._review(record, now_s)
+
+    def _prove(self, attempts: Attempts, now_s: float) -> None:
+        for name in attempts.accused:
+            record, failure = self._records.get(name), attempts.failed[name]
+            if record is not None and failure.at_s > record.evidence.cleared_s:
+                record.evidence.add(attempts, replace(failure, is_proven=True))
+                self._review(record, now_s)
+
+    # -- from checks
+
+    def on_check(
+        self, server: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
+    ) -> None:
+        """A health check has ended.
+
+        Args:
+            why: it failed; empty: the server is well.
+            is_refused: its address refused the connection: the process is gone, and its cache with it.
+            is_reached: there was a connection. A server without one is not used in a panic either.
+        """
+        record = self._records.get(server)
+        if record is None:
+            return
+        if not why:
+            record.failed_checks, record.is_unreachable = 0, False
+            record.good_checks += 1
+            record.evidence.acquit(began_s)
+            if record.is_bad and record.good_checks >= self.limits.successes:
+                record.is_bad, record.is_new = False, True
+                record.refused_until_s = -math.inf
+                record.evidence.clear(now_s)
+        else:
+            record.good_checks = 0
+            record.failed_checks += 1
+            record.why, record.is_unreachable = why, is_refused or not is_reached
+            requests_agree = record.evidence.has_accusation or record.refused_until_s > began_s or record.is_quiet
+            if is_refused and record.failed_checks > 1:
+                requests_agree = True
+            if record.failed_checks >= self.limits.failures or requests_agree:
+                record.is_bad = True
+                record.is_gone = record.is_gone or is_refused
+        self._review(record, now_s)
+
+    # -- decisions
+
+    def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
+        """Servers that a request of ``client`` should not go to, if there are others. ``is_retry``: it failed already,
+        and rather goes to one without any doubt.
+        """
+        if now_s >= self._sweep_s:
+            self.sweep(now_s)
+        if not self._doubted:
+            return NONE
+        clients = self._clients(now_s)
+        resting: dict[str, _Record] = {}
+        mild = set()
+        for name, record in self._doubted.items():
+            if record.refused_until_s > now_s:
+                mild.add(name)
+            elif record.is_ejected and not record.is_used:
+                continue
+            elif record.evidence and (
+                record.probe is not None or record.is_ejected or now_s < record.evidence.rests_until_s(client, clients)
+            ):
+                resting[name] = record
+            elif record.unanswered and (record.is_new or (record.is_quiet and not record.evidence)):
+                mild.add(name)
+            elif record.is_ejected or (is_retry and record.evidence):
+                resting[name] = record
+        if resting and not is_retry:
+            for group in {record.group for record in resting.values()}:
+                here = [name for name, record in resting.items() if record.group == group]
+                out = sum(record.is_ejected and record.name not in resting for record in self._of(group))
+                if len(here) + out > self._most_out(group):
+                    for name in here:
+                        del resting[name]
+        return mild.union(resting)
+
+    def is_free_retry(self, server: str) -> bool:
+        """A retry of what failed there takes nothing from the retry budget: the server is known to be at fault, so this
+        is no retry of a fleet that is overloaded.
+        """
+        record = self._records.get(server)
+        return record is not None and (record.is_ejected or record.evidence.is_proven)
+
+    def is_busy(self, server: str, now_s: float) -> bool:
+        """Whether the server itself has said that it is full, and is left alone for that."""
+        record = self._doubted.get(server)
+        if record is None or not record.evidence:
+            return False
+        has_pressure = any(not failure.accuses for failure in record.evidence.failures.values())
+        return has_pressure and now_s < record.evidence.rests_until_s(None, self._clients(now_s))
+
+    def take_decisions(self) -> list[Decision]:
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    @property
+    def has_decisions(self) -> bool:
+        return bool(self._decisions)
+
+    def sweep(self, now_s: float) -> None:
+        """Look for silent servers and rests that have ended; ``avoided`` does it, too."""
+        self._sweep_s = now_s + SWEEP_S
+        for record in self._records.values():
+            if record.unanswered:
+                self._listen(record, now_s)
+            if record.name in self._doubted:
+                evidence = record.evidence
+                if evidence and now_s - evidence.last_s > MOST_AGE_S and record.probe is None:
+                    evidence.clear(now_s)
+                self._review(record, now_s)
+
+    def _listen(self, record: _Record, now_s: float) -> None:
+        sent = next(iter(record.unanswered.values()))
+        since_s = max(sent.sent_s, record.alive_s)
+        expected, silent_s = self._expected_s(sent), now_s - since_s
+        if silent_s <= quiet_after_s(expected, len(record.unanswered)):
+            if record.is_new:
+                record.is_new = silent_s <= NEW_S
+            return
+        record.is_quiet = True
+        self._doubted[record.name] = record
+        self._ask(record, now_s)
+        if not self._others_live(record, since_s):
+            return
+        for attempts, each in record.unanswered.items():
+            waited_s = now_s - max(each.sent_s, record.alive_s)
+            if attempts not in record.evidence.failures and waited_s > silent_after_s(self._expected_s(each)):
+                attempts.failed[record.name] = failure = Failure(attempts.client, Fault.SILENT, now_s)
+                record.evidence.add(attempts, failure)
+                if record.probe is attempts:
+                    record.probe = None
+
+    def _others_live(self, record: _Record, since_s: float) -> bool:
+        """Whether another server of the fleet has answered since."""
+        return any(other.alive_s > since_s for other in self._of(record.group) if other is not record)
+
+    def _expected_s(self, sent: Sent) -> float:
+        return expected_s(sent, self._waits[sent.kind].seconds)
+
+    def _clients(self, now_s: float) -> int:
+        """How many clients have to fail at a server before it counts for all."""
+        return 2 if now_s - self._other_s <= CLIENTS_S else 1
+
+    def _ask(self, record: _Record, now_s: float) -> None:
+        if self._are_checked and now_s - record.asked_s >= CHECK_S:
+            record.asked_s = now_s
+            self._decisions.append(Decision("check", record.name))
+
+    def _of(self, group: object) -> Iterable[_Record]:
+        return (record for record in self._records.values() if record.group == group)
+
+    def _most_out(self, group: object) -> int:
+        servers = sum(1 for _ in self._of(group))
+        share = self.limits.max_ejected
+        return 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers + 1e-9)))
+
+    def _review(self, record: _Record, now_s: float) -> None:
+        """Bring a server's standing up to date, and its fleet's."""
+        evidence = record.evidence
+        clients = self._clients(now_s)
+        why = evidence.ejects(clients) if evidence else ""
+        by_requests = bool(why) and now_s < evidence.rests_until_s(None, clients)
+        is_ejected = record.is_bad or by_requests
+        if is_ejected and not record.is_ejected:
+            record.why = record.why if record.is_bad else why
+            record.is_ejected = True
+            self._decisions.append(Decision("eject", record.name, record.why))
+            self._use(record.group)
+        elif not is_ejected and record.is_ejected:
+            record.is_ejected = False
+            self._decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
+            record.is_gone = False
+            self._use(record.group)
+        elif record.is_ejected:
+            self._use(record.group)
+        is_new = record.is_new and record.unanswered
+        if record.is_ejected or evidence or is_new or record.is_quiet or record.refused_until_s > now_s:
+            self._doubted[record.name] = record
+        else:
+            self._doubted.pop(record.name, None)
+
+    def _use(self, group: object) -> None:
+        """Say which servers of a fleet get requests: all that are not ejected; all where too many are."""
+        records = list(self._of(group))
+        is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
+        for record in records:
+            is_used = not record.is_ejected or (is_panic and not record.is_unreachable)
+            if is_used != record.is_used:
+                record.is_used = is_used
+                self._decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
+                if not is_used and record.unanswered:
+                    self._decisions.append(Decision("move", record.name, record.why, tuple(record.unanswered)))
