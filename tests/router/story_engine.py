@@ -1,7 +1,7 @@
 """An engine whose next token is a function of the text before it, and which dies in the middle of its streams.
 
-So any engine of the kind goes on with a text as the one before would have, and what a client gets of a stream that broke
-can be compared with the whole one.
+So any engine of the kind goes on with a text as the one before would have, and what a client gets of a stream that
+broke can be compared with the whole one.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class StoryEngine(MockEngine):
             events.append(f"data: {json.dumps(last)}\n\n".encode())
         return [*events, b"data: [DONE]\n\n"]
 
-    def _event(
-        self, base: dict[str, Any], is_chat: bool, delta: dict[str, str], end: str | None, usage: Any
-    ) -> bytes:
+    def _event(self, base: dict[str, Any], is_chat: bool, delta: dict[str, str], end: str | None, usage: Any) -> bytes:
         content: dict[str, Any] = {"delta": delta} if is_chat else {"text": delta["content"]}
         chunk = {**base, "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": end}]}
         if usage is not None:

@@ -131,7 +131,9 @@ def ask(connection: http.client.HTTPConnection, body: bytes, headers: dict[str, 
 
 
 @given(field=st.sampled_from(FIELDS), value=VALUES, name=st.sampled_from(HEADERS), header=NUMBERS)
-def test_the_proxy_never_answers_500_to_a_number(routed: Running, field: str, value: str, name: str, header: str) -> None:
+def test_the_proxy_never_answers_500_to_a_number(
+    routed: Running, field: str, value: str, name: str, header: str
+) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", routed.port, timeout=PATIENCE_S)
     headers = {name: header.encode("utf-8").decode("latin-1")[:LONGEST_HEADER].strip()}
     status, answer = ask(connection, body_of(COMPLETIONS, field, value), headers)
@@ -149,7 +151,9 @@ def test_a_length_may_have_zeros_in_front(routed: Running, zeros: int) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("length", ["9" * 19, "0" * 5000 + "9" * 19, str(2**64 - 1), str(2**64), "9" * 5000, "-1", "+5"])
+@pytest.mark.parametrize(
+    "length", ["9" * 19, "0" * 5000 + "9" * 19, str(2**64 - 1), str(2**64), "9" * 5000, "-1", "+5"]
+)
 def test_a_length_that_is_none_or_too_large_is_refused(routed: Running, length: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", routed.port, timeout=PATIENCE_S)
     status, answer = ask(connection, b'{"prompt": "a"}', {"Content-Length": length})

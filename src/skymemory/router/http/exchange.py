@@ -381,7 +381,7 @@ class Exchange:
         account = self._account
         assert account is not None
         self._call = None
-        backends, server, result = self._of.backends, account.decision.server, self._log
+        backends, server = self._of.backends, account.decision.server
         if self._streaming:
             backends.failed(server, str(error), time.monotonic(), gone=error.refused)
             self._go_on_or_cut(str(error))
@@ -417,7 +417,7 @@ class Exchange:
             response.framed = response.framed and not response.chunked
             response.chunked = False  # HTTP/1.0 has no chunks: the connection's end ends the body
         elif not response.framed:
-            response.chunked = response.framed = True  # so that the client can tell its end from a loss
+            response.chunked = response.framed = True  # so that its end differs from a loss
         keep = connection.keeps(response.framed)
         head = [status_line(response.status, response.reason), headers_for_client(headers, incoming.has_cors)]
         if response.chunked:
@@ -469,9 +469,9 @@ class Exchange:
 
     def _go_on_or_cut(self, why: str) -> None:
         """The stream broke: get what remains from another server, or end it with an error."""
-        account, result, stream = self._account, self._log, self._stream
+        account, stream = self._account, self._stream
         assert account is not None
-        result.why = f"{account.decision.server}: {why}"
+        self._log.why = f"{account.decision.server}: {why}"
         self._drop_call()
         rest = None if stream is None or self._is_last else stream.rest()
         if rest is not None and not rest.body:
@@ -489,7 +489,7 @@ class Exchange:
             else:
                 self._ask_rest(placed, rest, now_s)
                 return
-        result.outcome = "broken"
+        self._log.outcome = "broken"
         self._cut("the server went away in the middle of its answer")
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:

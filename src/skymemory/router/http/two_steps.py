@@ -34,8 +34,8 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
 from skymemory.router.http.exchange import Exchange, decision_line, request_head
 from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
-from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prefillers import HEADER, LATER_HEADER
+from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prompts.splitting import (
     ASKS_FOR_KV,
     Fields,

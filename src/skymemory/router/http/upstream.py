@@ -60,7 +60,7 @@ class ResponseHead:
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
-        codings = transfer_codings(headers)
+        codings = transfer_codings(headers.all_of(b"transfer-encoding"))
         if codings not in ([], [CHUNKED]):
             # The router asks for no other one, and a client must not get a body whose coding no header names any more.
             shown = b", ".join(codings)[:100].decode("latin-1")
@@ -236,7 +236,11 @@ class UpstreamConnection(asyncio.Protocol):
         when = "before the first byte" if head is None else "in the middle of its response"
         how = "reset" if isinstance(error, ConnectionResetError) else "closed"
         why = f"it {how} the connection {when}"
-        self._failed(call, self._fresh or self._begun, UpstreamError(why if error is None or how == "reset" else f"{why}: {error}"))
+        self._failed(
+            call,
+            self._fresh or self._begun,
+            UpstreamError(why if error is None or how == "reset" else f"{why}: {error}"),
+        )
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
         if not for_good and call.receiver is not None:
@@ -323,7 +327,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 def _is_whole_tls(transport: asyncio.Transport) -> bool:
     """Whether the end of the input is the server's: without TLS it is; with TLS it must have said so (close_notify), or
-    anybody on the way could have cut the rest off (RFC 9112, section 9.8).
+    any host on the way could have cut the rest off (RFC 9112, section 9.8).
     """
     tls = transport.get_extra_info("ssl_object")
     if tls is None:

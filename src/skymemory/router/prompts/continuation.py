@@ -9,9 +9,10 @@
    ``model`` stay, a role is said once, and the usage is that of the whole answer.
 
 Not continued is what the text does not determine, or what the client would get twice: several choices, log
-probabilities, a call of a tool, reasoning, a grammar that would begin anew, token ids for a prompt where no tokenizer is
-at hand. Spaces at the end of a chat's text are left to the other server, as chat templates cut them off, and are dropped
-where it repeats them.
+probabilities, a call of a tool, reasoning, a grammar that would begin again, token ids for a prompt where there is no
+tokenizer. Spaces at the end of a chat's text are left to the other server, as chat templates cut them off, and are
+dropped where it repeats them. What is handed over is a text, not its tokens: where the other server would cut it into
+tokens in another way than the first has generated it, it may go on in another way, too.
 
 Tokens that were sent are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which
 engines send one for each token.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
 from skymemory.router.prompts.splitting import Fields, fields_of
 
 ENGINES = frozenset(("vllm", "sglang", "skymemory"))
-"""That continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin anew."""
+"""That continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin again."""
 COMPLETION_TOKENS = 16
 """Limit of a completion that names none."""
 MAX_HELD_BYTES = 1 << 20
@@ -386,7 +388,7 @@ def _compact(raw: bytes) -> bytes:
 def _events(data: bytes) -> list[bytes]:
     """Each with its end."""
     ends = [0, *(end.end() for end in _EVENT_END.finditer(data))]
-    events = [data[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    events = [data[begin:end] for begin, end in pairwise(ends)]
     return [*events, data[ends[-1] :]] if data[ends[-1] :] else events
 
 
