@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.router.http.scripted_server import FIN, NOTIFY, RESET, scripted
-from tests.router.http.test_upstream import Asked
+from tests.router.http.test_upstream import Asked, new_loops
 from tests.router.running import PATIENCE_S, Running
 
 from skymemory.router.http.codings import transfer_codings
@@ -23,15 +23,6 @@ from skymemory.router.tls import Access, self_signed
 Run = Callable[..., Running]
 OPEN_END = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nhello"
 CHUNKS = b"5\r\nhello\r\n0\r\n\r\n"
-
-
-def new_loops() -> list[Any]:
-    loops: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
-    try:
-        import uvloop
-    except ImportError:
-        return loops
-    return [*loops, pytest.param(uvloop.new_event_loop, id="uvloop")]
 
 
 def fetch(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from skymemory.errors import os_reason
+from skymemory.errors import os_reason, refuses_connections
 from skymemory.router.http.codings import CHUNKED, transfer_codings
 from skymemory.router.http.connection import Headers
 from skymemory.router.settings import Backend
@@ -429,7 +429,7 @@ class Pool:
         except TimeoutError:
             call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False))
         except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
+            refused = refuses_connections(error)
             call.lost(UpstreamError(f"no connection: {os_reason(error)}", connected=False, refused=refused))
         else:
             if call.receiver is None:
