@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.router.http import pairs
 from tests.router.running import PATIENCE_S, Loop, Running, until
 from tests.router.story_engine import StoryEngine
 
@@ -164,6 +165,30 @@ def test_a_stream_that_breaks_anywhere_is_the_whole_one_to_its_client(
         received = stream_from(running, body)
         assert not left
         assert_same(received, whole)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("handover", ["after", "overlap"])
+def test_a_decode_server_that_dies_is_followed_by_one_that_computes_the_prompt_itself(
+    run: Callable[..., Running], kind: str, handover: str
+) -> None:
+    running = pairs.start(run, "pdd", engine_type=StoryEngine, disaggregation={"handover": handover})
+    assert running.server is not None
+    known = running.server.backends.known
+    until(lambda: all(each.models for each in known.values()))
+    body = body_of(kind, 1, stream_options={"include_usage": True}, **LENGTHS)
+    whole = stream_from(running, body)
+    for at in (1, 3, 9):
+        deaths = [(at, "in")]
+        for engine in running.engines:
+            assert isinstance(engine, StoryEngine)
+            engine.deaths = deaths
+        received = stream_from(running, body)
+        assert not deaths
+        assert_same(received, whole)
+    until(lambda: pairs.books_are_closed(running))
+    assert running.metric("alone_total", reason="stream-continued") == 3
+    assert running.metric("faults_total", where="request") == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
