@@ -141,7 +141,7 @@ def assert_same(received: Received, whole: Received) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-@pytest.mark.parametrize("where", ["before", "in"])
+@pytest.mark.parametrize("where", ["before", "in", "says"])
 @pytest.mark.parametrize(
     ("seed", "more", "engine"),
     [
@@ -199,7 +199,7 @@ def test_it_may_break_again_and_again(running: Running, stories: Plan, seed: int
     stories([])
     whole = stream_from(running, body)
     for _ in range(10):
-        left = stories([(dice.randint(1, 6), dice.choice(["in", "before"])) for _ in range(dice.randint(2, 4))])
+        left = stories([(dice.randint(1, 6), dice.choice(["in", "before", "says"])) for _ in range(dice.randint(2, 4))])
         received = stream_from(running, body)
         assert len(left) < 3
         assert_same(received, whole)
@@ -233,6 +233,12 @@ def test_what_the_text_does_not_determine_ends_with_an_error(
     stories([(4, "in")])
     received = stream_from(running, body_of("chat", 1, **more))
     assert "went away" in received.error and not received.done and not received.is_whole
+
+
+def test_an_error_of_the_engine_is_passed_on_where_the_stream_cannot_go_on(running: Running, stories: Plan) -> None:
+    stories([(4, "says")])
+    received = stream_from(running, body_of("chat", 1, n=2))
+    assert received.error == "EngineCore died" and received.done and received.is_whole
 
 
 def test_token_ids_are_not_continued_without_a_tokenizer(running: Running, stories: Plan) -> None:

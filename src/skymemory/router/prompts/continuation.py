@@ -56,6 +56,8 @@ _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
     "tool_choice": (*_UNSET, b'"auto"', b'"none"'),
 }
 """Fields with which an answer is not continued, but for these values."""
+_SERVERS_ERRORS = ("server_error", "InternalServerError")
+"""Types of errors in a stream that are the server's own."""
 _SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -121,6 +123,9 @@ class StreamContinuation:
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_over_long = False
+        self.failure = ""
+        """The server has said so in an event: an engine has died behind its door. It is withheld, with what follows."""
+        self.withheld = b""
         # What was sent:
         self._cannot = False
         self._text: list[str] = []
@@ -157,6 +162,8 @@ class StreamContinuation:
                 data, self._held = data + self._held, b""
         if not data:
             return b""
+        if b'"error"' in data:
+            data = self._before_failure(data)
         if self._is_continued:
             data = b"".join(self._of_one_stream(event) for event in _events(data))
         if not self._cannot:
@@ -164,6 +171,15 @@ class StreamContinuation:
             self._unread_bytes += len(data)
             if self._unread_bytes > COMPACT_BYTES:
                 self._read()
+        return data
+
+    def _before_failure(self, data: bytes) -> bytes:
+        """The events before that of a failure of the server."""
+        events = _events(data)
+        for at, event in enumerate(events):
+            if message := _failure_in(event):
+                self.failure, self.withheld = message, b"".join(events[at:]) + self._held
+                return b"".join(events[:at])
         return data
 
     def _read(self) -> None:
@@ -211,7 +227,8 @@ class StreamContinuation:
 
     def rest(self) -> Rest | None:
         """What remains; None: no other server can go on with it. An event that was not whole is dropped."""
-        self._held = b""
+        self._held = self.withheld = b""
+        self.failure = ""
         self._read()
         if self._cannot or (fields := fields_of(self._body)) is None or not _is_continuable(fields):
             return None
@@ -390,6 +407,21 @@ def _events(data: bytes) -> list[bytes]:
     ends = [0, *(end.end() for end in _EVENT_END.finditer(data))]
     events = [data[begin:end] for begin, end in pairwise(ends)]
     return [*events, data[ends[-1] :]] if data[ends[-1] :] else events
+
+
+def _failure_in(event: bytes) -> str:
+    """The message of an error that is the server's, not the request's; empty: the event is none."""
+    if (json := _json_of(event)) is None:
+        return ""
+    try:
+        error = _whole.decode(json).get("error")
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    if not isinstance(error, dict):
+        return ""
+    code = error.get("code")
+    is_servers = error.get("type") in _SERVERS_ERRORS or (isinstance(code, int) and 500 <= code <= 599)
+    return str(error.get("message") or "an error") if is_servers else ""
 
 
 def _json_of(event: bytes) -> bytes | None:
