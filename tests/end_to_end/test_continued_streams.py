@@ -19,7 +19,7 @@ from tests.end_to_end.test_serve import PATIENCE_S
 from tests.end_to_end.test_serve import serving as engine_process
 from tests.end_to_end.test_two_steps import router
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPT = "The git command shows the differences between two commits of a repository, or between"
 TOKENS = 120
 KILLED_AT = 18

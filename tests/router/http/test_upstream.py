@@ -202,7 +202,7 @@ def test_a_name_of_several_addresses_refuses_where_all_of_them_do(monkeypatch: p
 
     async def ask(pool: Pool, connections: list[int]) -> None:
         monkeypatch.setattr(asyncio.get_running_loop(), "_ensure_resolved", resolved)
-        with pytest.raises(UpstreamError, match="^no connection: Connection refused$") as raised:
+        with pytest.raises(UpstreamError, match=r"^no connection: Connection refused$") as raised:
             await whole(Pool("http://two.example:1", 2.0))
         assert raised.value.refused and not raised.value.connected
 

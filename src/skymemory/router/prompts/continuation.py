@@ -404,6 +404,10 @@ def _compact(raw: bytes) -> bytes:
 
 def _events(data: bytes) -> list[bytes]:
     """Each with its end."""
+    if b"\r" not in data:
+        whole = data.split(b"\n\n")
+        last = whole.pop()
+        return [event + b"\n\n" for event in whole] + ([last] if last else [])
     ends = [0, *(end.end() for end in _EVENT_END.finditer(data))]
     events = [data[begin:end] for begin, end in pairwise(ends)]
     return [*events, data[ends[-1] :]] if data[ends[-1] :] else events
@@ -426,6 +430,8 @@ def _failure_in(event: bytes) -> str:
 
 def _json_of(event: bytes) -> bytes | None:
     """The JSON of an event; None: it has none (a comment, or the end)."""
+    if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:
+        return event[6:-2]
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     data = b"\n".join(lines)
     return None if not data or data == b"[DONE]" else data
