@@ -45,6 +45,7 @@ from tests.vllm.server import Vllm
 
 from skymemory.demo.processes import service
 from skymemory.engine.inputs import shipped_document
+from skymemory.errors import connection_reason
 from skymemory.router.engines.metrics import samples
 from skymemory.router.envoy.config import Entrance, bootstrap
 
@@ -199,7 +200,7 @@ async def ask(client: aiohttp.ClientSession, door: str, prompt: str, turn: Turn)
                 said += [choice["text"] for choice in piece["choices"]]
                 usage = piece.get("usage") or usage
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        turn.error = f"{type(error).__name__}: {error}"
+        turn.error = f"{type(error).__name__}: {connection_reason(error)}"
         return ""
     turn.engine = decision["server"]
     turn.believed_tokens, turn.believed_cached = decision["prompt_tokens"], decision["matched_tokens"]

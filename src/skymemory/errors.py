@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 from skymemory.installation import install_command
 
@@ -88,8 +89,25 @@ def quoted(value: object, most: int = 60) -> str:
     return f"{text[: most // 2]}…{text[-1]} ({size})"
 
 
+_SEVERAL = re.compile(r"Multiple exceptions: ")
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
+
+
+def refuses_connections(error: BaseException) -> bool:
+    """Whether nothing listens at an address, or at any address of a name."""
+    return isinstance(error, ConnectionRefusedError) or _numbers(error) == {errno.ECONNREFUSED}
+
+
+def _numbers(error: BaseException) -> set[int]:
+    """Of the errors at the addresses of one name, which asyncio joins in one text."""
+    text = str(error)
+    return set(map(int, _NUMBER.findall(text))) if _SEVERAL.match(text) else set()
+
+
 def os_reason(error: OSError) -> str:
     """What went wrong, without the error number."""
+    if numbers := _numbers(error):
+        return ", ".join(sorted({os.strerror(number) for number in numbers}))
     if error.errno and (error.strerror or "").startswith("Connect call failed"):  # asyncio's words, with the address
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__
@@ -112,7 +130,7 @@ def connection_reason(error: BaseException) -> str:
         return f"TLS failed: {(cause.reason or str(cause)).lower().replace('_', ' ')}{hint}"
     if isinstance(cause, socket.gaierror):
         return f"its name is not known ({os_reason(cause)})"
-    if isinstance(cause, ConnectionRefusedError):
+    if refuses_connections(cause):
         return "connection refused: nothing listens there"
     if isinstance(cause, ConnectionResetError | BrokenPipeError) or type(cause).__name__ == "ServerDisconnectedError":
         return "connection closed by the other side before it answered"

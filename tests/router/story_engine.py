@@ -1,7 +1,7 @@
 """An engine whose next token is a function of the text before it, and which dies in the middle of its streams.
 
-So any engine of the kind goes on with a text as the one before would have, and what a client gets of a stream that broke
-can be compared with the whole one.
+So any engine of the kind goes on with a text as the one before would have, and what a client gets of a stream that
+broke can be compared with the whole one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def chat_text(messages: list[dict[str, Any]], continues: bool, trims: bool) -> s
 class StoryEngine(MockEngine):
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "small", "owned_by": "vllm"}])
     deaths: list[tuple[int, str]] = field(default_factory=list)
-    """Shared by engines. Of the next streams: the event at which it dies, before it or in the middle of it."""
+    """Shared by engines. Of the next streams: the event at which it dies, "before" it or "in" the middle of it; or what
+    it "says" in its place, as vLLM does whose engine has died behind its API server.
+    """
     trims: bool = True
     ends_apart: bool = False
     """The reason of the end comes in a chunk of its own."""
@@ -55,6 +57,13 @@ class StoryEngine(MockEngine):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         at, kind = self.deaths.pop(0) if self.deaths else (1 << 30, "")
         for number, event in enumerate(self.events_of(asked)):
+            if number == at and kind == "says":
+                said = (
+                    b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+                )
+                said += b"data: [DONE]\n\n"
+                writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(said), said))
+                return True
             if number == at:
                 half = event[: len(event) // 2] if kind == "in" else b""
                 if half:

@@ -18,14 +18,16 @@ ROLES = {"p": "prefill", "d": "decode", "b": "both"}
 PROMPT = "abcd" * 40
 
 
-def start(run: Run, roles: str = "pd", may_change: bool = False, **settings: Any) -> Running:
+def start(
+    run: Run, roles: str = "pd", may_change: bool = False, engine_type: type[MockEngine] = MockEngine, **settings: Any
+) -> Running:
     """A router before engines p0, d0 and so on, by the letters of ``roles``; ``may_change``: they are elastic. Every
     prompt takes two steps, unless the settings say from how many tokens on.
     """
     running = run(engines=0)
     running.close_server()
     for letter in roles:
-        engine = MockEngine(f"{letter}{sum(each.name[0] == letter for each in running.engines)}")
+        engine = engine_type(f"{letter}{sum(each.name[0] == letter for each in running.engines)}")
         running.loop.run(engine.start())
         running.engines.append(engine)
     backends = [{"url": each.url, "name": each.name, "role": ROLES[each.name[0]]} for each in running.engines]

@@ -197,7 +197,10 @@ def test_a_priority_is_its_header_or_what_vllm_calls_so() -> None:
     assert clients.priority({}, b"7") == -7, "vLLM serves the lower first"
     assert clients.priority({}, b"") == 0
     assert clients.priority({}, b"null") == 0
-    assert clients.priority({}, b'"high"') == 0, "the engine says what is wrong with it"
+    assert clients.priority({}, b"7.0") == -7 and clients.priority({}, b"-%d" % 2**62) == 10
+    for field in (b'"high"', b"1.5", b"true", b"9" * 400, b"9" * 5000):
+        with pytest.raises(ApiError, match=r"[Ee]xpected"):
+            clients.priority({}, field)
     assert clients.priority({"x-priority": "-999"}, b"") == -10
     assert Clients("", "").priority({"x-priority": "3"}, b"7") == 0
     with pytest.raises(ApiError, match="expected a whole number"):

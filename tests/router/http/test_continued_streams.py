@@ -1,4 +1,4 @@
-"""A stream whose server dies goes on at another one, and its client gets the answer that one server would have given."""
+"""A stream whose server dies goes on at another one: its client gets the answer of one that stays up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.router.http import pairs
 from tests.router.running import PATIENCE_S, Loop, Running, until
 from tests.router.story_engine import StoryEngine
 
@@ -18,7 +19,7 @@ LENGTHS = {"max_tokens": 14}
 
 
 @dataclass
-class Told:
+class Received:
     """What a client got of a stream."""
 
     text: str
@@ -31,7 +32,7 @@ class Told:
     is_whole: bool
 
 
-def tell(running: Running, body: dict[str, Any]) -> Told:
+def stream_from(running: Running, body: dict[str, Any]) -> Received:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     data = json.dumps({"model": "small", "stream": True, **body}).encode()
     came = b""
@@ -50,27 +51,27 @@ def tell(running: Running, body: dict[str, Any]) -> Told:
     return read_events(stream, is_whole)
 
 
-def read_events(stream: bytes, is_whole: bool) -> Told:
+def read_events(stream: bytes, is_whole: bool) -> Received:
     assert stream.endswith(b"\n\n"), "no client gets half an event"
-    told = Told("", set(), 0, [], None, False, "", is_whole)
+    received = Received("", set(), 0, [], None, False, "", is_whole)
     for event in stream.decode().split("\n\n")[:-1]:
-        assert event.startswith("data: ") and not told.done
+        assert event.startswith("data: ") and not received.done
         if event == "data: [DONE]":
-            told.done = True
+            received.done = True
             continue
         chunk = json.loads(event[6:])
         if "error" in chunk:
-            told.error = chunk["error"]["message"]
+            received.error = chunk["error"]["message"]
             continue
-        told.ids.add((chunk["id"], chunk["created"], chunk["model"]))
+        received.ids.add((chunk["id"], chunk["created"], chunk["model"]))
         if chunk.get("usage") is not None:
-            told.usage = chunk["usage"]
+            received.usage = chunk["usage"]
         for choice in chunk["choices"]:
             delta = choice.get("delta", {})
-            told.roles += "role" in delta
-            told.text += (choice["text"] if "text" in choice else delta.get("content")) or ""
-            told.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return told
+            received.roles += "role" in delta
+            received.text += (choice["text"] if "text" in choice else delta.get("content")) or ""
+            received.finish += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return received
 
 
 @pytest.fixture(scope="module")
@@ -123,19 +124,24 @@ def body_of(kind: str, seed: int, **more: Any) -> dict[str, Any]:
     raise AssertionError("no such prompt")
 
 
-def assert_same(told: Told, whole: Told) -> None:
-    assert (told.text, told.finish, told.roles, told.done) == (whole.text, whole.finish, whole.roles, True)
-    assert told.is_whole and not told.error and len(told.ids) == 1
+def assert_same(received: Received, whole: Received) -> None:
+    assert (received.text, received.finish, received.roles, received.done) == (
+        whole.text,
+        whole.finish,
+        whole.roles,
+        True,
+    )
+    assert received.is_whole and not received.error and len(received.ids) == 1
     if whole.usage is None:
-        assert told.usage is None
+        assert received.usage is None
         return
-    assert told.usage is not None
+    assert received.usage is not None
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert told.usage[name] == whole.usage[name], name
+        assert received.usage[name] == whole.usage[name], name
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-@pytest.mark.parametrize("where", ["before", "in"])
+@pytest.mark.parametrize("where", ["before", "in", "says"])
 @pytest.mark.parametrize(
     ("seed", "more", "engine"),
     [
@@ -149,16 +155,40 @@ def test_a_stream_that_breaks_anywhere_is_the_whole_one_to_its_client(
 ) -> None:
     body = body_of(kind, seed, **LENGTHS, **more)
     stories([], **engine)
-    whole = tell(running, body)
+    whole = stream_from(running, body)
     first = running.engines[0]
     assert isinstance(first, StoryEngine)
     events = len(first.events_of(body))
     assert whole.done and events > 8
     for at in range(1, events):  # without a first byte it is a retry
         left = stories([(at, where)], **engine)
-        told = tell(running, body)
+        received = stream_from(running, body)
         assert not left
-        assert_same(told, whole)
+        assert_same(received, whole)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize("handover", ["after", "overlap"])
+def test_a_decode_server_that_dies_is_followed_by_one_that_computes_the_prompt_itself(
+    run: Callable[..., Running], kind: str, handover: str
+) -> None:
+    running = pairs.start(run, "pdd", engine_type=StoryEngine, disaggregation={"handover": handover})
+    assert running.server is not None
+    known = running.server.backends.known
+    until(lambda: all(each.models for each in known.values()))
+    body = body_of(kind, 1, stream_options={"include_usage": True}, **LENGTHS)
+    whole = stream_from(running, body)
+    for at in (1, 3, 9):
+        deaths = [(at, "in")]
+        for engine in running.engines:
+            assert isinstance(engine, StoryEngine)
+            engine.deaths = deaths
+        received = stream_from(running, body)
+        assert not deaths
+        assert_same(received, whole)
+    until(lambda: pairs.books_are_closed(running))
+    assert running.metric("alone_total", reason="stream-continued") == 3
+    assert running.metric("faults_total", where="request") == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -167,17 +197,17 @@ def test_it_may_break_again_and_again(running: Running, stories: Plan, seed: int
     kind = dice.choice(["chat", "completion"])
     body = body_of(kind, seed, max_tokens=30, stream_options={"include_usage": True})
     stories([])
-    whole = tell(running, body)
+    whole = stream_from(running, body)
     for _ in range(10):
-        left = stories([(dice.randint(1, 6), dice.choice(["in", "before"])) for _ in range(dice.randint(2, 4))])
-        told = tell(running, body)
+        left = stories([(dice.randint(1, 6), dice.choice(["in", "before", "says"])) for _ in range(dice.randint(2, 4))])
+        received = stream_from(running, body)
         assert len(left) < 3
-        assert_same(told, whole)
+        assert_same(received, whole)
 
 
 def test_the_books_are_even_afterwards(running: Running, stories: Plan) -> None:
     stories([(3, "in"), (2, "before")])
-    assert tell(running, body_of("chat", 1)).done
+    assert stream_from(running, body_of("chat", 1)).done
     assert running.server is not None
     fleet, proxy = running.server.picker.fleet, running.server.proxy
     until(lambda: proxy.in_flight == 0 and all((each.in_flight, each.prefilling) == (0, 0) for each in fleet))
@@ -201,8 +231,14 @@ def test_what_the_text_does_not_determine_ends_with_an_error(
     running: Running, stories: Plan, more: dict[str, Any]
 ) -> None:
     stories([(4, "in")])
-    told = tell(running, body_of("chat", 1, **more))
-    assert "went away" in told.error and not told.done and not told.is_whole
+    received = stream_from(running, body_of("chat", 1, **more))
+    assert "went away" in received.error and not received.done and not received.is_whole
+
+
+def test_an_error_of_the_engine_is_passed_on_where_the_stream_cannot_go_on(running: Running, stories: Plan) -> None:
+    stories([(4, "says")])
+    received = stream_from(running, body_of("chat", 1, n=2))
+    assert received.error == "EngineCore died" and received.done and received.is_whole
 
 
 def test_token_ids_are_not_continued_without_a_tokenizer(running: Running, stories: Plan) -> None:
@@ -239,7 +275,7 @@ def test_a_call_of_a_tool_or_what_is_no_text_is_not_continued(event: dict[str, A
 
 
 def test_an_engine_that_is_not_known_to_continue_a_chat_is_not_asked(loop: Loop) -> None:
-    """It would begin the answer anew, and the client would get its first words twice."""
+    """It would begin the answer again, and the client would get its first words twice."""
     running = story_router(loop, 2)
     try:
         assert running.server is not None
@@ -250,18 +286,18 @@ def test_an_engine_that_is_not_known_to_continue_a_chat_is_not_asked(loop: Loop)
         for engine in running.engines:
             assert isinstance(engine, StoryEngine)
             engine.deaths = [(4, "in")]
-        assert "went away" in tell(running, body_of("chat", 1)).error
-        assert tell(running, body_of("completion", 1)).done, "any engine continues a text"
+        assert "went away" in stream_from(running, body_of("chat", 1)).error
+        assert stream_from(running, body_of("completion", 1)).done, "any engine continues a text"
     finally:
         running.close()
 
 
 def test_a_server_that_refuses_the_rest_is_passed_over(running: Running, stories: Plan) -> None:
     stories([(4, "in")])
-    told = tell(running, body_of("chat", 1, refuse_rest=True))
-    assert told.error and not told.done
+    received = stream_from(running, body_of("chat", 1, refuse_rest=True))
+    assert received.error and not received.done
     sent = sum(len(engine.seen) for engine in running.engines)
-    tell(running, body_of("chat", 1))
+    stream_from(running, body_of("chat", 1))
     assert sum(len(engine.seen) for engine in running.engines) == sent + 1
 
 
@@ -272,8 +308,8 @@ def test_it_can_be_switched_off(loop: Loop, retries: dict[str, Any]) -> None:
         for engine in running.engines:
             assert isinstance(engine, StoryEngine)
             engine.deaths = [(4, "before")]
-        told = tell(running, body_of("chat", 1))
-        assert "went away" in told.error and not told.done
+        received = stream_from(running, body_of("chat", 1))
+        assert "went away" in received.error and not received.done
     finally:
         running.close()
 
@@ -285,8 +321,8 @@ def test_each_continuation_counts_as_a_retry(loop: Loop) -> None:
         for engine in running.engines:
             assert isinstance(engine, StoryEngine)
             engine.deaths = deaths
-        told = tell(running, body_of("completion", 1, max_tokens=30))
-        assert told.error and len(deaths) == 1
+        received = stream_from(running, body_of("completion", 1, max_tokens=30))
+        assert received.error and len(deaths) == 1
         assert sum(len(engine.seen) for engine in running.engines) == 3
     finally:
         running.close()

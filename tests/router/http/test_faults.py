@@ -49,8 +49,18 @@ def test_a_stream_that_breaks_between_events_ends_with_an_error_event(run: Run) 
 
 
 @pytest.mark.parametrize("mock", [{"die": "in-event"}, {"die": "in-event", "events": 40}])
-def test_a_stream_that_breaks_within_an_event_is_cut_off(run: Run, mock: dict[str, Any]) -> None:
+def test_a_stream_that_breaks_within_an_event_loses_that_event(run: Run, mock: dict[str, Any]) -> None:
+    """No client gets half an event, so the error is an event of its own."""
     running = run(engines=1)
+    came = raw_stream(running, mock)
+    assert came.startswith(b"HTTP/1.1 200") and not came.endswith(b"0\r\n\r\n") and b"[DONE]" not in came
+    event = came[came.rindex(b"data: ") + 6 :].split(b"\n\n")[0]
+    assert "went away" in json.loads(event)["error"]["message"]
+
+
+@pytest.mark.parametrize("mock", [{"die": "in-event"}, {"die": "in-event", "events": 40}])
+def test_a_stream_that_is_not_continued_is_passed_on_as_it_comes(run: Run, mock: dict[str, Any]) -> None:
+    running = run(engines=1, retries={"continue_streams": False})
     came = raw_stream(running, mock)
     assert came.startswith(b"HTTP/1.1 200") and not came.endswith(b"0\r\n\r\n")
     assert b"error" not in came and b"[DONE]" not in came

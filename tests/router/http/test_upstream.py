@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,18 @@ from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamErr
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+def new_loops() -> list[Any]:
+    """Event loops that the router runs on."""
+    loops: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
+    try:
+        import uvloop
+    except ImportError:
+        return loops
+    return [*loops, pytest.param(uvloop.new_event_loop, id="uvloop")]
+
+
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -178,6 +191,19 @@ def test_no_listener_and_no_server_that_accepts() -> None:
     async def ask(pool: Pool, connections: list[int]) -> None:
         with pytest.raises(UpstreamError) as raised:
             await whole(Pool("http://127.0.0.1:1", 2.0))
+        assert raised.value.refused and not raised.value.connected
+
+    against(once, ask)
+
+
+def test_a_name_of_several_addresses_refuses_where_all_of_them_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resolved(*args: Any, **more: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{last}", 1)) for last in (1, 2)]
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "_ensure_resolved", resolved)
+        with pytest.raises(UpstreamError, match=r"^no connection: Connection refused$") as raised:
+            await whole(Pool("http://two.example:1", 2.0))
         assert raised.value.refused and not raised.value.connected
 
     against(once, ask)

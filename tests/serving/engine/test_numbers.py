@@ -13,31 +13,11 @@ from skymemory.router.api_error import ApiError
 from skymemory.serving.engine.requests import RequestReader
 
 pytestmark = pytest.mark.engine
-FIELDS = [
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "n",
-    "best_of",
-    "seed",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "logprobs",
-    "top_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "priority",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "prompt",
-    "stream_interval",
-    "truncate_prompt_tokens",
-    "user",
-    "model",
-]
+FIELDS = (
+    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "temperature", "top_p", "top_k"),
+    *("min_p", "logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
+    *("stop_token_ids", "allowed_token_ids", "prompt", "stream_interval", "truncate_prompt_tokens", "user", "model"),
+)
 FORMS = ("{}", "[{}]", '{{"1": {}}}', '{{"{}": 1}}', '{{"do_remote_prefill": true, "sky_wait_ms": {}}}')
 """Of a field: the number, a list with it, an object with it, or with it for a name."""
 WITH_FORMS = ("logit_bias", "kv_transfer_params", "stop_token_ids", "prompt", "stream_options")

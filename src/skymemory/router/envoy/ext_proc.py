@@ -280,8 +280,8 @@ class Exchange:
         self._usage: UsageReader | None = None
 
     def is_read_in_thread(self, message: ProcessingRequest) -> bool:
-        """Whether ``message`` completes an unanswered request that takes long to read: it is compressed (a few bytes may
-        hold many), or has the length from which the service reads in a thread.
+        """Whether ``message`` completes an unanswered request that takes long to read: it is compressed (a few bytes
+        may hold many), or has the length from which the service reads in a thread.
         """
         service, last = self._service, message.request_body
         size = self._body_bytes + len(last.body)

@@ -1,27 +1,26 @@
-"""Codings of messages: the list of transfer codings, as RFC 9112 writes it, and bodies that clients compress."""
+"""The list of a message's transfer codings, as RFC 9112 writes it."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from skymemory.router.http.connection import Headers
+from collections.abc import Sequence
 
 CHUNKED = b"chunked"
 _ELEMENTS = re.compile(rb'(?:[^,"]|"(?:[^"\\]|\\.)*"?)+')
 
 
-def transfer_codings(headers: Headers) -> list[bytes]:
+def transfer_codings(lines: Sequence[bytes]) -> list[bytes]:
     """The transfer codings in the order in which they were applied, in lower case, each with its parameters.
 
     They are a comma-separated list, which may go on in further header lines, may have empty elements, and may have
     commas in quoted parameters (RFC 9110, section 5.6.1; RFC 9112, section 6.1).
+
+    Args:
+        lines: the values of the Transfer-Encoding headers.
     """
-    first = headers.first.get(b"transfer-encoding")
-    if first is None:
+    if not lines:
         return []
-    if first == CHUNKED and len(headers.first) == len(headers.raw):
+    if len(lines) == 1 and lines[0] == CHUNKED:
         return [CHUNKED]
-    elements = _ELEMENTS.findall(b",".join(headers.all_of(b"transfer-encoding")))
-    return [element.strip(b" \t").lower() for element in elements if element.strip(b" \t")]
+    elements = (element.strip(b" \t").lower() for element in _ELEMENTS.findall(b",".join(lines)))
+    return [element for element in elements if element]

@@ -827,7 +827,7 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     if "#" in target:
         return ApiError(400, "a request's path must not have a fragment (#…)")
     if b"transfer-encoding" in first:
-        codings = transfer_codings(headers)
+        codings = transfer_codings(headers.all_of(b"transfer-encoding"))
         if request.version == "1.0" or codings != [CHUNKED]:
             shown = b", ".join(codings)[:100].decode("latin-1")
             is_readable = codings[-1:] == [CHUNKED] and codings.count(CHUNKED) == 1 and request.version == "1.1"

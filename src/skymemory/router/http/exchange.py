@@ -599,7 +599,7 @@ class Exchange:
             if not ended and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
         self._streaming = True
-        if reader.streams and not ended and self._may_go_on(response):
+        if reader.streams and self._may_go_on(response):
             of_reader = self._of.reader
             tokens_of = of_reader.tokens_of if of_reader.has_tokenizer else None
             self._stream = StreamContinuation(incoming.path, incoming.body, tokens_of)
@@ -610,7 +610,7 @@ class Exchange:
             response.framed = response.framed and not response.chunked
             response.chunked = False  # HTTP/1.0 has no chunks: the connection's end ends the body
         elif not response.framed:
-            response.chunked = response.framed = True  # so that the client can tell its end from a loss
+            response.chunked = response.framed = True  # so that its end differs from a loss
         keep = connection.keeps(response.framed)
         head = [status_line(response.status, response.reason), headers_for_client(headers, incoming.has_cors)]
         if response.chunked:
@@ -630,8 +630,11 @@ class Exchange:
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
         assert response is not None and reader is not None
-        if self._stream is not None:
-            piece = self._stream.add(piece, ended)
+        if (stream := self._stream) is not None:
+            piece = stream.add(piece, ended)
+            if stream.failure:
+                self._pass_on_failure(stream, piece, ended, head)
+                return
         result.bytes_out += len(piece)
         if response.chunked:
             framed = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
@@ -665,28 +668,48 @@ class Exchange:
 
     def _go_on_or_cut(self, why: str) -> None:
         """The stream broke: get what remains from another server, or end it with an error."""
-        account, result, stream = self._account, self._log, self._stream
+        if not self._goes_on(why):
+            self._drop_call()
+            self._log.outcome = "broken"
+            self._cut("the server went away in the middle of its answer")
+
+    def _goes_on(self, why: str) -> bool:
+        """Ask another server for what remains. Whether that is possible, or nothing remains."""
+        account, stream = self._account, self._stream
         assert account is not None
-        result.why = f"{account.decision.server}: {why}"
-        self._drop_call()
+        self._log.why = f"{account.decision.server}: {why}"
         rest = None if stream is None or self._is_last else stream.rest()
-        if rest is not None and not rest.body:
+        if rest is None:
+            return False
+        if not rest.body:
+            self._drop_call()
             self._stream = None
             self._pass_on(rest.ending, True)
-            return
-        if rest is not None:
-            now_s = time.monotonic()
-            account.close(now_s)
-            self._tried.add(account.decision.server)
-            try:
-                placed = self._place_rest(account.placement, rest, now_s)
-            except NoServer as error:
-                log.debug("no server for the rest of a stream: %s", error)
-            else:
-                self._ask_rest(placed, rest, now_s)
-                return
-        result.outcome = "broken"
-        self._cut("the server went away in the middle of its answer")
+            return True
+        now_s = time.monotonic()
+        self._tried.add(account.decision.server)
+        try:
+            placed = self._place_rest(account.placement, rest, now_s)
+        except NoServer as error:
+            log.debug("no server for the rest of a stream: %s", error)
+            return False
+        self._drop_call()
+        account.close(now_s)
+        self._ask_rest(placed, rest, now_s)
+        return True
+
+    def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, ended: bool, head: bytes) -> None:
+        """Pass on what came before the server's own error, and then what remains, or else that error."""
+        account, failure, withheld = self._account, stream.failure, stream.withheld
+        assert account is not None
+        self._stream = None
+        if head or piece:
+            self._pass_on(piece, False, head)
+        self._stream = stream
+        self._of.backends.failed(account.decision.server, failure, time.monotonic())
+        if not self._goes_on(failure):
+            self._stream = None
+            self._pass_on(withheld, ended)
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
         """

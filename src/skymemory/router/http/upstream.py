@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from skymemory.errors import os_reason
+from skymemory.errors import os_reason, refuses_connections
 from skymemory.router.failure.budget import Sends
 from skymemory.router.http.codings import CHUNKED, transfer_codings
 from skymemory.router.http.connection import Headers
@@ -65,7 +65,7 @@ class ResponseHead:
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
-        codings = transfer_codings(headers)
+        codings = transfer_codings(headers.all_of(b"transfer-encoding"))
         if codings not in ([], [CHUNKED]):
             # The router asks for no other one, and a client must not get a body whose coding no header names any more.
             shown = b", ".join(codings)[:100].decode("latin-1")
@@ -337,7 +337,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 def _is_whole_tls(transport: asyncio.Transport) -> bool:
     """Whether the end of the input is the server's: without TLS it is; with TLS it must have said so (close_notify), or
-    anybody on the way could have cut the rest off (RFC 9112, section 9.8).
+    any host on the way could have cut the rest off (RFC 9112, section 9.8).
     """
     tls = transport.get_extra_info("ssl_object")
     if tls is None:
@@ -444,7 +444,7 @@ class Pool:
         except TimeoutError:
             call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False))
         except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
+            refused = refuses_connections(error)
             call.lost(UpstreamError(f"no connection: {os_reason(error)}", connected=False, refused=refused))
         else:
             if call.receiver is None:

@@ -20,7 +20,7 @@ class Via:
 
     def __init__(self) -> None:
         self.name = b"skymemory-" + secrets.token_hex(6).encode()
-        """Random, since routers behind one address must be told apart, and no host name is for clients to see."""
+        """Random, since routers behind one address must differ, and no host name is for clients to see."""
         self._lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
 
     def line(self, version: str = "1.1") -> bytes:

@@ -9,9 +9,10 @@
    ``model`` stay, a role is said once, and the usage is that of the whole answer.
 
 Not continued is what the text does not determine, or what the client would get twice: several choices, log
-probabilities, a call of a tool, reasoning, a grammar that would begin anew, token ids for a prompt where no tokenizer is
-at hand. Spaces at the end of a chat's text are left to the other server, as chat templates cut them off, and are dropped
-where it repeats them.
+probabilities, a call of a tool, reasoning, a grammar that would begin again, token ids for a prompt where there is no
+tokenizer. Spaces at the end of a chat's text are left to the other server, as chat templates cut them off, and are
+dropped where it repeats them. What is handed over is a text, not its tokens: where the other server would cut it into
+tokens in another way than the first has generated it, it may go on in another way, too.
 
 Tokens that were sent are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which
 engines send one for each token.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
 from skymemory.router.prompts.splitting import Fields, fields_of
 
 ENGINES = frozenset(("vllm", "sglang", "skymemory"))
-"""That continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin anew."""
+"""That continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin again."""
 COMPLETION_TOKENS = 16
 """Limit of a completion that names none."""
 MAX_HELD_BYTES = 1 << 20
@@ -54,6 +56,8 @@ _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
     "tool_choice": (*_UNSET, b'"auto"', b'"none"'),
 }
 """Fields with which an answer is not continued, but for these values."""
+_SERVERS_ERRORS = ("server_error", "InternalServerError")
+"""Types of errors in a stream that are the server's own."""
 _SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -119,6 +123,9 @@ class StreamContinuation:
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_over_long = False
+        self.failure = ""
+        """The server has said so in an event: an engine has died behind its door. It is withheld, with what follows."""
+        self.withheld = b""
         # What was sent:
         self._cannot = False
         self._text: list[str] = []
@@ -155,6 +162,8 @@ class StreamContinuation:
                 data, self._held = data + self._held, b""
         if not data:
             return b""
+        if b'"error"' in data:
+            data = self._before_failure(data)
         if self._is_continued:
             data = b"".join(self._of_one_stream(event) for event in _events(data))
         if not self._cannot:
@@ -162,6 +171,15 @@ class StreamContinuation:
             self._unread_bytes += len(data)
             if self._unread_bytes > COMPACT_BYTES:
                 self._read()
+        return data
+
+    def _before_failure(self, data: bytes) -> bytes:
+        """The events before that of a failure of the server."""
+        events = _events(data)
+        for at, event in enumerate(events):
+            if message := _failure_in(event):
+                self.failure, self.withheld = message, b"".join(events[at:]) + self._held
+                return b"".join(events[:at])
         return data
 
     def _read(self) -> None:
@@ -209,7 +227,8 @@ class StreamContinuation:
 
     def rest(self) -> Rest | None:
         """What remains; None: no other server can go on with it. An event that was not whole is dropped."""
-        self._held = b""
+        self._held = self.withheld = b""
+        self.failure = ""
         self._read()
         if self._cannot or (fields := fields_of(self._body)) is None or not _is_continuable(fields):
             return None
@@ -385,13 +404,34 @@ def _compact(raw: bytes) -> bytes:
 
 def _events(data: bytes) -> list[bytes]:
     """Each with its end."""
+    if b"\r" not in data:
+        whole = data.split(b"\n\n")
+        last = whole.pop()
+        return [event + b"\n\n" for event in whole] + ([last] if last else [])
     ends = [0, *(end.end() for end in _EVENT_END.finditer(data))]
-    events = [data[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    events = [data[begin:end] for begin, end in pairwise(ends)]
     return [*events, data[ends[-1] :]] if data[ends[-1] :] else events
+
+
+def _failure_in(event: bytes) -> str:
+    """The message of an error that is the server's, not the request's; empty: the event is none."""
+    if (json := _json_of(event)) is None:
+        return ""
+    try:
+        error = _whole.decode(json).get("error")
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    if not isinstance(error, dict):
+        return ""
+    code = error.get("code")
+    is_servers = error.get("type") in _SERVERS_ERRORS or (isinstance(code, int) and 500 <= code <= 599)
+    return str(error.get("message") or "an error") if is_servers else ""
 
 
 def _json_of(event: bytes) -> bytes | None:
     """The JSON of an event; None: it has none (a comment, or the end)."""
+    if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:
+        return event[6:-2]
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     data = b"\n".join(lines)
     return None if not data or data == b"[DONE]" else data

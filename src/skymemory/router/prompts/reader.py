@@ -129,7 +129,8 @@ class PromptReader:
     def tokens_of(self, text: str) -> list[int]:
         """The tokens of a text within a prompt, where there is a tokenizer (``has_tokenizer``)."""
         assert self._tokenizer is not None
-        return np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
+        found: list[int] = np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
+        return found
 
     @property
     def has_tokenizer(self) -> bool:
@@ -218,7 +219,7 @@ def output_limit(body: Body) -> int | None:
     """Tokens that its answer may have, at most ``MAX_OUTPUT_TOKENS``; None: it has no limit of its own.
 
     Raises:
-        ApiError: 400, a limit that is no whole number of 64 bits.
+        ApiError: 400, a limit that is not a whole number of 64 bits.
     """
     limit = whole_number(body.max_tokens, "max_tokens")
     if body.max_completion_tokens is not None:

@@ -72,6 +72,8 @@ class ChatBody(_Body, kw_only=True):
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
@@ -105,8 +107,6 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     "truncation_side": (),
     "priority": (0,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -315,8 +315,17 @@ class RequestReader:
         return np.asarray(prompt, dtype=np.int64)
 
     def _chat_ids(self, body: ChatBody) -> npt.NDArray[np.int64]:
+        continues = bool(body.continue_final_message)
+        begins = body.add_generation_prompt is not False
+        if continues == begins:
+            raise ApiError(
+                400,
+                "the answer begins a turn, or continues the last one: set 'continue_final_message' to true and "
+                "'add_generation_prompt' to false, or leave both out",
+                "continue_final_message" if continues else "add_generation_prompt",
+            )
         with self._lock:
-            text, special = render_chat(self._tokenizer, body.messages)
+            text, special = render_chat(self._tokenizer, body.messages, continues)
         return self._tokens(text, special if body.add_special_tokens is None else body.add_special_tokens)
 
     def _tokens(self, text: str, special: bool) -> npt.NDArray[np.int64]:
@@ -362,8 +371,12 @@ def _logprobs(body: CompletionBody | ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], continues: bool = False
+) -> tuple[str, bool]:
     """The chat as a prompt, by the model's template or else a plain one; and whether to add special tokens.
+
+    ``continues``: the answer is the rest of the last message, which has begun.
 
     Raises:
         ApiError: messages that are not text with a role, or that the template refuses.
@@ -372,17 +385,25 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
     if not parsed:
         raise ApiError(400, "'messages' is empty: at least one is needed", "messages")
     if not getattr(tokenizer, "chat_template", None):
-        return plain_chat(parsed), True
+        return plain_chat(parsed, continues), True
     try:
-        text = tokenizer.apply_chat_template(parsed, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            parsed, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues
+        )
     except Exception as error:  # a template is a program and may raise anything
         raise ApiError(400, f"the model's chat template refuses the messages: {error}", "messages") from error
     return str(text), False
 
 
-def plain_chat(messages: Sequence[dict[str, str]]) -> str:
-    """``role: text`` in paragraphs; the next turn's prompt begins with this one and its answer."""
-    return "".join(f"{message['role']}: {message['content']}\n\n" for message in messages) + "assistant:"
+def plain_chat(messages: Sequence[dict[str, str]], continues: bool = False) -> str:
+    """``role: text`` in paragraphs; the next turn's prompt begins with this one and its answer.
+
+    ``continues``: the last message is the answer so far, as it was generated.
+    """
+    done, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
+    return "".join(f"{message['role']}: {message['content']}\n\n" for message in done) + (
+        f"{last['role']}:{last['content']}"
+    )
 
 
 def _message(at: int, message: dict[str, Any]) -> dict[str, str]:
