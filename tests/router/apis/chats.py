@@ -53,7 +53,7 @@ def answer(message: dict[str, Any], finish: str = "stop") -> dict[str, Any]:
 
 
 def stream_of(whole: dict[str, Any], size: int = 4) -> bytes:
-    """The same as a stream, with pieces of so many letters."""
+    """The same as a stream, with pieces of this many letters."""
     choice = whole["choices"][0]
     message, base = choice["message"], {name: whole[name] for name in ("id", "created", "model")}
 
