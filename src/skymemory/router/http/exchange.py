@@ -359,7 +359,9 @@ class Exchange:
             return False
         if head.status not in MISSING_STATUSES:
             return False
-        self._drop_call()
+        call, self._call = self._call, None  # the same attempt: nothing was executed
+        if call is not None:
+            call.close()
         try:
             self._send_translated(account.decision.server)
         except ApiError as error:
