@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -230,6 +231,22 @@ def test_a_stream_that_breaks_ends_with_an_error_event(doors: Callable[..., Door
     assert last["type"] == "response.failed" and last["response"]["error"]["message"]
     message = events(door.message("say a", stream=True))[-1]
     assert message["type"] == "error" and message["error"]["type"] == "api_error"
+
+
+@BOTH
+def test_a_stream_whose_engine_dies_ends_with_an_error_event_and_is_not_whole(
+    doors: Callable[..., Doors], has: frozenset[str]
+) -> None:
+    door = doors(has)
+    door.scripted[0].breaks = "dies"
+    turns = [{"role": "user", "content": "say a"}]
+    for path, body in ((RESPONSES, {"input": turns}), (MESSAGES, {"messages": turns, "max_tokens": 9})):
+        response = door.open("POST", path, {"model": "small", "stream": True, **body})
+        with pytest.raises(http.client.IncompleteRead) as caught:
+            response.read()
+        last = events(Answer(200, response.headers, caught.value.partial))[-1]
+        assert last["type"] == ("error" if path == MESSAGES or path in has else "response.failed")
+        response.close()
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ class Exchange:
         """Its place in the queue, if it was in it."""
         self._streaming = False
         """The client has the response's head: there is no other attempt."""
-        self._translation: Translation | None = None
+        self._translated: TranslatedResponse | None = None
         """Of a request that goes to its server as a chat completion."""
 
     # Its states, by what is set:
@@ -329,7 +329,7 @@ class Exchange:
         server = account.decision.server
         pool = self._of.pools[server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head = self._translation = None
+        self._head = self._translated = None
         if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, time.monotonic()):
             self._send_translated(server)
             return
@@ -343,9 +343,9 @@ class Exchange:
             ApiError: 400, it asks for what a chat completion cannot do.
         """
         incoming, pool = self.incoming, self._of.pools[server]
-        translation = self._translation = Translation(incoming.path, incoming.body)
+        translation = Translation(incoming.path, incoming.body)
         head = request_head(incoming, pool, len(translation.body), self._left_out | _READ_HERE, CHAT_COMPLETIONS)
-        receiver = TranslatedResponse(self, translation)
+        receiver = self._translated = TranslatedResponse(self, translation)
         self._call = receiver.call = pool.ask(receiver, head, translation.body)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
@@ -353,7 +353,7 @@ class Exchange:
         incoming, account = self.incoming, self._account
         if incoming.path not in API_PATHS or account is None:
             return False
-        if self._translation is not None:
+        if self._translated is not None:
             if head.status not in MISSING_STATUSES:
                 self._of.missing_apis.learn(account.decision.server, incoming.path, time.monotonic())
             return False
@@ -505,10 +505,15 @@ class Exchange:
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events:
-            event = event_of_error(self.incoming.path, 502, why) or error_event(502, why)
+            event = self._error_event(502, why)
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
         self._finish()
         connection.cut()
+
+    def _error_event(self, status: int, why: str) -> bytes:
+        if self._translated is not None:
+            return self._translated.error_event(status, why)
+        return event_of_error(self.incoming.path, status, why) or error_event(status, why)
 
     # -- timeouts
 
@@ -608,7 +613,7 @@ class Exchange:
         if account is None:
             return
         now_s = time.monotonic()
-        counts_only = self.incoming.path == COUNT_TOKENS and self._translation is None
+        counts_only = self.incoming.path == COUNT_TOKENS and self._translated is None
         if reader is None or response is None or response.status >= 400 or counts_only:
             account.close(now_s)  # an error, or a count of tokens, says nothing of what is cached
             return
