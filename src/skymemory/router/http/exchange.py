@@ -351,7 +351,7 @@ class Exchange:
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
         """Whether the server has not the API that was asked, and is asked for a chat completion instead."""
         incoming, account = self.incoming, self._account
-        if incoming.path not in API_PATHS or account is None:
+        if account is None:
             return False
         if self._translated is not None:
             if head.status not in MISSING_STATUSES:
@@ -400,7 +400,7 @@ class Exchange:
 
     def response_begins(self, head: ResponseHead) -> None:
         try:
-            if self._sends_translated_instead(head):
+            if self.incoming.path in API_PATHS and self._sends_translated_instead(head):
                 return
         except Exception:
             self._fault()
