@@ -32,7 +32,7 @@ class ChatEngine(MockEngine):
     missing_status: int = 404
     breaks: str = ""
     """How a stream ends: "error" with an event of one, "early" without a reason, "garbage" unreadably, "dies" with its
-    connection; else well.
+    connection, "lingers" after its last event; else well.
     """
     finish: str = "stop"
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -69,6 +69,8 @@ class ChatEngine(MockEngine):
             for chunk in chunks:
                 writer.write(_chunk(chunk if made is None else made.read(chunk) or b": ping\n\n"))
                 await writer.drain()
+            if self.breaks == "lingers":
+                await self.release.wait()
             if self.breaks == "dies":
                 return False
             writer.write(b"0\r\n\r\n")
@@ -133,7 +135,7 @@ class ChatEngine(MockEngine):
                 deltas.append({"tool_calls": [{"index": at, "function": {"arguments": piece}}]})
         base = self._base("chat.completion.chunk")
         events = [{**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-        if self.breaks:
+        if self.breaks not in ("", "lingers"):
             lost = {"garbage": b"data: {no json\n\n", "error": b'data: {"error":{"message":"lost"}}\n\n'}
             return [*map(_event, events), *([lost[self.breaks]] if self.breaks in lost else [])]
         finish = "tool_calls" if message.get("tool_calls") else self.finish

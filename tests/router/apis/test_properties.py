@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.router.apis.chats import answer, calls, events_in, message_of, messages, response_of, stream_of, words
 
@@ -273,7 +273,11 @@ def test_any_answer_is_translated_or_unreadable(path: str, found: Any) -> None:
         assert str(error)
 
 
-@given(st.binary(max_size=300), sizes)
+lines = st.lists(st.sampled_from([b"data: a", b"data:b", b"\r", b"\n", b"\r\n", b": c", b"event: x", b"data"]))
+
+
+@given(st.one_of(st.binary(max_size=300), lines.map(b"".join)), sizes)
+@example(b"data: a\r\ndata: b\r\n\r\n", [len(b"data: a\r")])
 def test_lines_of_a_stream_are_those_of_the_whole(data: bytes, sizes: list[int]) -> None:
     lines = EventLines()
     whole, parts = list(EventLines().read(data + b"\n\n")), []

@@ -132,6 +132,12 @@ def test_images_are_passed_in_either_form() -> None:
     ]
 
 
+def test_developers_are_systems_to_templates() -> None:
+    said = [{"role": role, "content": role} for role in ("developer", "user", "assistant", "system")]
+    turns = chat(RESPONSES, input=said)["messages"]
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "system"]
+
+
 def test_thoughts_go_back_with_the_turn_that_they_led_to() -> None:
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}

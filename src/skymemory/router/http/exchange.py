@@ -504,8 +504,7 @@ class Exchange:
         """
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
-        if reader.streams and reader.between_events:
-            event = self._error_event(502, why)
+        if reader.streams and reader.between_events and (event := self._error_event(502, why)):
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
         self._finish()
         connection.cut()
