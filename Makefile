@@ -140,18 +140,18 @@ test-engines: $(VENV)/.installed-dev $(ENGINES)/.installed ## LMCache's, SGLang'
 
 # Clients bring requirements of their own, too. What cannot be had here is said, and its tests are skipped.
 $(CLIENTS)/.installed: constraints-clients.txt tests/end_to_end/clients/package.json $(VENV)/.made
-	@echo "set-up: clients of OpenAI's API in $(CLIENTS) (half a minute, 400 MB)"
+	@echo "set-up: clients of OpenAI's and Anthropic's APIs in $(CLIENTS) (a minute, 600 MB)"
 	@rm -rf $(CLIENTS)
 	@$(BIN)/python -m venv $(CLIENTS)
-	@if ! $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-clients.txt openai litellm langchain-openai; \
+	@if ! $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --no-input --no-compile -c constraints-clients.txt openai anthropic litellm langchain-openai langchain-anthropic; \
 	then echo "the clients in Python cannot be installed here: tests with them are skipped" >&2; rm -rf $(CLIENTS)/bin; fi
 	@cp tests/end_to_end/clients/package.json $(CLIENTS)/
 	@if ! npm install --prefix $(CLIENTS) --no-audit --no-fund --loglevel=error >/dev/null; \
-	then echo "the client in JavaScript cannot be installed here (npm): tests with it are skipped" >&2; rm -rf $(CLIENTS)/node_modules; fi
+	then echo "the clients in JavaScript cannot be installed here (npm): tests with it are skipped" >&2; rm -rf $(CLIENTS)/node_modules; fi
 	@touch $@
 
-test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed ## openai, litellm, langchain, JavaScript and a browser through the router, two minutes
-	@$(BIN)/python -m pytest -m clients -rs tests/end_to_end/test_openai_clients.py $(ARGS)
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed ## openai, Anthropic's, AI SDK, litellm, langchain and a browser through the router, five minutes
+	@$(BIN)/python -m pytest -m clients -rs tests/end_to_end/test_openai_clients.py tests/end_to_end/test_api_clients.py $(ARGS)
 
 # What the router's dependencies may be at the least and at the most. The package itself is the one in src.
 $(ENDS:%=%/.installed): .venv-%/.installed: pyproject.toml tools/bounds.py $(VENV)/.installed-dev

@@ -31,7 +31,9 @@ class ChatEngine(MockEngine):
     """Its paths; all others are 404, as FastAPI's."""
     missing_status: int = 404
     breaks: str = ""
-    """How a stream ends: "error" with an event of one, "early" without a reason, "garbage" unreadably; else well."""
+    """How a stream ends: "error" with an event of one, "early" without a reason, "garbage" unreadably, "dies" with its
+    connection, "lingers" after its last event; else well.
+    """
     finish: str = "stop"
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Path and body of what was served."""
@@ -67,6 +69,10 @@ class ChatEngine(MockEngine):
             for chunk in chunks:
                 writer.write(_chunk(chunk if made is None else made.read(chunk) or b": ping\n\n"))
                 await writer.drain()
+            if self.breaks == "lingers":
+                await self.release.wait()
+            if self.breaks == "dies":
+                return False
             writer.write(b"0\r\n\r\n")
         else:
             answer = json.dumps(self._whole(asked)).encode()
@@ -129,14 +135,9 @@ class ChatEngine(MockEngine):
                 deltas.append({"tool_calls": [{"index": at, "function": {"arguments": piece}}]})
         base = self._base("chat.completion.chunk")
         events = [{**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-        if self.breaks:
-            lost = {
-                "": b"",
-                "early": b"",
-                "garbage": b"data: {no json\n\n",
-                "error": b'data: {"error":{"message":"lost"}}\n\n',
-            }
-            return [*map(_event, events), lost[self.breaks]] if lost[self.breaks] else [*map(_event, events)]
+        if self.breaks not in ("", "lingers"):
+            lost = {"garbage": b"data: {no json\n\n", "error": b'data: {"error":{"message":"lost"}}\n\n'}
+            return [*map(_event, events), *([lost[self.breaks]] if self.breaks in lost else [])]
         finish = "tool_calls" if message.get("tool_calls") else self.finish
         events.append({**base, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
         if (asked.get("stream_options") or {}).get("include_usage"):

@@ -57,11 +57,13 @@ def is_own(path: str) -> bool:
 
 def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> ApiError | None:
     """Why `skymemory route` does not serve it; None: it does. ``by_load``: unknown paths go to some server."""
+    if method == "POST" and path in PROMPT_PATHS:
+        return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):
         what = "the Realtime API" if path.startswith("/v1/realtime") else "WebSockets"
         return ApiError(501, f"the router does not serve {what}; send requests by HTTP, with `stream` for pieces")
     if path in PROMPT_PATHS:
-        return None if method == "POST" else ApiError(405, f"{path} takes POST, not {method}")
+        return ApiError(405, f"{path} takes POST, not {method}")
     if path in FORWARDED or (is_own(path) and method in ("GET", "HEAD")):
         return None
     if path in OWN:

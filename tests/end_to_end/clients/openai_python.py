@@ -160,7 +160,7 @@ def what_cannot_be_meant() -> None:
     error = raised(openai.BadRequestError, lambda: client.completions.create(model=MODEL, prompt="x " * 50_000))
     assert error.code == "context_length_exceeded", error
     # A path that is not served says so, and is not taken for a server's fault.
-    raised(openai.NotFoundError, lambda: client.responses.create(model=MODEL, input="x"))
+    raised(openai.NotFoundError, lambda: client.responses.retrieve("resp_1"))
     raised(openai.NotFoundError, lambda: client.files.list())
 
 

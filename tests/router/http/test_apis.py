@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -222,6 +223,22 @@ def test_limits_of_tokens_are_translated_to_a_status(doors: Callable[..., Doors]
     assert door.message("say a").json["stop_reason"] == "max_tokens"
 
 
+def test_a_stream_ends_with_its_last_event_and_not_with_the_engines(doors: Callable[..., Doors]) -> None:
+    door = doors(frozenset((CHAT,)), timeouts={"idle": 2})
+    door.scripted[0].breaks = "lingers"
+    assert events(door.respond("say a", stream=True))[-1]["type"] == "response.completed"
+    assert events(door.message("say a", stream=True))[-1]["type"] == "message_stop"
+
+
+def test_an_engine_is_not_asked_to_compress_what_is_translated(doors: Callable[..., Doors]) -> None:
+    door = doors(frozenset((CHAT,)))
+    body = {"model": "small", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    door.ask("POST", MESSAGES, body, {"Accept-Encoding": "gzip", "Anthropic-Version": "2023-06-01", "X-Other": "1"})
+    passed, translated = (each["headers"] for each in door.scripted[0].seen)
+    assert passed["accept-encoding"] == "gzip" and passed["anthropic-version"] and translated["x-other"] == "1"
+    assert not {"accept-encoding", "anthropic-version"} & set(translated)
+
+
 @pytest.mark.parametrize("breaks", ["error", "early", "garbage"])
 def test_a_stream_that_breaks_ends_with_an_error_event(doors: Callable[..., Doors], breaks: str) -> None:
     door = doors(frozenset((CHAT,)))
@@ -230,6 +247,22 @@ def test_a_stream_that_breaks_ends_with_an_error_event(doors: Callable[..., Door
     assert last["type"] == "response.failed" and last["response"]["error"]["message"]
     message = events(door.message("say a", stream=True))[-1]
     assert message["type"] == "error" and message["error"]["type"] == "api_error"
+
+
+@BOTH
+def test_a_stream_whose_engine_dies_ends_with_an_error_event_and_is_not_whole(
+    doors: Callable[..., Doors], has: frozenset[str]
+) -> None:
+    door = doors(has)
+    door.scripted[0].breaks = "dies"
+    turns = [{"role": "user", "content": "say a"}]
+    for path, body in ((RESPONSES, {"input": turns}), (MESSAGES, {"messages": turns, "max_tokens": 9})):
+        response = door.open("POST", path, {"model": "small", "stream": True, **body})
+        with pytest.raises(http.client.IncompleteRead) as caught:
+            response.read()
+        last = events(Answer(200, response.headers, caught.value.partial))[-1]
+        assert last["type"] == ("error" if path == MESSAGES or path in has else "response.failed")
+        response.close()
 
 
 @pytest.mark.parametrize(

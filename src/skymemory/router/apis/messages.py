@@ -42,9 +42,10 @@ PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
 _MAPPED = ("model", "max_tokens", "messages", "system", "stop_sequences", "stream", "tools", "tool_choice", "metadata")
 _LABELS = ("service_tier", "inference_geo", "thinking", "context_management", "cache_control", "betas", "speed")
+_ACCOUNTS = ("diagnostics", "user_profile_id", "workspace_id")
 _SAME = ("temperature", "top_p", "top_k")
 _REFUSED = ("mcp_servers", "container")
-_KNOWN = frozenset((*_MAPPED, *_LABELS, *_REFUSED, "output_config", "output_format"))
+_KNOWN = frozenset((*_MAPPED, *_LABELS, *_ACCOUNTS, *_REFUSED, "output_config", "output_format"))
 _BILLING = "x-anthropic-billing-header"
 """Begin of a text that Claude Code puts before the system prompt, with a hash of each request: no two prompts would
 begin alike. vLLM leaves it out, too.

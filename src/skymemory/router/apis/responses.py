@@ -45,9 +45,19 @@ _STATE = {
     "background": "asks for an answer that is stored, and nothing is stored here: leave it out",
 }
 _LABELS = ("metadata", "service_tier", "safety_identifier", "store", "prompt_cache_retention", "prompt_cache_options")
+_REFUSED = ("image", "moderation")
 _READ = ("model", "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include")
-_WITHOUT_EFFECT = ("truncation", "max_tool_calls", "stream_options", "context_management", "top_logprobs", "stream")
-_KNOWN = frozenset((*_STATE, *_LABELS, *_READ, *_WITHOUT_EFFECT))
+_WITHOUT_EFFECT = (
+    "access_programs",
+    "background_options",
+    "truncation",
+    "max_tool_calls",
+    "stream_options",
+    "context_management",
+    "top_logprobs",
+    "stream",
+)
+_KNOWN = frozenset((*_STATE, *_LABELS, *_REFUSED, *_READ, *_WITHOUT_EFFECT))
 _LOGPROBS = "message.output_text.logprobs"
 _ITEM_IDS = {TEXT: "msg", REASONING: "rs", TOOL: "fc"}
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -89,6 +99,9 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
 
 def _strict_fields(fields: Fields, body: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    for name in _REFUSED:
+        if fields.get(name):
+            refuse(name, "is not supported by the engine: leave it out")
     choice = fields.get("tool_choice")
     if choice is not None and "tools" in body:
         found |= _tool_choice(choice, body)
@@ -437,7 +450,7 @@ def _status(finish: str) -> str:
 def _usage(usage: ChatUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,

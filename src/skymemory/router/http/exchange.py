@@ -170,7 +170,7 @@ class Exchange:
         """Its place in the queue, if it was in it."""
         self._streaming = False
         """The client has the response's head: there is no other attempt."""
-        self._translation: Translation | None = None
+        self._translated: TranslatedResponse | None = None
         """Of a request that goes to its server as a chat completion."""
 
     # Its states, by what is set:
@@ -362,7 +362,7 @@ class Exchange:
         decision = account.decision
         server, pool = decision.server, self._of.pools[decision.server]
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
-        self._head = self._fault_of_answer = self._translation = None
+        self._head = self._fault_of_answer = self._translated = None
         kind = NO_PROMPT if self._scheduler is self._of.least_load else FIRST_TOKEN if self._request.streams else WHOLE
         self._of.backends.policy.on_sent(self._attempts, server, now_s, decision.estimated_ttft_s or 0.0, kind)
         if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, now_s):
@@ -382,25 +382,26 @@ class Exchange:
             ApiError: 400, it asks for what a chat completion cannot do.
         """
         incoming, pool = self.incoming, self._of.pools[server]
-        translation = self._translation = Translation(incoming.path, incoming.body)
-        left_out = self._left_out | _READ_HERE
+        translation, left_out = Translation(incoming.path, incoming.body), self._left_out | _READ_HERE
         head = request_head(incoming, pool, len(translation.body), self._of.via, left_out, CHAT_COMPLETIONS)
-        receiver = TranslatedResponse(self, translation)
+        receiver = self._translated = TranslatedResponse(self, translation)
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
         """Whether the server has not the API that was asked, and is asked for a chat completion instead."""
         incoming, account = self.incoming, self._account
-        if incoming.path not in API_PATHS or account is None:
+        if account is None:
             return False
-        if self._translation is not None:
+        if self._translated is not None:
             if head.status not in MISSING_STATUSES:
                 self._of.missing_apis.learn(account.decision.server, incoming.path, time.monotonic())
             return False
         if head.status not in MISSING_STATUSES:
             return False
-        self._drop_call()
-        self._sends.take_back()  # the server has not the path: nothing was executed
+        call, self._call = self._call, None  # the same attempt: nothing was executed
+        if call is not None:
+            call.close()
+        self._sends.take_back()
         try:
             self._send_translated(account.decision.server)
         except ApiError as error:
@@ -526,7 +527,7 @@ class Exchange:
             self._rest_begins(head)
             return
         try:
-            if self._sends_translated_instead(head):
+            if self.incoming.path in API_PATHS and self._sends_translated_instead(head):
                 return
             if head.status < 429 or (fault := fault_of(head.status, b"retry-after" in head.headers.first)) is None:
                 self._head = head
@@ -763,11 +764,15 @@ class Exchange:
         """
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
-        if reader.streams and reader.between_events:
-            event = event_of_error(self.incoming.path, 502, why) or error_event(502, why)
+        if reader.streams and reader.between_events and (event := self._error_event(502, why)):
             connection.write(b"%x\r\n%b\r\n" % (len(event), event) if response.chunked else event)
         self._finish()
         connection.cut(response.framed)
+
+    def _error_event(self, status: int, why: str) -> bytes:
+        if self._translated is not None:
+            return self._translated.error_event(status, why)
+        return event_of_error(self.incoming.path, status, why) or error_event(status, why)
 
     # -- timeouts
 
@@ -879,7 +884,7 @@ class Exchange:
         if account is None:
             return
         now_s = time.monotonic()
-        counts_only = self.incoming.path == COUNT_TOKENS and self._translation is None
+        counts_only = self.incoming.path == COUNT_TOKENS and self._translated is None
         if reader is None or response is None or response.status >= 400 or counts_only:
             account.close(now_s)  # an error, or a count of tokens, says nothing of what is cached
             return

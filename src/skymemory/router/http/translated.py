@@ -87,6 +87,10 @@ class TranslatedResponse:
     def response_failed(self, error: UpstreamError) -> None:
         self._receiver.response_failed(error)
 
+    def error_event(self, status: int, why: str) -> bytes:
+        """The last event of a stream that has broken; empty: it has had its last."""
+        return b"" if self._stream is None or self._stream.has_ended else self._stream.fail(status, why)
+
     def _collect(self, piece: bytes, ended: bool) -> None:
         self._pieces.append(piece)
         self._size_bytes += len(piece)
