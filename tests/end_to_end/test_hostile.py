@@ -1,4 +1,4 @@
-"""Hostile clients beside others, as processes: others are answered meanwhile, at once, and afterwards (`make hostile`)."""
+"""Hostile clients beside others, as processes: others are answered meanwhile and afterwards (`make hostile`)."""
 
 from __future__ import annotations
 
