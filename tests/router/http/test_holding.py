@@ -255,7 +255,8 @@ def test_seats_follow_what_connections_do(run: Run) -> None:
     proxy = running.server.proxy  # type: ignore[union-attr]
 
     def states() -> list[State]:
-        return sorted(c._seat.state for c in proxy.connections if c._seat is not None)
+        seats = [c._seat for c in proxy.connections if c._seat is not None]
+        return sorted(State.BUSY if seat.is_busy else seat.state for seat in seats)
 
     body = json.dumps({"prompt": "x", "mock": {"first_byte_s": 0.5}}).encode()
     with many(running, 1, b"") as (raw,):

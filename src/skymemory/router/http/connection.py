@@ -554,7 +554,8 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request: Incoming) -> None:
         self._current = request
-        self._move(State.BUSY)
+        if self._seat is not None:
+            self._seat.is_busy = True
         self.deadline.clear()
         if request.refusal is not None:
             self._app.refuse(request, request.refusal)
