@@ -89,7 +89,7 @@ def test_nine_thousand_half_heads_cost_others_nothing() -> None:
         door.open(name, "a")
         door.now_s += 0.005
         lost += name not in door.seats
-        door.move(name, State.BUSY)
+        door.seats[name].is_busy = True
         clients[name] = door.now_s + dice.uniform(0.05, 2.0)
         for each, until_s in list(clients.items()):
             if until_s <= door.now_s:
@@ -104,7 +104,7 @@ def test_nine_thousand_half_heads_cost_others_nothing() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "move", "rest", "close"]),
+        st.sampled_from(["open", "move", "rest", "begin", "close"]),
         st.integers(0, 30),
         st.sampled_from(list(State)),
         st.floats(0, 1),
@@ -120,13 +120,15 @@ def test_counts_close_and_no_busy_seat_is_taken(steps: list[tuple[str, int, Stat
         door.now_s += wait_s
         name = str(number)
         if what == "open" and name not in door.seats:
-            busy = {each for each, seat in door.seats.items() if seat.state is State.BUSY}
+            busy = {each for each, seat in door.seats.items() if seat.state is State.BUSY or seat.is_busy}
             door.open(name, str(number % 3))
             assert busy <= door.seats.keys()
         elif what == "move":
             door.move(name, state)
         elif what == "rest":
             door.rest(name)
+        elif what == "begin" and name in door.seats:
+            door.seats[name].is_busy = True
         elif what == "close" and name in door.seats:
             door.leave(name)
         assert door.table.count == len(door.seats) <= most
@@ -134,6 +136,39 @@ def test_counts_close_and_no_busy_seat_is_taken(steps: list[tuple[str, int, Stat
         door.leave(name)
     assert door.table.count == 0 and door.table.victim(door.now_s + 9) is None
     assert all(not queue._by_holder for queue in door.table._queues)
+
+
+def test_the_longest_idle_pays_whatever_was_idle_before() -> None:
+    """Kept connections ask again and again; the one that did not for longest is closed, and a busy one never."""
+    door = Door(50)
+    for number in range(50):
+        door.open(str(number), "a")
+        door.rest(str(number))
+        door.rest(str(number))
+    dice = random.Random(2)
+    idle_since = dict.fromkeys(door.seats, 0.0)
+    busy: set[str] = set()
+    for step in range(2_000):
+        door.now_s += 0.01
+        name = dice.choice(sorted(door.seats.keys() - busy))
+        if step % 3 and len(busy) < 20:
+            door.seats[name].is_busy = True
+            busy.add(name)
+        elif busy:
+            name = busy.pop()
+            door.rest(name)
+            idle_since[name] = door.now_s
+        if step % 20 == 0:
+            door.closed.clear()
+            new = f"new {step}"
+            door.open(new, "a")
+            [closed] = door.closed
+            assert closed not in busy
+            older = [each for each in door.seats.keys() - busy - {new} if idle_since[each] < idle_since[closed] - 5.0]
+            assert not older, "among those of about the same age any may be the one"
+            door.rest(new)
+            door.rest(new)
+            idle_since[new] = door.now_s
 
 
 def test_a_slow_reader_is_named_when_it_has_not_read_for_a_while() -> None:

@@ -14,7 +14,7 @@ MOST = 1 << 20
 
 
 class Door:
-    """Bodies as the proxy holds them: each piece is counted, and whoever has to pays."""
+    """Bodies as the proxy holds them: each piece is counted, and the victim is dropped."""
 
     def __init__(self, most: int = MOST) -> None:
         self.held: HeldBytes[str] = HeldBytes(most)

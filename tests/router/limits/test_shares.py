@@ -34,7 +34,8 @@ def test_no_holder_takes_all_and_the_limit_holds(most: int, holders: list[int]) 
     limit = SharedLimit(most)
     for holder in holders:
         while limit.has_room(holder):
-            limit.change(holder, 1)
+            assert limit.take(holder)
+        assert not limit.take(holder)
         assert limit.held <= most
         assert limit.of(holder) >= SharedLimit.PART * (most - limit.held)
         others = [each for each in range(10) if not limit.of(each)]

@@ -276,6 +276,9 @@ class Connection(asyncio.Protocol):
         self.made = True
         self.deadline = Deadline(self._loop)
         self.accepted = None
+        if self.closing:  # it was evicted meanwhile
+            self._transport.abort()
+            return
         if self._seat is None:
             peer = transport.get_extra_info("peername")
             self.sit(str(peer[0]) if isinstance(peer, tuple) and peer else "")
@@ -354,7 +357,7 @@ class Connection(asyncio.Protocol):
             return
         if self._in_head:
             self._partial_bytes += len(data)
-            if self._partial_bytes > MAX_HEAD_BYTES:
+            if self._partial_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
                 self._refuse(_head_too_long())
                 return
             if self._partial_bytes == len(data):
@@ -373,9 +376,7 @@ class Connection(asyncio.Protocol):
         self._target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Of a head with too many, which is refused, one more is kept. Within a body these are trailers, which no known
-        # API uses.
-        if self._reading is None and len(self._headers) <= MAX_HEADERS:
+        if self._reading is None:  # else it is a trailer: no known API uses them
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -465,8 +466,10 @@ class Connection(asyncio.Protocol):
             return
         if not self._discarding and not self.full and (self._in_head or self._reading is not None):
             self._refuse(ApiError(408, "connections are short, and this request came too slowly"))
-            self.close()
-            return
+            if self._transport.get_extra_info("ssl_object") is None:
+                self.close()
+                return
+        # At once: with TLS, closing waits for the other side.
         self._discarding = self.closing = True
         self._transport.abort()
 
@@ -558,7 +561,8 @@ class Connection(asyncio.Protocol):
 
     def _start(self, request: Incoming) -> None:
         self._current = request
-        self._move(State.BUSY)
+        if self._seat is not None:
+            self._seat.is_busy = True
         self.deadline.clear()
         if request.refusal is not None:
             self._app.refuse(request, request.refusal)

@@ -33,12 +33,19 @@ class Listener:
         admit: Callable[[Connection, str], None],
         context: ssl.SSLContext | None,
         handshake_s: Callable[[], float],
+        on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """``admit``: is called with each connection and its client's address."""
+        """
+        Args:
+            admit: is called with each connection and its client's address.
+            on_files_short: is called where the process has no file left for a connection.
+        """
         self._connection = connection
         self._admit = admit
         self._context = context
         self._handshake_s = handshake_s
+        self._on_files_short = on_files_short
+        self._is_short = False
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._beginning: set[asyncio.Task[None]] = set()
@@ -78,10 +85,14 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                log.error("cannot accept a connection: %s", os_reason(error))
+                if not self._is_short:
+                    log.error("cannot accept connections for now: %s", os_reason(error))
+                self._is_short = True
+                self._on_files_short()
                 self._loop.remove_reader(listening)
                 self._loop.call_later(PAUSE_S, self._resume, listening)
                 return
+            self._is_short = False
             self._begin(accepted, peer, self._handshake_s())
 
     def _resume(self, listening: socket.socket) -> None:

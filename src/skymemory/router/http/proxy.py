@@ -99,7 +99,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = AccessControl()
         least_load, alone = alone_schedulers(scheduler, settings.seed)
-        pools.on_files_short = self._close_idle
+        pools.on_files_short = self.close_idle
         self._exchanges = Exchanges(
             settings, self._access, reader, scheduler, least_load, backends, pools, metrics, deferred, alone
         )
@@ -182,8 +182,8 @@ class Proxy:
             self.evicted("connections")
             (connection if seat is None else seat.owner).evict()
 
-    def _close_idle(self) -> None:
-        """The process has no file left for a connection to a server: some clients' connections are closed for it."""
+    def close_idle(self) -> None:
+        """The process has no file left: some clients' connections are closed for it."""
         now_s = time.monotonic()
         for _ in range(_FREED):
             seat = self.table.victim(now_s)
@@ -237,14 +237,15 @@ class Proxy:
             self.refuse(request, looped)
             return
         slots, holder = self._slots, request.holder
-        if not slots.has_room(holder) and not self._drop_slow_reader(holder):
-            message = (
-                f"{slots.held} requests are already in flight, {slots.of(holder)} of them of this client; at most "
-                f"{slots.most} are allowed, and a client has a share of them; try again soon"
-            )
-            self.refuse(request, ApiError(429, message, retry_after_s=1))
-            return
-        slots.change(holder, 1)
+        if not slots.take(holder):
+            if not self._drop_slow_reader(holder):
+                message = (
+                    f"{slots.held} requests are already in flight, {slots.of(holder)} of them of this client; at most "
+                    f"{slots.most} are allowed, and a client has a share of them; try again soon"
+                )
+                self.refuse(request, ApiError(429, message, retry_after_s=1))
+                return
+            slots.change(holder, 1)
         self._exchange(self._exchanges, request, self._done).begin()
 
     def _drop_slow_reader(self, holder: str) -> bool:

@@ -113,7 +113,8 @@ class ProxyServer:
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context
             connection = partial(Connection, self.proxy, loop)
-            self._listener = Listener(connection, self.proxy.admit, context, lambda: self.proxy.head_s)
+            proxy = self.proxy
+            self._listener = Listener(connection, proxy.admit, context, lambda: proxy.head_s, proxy.close_idle)
             try:
                 self.port = await self._listener.start(host, port)
             except OSError as error:

@@ -10,7 +10,11 @@ first seat of this order pays, in each state that of the address with the most s
 5. ``BODY`` for ``LATE_S``: the rest of a body is missing;
 6. any other ``HEAD``, ``BODY``, ``UNREAD``.
 
-``BUSY`` seats, whose requests are at servers, are never closed. All steps take constant time.
+``BUSY`` seats, whose requests are at servers, are never closed.
+
+A kept connection changes between busy and idle with every request, so these changes only set fields of its seat
+(``is_busy``, ``since_s``); ``victim`` sets its queue right where it meets the seat. So all steps take constant time, a
+search for a victim averaged over the requests before it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ class State(IntEnum):
     BUSY = 5
 
 
+_KEPT = State.KEPT
 _ORDER = (
     (State.HEAD, LATE_S),
     (State.IDLE, 0.0),
@@ -54,6 +59,10 @@ class Seat(Generic[Owner]):
     state: State = State.HEAD
     has_served: bool = False
     """It has had a request."""
+    is_busy: bool = False
+    """Its request is at a server, whatever queue it still stands in."""
+    since_s: float = 0.0
+    """Since when it is idle."""
 
 
 class _Queues(Generic[Owner]):
@@ -100,6 +109,7 @@ class ConnectionTable(Generic[Owner]):
     def move(self, seat: Seat[Owner], to: State, now_s: float) -> None:
         """Change a seat's state."""
         state = seat.state
+        seat.is_busy = False
         if state is to:
             return
         if state is not State.BUSY:
@@ -109,13 +119,11 @@ class ConnectionTable(Generic[Owner]):
             self._queues[to].add(seat, now_s)
 
     def rest(self, seat: Seat[Owner], now_s: float) -> None:
-        """A seat is idle; if it was before, its time begins again."""
-        if seat.state in (State.IDLE, State.KEPT):
-            self._queues[seat.state].remove(seat)
-            self._queues[seat.state].add(seat, now_s)
-            return
-        self.move(seat, State.KEPT if seat.has_served else State.IDLE, now_s)
-        seat.has_served = True
+        """A seat is idle from now on."""
+        seat.since_s, seat.is_busy = now_s, False
+        if seat.state is not _KEPT:
+            self.move(seat, State.KEPT if seat.has_served else State.IDLE, now_s)
+            seat.has_served = True
 
     def close(self, seat: Seat[Owner]) -> None:
         self.count -= 1
@@ -130,12 +138,26 @@ class ConnectionTable(Generic[Owner]):
     def victim(self, now_s: float) -> Seat[Owner] | None:
         """The seat to close for a newcomer; None: all are busy."""
         for state, least_s in _ORDER:
-            found = self._queues[state].first()
+            found = self._first(state)
             if found is not None and now_s - found[1] >= least_s:
                 return found[0]
         return None
 
+    def _first(self, state: State) -> tuple[Seat[Owner], float] | None:
+        queue = self._queues[state]
+        while (found := queue.first()) is not None:
+            seat, since_s = found
+            if seat.is_busy:
+                queue.remove(seat)
+                seat.state = State.BUSY
+            elif seat.since_s > since_s and state in (State.IDLE, State.KEPT):
+                queue.remove(seat)
+                queue.add(seat, seat.since_s)
+            else:
+                return found
+        return None
+
     def slow_reader(self, now_s: float) -> Seat[Owner] | None:
         """The seat whose client has not read for longest, if that is ``LATE_S``."""
-        found = self._queues[State.UNREAD].first()
+        found = self._first(State.UNREAD)
         return found[0] if found is not None and now_s - found[1] >= LATE_S else None

@@ -82,6 +82,16 @@ class SharedLimit:
         free = self.most - self.held
         return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
 
+    def take(self, holder: Hashable) -> bool:
+        """Add 1 for a holder that has room; False: it has none."""
+        free = self.most - self.held
+        mine = self._by_holder.get(holder, 0)
+        if free < 1 or mine >= self.PART * free:
+            return False
+        self.held += 1
+        self._by_holder[holder] = mine + 1
+        return True
+
     def change(self, holder: Hashable, by: int) -> None:
         self.held += by
         now = self._by_holder.get(holder, 0) + by
