@@ -32,8 +32,9 @@ class MockEngine:
 
     ``mock``: ``events`` of a stream (3), ``gap_s`` between them, ``first_byte_s`` before the first, ``status``,
     ``die`` ("before", "after-headers", "between-events", "in-event", "in-body"), ``open_end`` (no length, no chunks),
-    ``body_bytes`` of an answer, ``more`` header lines, ``packed`` (a Content-Encoding), ``garbage`` (an answer that is no JSON), ``hold`` (it
-    answers when ``release`` is set, and notices that its client leaves), ``refuses_params``.
+    ``body_bytes`` of an answer, ``more`` header lines of it, ``packed`` (a Content-Encoding), ``garbage`` (an answer
+    that is no JSON), ``hold`` (it answers when ``release`` is set, and notices that its client leaves),
+    ``refuses_params``.
 
     To ``do_remote_decode`` it answers with ``params``, as an engine that keeps what it computed for another one.
     """
@@ -175,7 +176,11 @@ class MockEngine:
         if params is not None:
             answer["kv_transfer_params"] = params
         body = b"<html>" if mock.get("garbage") else json.dumps(answer).encode()
-        more = mock.get("more", "") + "Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n" + ("Content-Encoding: gzip\r\n" if mock.get("packed") else "")
+        more = (
+            mock.get("more", "")
+            + "Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
+            + ("Content-Encoding: gzip\r\n" if mock.get("packed") else "")
+        )
         if mock.get("die") == "in-body":
             writer.write(
                 f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()

@@ -44,11 +44,17 @@ class Failure:
     """The server's own ``Retry-After``."""
     is_proven: bool = False
     """Another server has answered the request."""
+    is_final: bool = False
+    """The request ended with it: no other server was asked."""
 
     @property
     def accuses(self) -> bool:
         """It speaks of a fault, not of a full server."""
         return not RULES[self.fault].is_back_pressure
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_proven or self.is_final or self.fault is Fault.SILENT
 
 
 class Attempts:
@@ -135,7 +141,9 @@ class Evidence:
 
     def ejects(self, clients: int) -> str:
         """Why these failures eject the server; empty: they do not."""
-        accusing = [failure for failure in self.binding(None, clients) if failure.accuses]
+        # While a request is being tried elsewhere it may yet prove to be the cause.
+        settled = (each for each in self.binding(None, clients) if each.is_settled)
+        accusing = [failure for failure in settled if failure.accuses]
         silent = sum(failure.fault is Fault.SILENT for failure in accusing)
         if len(accusing) >= EJECTING or silent >= EJECTING_SILENT:
             last = accusing[-1].fault

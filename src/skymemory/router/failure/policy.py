@@ -204,6 +204,14 @@ class FailurePolicy:
         else:
             self._forget(record, attempts)
 
+    def on_end(self, attempts: Attempts, now_s: float) -> None:
+        """The request has ended with its last failure."""
+        for name, failure in attempts.failed.items():
+            record = self._records.get(name)
+            if record is not None and attempts in record.evidence.failures and not failure.is_final:
+                record.evidence.failures[attempts] = replace(record.evidence.failures[attempts], is_final=True)
+                self._review(record, now_s)
+
     def _forget(self, record: _Record, attempts: Attempts) -> None:
         record.unanswered.pop(attempts, None)
         if record.probe is attempts:
@@ -297,7 +305,7 @@ class FailurePolicy:
         is no retry of a fleet that is overloaded.
         """
         record = self._records.get(server)
-        return record is not None and (record.is_ejected or record.evidence.is_proven)
+        return record is not None and (not record.is_used or record.evidence.is_proven)
 
     def is_busy(self, server: str, now_s: float) -> bool:
         """Whether the server itself has said that it is full, and is left alone for that."""
