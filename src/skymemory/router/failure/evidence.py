@@ -120,6 +120,10 @@ class Evidence:
         return any(failure.accuses for failure in self.failures.values())
 
     @property
+    def is_silent(self) -> bool:
+        return any(failure.fault is Fault.SILENT for failure in self.failures.values())
+
+    @property
     def is_proven(self) -> bool:
         return any(failure.is_proven and failure.accuses for failure in self.failures.values())
 
