@@ -111,14 +111,20 @@ def engine_of(header: dict[str, str], running: Running) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("most", [0, 1, 2])
-@pytest.mark.parametrize("die", ["before", "after-headers"])
+@pytest.mark.parametrize(
+    ("die", "most"),
+    [
+        ("before", 2),
+        *(pytest.param(die, most, marks=pytest.mark.slow) for die in ("before", "after-headers") for most in (0, 1)),
+        pytest.param("after-headers", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_request_that_kills_costs_others_nothing_and_is_sent_a_bounded_number_of_times(
-    run: Run, most: int, die: str
+    run: Run, die: str, most: int
 ) -> None:
     running = start(run, retries={"most": most})
     assert drive(running, 12) == {200: 12}
-    for number in range(9):
+    for number in range(6):
         header = {"x-id": str(number)}
         answer = complete(running, number, stream=True, headers=header, mock={"die": die})
         assert answer.status == 502 and engine_of(header, running).total() <= 1 + most
@@ -137,9 +143,19 @@ def test_many_such_requests_at_once_leave_others_alone(run: Run) -> None:
         assert Counter(each.result().status for each in good) == {200: 200}
 
 
-@pytest.mark.parametrize("retry_after", [True, False])
-@pytest.mark.parametrize("engines", [3, 10])
-@pytest.mark.parametrize("status", [503, 429, 500, 502])
+@pytest.mark.parametrize(
+    ("status", "engines", "retry_after"),
+    [
+        (503, 3, True),
+        (503, 10, False),
+        *(
+            pytest.param(status, engines, retry_after, marks=pytest.mark.slow)
+            for status in (429, 500, 502, 503)
+            for engines in (3, 10)
+            for retry_after in (True, False)
+        ),
+    ],
+)
 def test_a_fleet_that_is_down_or_full_gets_little_more_than_its_load(
     run: Run, status: int, engines: int, retry_after: bool
 ) -> None:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from skymemory.router.failure.faults import RULES, Fault
@@ -57,6 +59,11 @@ class Failure:
         return self.is_proven or self.is_final or self.fault is Fault.SILENT
 
 
+NO_FAILURES: Mapping[str, Failure] = MappingProxyType({})
+NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
+"""Shared by all requests that have not failed, which are nearly all."""
+
+
 class Attempts:
     """The attempts of one request, for the policy."""
 
@@ -66,10 +73,19 @@ class Attempts:
         self.client = client
         """Tenant or address."""
         self.owner = owner
-        self.failed: dict[str, Failure] = {}
+        self.failed: Mapping[str, Failure] = NO_FAILURES
         """By server, the last failure."""
-        self.retries: dict[Fault, int] = {}
+        self.retries: Mapping[Fault, int] = NO_RETRIES
         """Attempts elsewhere that each fault has caused."""
+
+    def add_failure(self, server: str, failure: Failure) -> None:
+        self.failed = {**self.failed, server: failure}
+
+    def remove_failure(self, server: str) -> None:
+        self.failed = {name: failure for name, failure in self.failed.items() if name != server}
+
+    def count_retry(self, fault: Fault) -> None:
+        self.retries = {**self.retries, fault: self.retries.get(fault, 0) + 1}
 
     @property
     def accused(self) -> list[str]:

@@ -155,7 +155,7 @@ class FailurePolicy:
         record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
         if record.is_new:
             self._doubted[server] = record
-        elif record.evidence:
+        elif record.evidence.failures:
             record.probe = attempts
 
     def on_answer(self, attempts: Attempts, server: str, now_s: float, is_good: bool = True) -> None:
@@ -171,7 +171,7 @@ class FailurePolicy:
             if record.probe is attempts:
                 record.probe = None
             record.evidence.take_back(attempts)  # late, but not without an answer
-            attempts.failed.pop(server, None)
+            attempts.remove_failure(server)
             if sent is not None and sent.sent_s >= record.evidence.last_s:
                 record.evidence.clear(now_s)
             record.refused_until_s = -math.inf
@@ -190,7 +190,7 @@ class FailurePolicy:
         if not rule.is_of_pair:
             record.refused_until_s = now_s + REFUSED_S
         if rule.is_of_pair or not self._are_checked:
-            attempts.failed[server] = failure
+            attempts.add_failure(server, failure)
             record.evidence.add(attempts, failure)
             if failure.accuses and attempts.is_suspect:
                 self._take_back(attempts, now_s)
@@ -373,7 +373,8 @@ class FailurePolicy:
         for attempts, each in record.unanswered.items():
             waited_s = now_s - max(each.sent_s, record.alive_s)
             if attempts not in record.evidence.failures and waited_s > silent_after_s(self._expected_s(each)):
-                attempts.failed[record.name] = failure = Failure(attempts.client, Fault.SILENT, now_s)
+                failure = Failure(attempts.client, Fault.SILENT, now_s)
+                attempts.add_failure(record.name, failure)
                 record.evidence.add(attempts, failure)
                 if record.probe is attempts:
                     record.probe = None

@@ -410,7 +410,7 @@ class Exchange:
         self._log.retries += 1
         self._of.metrics.of(server).retries += 1
         self._tried.add(server)
-        self._attempts.retries[fault] = self._attempts.retries.get(fault, 0) + 1
+        self._attempts.count_retry(fault)
 
     def _back_off(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
         again = partial(self._again, server, fault, number, is_paid)
