@@ -284,10 +284,10 @@ class FailurePolicy:
         if not is_retry and (probed := self._to_probe(client, clients, now_s)) is not None:
             return {each.name for each in self._of(probed.group) if each is not probed}
         resting: dict[str, _Record] = {}
-        mild = set()
+        refused, mild = set(), set()
         for name, record in self._doubted.items():
             if record.refused_until_s > now_s:
-                mild.add(name)
+                refused.add(name)
             elif record.is_ejected and not record.is_used:
                 continue
             elif record.evidence and (
@@ -305,7 +305,12 @@ class FailurePolicy:
                 if len(here) + out > self._most_out(group):
                     for name in here:
                         del resting[name]
-        return mild.union(resting)
+        avoided = refused.union(resting)
+        # A new or a quiet server is better than one that has just failed.
+        for group in {self._records[name].group for name in mild}:
+            if any(record.is_used and record.name not in avoided | mild for record in self._of(group)):
+                avoided |= {name for name in mild if self._records[name].group == group}
+        return avoided
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
         """A server that leaves a request unanswered. Strategies may send it no other, as its load never ends; but one
@@ -320,11 +325,17 @@ class FailurePolicy:
         return None
 
     def is_free_retry(self, server: str) -> bool:
-        """A retry of what failed there takes nothing from the retry budget: the server is known to be at fault, so this
-        is no retry of a fleet that is overloaded.
+        """Whether a retry of what failed there is allowed beyond the retry budget: the server is known to be at fault,
+        or is full while another one answers. The fleet is not overloaded then.
         """
         record = self._records.get(server)
-        return record is not None and (not record.is_used or record.evidence.is_proven)
+        if record is None:
+            return False
+        if not record.is_used or record.evidence.is_proven:
+            return True
+        return not record.evidence.has_accusation and any(
+            other.is_used and other.alive_s > -math.inf and not other.evidence for other in self._of(record.group)
+        )
 
     def is_busy(self, server: str, now_s: float) -> bool:
         """Whether the server itself has said that it is full, and is left alone for that."""

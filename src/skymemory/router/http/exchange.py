@@ -370,12 +370,11 @@ class Exchange:
         )
 
     def _may_spend(self, fault: Fault, server: str) -> bool:
-        """Whether the budget of all requests allows a retry after this fault. What was not executed costs nothing."""
-        if fault in (Fault.REFUSED, Fault.SILENT):
-            return True
-        if fault is not Fault.BUSY and self._of.backends.policy.is_free_retry(server):
-            return True
-        if self._of.retries.take(time.monotonic()):
+        """Whether the budget of all requests allows a retry after this fault."""
+        if fault is Fault.REFUSED:
+            return True  # nothing was sent
+        is_free = fault is Fault.SILENT or self._of.backends.policy.is_free_retry(server)
+        if self._of.retries.take(time.monotonic(), is_free=is_free):
             return True
         self._of.metrics.denied_retries.inc()
         return False
