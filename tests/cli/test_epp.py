@@ -113,6 +113,9 @@ def test_envoys_configuration_is_json_with_one_cluster_for_servers_and_one_for_t
     ]
     assert hosts == [{"address": "127.0.0.1", "port_value": 2}, {"address": "::1", "port_value": 3}]
     assert "transport_socket" in picker and "transport_socket" not in servers
+    (limits,) = servers["circuit_breakers"]["thresholds"]
+    assert limits["retry_budget"] == {"budget_percent": {"value": 20.0}, "min_retry_concurrency": 3}
+    assert servers["outlier_detection"]["max_ejection_percent"] == 50
 
 
 @pytest.mark.parametrize(("verb", "absent"), [("epp", "zmq"), ("route", "httptools"), ("route", "zmq")])

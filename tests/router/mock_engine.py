@@ -32,8 +32,9 @@ class MockEngine:
 
     ``mock``: ``events`` of a stream (3), ``gap_s`` between them, ``first_byte_s`` before the first, ``status``,
     ``die`` ("before", "after-headers", "between-events", "in-event", "in-body"), ``open_end`` (no length, no chunks),
-    ``body_bytes`` of an answer, ``more`` header lines, ``packed`` (a Content-Encoding), ``garbage`` (an answer that is no JSON), ``hold`` (it
-    answers when ``release`` is set, and notices that its client leaves), ``refuses_params``.
+    ``body_bytes`` of an answer, ``more`` header lines of it, ``packed`` (a Content-Encoding), ``garbage`` (an answer
+    that is no JSON), ``hold`` (it answers when ``release`` is set, and notices that its client leaves),
+    ``refuses_params``.
 
     To ``do_remote_decode`` it answers with ``params``, as an engine that keeps what it computed for another one.
     """

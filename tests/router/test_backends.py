@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from skymemory.conductor.picker import Fleet, LoadReport, Picker, Server
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.simple import LeastLoad
-from skymemory.router.backends import REST_S, Backends
+from skymemory.router.backends import Backends
+from skymemory.router.failure.evidence import REST_S, Attempts
+from skymemory.router.failure.faults import Fault
+from skymemory.router.failure.silence import FIRST_TOKEN
 from skymemory.router.settings import BOTH, DECODE, PREFILL, Backend, Health
 
 NONE = np.empty(0, dtype=np.uint64)
@@ -33,34 +38,82 @@ def asked(model: str = "", adapter: str = "") -> Request:
     return Request(Prompt(NONE, NONE, 16, 10), model=model, adapter=adapter)
 
 
-def test_three_failures_in_a_row_eject_and_two_checks_bring_back() -> None:
-    backends, picker, scorer = some("a")
+def check(backends: Backends, name: str, why: str = "", *, times: int = 1, is_refused: bool = False) -> None:
+    for _ in range(times):
+        backends.on_check(name, why, 0.0, 0.0, is_refused=is_refused)
+
+
+def test_three_failed_checks_in_a_row_eject_and_two_good_ones_bring_back() -> None:
+    backends, picker, scorer = some("a", "b")
     server = picker.fleet.servers["a"]
     for _ in range(5):
-        backends.failed("a", "x", 0.0)
-        backends.failed("a", "x", 0.0)
-        backends.answered("a")
+        check(backends, "a", "x", times=2)
+        check(backends, "a")
     assert server.healthy
-    for _ in range(3):
-        backends.failed("a", "x", 0.0)
+    check(backends, "a", "x", times=3)
+    assert not server.healthy and backends.known["a"].why == "x"
+    check(backends, "a")
     assert not server.healthy
-    backends.answered("a")  # a stream that went on
-    backends.checked("a")
+    check(backends, "a", "x")
+    check(backends, "a")
     assert not server.healthy
-    backends.failed("a", "x", 0.0)
-    backends.checked("a")
-    assert not server.healthy
-    backends.checked("a")
-    assert server.healthy and scorer.forgotten == []
+    check(backends, "a")
+    assert server.healthy and scorer.forgotten == [] and not backends.known["a"].why
 
 
-def test_who_was_gone_has_lost_what_it_had() -> None:
-    backends, picker, scorer = some("a", failures=1)
-    backends.failed("a", "connection refused", 0.0, gone=True)
-    backends.failed("a", "timed out", 0.0)
-    backends.checked("a")
-    backends.checked("a")
+def test_a_server_that_refused_connections_has_lost_what_it_had() -> None:
+    backends, picker, scorer = some("a", "b", failures=1)
+    check(backends, "a", "connection refused", is_refused=True)
+    assert not picker.fleet.servers["a"].healthy
+    check(backends, "a", times=2)
     assert picker.fleet.servers["a"].healthy and scorer.forgotten == ["a"]
+
+
+def test_where_too_many_are_ejected_all_are_used_that_can_be_reached() -> None:
+    backends, picker, _ = some("a", "b", "c")
+    check(backends, "a", "503", times=3)
+    assert [server.healthy for server in picker.fleet] == [False, True, True]
+    check(backends, "b", "503", times=3)
+    assert [server.healthy for server in picker.fleet] == [True, True, True]
+    check(backends, "c", "connection refused", times=3, is_refused=True)
+    assert [server.healthy for server in picker.fleet] == [True, True, False]
+    check(backends, "b", times=2)
+    assert [server.healthy for server in picker.fleet] == [True, True, False], "two of three are still ejected"
+    check(backends, "a", times=2)
+    assert [server.healthy for server in picker.fleet] == [True, True, False]
+
+
+def test_a_failed_request_asks_for_a_check_and_moves_none() -> None:
+    backends, picker, _ = some("a", "b")
+    wanted: list[str] = []
+    backends.on_check_wanted = wanted.append
+    attempts = Attempts("client")
+    backends.policy.on_sent(attempts, "a", 0.0, 0.0, FIRST_TOKEN)
+    backends.on_fault(attempts, "a", Fault.RESET, 1.0)
+    assert wanted == ["a"] and all(server.healthy for server in picker.fleet)
+
+
+def test_requests_at_an_ejected_server_are_moved() -> None:
+    class Owner:
+        moved: ClassVar[list[tuple[str, str]]] = []
+
+        def move_on(self, server: str, why: str) -> None:
+            self.moved.append((server, why))
+
+    backends, _, _ = some("a", "b", failures=1)
+    backends.policy.on_sent(Attempts("client", Owner()), "a", 0.0, 0.0, FIRST_TOKEN)
+    backends.policy.on_sent(Attempts("client", Owner()), "b", 0.0, 0.0, FIRST_TOKEN)
+    check(backends, "a", "no answer within 2 s")
+    assert Owner.moved == [("a", "no answer within 2 s")]
+
+
+def test_servers_to_avoid_are_left_out_where_others_are_up() -> None:
+    backends, picker, _ = some("a", "b", "c")
+    assert backends.able(asked(), (), 0, {"a"}) == {"b", "c"}
+    assert backends.able(asked(), {"b", "c"}, 0, {"a"}) == {"a"}
+    picker.fleet.servers["b"].healthy = picker.fleet.servers["c"].healthy = False
+    assert backends.able(asked(), (), 0, {"a"}) == {"a", "b", "c"}
+    assert backends.without({"a", "absent"}, {"b"}) == {"a"}
 
 
 def test_models_and_adapters_narrow_who_is_asked() -> None:
@@ -116,24 +169,27 @@ def test_who_returns_before_it_left_stays_and_a_new_address_is_a_new_server() ->
     assert scorer.forgotten == ["a"] and picker.fleet.servers["a"].draining
 
 
-def test_without_checks_a_server_is_tried_again_after_a_while_and_the_last_is_never_ejected() -> None:
-    backends, picker, scorer = some("a", "b", failures=2, are_checked=False)
+def test_without_checks_failures_eject_and_a_server_is_tried_again_after_its_rest() -> None:
+    backends, picker, scorer = some("a", "b", are_checked=False)
     ejected: list[str] = []
     backends.on_ejected = ejected.append
     a, b = picker.fleet
-    assert not backends.failed("a", "x", 0.0)
-    backends.answered("a")
-    assert not backends.failed("a", "x", 0.0) and backends.failed("a", "x", 0.0) and not a.healthy
-    assert not backends.failed("b", "x", 0.0) and not backends.failed("b", "x", 0.0) and b.healthy
-    backends.review(REST_S - 0.1)
+    for number in range(3):
+        for name in ("a", "absent"):
+            attempts = Attempts("client")
+            backends.policy.on_sent(attempts, name, 0.0, 0.0, FIRST_TOKEN)
+            backends.on_fault(attempts, name, Fault.UNCONNECTED, float(number))
+            backends.on_end(attempts, float(number))
+    assert not a.healthy and b.healthy and ejected == ["a"]
+    backends.review(2.0 + REST_S[2] - 0.1)
     assert not a.healthy
-    backends.review(REST_S)
-    assert a.healthy and backends.failed("a", "x", REST_S + 1), "one more failure is enough"
-    backends.answered("a")  # of a request that was under way
-    backends.review(2 * REST_S + 1)
-    backends.answered("a")
-    assert a.healthy and not backends.failed("a", "x", 50.0) and scorer.forgotten == []
-    assert ejected == ["a", "a"] and not backends.failed("absent", "x", 0.0)
+    backends.review(2.0 + REST_S[2])
+    assert a.healthy
+    again = Attempts("client")
+    backends.policy.on_sent(again, "a", 12.0, 0.0, FIRST_TOKEN)
+    assert backends.avoided("client", 12.0) == {"a"}, "one request at a time tries it"
+    backends.on_answer(again, "a", 12.1)
+    assert backends.avoided("client", 12.2) == set() and scorer.forgotten == []
 
 
 def test_arrivals_and_departures_are_reported_and_servers_that_stay_keep_their_state() -> None:
@@ -174,10 +230,10 @@ def test_servers_stand_in_the_fleet_of_their_role() -> None:
     backends, prefill, decode = roles(p=PREFILL, d=DECODE, b=BOTH)
     assert list(prefill.fleet.servers) == ["p"] and list(decode.fleet.servers) == ["d", "b"]
     assert backends.alone(asked(), ()) == {"b"} and backends.alone(asked(), {"b"}) == {"d"}
-    backends.failed("b", "x", 0.0)
+    check(backends, "b", "x", is_refused=True)
     assert backends.alone(asked(), ()) == {"b", "d"} and not decode.fleet.servers["b"].healthy
     assert backends.has_prefill(None) and not backends.has_prefill({"d", "b"})
-    backends.failed("p", "x", 0.0)
+    check(backends, "p", "x", is_refused=True)
     assert not backends.has_prefill(None)
 
 

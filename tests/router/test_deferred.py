@@ -12,7 +12,7 @@ from tests.router.envoy.test_ext_proc_server import a_call, with_server
 from skymemory.conductor.picker import Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import RoundRobin
-from skymemory.router.envoy.ext_proc import NO_PROMPT
+from skymemory.router.envoy.ext_proc import WITHOUT_PROMPT
 from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.grpc.server import Connection
 from skymemory.router.request_account import DeferredWork, RequestAccount
@@ -40,11 +40,11 @@ def test_accounts_are_kept_before_the_next_pick_looks_at_them() -> None:
     service = a_service()
     soon: list[Callable[[], None]] = []
     service.deferred.schedule = soon.append
-    first = service.choose(NO_PROMPT, None, 0.0)
+    first = service.choose(WITHOUT_PROMPT, None, 0.0)
     server = service.picker.fleet.servers[first.prefill.server]
     account = RequestAccount(service.scheduler, first, 0.0, service.deferred)
     assert server.in_flight == 0
-    service.must_wait(NO_PROMPT, None, 0.0)
+    service.must_wait(WITHOUT_PROMPT, None, 0.0)
     assert server.in_flight == 1
     account.served_by("10.0.0.2:8000", 0.1)
     account.ended(0.2, None)

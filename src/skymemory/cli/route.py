@@ -435,6 +435,9 @@ def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -
         listen=_address(args.envoy_listen, "--envoy-listen"),
         endpoints=tuple(as_endpoint(each).name for each in settings.backends if each.role != PREFILL),
         retries=settings.picker.fallbacks,
+        retry_budget=settings.retries.budget,
+        retry_floor=settings.retries.floor,
+        max_ejected=settings.health.max_ejected,
         picker_tls=settings.picker.self_signed or settings.picker.tls_cert is not None,
     )
     try:

@@ -327,6 +327,11 @@ class Backends:
         self.policy.on_fault(attempts, name, fault, now_s, wait_s)
         self._apply()
 
+    def on_end(self, attempts: Attempts, now_s: float) -> None:
+        """A request has ended with its last failure."""
+        self.policy.on_end(attempts, now_s)
+        self._apply()
+
     def on_dropped(self, attempts: Attempts, name: str, now_s: float) -> None:
         """A request without a first byte is no longer waited for."""
         self.policy.on_dropped(attempts, name, now_s)

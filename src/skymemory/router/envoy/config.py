@@ -6,8 +6,9 @@ For Envoys outside Kubernetes (gateways there have their own), for the tests and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from skymemory.router.envoy.messages import (
@@ -19,6 +20,9 @@ from skymemory.router.envoy.messages import (
     SUBSET_NAMESPACE,
     UPSTREAM_ADDRESS,
 )
+from skymemory.router.failure.budget import FIRST_S, MOST_S
+from skymemory.router.failure.evidence import EJECTING, REST_S
+from skymemory.router.settings import RETRIABLE
 
 _TYPE = "type.googleapis.com/envoy"
 BUFFER_BYTES = 16 << 20
@@ -41,6 +45,13 @@ class Entrance:
     read_from: Literal["metadata", "header"] = "metadata"
     """Source of the endpoint. A client can send the header, but no metadata."""
     retries: int = 0
+    """Further endpoints that a request may go to after the first: connection failures, resets and ``RETRIABLE``."""
+    retry_budget: float = 0.2
+    """Retries at once, as a share of the requests under way;"""
+    retry_floor: int = 3
+    """so many are always allowed."""
+    max_ejected: float = 0.5
+    """Largest share of ``endpoints`` that Envoy's outlier detection may eject."""
     fail_open: bool = False
     """While the picker is down, use ``endpoints`` in turn instead of answering an error."""
     picker_tls: bool = False
@@ -69,9 +80,10 @@ def _listener(entrance: Entrance) -> dict[str, Any]:
     route: dict[str, Any] = {"cluster": f"{entrance.name}-servers", "timeout": "0s"}
     if entrance.retries:
         route["retry_policy"] = {
-            "retry_on": "connect-failure,refused-stream,reset-before-request",
+            "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
+            "retriable_status_codes": list(RETRIABLE),
             "num_retries": entrance.retries,
-            "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.05s"},
+            "retry_back_off": {"base_interval": f"{FIRST_S:g}s", "max_interval": f"{MOST_S:g}s"},
         }
     router = {
         "name": "envoy.filters.http.router",
@@ -128,7 +140,7 @@ def _servers(entrance: Entrance) -> dict[str, Any]:
         "name": f"{entrance.name}-servers",
         "connect_timeout": "1s",
         "per_connection_buffer_limit_bytes": BUFFER_BYTES,
-        "circuit_breakers": _no_limits(),
+        "circuit_breakers": _no_limits(_retry_budget(entrance)),
     }
     if not entrance.endpoints:
         destination: dict[str, Any] = (
@@ -138,7 +150,11 @@ def _servers(entrance: Entrance) -> dict[str, Any]:
         )
         lb = {"lb_policy": "CLUSTER_PROVIDED", "original_dst_lb_config": destination}
         return {**cluster, "type": "ORIGINAL_DST", **lb}
-    cluster |= {"type": "STATIC", "load_assignment": _assignment(cluster["name"], entrance.endpoints)}
+    cluster |= {
+        "type": "STATIC",
+        "load_assignment": _assignment(cluster["name"], entrance.endpoints),
+        "outlier_detection": _outliers(entrance),
+    }
     in_turn = {
         "name": "envoy.load_balancing_policies.round_robin",
         "typed_config": {"@type": f"{_TYPE}.extensions.load_balancing_policies.round_robin.v3.RoundRobin"},
@@ -200,9 +216,29 @@ def _picker(entrance: Entrance) -> dict[str, Any]:
     return cluster
 
 
-def _no_limits() -> dict[str, Any]:
+def _no_limits(more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Lift Envoy's limits (1,024 requests), which would refuse long streams; the picker has its own."""
-    return {"thresholds": [{"max_connections": MANY, "max_pending_requests": MANY, "max_requests": MANY}]}
+    return {"thresholds": [{"max_connections": MANY, "max_pending_requests": MANY, "max_requests": MANY, **more}]}
+
+
+def _retry_budget(entrance: Entrance) -> dict[str, Any]:
+    share = {"value": 100.0 * entrance.retry_budget}
+    return {"retry_budget": {"budget_percent": share, "min_retry_concurrency": entrance.retry_floor}}
+
+
+def _outliers(entrance: Entrance) -> dict[str, Any]:
+    """Envoy's passive health checks, as near to ``failure`` as they come. Envoy blames the server alone: requests that
+    kill servers eject up to ``max_ejected`` of them here.
+    """
+    return {
+        "interval": "1s",
+        "base_ejection_time": f"{REST_S[1]:g}s",  # times the number of ejections
+        "max_ejection_time": f"{REST_S[-1]:g}s",
+        "max_ejection_percent": round(100 * entrance.max_ejected),
+        "consecutive_5xx": EJECTING,
+        "split_external_local_origin_errors": True,  # connections and resets apart from statuses
+        "consecutive_local_origin_failure": EJECTING,
+    }
 
 
 def _metadata_key(key: str) -> dict[str, Any]:

@@ -519,6 +519,7 @@ class Exchange:
         if fault is not None:
             wait_s = retry_after_s(headers.get("retry-after", "").encode("latin-1")) or 0.0
             backends.on_fault(self._attempts, served or chosen, fault, now_s, wait_s)
+            backends.on_end(self._attempts, now_s)
         elif self._response_mode == say.NONE or not headers.get("content-type", "").startswith("text/event-stream"):
             backends.on_answer(self._attempts, served or chosen, now_s, status.startswith("2"))
         self._service.counters.add("responses_total", label=f"{status[:1]}xx")

@@ -63,10 +63,10 @@ class RetryBudget:
     def on_request_end(self) -> None:
         self.under_way -= 1
 
-    def take(self, now_s: float) -> bool:
-        """Count a retry; False: there are too many already."""
+    def take(self, now_s: float, *, is_free: bool = False) -> bool:
+        """Count a retry; False: there are too many already. ``is_free``: it is counted, and allowed even so."""
         second = self._second(now_s)
-        if self._retries + 1 > max(self.floor, self.share * max(self._requests, self.under_way) + 1e-9):
+        if not is_free and self._retries + 1 > max(self.floor, self.share * max(self._requests, self.under_way) + 1e-9):
             return False
         self._retries += 1
         second[2] += 1

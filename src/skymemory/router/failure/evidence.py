@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from skymemory.router.failure.faults import RULES, Fault
@@ -44,11 +46,22 @@ class Failure:
     """The server's own ``Retry-After``."""
     is_proven: bool = False
     """Another server has answered the request."""
+    is_final: bool = False
+    """The request ended with it: no other server was asked."""
 
     @property
     def accuses(self) -> bool:
         """It speaks of a fault, not of a full server."""
         return not RULES[self.fault].is_back_pressure
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_proven or self.is_final or self.fault is Fault.SILENT
+
+
+NO_FAILURES: Mapping[str, Failure] = MappingProxyType({})
+NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
+"""Shared by all requests that have not failed, which are nearly all."""
 
 
 class Attempts:
@@ -60,10 +73,19 @@ class Attempts:
         self.client = client
         """Tenant or address."""
         self.owner = owner
-        self.failed: dict[str, Failure] = {}
+        self.failed: Mapping[str, Failure] = NO_FAILURES
         """By server, the last failure."""
-        self.retries: dict[Fault, int] = {}
+        self.retries: Mapping[Fault, int] = NO_RETRIES
         """Attempts elsewhere that each fault has caused."""
+
+    def add_failure(self, server: str, failure: Failure) -> None:
+        self.failed = {**self.failed, server: failure}
+
+    def remove_failure(self, server: str) -> None:
+        self.failed = {name: failure for name, failure in self.failed.items() if name != server}
+
+    def count_retry(self, fault: Fault) -> None:
+        self.retries = {**self.retries, fault: self.retries.get(fault, 0) + 1}
 
     @property
     def accused(self) -> list[str]:
@@ -114,6 +136,10 @@ class Evidence:
         return any(failure.accuses for failure in self.failures.values())
 
     @property
+    def is_silent(self) -> bool:
+        return any(failure.fault is Fault.SILENT for failure in self.failures.values())
+
+    @property
     def is_proven(self) -> bool:
         return any(failure.is_proven and failure.accuses for failure in self.failures.values())
 
@@ -135,7 +161,9 @@ class Evidence:
 
     def ejects(self, clients: int) -> str:
         """Why these failures eject the server; empty: they do not."""
-        accusing = [failure for failure in self.binding(None, clients) if failure.accuses]
+        # While a request is being tried elsewhere it may yet prove to be the cause.
+        settled = (each for each in self.binding(None, clients) if each.is_settled)
+        accusing = [failure for failure in settled if failure.accuses]
         silent = sum(failure.fault is Fault.SILENT for failure in accusing)
         if len(accusing) >= EJECTING or silent >= EJECTING_SILENT:
             last = accusing[-1].fault

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from skymemory.router.failure.evidence import Attempts, Evidence, Failure
+from skymemory.router.failure.evidence import REST_S, Attempts, Evidence, Failure
 from skymemory.router.failure.faults import RULES, Fault
 from skymemory.router.failure.silence import KINDS, Sent, UsualWait, expected_s, quiet_after_s, silent_after_s
 
@@ -36,6 +36,8 @@ NEW_S = 5.0
 """A server that has answered nothing since it joined or returned gets one request at a time, for this long."""
 CHECK_S = 0.1
 """Least time between two checks that requests ask for."""
+QUIET_CHECK_S = 1.0
+"""Time between two checks of a server that stays quiet."""
 MOST_AGE_S = 120.0
 """Older failures are forgotten."""
 NONE: frozenset[str] = frozenset()
@@ -70,6 +72,7 @@ class _Record:
         "good_checks",
         "group",
         "is_bad",
+        "is_check_due",
         "is_ejected",
         "is_gone",
         "is_new",
@@ -95,6 +98,8 @@ class _Record:
         self.probe: Attempts | None = None
         """The one request that tries it after a rest."""
         self.refused_until_s = self.asked_s = -math.inf
+        self.is_check_due = False
+        """A check is wanted, but the last one was too short ago."""
         self.failed_checks = self.good_checks = 0
         self.is_bad = self.is_gone = self.is_unreachable = self.is_ejected = False
         """By the checks: it is ill, refused a connection since, gave none at the last. By all: it is ejected."""
@@ -150,7 +155,7 @@ class FailurePolicy:
         record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
         if record.is_new:
             self._doubted[server] = record
-        elif record.evidence:
+        elif record.evidence.failures:
             record.probe = attempts
 
     def on_answer(self, attempts: Attempts, server: str, now_s: float, is_good: bool = True) -> None:
@@ -166,7 +171,7 @@ class FailurePolicy:
             if record.probe is attempts:
                 record.probe = None
             record.evidence.take_back(attempts)  # late, but not without an answer
-            attempts.failed.pop(server, None)
+            attempts.remove_failure(server)
             if sent is not None and sent.sent_s >= record.evidence.last_s:
                 record.evidence.clear(now_s)
             record.refused_until_s = -math.inf
@@ -185,7 +190,7 @@ class FailurePolicy:
         if not rule.is_of_pair:
             record.refused_until_s = now_s + REFUSED_S
         if rule.is_of_pair or not self._are_checked:
-            attempts.failed[server] = failure
+            attempts.add_failure(server, failure)
             record.evidence.add(attempts, failure)
             if failure.accuses and attempts.is_suspect:
                 self._take_back(attempts, now_s)
@@ -199,10 +204,18 @@ class FailurePolicy:
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             return
         since_s = max(sent.sent_s, record.alive_s)
-        if now_s - since_s > silent_after_s(self._expected_s(sent)) and self._others_live(record, since_s):
+        if now_s - since_s > silent_after_s(self._expected_s(sent)) and self._others_live(record, since_s, now_s):
             self.on_fault(attempts, server, Fault.SILENT, now_s)
         else:
             self._forget(record, attempts)
+
+    def on_end(self, attempts: Attempts, now_s: float) -> None:
+        """The request has ended with its last failure."""
+        for name, failure in attempts.failed.items():
+            record = self._records.get(name)
+            if record is not None and attempts in record.evidence.failures and not failure.is_final:
+                record.evidence.failures[attempts] = replace(record.evidence.failures[attempts], is_final=True)
+                self._review(record, now_s)
 
     def _forget(self, record: _Record, attempts: Attempts) -> None:
         record.unanswered.pop(attempts, None)
@@ -268,11 +281,13 @@ class FailurePolicy:
         if not self._doubted:
             return NONE
         clients = self._clients(now_s)
+        if not is_retry and (probed := self._to_probe(client, clients, now_s)) is not None:
+            return {each.name for each in self._of(probed.group) if each is not probed}
         resting: dict[str, _Record] = {}
-        mild = set()
+        refused, mild = set(), set()
         for name, record in self._doubted.items():
             if record.refused_until_s > now_s:
-                mild.add(name)
+                refused.add(name)
             elif record.is_ejected and not record.is_used:
                 continue
             elif record.evidence and (
@@ -290,14 +305,37 @@ class FailurePolicy:
                 if len(here) + out > self._most_out(group):
                     for name in here:
                         del resting[name]
-        return mild.union(resting)
+        avoided = refused.union(resting)
+        # A new or a quiet server is better than one that has just failed.
+        for group in {self._records[name].group for name in mild}:
+            if any(record.is_used and record.name not in avoided | mild for record in self._of(group)):
+                avoided |= {name for name in mild if self._records[name].group == group}
+        return avoided
+
+    def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
+        """A server that leaves a request unanswered. Strategies may send it no other, as its load never ends; but one
+        that is answered shows that it works, and a second without an answer that it does not.
+        """
+        for record in self._doubted.values():
+            if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
+                evidence = record.evidence
+                until_s = max(evidence.rests_until_s(client, clients), evidence.last_s + REST_S[0])
+                if evidence.is_silent and now_s >= until_s:
+                    return record
+        return None
 
     def is_free_retry(self, server: str) -> bool:
-        """A retry of what failed there takes nothing from the retry budget: the server is known to be at fault, so this
-        is no retry of a fleet that is overloaded.
+        """Whether a retry of what failed there is allowed beyond the retry budget: the server is known to be at fault,
+        or is full while another one answers. The fleet is not overloaded then.
         """
         record = self._records.get(server)
-        return record is not None and (record.is_ejected or record.evidence.is_proven)
+        if record is None:
+            return False
+        if not record.is_used or record.evidence.is_proven:
+            return True
+        return not record.evidence.has_accusation and any(
+            other.is_used and other.alive_s > -math.inf and not other.evidence for other in self._of(record.group)
+        )
 
     def is_busy(self, server: str, now_s: float) -> bool:
         """Whether the server itself has said that it is full, and is left alone for that."""
@@ -321,6 +359,8 @@ class FailurePolicy:
         for record in self._records.values():
             if record.unanswered:
                 self._listen(record, now_s)
+            if record.is_check_due:
+                self._ask(record, now_s)
             if record.name in self._doubted:
                 evidence = record.evidence
                 if evidence and now_s - evidence.last_s > MOST_AGE_S and record.probe is None:
@@ -335,22 +375,25 @@ class FailurePolicy:
             if record.is_new:
                 record.is_new = silent_s <= NEW_S
             return
+        if not record.is_quiet or now_s - record.asked_s >= QUIET_CHECK_S:
+            self._ask(record, now_s)
         record.is_quiet = True
         self._doubted[record.name] = record
-        self._ask(record, now_s)
-        if not self._others_live(record, since_s):
+        if not self._others_live(record, since_s, now_s):
             return
         for attempts, each in record.unanswered.items():
             waited_s = now_s - max(each.sent_s, record.alive_s)
             if attempts not in record.evidence.failures and waited_s > silent_after_s(self._expected_s(each)):
-                attempts.failed[record.name] = failure = Failure(attempts.client, Fault.SILENT, now_s)
+                failure = Failure(attempts.client, Fault.SILENT, now_s)
+                attempts.add_failure(record.name, failure)
                 record.evidence.add(attempts, failure)
                 if record.probe is attempts:
                     record.probe = None
 
-    def _others_live(self, record: _Record, since_s: float) -> bool:
-        """Whether another server of the fleet has answered since."""
-        return any(other.alive_s > since_s for other in self._of(record.group) if other is not record)
+    def _others_live(self, record: _Record, since_s: float, now_s: float) -> bool:
+        """Whether another server of the fleet has answered in the later half of a silence: else all stand still."""
+        half_s = 0.5 * (since_s + now_s)
+        return any(other.alive_s > half_s for other in self._of(record.group) if other is not record)
 
     def _expected_s(self, sent: Sent) -> float:
         return expected_s(sent, self._waits[sent.kind].seconds)
@@ -360,7 +403,8 @@ class FailurePolicy:
         return 2 if now_s - self._other_s <= CLIENTS_S else 1
 
     def _ask(self, record: _Record, now_s: float) -> None:
-        if self._are_checked and now_s - record.asked_s >= CHECK_S:
+        record.is_check_due = self._are_checked and now_s - record.asked_s < CHECK_S
+        if self._are_checked and not record.is_check_due:
             record.asked_s = now_s
             self._decisions.append(Decision("check", record.name))
 

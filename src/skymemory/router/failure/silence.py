@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-KEPT, EVERY = 64, 8
-"""Waits that are kept, and how many new ones make the usual wait be computed again."""
+KEPT = 64
+"""Waits that are kept."""
 SHARE = 0.9
 """The usual wait is what this share of answers stays within."""
 QUIET = 3.0
@@ -42,21 +42,24 @@ class Sent(NamedTuple):
 class UsualWait:
     """Time from sending to the first byte, of recent answers of all servers."""
 
-    __slots__ = ("_new", "_waits", "seconds")
+    __slots__ = ("_is_current", "_seconds", "_waits")
 
     def __init__(self) -> None:
-        self.seconds: float | None = None
-        """None before the first answer."""
         self._waits: deque[float] = deque(maxlen=KEPT)
-        self._new = 0
+        self._seconds: float | None = None
+        self._is_current = True
 
     def add(self, wait_s: float) -> None:
         self._waits.append(wait_s)
-        self._new += 1
-        if self._new >= EVERY or len(self._waits) < EVERY:
-            self._new = 0
+        self._is_current = False
+
+    @property
+    def seconds(self) -> float | None:
+        """What ``SHARE`` of them stay within; None before the first answer."""
+        if not self._is_current:  # read a few times a second, added to by every request
             ordered = sorted(self._waits)
-            self.seconds = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))]
+            self._seconds, self._is_current = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))], True
+        return self._seconds
 
 
 def expected_s(sent: Sent, usual_s: float | None) -> float:

@@ -86,6 +86,8 @@ IN_THREAD_BYTES = 32_768
 """With a tokenizer, longer bodies are read in a thread: in the event loop they would delay others by milliseconds."""
 MAX_NEW_LETTERS = 1024
 """A body with more letters outside the pieces whose tokens are cached is read in a thread, too."""
+MOST_BACKOFFS = 5
+"""Of a request whose server gave no answer, while the budget of all requests allows no retry; 0.4 s together."""
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
@@ -157,6 +159,8 @@ class Exchange:
         """It is among the requests of the retry budget."""
         self._pause: asyncio.TimerHandle | None = None
         """It backs off before its next attempt."""
+        self._status, self._wait_s = 0, 0.0
+        """Of the last attempt that was answered by a failure: its status, and its ``Retry-After``."""
         self._fault_of_answer: Fault | None = None
         """The answer that is passed on is a server's failure, or that it is full."""
         self._head: ResponseHead | None = None
@@ -426,12 +430,11 @@ class Exchange:
         )
 
     def _may_spend(self, fault: Fault, server: str) -> bool:
-        """Whether the budget of all requests allows a retry after this fault. What was not executed costs nothing."""
-        if fault in (Fault.REFUSED, Fault.SILENT):
-            return True
-        if fault is not Fault.BUSY and self._of.backends.policy.is_free_retry(server):
-            return True
-        if self._of.retries.take(time.monotonic()):
+        """Whether the budget of all requests allows a retry after this fault."""
+        if fault is Fault.REFUSED:
+            return True  # nothing was sent
+        is_free = fault is Fault.SILENT or self._of.backends.policy.is_free_retry(server)
+        if self._of.retries.take(time.monotonic(), is_free=is_free):
             return True
         self._of.metrics.denied_retries.inc()
         return False
@@ -452,13 +455,11 @@ class Exchange:
             return
         self._count_retry(server, fault)
         self._of.deferred.flush()
-        again = partial(self._again, server, fault, is_paid)
         if RULES[fault].backs_off:
             self.incoming.connection.deadline.clear()
-            wait_s = backoff_s(result.retries, self._of.random)
-            self._pause = asyncio.get_running_loop().call_later(wait_s, again)
+            self._back_off(server, fault, result.retries, is_paid)
         else:
-            again()
+            self._again(server, fault, result.retries, is_paid)
 
     def _end_attempt(self, account: RequestAccount) -> None:
         self._drop_call()
@@ -468,12 +469,19 @@ class Exchange:
         self._log.retries += 1
         self._of.metrics.of(server).retries += 1
         self._tried.add(server)
-        self._attempts.retries[fault] = self._attempts.retries.get(fault, 0) + 1
+        self._attempts.count_retry(fault)
 
-    def _again(self, server: str, fault: Fault, is_paid: bool) -> None:
+    def _back_off(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
+        again = partial(self._again, server, fault, number, is_paid)
+        self._pause = asyncio.get_running_loop().call_later(backoff_s(number, self._of.random), again)
+
+    def _again(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
         self._pause = None
         if is_paid or self._may_spend(fault, server):
             self._try_again()
+        elif RULES[fault].backs_off and number < MOST_BACKOFFS:
+            # By then the check of the server may have ended: where it is found dead, many retries are no overload.
+            self._back_off(server, fault, number + 1, is_paid)
         else:
             self._fail(self._no_answer(", and too many requests are being retried"))
 
@@ -482,11 +490,12 @@ class Exchange:
         self._try(self._account.placement)
 
     def _no_answer(self, more: str = "") -> ApiError:
-        """502, or 503 where no server was even reached."""
-        message = f"no answer from server {self._log.why}{more}"
-        if self._sends.count:
-            return ApiError(502, message)
-        return ApiError(503, message, retry_after_s=math.ceil(self._of.settings.health.every_s))
+        """502; 503 if no server was even reached; 429 or 503 if that was the last server's answer."""
+        if self._attempts.failed:
+            self._of.backends.on_end(self._attempts, time.monotonic())
+        status = self._status if self._status in (429, 503) else 502 if self._sends.count else 503
+        retry_after_s = None if status == 502 else math.ceil(max(self._wait_s, self._of.settings.health.every_s))
+        return ApiError(status, f"no answer from server {self._log.why}{more}", retry_after_s=retry_after_s)
 
     def _requeue(self, room: WaitingRoom, why: str) -> None:
         """All servers are full: wait until one has room again."""
@@ -542,6 +551,7 @@ class Exchange:
         assert account is not None
         server, why = account.decision.server, f"it answered {head.status}"
         wait_s = retry_after_s(head.headers.first.get(b"retry-after", b"")) or 0.0
+        self._status, self._wait_s = head.status, wait_s
         of.backends.on_fault(self._attempts, server, fault, now_s, wait_s)
         if head.status in of.settings.retries.statuses:
             if self._may_retry(fault, server) and self._may_spend(fault, server):
@@ -552,6 +562,7 @@ class Exchange:
                 self._requeue(room, why)
                 return
         self._head, self._fault_of_answer = head, fault
+        of.backends.on_end(self._attempts, now_s)
 
     def response_data(self, piece: bytes, ended: bool) -> None:
         try:
@@ -577,7 +588,7 @@ class Exchange:
             backends.on_fault(self._attempts, server, Fault.RESET, time.monotonic())
             self._go_on_or_cut(str(error))
             return
-        fault = fault_of_error(error)
+        fault, self._status = fault_of_error(error), 0
         backends.on_fault(self._attempts, server, fault, time.monotonic())
         self._retry(str(error), fault)
 

@@ -1,0 +1,259 @@
+"""Blame, ejection and return in virtual time, under hostile schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.router.failure.fleets import HANGS, WELL, VirtualFleet
+
+from skymemory.router.failure.evidence import REST_S, Attempts
+from skymemory.router.failure.faults import RULES, Fault, fault_of, retry_after_s
+from skymemory.router.failure.policy import FailurePolicy, Limits
+from skymemory.router.failure.silence import FIRST_TOKEN
+
+FAULTS = [Fault.ERROR, Fault.BUSY, Fault.UNAVAILABLE, Fault.GATEWAY, Fault.RESET, Fault.REFUSED]
+
+
+def drive(fleet: VirtualFleet, requests: int, per_s: float = 40.0, clients: int = 1) -> None:
+    for number in range(requests):
+        fleet.send(f"c{number % clients}")
+        fleet.run(1.0 / per_s)
+
+
+@pytest.mark.parametrize("are_checked", [True, False])
+@pytest.mark.parametrize("clients", [1, 2, 7])
+@pytest.mark.parametrize("state", [*FAULTS, HANGS])
+def test_a_bad_server_gets_few_requests_and_all_are_answered(
+    state: str | Fault, clients: int, are_checked: bool
+) -> None:
+    fleet = VirtualFleet(4, are_checked=are_checked)
+    drive(fleet, 40, clients=clients)
+    bad = fleet.servers["s0"]
+    bad.state, bad.got = state, 0
+    drive(fleet, 200, clients=clients)
+    # A good check acquits a server of broken connections, until another server has answered those requests.
+    assert bad.got <= (6 if state is Fault.RESET else 3)
+    drive(fleet, 60, per_s=2.0, clients=clients)
+    # What is tried there once in a while may still hang.
+    assert sum(request.answered_s is None for request in fleet.requests[:-20]) == 0
+
+
+@pytest.mark.parametrize("state", [*FAULTS, HANGS])
+def test_a_server_that_is_well_again_has_its_share_within_seconds(state: str | Fault) -> None:
+    fleet = VirtualFleet(3)
+    drive(fleet, 30)
+    bad = fleet.servers["s0"]
+    bad.state, bad.is_healthy = state, state not in (HANGS, Fault.REFUSED)
+    drive(fleet, 80)
+    fleet.recover("s0")
+    fleet.run(REST_S[2] + 1.0)
+    bad.got = 0
+    drive(fleet, 90)
+    assert bad.got >= 20
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["kill", "good", "pause"]), st.integers(0, 3)), max_size=120),
+    st.integers(2, 5),
+)
+def test_requests_that_kill_take_no_server_from_other_clients(schedule: list[tuple[str, int]], servers: int) -> None:
+    fleet = VirtualFleet(servers)
+    drive(fleet, 8, clients=2)
+    for what, number in schedule:
+        if what == "kill":
+            fleet.send("attacker", kills=True)
+        elif what == "good":
+            fleet.send(f"good{number}")
+        fleet.run(0.01 if what != "pause" else 0.3 * number)
+        assert fleet.used == set(fleet.servers)
+    fleet.run(5.0)
+    good = [request for request in fleet.requests if not request.kills]
+    assert all(request.answered_s is not None and request.sends == 1 for request in good)
+    assert not fleet.ejections and all(request.sends <= 3 for request in fleet.requests)
+
+
+def test_two_hostile_clients_alone_take_no_server_from_a_third() -> None:
+    fleet = VirtualFleet(3)
+    for number in range(200):
+        fleet.send(f"attacker{number % 2}", kills=True)
+        fleet.run(0.03)
+    assert not fleet.ejections
+    good = fleet.send("good")
+    fleet.run(1.0)
+    assert good.answered_s is not None and good.sends == 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["sent", "answer", "fault", "drop", "end", "good", "bad", "refused", "sweep", "avoided"]),
+            st.integers(0, 4),
+            st.integers(0, 5),
+            st.sampled_from(list(Fault)),
+            st.floats(0.0, 4.0),
+        ),
+        max_size=150,
+    ),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.booleans(),
+)
+def test_no_history_puts_more_servers_out_than_allowed(
+    history: list[tuple[str, int, int, Fault, float]], servers: int, share: float, are_checked: bool
+) -> None:
+    policy = FailurePolicy(Limits(max_ejected=share), are_checked=are_checked)
+    names = [f"s{number}" for number in range(servers)]
+    for name in names:
+        policy.add(name)
+    requests = [Attempts(f"c{number % 3}") for number in range(6)]
+    used, now_s, last_refused = set(names), 0.0, set()
+    for what, server, request, fault, later_s in history:
+        name, attempts = names[server % servers], requests[request]
+        now_s += later_s
+        if what == "sent":
+            policy.on_request(attempts.client, now_s)
+            policy.on_sent(attempts, name, now_s, 0.0, FIRST_TOKEN)
+        elif what == "answer":
+            policy.on_answer(attempts, name, now_s)
+            requests[request] = Attempts(attempts.client)
+        elif what == "fault":
+            policy.on_fault(attempts, name, fault, now_s, later_s)
+        elif what == "drop":
+            policy.on_dropped(attempts, name, now_s)
+        elif what == "end":
+            policy.on_end(attempts, now_s)
+            requests[request] = Attempts(attempts.client)
+        elif what == "sweep":
+            policy.sweep(now_s)
+        elif what == "avoided":
+            assert policy.avoided(attempts.client, now_s) <= set(names)
+        elif are_checked:
+            is_refused = what == "refused"
+            policy.on_check(name, "" if what == "good" else what, now_s, now_s, is_refused=is_refused)
+            last_refused.discard(name)
+            if is_refused:
+                last_refused.add(name)
+        for decision in policy.take_decisions():
+            if decision.kind in ("use", "leave"):
+                (used.add if decision.kind == "use" else used.discard)(decision.server)
+        most = 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers)))
+        out = set(names) - used
+        assert len(out - last_refused) <= most, "only what no check can connect to may be out beyond the share"
+        assert all(policy.is_ejected(name) for name in out)
+
+
+def test_one_failed_check_ejects_where_requests_fail_and_three_do_alone() -> None:
+    for fails in (False, True):
+        policy = FailurePolicy()
+        for name in ("a", "b"):
+            policy.add(name)
+        if fails:
+            attempts = Attempts("c")
+            policy.on_sent(attempts, "a", 0.0, 0.0, FIRST_TOKEN)
+            policy.on_fault(attempts, "a", Fault.RESET, 0.1)
+            assert [decision.kind for decision in policy.take_decisions()] == ["check"]
+        checks = 0
+        while not policy.is_ejected("a"):
+            checks += 1
+            policy.on_check("a", "503", 0.2, 0.2 + checks)
+        assert checks == (1 if fails else 3)
+        policy.on_check("a", "", 9.0, 9.0)
+        assert policy.is_ejected("a")
+        policy.on_check("a", "", 11.0, 11.0)
+        assert not policy.is_ejected("a")
+
+
+def test_a_failure_is_proven_where_another_server_answers_and_taken_back_where_another_fails() -> None:
+    policy = FailurePolicy()
+    for name in ("a", "b", "c"):
+        policy.add(name)
+    attempts = Attempts("x")
+    policy.on_request("x", 0.0)
+    policy.on_sent(attempts, "a", 0.0, 0.0, FIRST_TOKEN)
+    policy.on_fault(attempts, "a", Fault.RESET, 0.1)
+    assert policy.avoided("x", 0.2) == {"a"} and not policy.is_free_retry("a")
+    policy.on_sent(attempts, "b", 0.2, 0.0, FIRST_TOKEN)
+    policy.on_fault(attempts, "b", Fault.RESET, 0.3)
+    assert policy.avoided("x", 0.4) == set(), "two servers failed: it may be the request"
+    policy.on_sent(attempts, "c", 0.4, 0.0, FIRST_TOKEN)
+    policy.on_answer(attempts, "c", 0.5)
+    assert policy.is_free_retry("a") and policy.is_free_retry("b"), "it was the servers"
+
+
+def test_a_clients_failures_keep_only_its_own_requests_away_until_another_client_fails_too() -> None:
+    policy = FailurePolicy()
+    for name in ("a", "b", "c"):
+        policy.add(name)
+    for client, expected in (("x", set()), ("y", {"a"})):
+        for each in ("x", "y"):
+            policy.on_request(each, 0.0)
+        attempts = Attempts(client)
+        policy.on_sent(attempts, "a", 0.0, 0.0, FIRST_TOKEN)
+        policy.on_fault(attempts, "a", Fault.ERROR, 0.1)
+        assert policy.avoided(client, 0.2) == {"a"} and policy.avoided("z", 0.2) == expected
+
+
+def test_a_servers_own_time_is_kept_and_a_check_acquits_broken_connections_only() -> None:
+    policy = FailurePolicy()
+    for name in ("a", "b", "c"):
+        policy.add(name)
+    busy, broken = Attempts("x"), Attempts("x")
+    policy.on_sent(busy, "a", 0.0, 0.0, FIRST_TOKEN)
+    policy.on_fault(busy, "a", Fault.BUSY, 0.0, 20.0)
+    assert policy.take_decisions() == [], "a full server is not checked"
+    policy.on_sent(broken, "b", 0.0, 0.0, FIRST_TOKEN)
+    policy.on_fault(broken, "b", Fault.RESET, 0.0)
+    policy.on_check("b", "", 0.01, 0.02)
+    assert policy.avoided("x", 19.0) == {"a"} and policy.avoided("x", 21.0) == set()
+    assert not policy.is_ejected("a")
+
+
+def test_what_left_its_cache_behind_is_forgotten_only_where_its_process_is_gone() -> None:
+    for is_refused, expected in ((True, "gone"), (False, "")):
+        policy = FailurePolicy(Limits(failures=1, successes=1))
+        for name in ("a", "b"):
+            policy.add(name)
+        policy.on_check("a", "x", 0.0, 0.0, is_refused=is_refused, is_reached=False)
+        policy.on_check("a", "", 1.0, 1.0)
+        assert [decision.why for decision in policy.take_decisions() if decision.kind == "return"] == [expected]
+
+
+def test_statuses_have_their_rules() -> None:
+    assert [fault_of(status) for status in (200, 404, 429, 500, 501, 502, 503, 504)] == [
+        None,
+        None,
+        Fault.BUSY,
+        Fault.ERROR,
+        Fault.ERROR,
+        Fault.GATEWAY,
+        Fault.UNAVAILABLE,
+        Fault.GATEWAY,
+    ]
+    assert fault_of(503, retry_after=True) is Fault.BUSY and set(RULES) == set(Fault)
+    assert [retry_after_s(value) for value in (b"3", b" 7 ", b"99999", b"x", b"", b"1" * 400, b"-1")] == [
+        3.0,
+        7.0,
+        60.0,
+        None,
+        None,
+        None,
+        None,
+    ]
+
+
+def test_a_fleet_that_stands_still_ejects_none() -> None:
+    fleet = VirtualFleet(3)
+    drive(fleet, 30, clients=2)
+    for server in fleet.servers.values():
+        server.state = HANGS
+    drive(fleet, 60, clients=2)
+    fleet.run(30.0)
+    assert fleet.used == set(fleet.servers) and not fleet.ejections
+    for name in fleet.servers:
+        fleet.recover(name)
+    fleet.run(5.0)
+    assert all(request.answered_s is not None for request in fleet.requests)
+    assert all(server.state == WELL for server in fleet.servers.values())
