@@ -683,6 +683,7 @@ class Exchange:
         if not self._goes_on(why):
             self._drop_call()
             self._log.outcome = "broken"
+            self._of.backends.on_end(self._attempts, time.monotonic())
             self._cut("the server went away in the middle of its answer")
 
     def _goes_on(self, why: str) -> bool:
@@ -718,7 +719,7 @@ class Exchange:
         if head or piece:
             self._pass_on(piece, False, head)
         self._stream = stream
-        self._of.backends.failed(account.decision.server, failure, time.monotonic())
+        self._of.backends.on_fault(self._attempts, account.decision.server, Fault.ERROR, time.monotonic())
         if not self._goes_on(failure):
             self._stream = None
             self._pass_on(withheld, ended)
