@@ -129,7 +129,7 @@ class ProxyMetrics:
         )
         self.evictions = Counter(
             "skymemory_router_evictions",
-            "Connections closed and requests refused since clients' shared limit was reached: which one",
+            "Connections closed and requests refused as a limit that clients share was reached, by limit",
             ["limit"],
             registry=self.registry,
         )

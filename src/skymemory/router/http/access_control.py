@@ -38,6 +38,8 @@ class AccessControl:
         """None: requests need no key."""
         self.is_open = True
         """There is nothing to check: neither keys nor CORS are configured, and no browser is near."""
+        self._listen = ""
+        """Where it has listened since its start."""
         self._strangers: Strangers | None = None
         """Where the router listens on loopback without keys and TLS."""
 
@@ -59,7 +61,8 @@ class AccessControl:
             self.keys.replace(file, now_s)
         self._cors = settings.cors
         door = settings.door
-        is_near = ListenAddress.parse(settings.listen).is_local and self.keys is None and door.tls_cert is None
+        self._listen = self._listen or settings.listen
+        is_near = ListenAddress.parse(self._listen).is_local and self.keys is None and door.tls_cert is None
         self._strangers = Strangers(door.hosts, self._cors.origins) if is_near else None
         self.is_open = self.keys is None and not self._cors.origins and not is_near
         self._clients = clients_of(settings.admission)
