@@ -123,6 +123,8 @@ class StreamContinuation:
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_over_long = False
+        self._fields: Fields | None = None
+        """Of the request; None: not read yet."""
         self.failure = ""
         """The server has said so in an event: an engine has died behind its door. It is withheld, with what follows."""
         self.withheld = b""
@@ -185,6 +187,9 @@ class StreamContinuation:
     def _read(self) -> None:
         """Keep what the events say instead of the events."""
         data, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
+        if self._fields is None:
+            self._fields = fields_of(self._body) or {}
+            self._cannot |= not _is_continuable(self._fields)
         for event in _events(data):
             if self._cannot:
                 return
@@ -230,7 +235,8 @@ class StreamContinuation:
         self._held = self.withheld = b""
         self.failure = ""
         self._read()
-        if self._cannot or (fields := fields_of(self._body)) is None or not _is_continuable(fields):
+        fields = self._fields
+        if self._cannot or not fields:
             return None
         text = "".join(self._text)
         is_chat = self._path == CHAT_COMPLETIONS
