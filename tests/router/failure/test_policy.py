@@ -89,7 +89,9 @@ def test_two_hostile_clients_alone_take_no_server_from_a_third() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["sent", "answer", "fault", "drop", "end", "good", "bad", "refused", "sweep", "avoided"]),
+            st.sampled_from(
+                ["sent", "answer", "fault", "drop", "end", "good", "bad", "ill", "refused", "sweep", "avoided"]
+            ),
             st.integers(0, 4),
             st.integers(0, 5),
             st.sampled_from(list(Fault)),
@@ -132,7 +134,8 @@ def test_no_history_puts_more_servers_out_than_allowed(
             assert policy.avoided(attempts.client, now_s) <= set(names)
         elif are_checked:
             is_refused = what == "refused"
-            policy.on_check(name, "" if what == "good" else what, now_s, now_s, is_refused=is_refused)
+            for _ in range(3 if what == "ill" else 1):
+                policy.on_check(name, "" if what == "good" else what, now_s, now_s, is_refused=is_refused)
             last_refused.discard(name)
             if is_refused:
                 last_refused.add(name)
@@ -168,7 +171,7 @@ def test_one_failed_check_ejects_where_requests_fail_and_three_do_alone() -> Non
 
 def test_a_failure_is_proven_where_another_server_answers_and_taken_back_where_another_fails() -> None:
     policy = FailurePolicy()
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d", "e"):
         policy.add(name)
     attempts = Attempts("x")
     policy.on_request("x", 0.0)
