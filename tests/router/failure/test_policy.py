@@ -247,6 +247,29 @@ def test_statuses_have_their_rules() -> None:
     ]
 
 
+def test_a_server_that_is_ten_times_slower_than_the_others_is_left_alone_for_a_while() -> None:
+    policy = FailurePolicy()
+    names = ("s0", "s1", "s2", "s3")
+    for name in names:
+        policy.add(name)
+    # All answer ten times a second, so none is silent; the first takes two seconds for each.
+    events = []
+    for number in range(100):
+        for name in names:
+            attempts = Attempts("c")
+            sent_s = 0.1 * number
+            events.append((sent_s, 0, name, attempts))
+            events.append((sent_s + (2.0 if name == "s0" else 0.05), 1, name, attempts))
+    for at_s, is_answer, name, attempts in sorted(events, key=lambda event: event[:3]):
+        policy.sweep(at_s)
+        if is_answer:
+            policy.on_answer(attempts, name, at_s)
+        else:
+            policy.on_sent(attempts, name, at_s, 0.0, FIRST_TOKEN)
+    assert policy.avoided("c", 12.1) == {"s0"} and not policy.is_ejected("s0")
+    assert policy.avoided("c", 12.1 + REST_S[2]) == set()
+
+
 def test_a_fleet_that_stands_still_ejects_none() -> None:
     fleet = VirtualFleet(3)
     drive(fleet, 30, clients=2)
