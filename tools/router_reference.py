@@ -16,6 +16,8 @@ from skymemory.router.backends import Backends
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
+from skymemory.router.failure.budget import FIRST_S, MOST_S
+from skymemory.router.failure.faults import RULES
 from skymemory.router.http.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.proxy import MAX_UNREAD_BYTES
@@ -42,6 +44,7 @@ def page() -> str:
     tables = {
         "settings": _settings(),
         "limits": _limits(),
+        "faults": _faults(),
         "metrics": _metrics(),
         "outcomes": ", ".join(f"`{each}`" for each in OUTCOMES),
         "picker": _picker_metrics(),
@@ -139,6 +142,19 @@ def _limits() -> str:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
+
+
+def _faults() -> str:
+    rows = ["| an attempt ends by | at another server | waits before | counts against |", "| --- | --- | --- | --- |"]
+    for rule in RULES.values():
+        often = "as often as `most`" if rule.retries is None else f"{rule.retries} time"
+        waits = f"{FIRST_S * 1e3:g} to {MOST_S * 1e3:g} ms" if rule.backs_off else "not"
+        if rule.is_back_pressure:
+            against = "none: the server rests"
+        else:
+            against = "request and server" if rule.is_of_pair else "the server"
+        rows.append(f"| {rule.says} | {often} | {waits} | {against} |")
+    return "\n".join(rows)
 
 
 def _default(key: str, field: Field[Any]) -> str:

@@ -9,7 +9,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
-MARKED = re.compile(r"<!-- (?:\w+: [^\n]+|settings|limits|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL)
+MARKED = re.compile(
+    r"<!-- (?:\w+: [^\n]+|settings|limits|faults|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL
+)
 """What a command of tools/ writes into a page."""
 MARK = re.compile(r"<!-- (?:figure: [^>]+|end) -->")
 """Around a figure that ``tools.prose_figures`` writes into a sentence."""

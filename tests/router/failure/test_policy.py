@@ -89,7 +89,9 @@ def test_two_hostile_clients_alone_take_no_server_from_a_third() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["sent", "answer", "fault", "drop", "end", "good", "bad", "refused", "sweep", "avoided"]),
+            st.sampled_from(
+                ["sent", "answer", "fault", "drop", "end", "good", "bad", "ill", "refused", "sweep", "avoided"]
+            ),
             st.integers(0, 4),
             st.integers(0, 5),
             st.sampled_from(list(Fault)),
@@ -132,7 +134,8 @@ def test_no_history_puts_more_servers_out_than_allowed(
             assert policy.avoided(attempts.client, now_s) <= set(names)
         elif are_checked:
             is_refused = what == "refused"
-            policy.on_check(name, "" if what == "good" else what, now_s, now_s, is_refused=is_refused)
+            for _ in range(3 if what == "ill" else 1):
+                policy.on_check(name, "" if what == "good" else what, now_s, now_s, is_refused=is_refused)
             last_refused.discard(name)
             if is_refused:
                 last_refused.add(name)
@@ -168,7 +171,7 @@ def test_one_failed_check_ejects_where_requests_fail_and_three_do_alone() -> Non
 
 def test_a_failure_is_proven_where_another_server_answers_and_taken_back_where_another_fails() -> None:
     policy = FailurePolicy()
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d", "e"):
         policy.add(name)
     attempts = Attempts("x")
     policy.on_request("x", 0.0)
@@ -242,6 +245,29 @@ def test_statuses_have_their_rules() -> None:
         None,
         None,
     ]
+
+
+def test_a_server_that_is_ten_times_slower_than_the_others_is_left_alone_for_a_while() -> None:
+    policy = FailurePolicy()
+    names = ("s0", "s1", "s2", "s3")
+    for name in names:
+        policy.add(name)
+    # All answer ten times a second, so none is silent; the first takes two seconds for each.
+    events = []
+    for number in range(100):
+        for name in names:
+            attempts = Attempts("c")
+            sent_s = 0.1 * number
+            events.append((sent_s, 0, name, attempts))
+            events.append((sent_s + (2.0 if name == "s0" else 0.05), 1, name, attempts))
+    for at_s, is_answer, name, attempts in sorted(events, key=lambda event: event[:3]):
+        policy.sweep(at_s)
+        if is_answer:
+            policy.on_answer(attempts, name, at_s)
+        else:
+            policy.on_sent(attempts, name, at_s, 0.0, FIRST_TOKEN)
+    assert policy.avoided("c", 12.1) == {"s0"} and not policy.is_ejected("s0")
+    assert policy.avoided("c", 12.1 + REST_S[2]) == set()
 
 
 def test_a_fleet_that_stands_still_ejects_none() -> None:

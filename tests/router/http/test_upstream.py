@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skymemory.router.failure.budget import Sends
 from skymemory.router.http import upstream
 from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
 
@@ -64,12 +65,12 @@ async def one(reader: asyncio.StreamReader) -> None:
 class Asked:
     """A request, and what comes back of it."""
 
-    def __init__(self, pool: Pool, body: bytes = b"body", head: bytes = HEAD) -> None:
+    def __init__(self, pool: Pool, body: bytes = b"body", head: bytes = HEAD, sends: Sends | None = None) -> None:
         self.head: ResponseHead | None = None
         self.body = b""
         self.first = asyncio.Event()
         self.over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.call: Call = pool.ask(self, head, body)
+        self.call: Call = pool.ask(self, head, body, True, sends)
 
     def response_begins(self, head: ResponseHead) -> None:
         assert self.head is None and not self.over.done()
@@ -116,6 +117,26 @@ def test_one_that_was_closed_meanwhile_is_replaced_unseen() -> None:
             assert await whole(pool) == b"ok" and len(connections) == number
 
     against(once, ask)
+
+
+def test_what_is_sent_again_counts_and_ends() -> None:
+    async def twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await one(reader)
+        writer.write(OK)
+        await one(reader)  # and closes the connection without an answer
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        assert await whole(pool) == b"ok"
+        sends = Sends(1)
+        with pytest.raises(UpstreamError, match="before the first byte"):
+            await Asked(pool, sends=sends).over
+        assert sends.count == 1 and len(connections) == 1, "it may have been read: it is not sent again"
+        assert await whole(pool) == b"ok"
+        sends = Sends(2)
+        assert await Asked(pool, sends=sends).over == b"ok"
+        assert sends.count == 2 and len(connections) == 3
+
+    against(twice, ask)
 
 
 def test_unused_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

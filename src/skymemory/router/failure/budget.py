@@ -7,12 +7,18 @@ server. All requests together have a ``RetryBudget``, so that a fleet that is do
 from __future__ import annotations
 
 from collections import deque
-from random import Random
+from typing import Protocol
 
 WINDOW_S = 10
 """Over which requests and their retries are compared. Finagle's budget, too, counts over ten seconds."""
 FIRST_S, MOST_S = 0.025, 0.25
 """Back-off before the first retry and at most; Envoy's ``base_interval`` and ``max_interval``."""
+
+
+class RandomNumbers(Protocol):
+    """A seeded ``random.Random``."""
+
+    def random(self) -> float: ...
 
 
 class Sends:
@@ -84,7 +90,7 @@ class RetryBudget:
         return seconds[-1]
 
 
-def backoff_s(number: int, random: Random) -> float:
+def backoff_s(number: int, random: RandomNumbers) -> float:
     """Seconds before a request's retry ``number`` (from 1): doubling, of which a random half is left out, so that the
     retries of requests that failed together do not arrive together.
     """

@@ -2,7 +2,8 @@
 
 1. ``on_sent``, ``on_answer``, ``on_fault``, ``on_dropped`` report each attempt; ``on_check`` each health check.
 2. ``avoided`` names servers that a client's next request should not go to: those that rest after failures
-   (``evidence``), those that say nothing (``silence``), and those that refuse connections.
+   (``evidence``), those that say nothing (``silence``) or take ten times as long as the others, and those that refuse
+   connections.
 3. ``take_decisions`` gives what has changed since: servers that are ejected or return, checks that are wanted at once,
    requests that move on.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import NamedTuple
 
 from skymemory.router.failure.evidence import REST_S, Attempts, Evidence, Failure
@@ -38,6 +40,8 @@ CHECK_S = 0.1
 """Least time between two checks that requests ask for."""
 QUIET_CHECK_S = 1.0
 """Time between two checks of a server that stays quiet."""
+SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
+"""A server is slow that takes ten times the median of three servers or more, over eight answers of each at least."""
 MOST_AGE_S = 120.0
 """Older failures are forgotten."""
 NONE: frozenset[str] = frozenset()
@@ -66,6 +70,7 @@ class _Record:
 
     __slots__ = (
         "alive_s",
+        "answers",
         "asked_s",
         "evidence",
         "failed_checks",
@@ -82,6 +87,8 @@ class _Record:
         "name",
         "probe",
         "refused_until_s",
+        "slow_until_s",
+        "slowness",
         "unanswered",
         "why",
     )
@@ -97,7 +104,9 @@ class _Record:
         self.is_quiet = False
         self.probe: Attempts | None = None
         """The one request that tries it after a rest."""
-        self.refused_until_s = self.asked_s = -math.inf
+        self.refused_until_s = self.slow_until_s = self.asked_s = -math.inf
+        self.answers, self.slowness = 0, 0.0
+        """Answers since it was last compared with others, and the sum of their waits in expected ones."""
         self.is_check_due = False
         """A check is wanted, but the last one was too short ago."""
         self.failed_checks = self.good_checks = 0
@@ -118,6 +127,9 @@ class FailurePolicy:
         self._doubted: dict[str, _Record] = {}
         """Servers that ``avoided`` has to look at."""
         self._waits = tuple(UsualWait() for _ in KINDS)
+        self._usual_s = [0.0 for _ in KINDS]
+        """As of the last look for slow servers."""
+        self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self._sweep_s = 0.0
         self._decisions: list[Decision] = []
@@ -166,7 +178,10 @@ class FailurePolicy:
         sent = record.unanswered.pop(attempts, None)
         record.alive_s, record.is_new, record.is_quiet = now_s, False, False
         if sent is not None and is_good:
-            self._waits[sent.kind].add(now_s - sent.sent_s)
+            wait_s, usual_s = now_s - sent.sent_s, self._usual_s[sent.kind]
+            self._waits[sent.kind].add(wait_s)
+            record.answers += 1
+            record.slowness += wait_s / max(sent.estimate_s, usual_s, 1e-3)
         if server in self._doubted:
             if record.probe is attempts:
                 record.probe = None
@@ -294,7 +309,7 @@ class FailurePolicy:
                 record.probe is not None or record.is_ejected or now_s < record.evidence.rests_until_s(client, clients)
             ):
                 resting[name] = record
-            elif record.unanswered and (record.is_new or (record.is_quiet and not record.evidence)):
+            elif self._is_doubtful(record, now_s):
                 mild.add(name)
             elif record.is_ejected or (is_retry and record.evidence):
                 resting[name] = record
@@ -311,6 +326,13 @@ class FailurePolicy:
             if any(record.is_used and record.name not in avoided | mild for record in self._of(group)):
                 avoided |= {name for name in mild if self._records[name].group == group}
         return avoided
+
+    @staticmethod
+    def _is_doubtful(record: _Record, now_s: float) -> bool:
+        """It is new, silent or slow, but has not failed: it still gets requests where all others are no better."""
+        if now_s < record.slow_until_s:
+            return True
+        return bool(record.unanswered) and (record.is_new or (record.is_quiet and not record.evidence))
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
         """A server that leaves a request unanswered. Strategies may send it no other, as its load never ends; but one
@@ -356,6 +378,9 @@ class FailurePolicy:
     def sweep(self, now_s: float) -> None:
         """Look for silent servers and rests that have ended; ``avoided`` does it, too."""
         self._sweep_s = now_s + SWEEP_S
+        if now_s >= self._slow_s:
+            self._slow_s = now_s + SLOW_EVERY_S
+            self._find_slow(now_s)
         for record in self._records.values():
             if record.unanswered:
                 self._listen(record, now_s)
@@ -366,6 +391,21 @@ class FailurePolicy:
                 if evidence and now_s - evidence.last_s > MOST_AGE_S and record.probe is None:
                     evidence.clear(now_s)
                 self._review(record, now_s)
+
+    def _find_slow(self, now_s: float) -> None:
+        """Leave servers alone for a while whose answers took ``SLOW`` times as long as the median server's, in terms of
+        what was expected of each request.
+        """
+        self._usual_s = [waits.seconds or 0.0 for waits in self._waits]
+        for group in {record.group for record in self._records.values()}:
+            judged = [record for record in self._of(group) if record.answers >= SLOW_ANSWERS]
+            if len(judged) >= SLOW_SERVERS:
+                usual = median(record.slowness / record.answers for record in judged)
+                for record in judged:
+                    if record.slowness / record.answers > SLOW * usual:
+                        record.slow_until_s = now_s + REST_S[2]
+                        self._doubted[record.name] = record
+                    record.answers, record.slowness = 0, 0.0
 
     def _listen(self, record: _Record, now_s: float) -> None:
         sent = next(iter(record.unanswered.values()))
@@ -436,7 +476,8 @@ class FailurePolicy:
         elif record.is_ejected:
             self._use(record.group)
         is_new = record.is_new and record.unanswered
-        if record.is_ejected or evidence or is_new or record.is_quiet or record.refused_until_s > now_s:
+        rests = max(record.refused_until_s, record.slow_until_s) > now_s
+        if record.is_ejected or evidence or is_new or record.is_quiet or rests:
             self._doubted[record.name] = record
         else:
             self._doubted.pop(record.name, None)
