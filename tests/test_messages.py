@@ -127,7 +127,9 @@ def test_text_in_another_encoding_is_named_with_its_file(name: str, data: bytes,
     assert str(refused.value).count("named.toml") == 1
 
 
-@pytest.mark.parametrize(("data", "said"), [("", "not JSON: it is empty"), ("{oh", "not JSON at line 1, column 2"), ("[]", "[]")])
+@pytest.mark.parametrize(
+    ("data", "said"), [("", "not JSON: it is empty"), ("{oh", "not JSON at line 1, column 2"), ("[]", "[]")]
+)
 def test_a_file_that_is_no_json_object_is_named_once(data: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "named.json"
     path.write_text(data)
