@@ -246,7 +246,7 @@ small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to
 
 check: $(VENV)/.installed-dev ## style, types, who may import whom, the word list, and figures in prose against their runs
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff check --quiet --preview --select PLW1514 src tools benchmarks # a text file names its encoding
+	@$(BIN)/ruff check --quiet --preview --select PLW1514 src tools benchmarks
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
