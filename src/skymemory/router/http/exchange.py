@@ -375,10 +375,6 @@ class Exchange:
         head = request_head(incoming, pool, len(incoming.body), self._of.via, self._left_out)
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD", self._sends)
 
-    # What follows a failed attempt: `_may_retry` asks the fault's rule and the request's own limits, `_retry` backs
-    # off, and `_again` asks the budget of all requests. For a status the budget comes first: if it refuses, the answer
-    # is passed on.
-
     def _send_translated(self, server: str) -> None:
         """Send it as a chat completion.
 
@@ -411,6 +407,10 @@ class Exchange:
         except ApiError as error:
             self._fail(error)
         return True
+
+    # What follows a failed attempt: `_may_retry` asks the fault's rule and the request's own limits, `_retry` backs
+    # off, and `_again` asks the budget of all requests. For a status the budget comes first: if it refuses, the answer
+    # is passed on.
 
     @property
     def _is_last(self) -> bool:
