@@ -88,6 +88,9 @@ class MockEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None or not self._server.is_serving():
+            writer.transport.abort()  # it died between the kernel's accept and this
+            return
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
