@@ -8,6 +8,7 @@ from tools.demo_outputs import DEMOS, PAGE, block_of, excerpt
 from skymemory.cli.main import main
 
 
+@pytest.mark.brief()
 def test_the_conductors_table_on_the_page_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     shown = DEMOS["conductor"]
     assert main(["demo", *shown.words]) == 0

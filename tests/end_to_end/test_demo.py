@@ -97,7 +97,7 @@ def test_it_is_never_silent_for_long_and_ends_with_its_estimate_and_its_time(
     assert abs(int(took[1]) - (last_s - began_s)) < 10
 
 
-@pytest.mark.brief("options1")
+@pytest.mark.brief()
 @pytest.mark.parametrize("options", [["--tokens", "128"], ["--model", "no-such-folder"]])
 def test_bad_options_are_refused_before_anything_is_started(options: list[str]) -> None:
     answer = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=280)

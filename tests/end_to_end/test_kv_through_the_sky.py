@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.in_process import skymemory
 
 COMMAND = [sys.executable, "-m", "skymemory"]
-BIG_BYTES = 20_000_000
+BIG_BYTES = 6_000_000
 
 
 class Sky:
@@ -140,6 +140,7 @@ def test_a_host_killed_between_put_and_get_is_a_miss_within_a_second(sky: Sky) -
     assert missed == "True" and float(seconds) < 1.0
 
 
+@pytest.mark.brief()
 def test_no_constellation_and_bad_options_are_reported_in_one_line(sky: Sky) -> None:
     none = sky("kv", "get", "anything")
     assert none.returncode == 1 and "skymemory constellation up" in none.stderr and len(none.stderr.splitlines()) == 1

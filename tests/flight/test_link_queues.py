@@ -72,7 +72,7 @@ def twin_of(plan: ConstellationPlan, places: dict[int, GroundHost]) -> LinkQueue
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("preset", ["testbed-19x5", "starlink-a", "onboard"])
+@pytest.mark.parametrize("preset", ["testbed-19x5", pytest.param("starlink-a", marks=pytest.mark.slow), "onboard"])
 def test_datagrams_leave_as_in_the_python_host(case: str, preset: str) -> None:
     links, draw = Links.read(CASES[case], "links"), random.Random(case + preset)
     onboard = preset == "onboard"

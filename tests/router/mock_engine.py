@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import signal
+import socket
 import ssl
 import sys
 from dataclasses import dataclass, field
@@ -66,6 +67,10 @@ class MockEngine:
     """It takes connections and requests, those for its health too, and answers none until ``release`` is set."""
     key: str = ""
     """Who does not show it gets 401, whatever is asked."""
+    _holder: socket.socket | None = None
+    """Bound to the port and never listening: while the engine is dead, connections are refused, and no other process is
+    given its port.
+    """
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -74,10 +79,23 @@ class MockEngine:
         return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        if self._holder is None:
+            self._holder = self._bound()
+            self.port = self._holder.getsockname()[1]
         self._server = await asyncio.start_server(
-            self._connected, "127.0.0.1", self.port, limit=1 << 24, ssl=self.tls, backlog=1024
+            self._connected, sock=self._bound(), limit=1 << 24, ssl=self.tls, backlog=1024
         )
-        self.port = self._server.sockets[0].getsockname()[1]
+
+    def _bound(self) -> socket.socket:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(("127.0.0.1", self.port))
+        return bound
+
+    def refuse_connections(self) -> None:
+        """Take no new ones; those that there are go on."""
+        assert self._server is not None
+        self._server.close()
 
     async def die(self) -> None:
         """At once, in the middle of whatever it does; ``start`` brings it back at the same port."""

@@ -52,6 +52,7 @@ def _error_of(wait: StartWait) -> tuple[str, float]:
     raise AssertionError("the wait has no end")
 
 
+@pytest.mark.brief("burns-in-a-child")
 @pytest.mark.parametrize("code", [BURNS, BURNS_IN_A_CHILD, LOGS], ids=["burns", "burns-in-a-child", "logs"])
 def test_a_child_that_makes_progress_is_waited_for_up_to_the_last_limit(code: str) -> None:
     with _child(code) as (child, log):

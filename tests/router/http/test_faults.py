@@ -112,6 +112,15 @@ def test_all_dead_is_said_and_they_come_back(run: Run) -> None:
     assert running.complete().headers["X-Engine"] == "e0"
 
 
+def test_a_server_that_takes_no_new_connections_is_ejected_though_old_ones_are_served(run: Run) -> None:
+    running = run(engines=2)
+    for _ in range(4):
+        assert running.complete().status == 200
+    running.engines[0].refuse_connections()
+    until(lambda: running.metric("ejections_total", server="e0") == 1)
+    assert {running.complete().headers["X-Engine"] for _ in range(4)} == {"e1"}
+
+
 def test_who_came_back_is_not_believed_to_hold_what_it_held(run: Run) -> None:
     running = run(engines=2, strategy="approximate")
     prompt = "abcdefgh" * 512

@@ -162,6 +162,7 @@ class TestUdpWithIndexFile(UdpContract):
     pass
 
 
+@pytest.mark.slow
 class TestUdpWithIncompleteIndexFile(UdpContract):
     COMPLETE = False
 
@@ -170,6 +171,7 @@ class TestUdpWithoutIndex(UdpContract):
     INDEXED = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("access", [mode for mode in ACCESS_MODES if mode != "ideal"])
 class TestOtherWaysToReachIt(StoreContract):
     can = ASKED

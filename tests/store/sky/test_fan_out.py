@@ -89,6 +89,7 @@ def kept(virtual: VirtualConstellation, count: int, size: int) -> tuple[list[int
     return chosen, sum(one is not None for one in found), store
 
 
+@pytest.mark.brief()
 def test_small_values_fill_a_fifth_of_the_nearest_satellite_and_no_memory_is_wasted() -> None:
     memory_bytes, size = 1 << 20, 60_000
     for count in (150, 400):

@@ -38,18 +38,26 @@ class HealthWatch:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        checks: aiohttp.ClientSession,
+        pages: aiohttp.ClientSession,
         backends: Backends,
         access: Mapping[str, Access],
         on_fault: Callable[[], None],
     ) -> None:
-        """``access``: TLS and keys by server. ``on_fault``: called for each unexpected exception."""
-        self._session = session
+        """
+        Args:
+            checks: makes a connection for each check.
+            pages: for models and metrics; keeps its connections.
+            access: TLS and keys by server.
+            on_fault: called for each unexpected exception.
+        """
+        self._checks = checks
+        self._pages = pages
         self._backends = backends
         self._access = access
         self._on_fault = on_fault
         self._metrics = MetricsWatch(
-            backends.server, session, every_s=backends.health.metrics_every_s, read=backends.reported
+            backends.server, pages, every_s=backends.health.metrics_every_s, read=backends.reported
         )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
         self._wanted: dict[str, asyncio.Event] = {}
@@ -137,7 +145,7 @@ class HealthWatch:
         try:
             async with asyncio.timeout(health.timeout_s):
                 url, access = known.backend.url + health.path, self._access.get(name, Access())
-                async with self._session.get(
+                async with self._checks.get(
                     URL(url, encoded=True), headers=access.headers, allow_redirects=False, ssl=access.tls or True
                 ) as answer:
                     is_well = 200 <= answer.status < 300
@@ -160,5 +168,5 @@ class HealthWatch:
         """
         url, access = known.backend.url + "/v1/models", self._access.get(known.backend.name, Access())
         timeout_s = self._backends.health.timeout_s
-        body = await fetch(self._session, url, access, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
+        body = await fetch(self._pages, url, access, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
         return {entry["id"]: entry for entry in _models.decode(body).data if isinstance(entry.get("id"), str)}

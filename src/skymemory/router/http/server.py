@@ -103,11 +103,15 @@ class ProxyServer:
         deferred = DeferredWork(lambda: self.metrics.faults.labels("account").inc())
         deferred.schedule = loop.call_soon
         host, port = host_and_port(settings.listen)
-        self._probes = aiohttp.ClientSession(
+        self._pages = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
         )
+        # A connection that is kept would find a server well whose address refuses new ones.
+        self._checks = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), cookie_jar=aiohttp.DummyCookieJar()
+        )
         try:
-            self._health = HealthWatch(self._probes, self.backends, self.pools.access, self._faulted)
+            self._health = HealthWatch(self._checks, self._pages, self.backends, self.pools.access, self._faulted)
             self.backends.on_check_wanted = self._health.check_now
             self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
@@ -121,7 +125,8 @@ class ProxyServer:
                 raise SkyMemoryError(cannot_listen(settings.listen, error)) from error
         except BaseException:
             await self.prefix_state.close(keep=False)
-            await self._probes.close()
+            await self._pages.close()
+            await self._checks.close()
             raise
         missing = [
             what for what, has in (("TLS", settings.door.tls_cert), ("API keys", settings.door.api_keys)) if not has
@@ -224,7 +229,8 @@ class ProxyServer:
         self.proxy.stop()
         await self.prefix_state.close()
         self.pools.close()
-        await self._probes.close()
+        await self._pages.close()
+        await self._checks.close()
 
 
 async def serve(

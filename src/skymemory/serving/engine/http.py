@@ -11,7 +11,6 @@ import json
 import logging
 import time
 import uuid
-import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from skymemory.router.apis.translation import (
     Translation,
     error_body,
 )
+from skymemory.router.prompts.unpacking import unpacked
 from skymemory.serving.engine.generation import Generation, Step, TokenLogprob
 from skymemory.serving.engine.handover import BlockFetcher
 from skymemory.serving.engine.metrics import EngineMetrics
@@ -129,14 +129,14 @@ class OpenAIServer:
 
     async def _read(self, request: web.Request) -> tuple[Generation, Translation | None]:
         raw = await request.read()
-        packed = request.headers.get("Content-Encoding", "").strip().lower()
+        packed = request.headers.get("Content-Encoding", "").encode("utf-8", "surrogateescape")
         if len(raw) > _LARGE_BODY_BYTES or packed:
             return await asyncio.to_thread(self._parse, request.path, raw, packed)
         return self._parse(request.path, raw, packed)
 
-    def _parse(self, path: str, raw: bytes, packed: str) -> tuple[Generation, Translation | None]:
+    def _parse(self, path: str, raw: bytes, packed: bytes) -> tuple[Generation, Translation | None]:
         """The request; and what translates its answer, where it is no completion and no chat."""
-        body = _unpacked(raw, packed)
+        body = unpacked(raw, packed, MOST_BODY_BYTES)
         if path not in API_PATHS:
             return self._reader.read(body, chat=path == CHAT_COMPLETIONS), None
         translation = Translation(path, body)
@@ -311,7 +311,7 @@ class _Runner(web.AppRunner):
         made = super().server
         if made is None:
             return None
-        # Bodies are decompressed by `_unpacked`, which explains what it refuses.
+        # Bodies are decompressed by `unpacked`, which explains what it refuses.
         return partial(
             _RequestHandler, made, loop=asyncio.get_running_loop(), access_log=_NO_LOG, auto_decompress=False
         )
@@ -319,27 +319,6 @@ class _Runner(web.AppRunner):
 
 def make_runner(application: web.Application, shutdown_timeout_s: float) -> web.AppRunner:
     return _Runner(application, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
-
-
-def _unpacked(body: bytes, packed: str) -> bytes:
-    """
-    Raises:
-        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
-    """
-    if packed in ("", "identity"):
-        return body
-    if packed not in ("gzip", "x-gzip", "deflate"):
-        raise ApiError(415, f"Content-Encoding {packed[:40]!r} is not supported; gzip and deflate are")
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
-    try:
-        data = unpacker.decompress(body, MOST_BODY_BYTES + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
-    if len(data) > MOST_BODY_BYTES:
-        raise ApiError(413, f"the body is larger than {MOST_BODY_BYTES} bytes when it is decompressed")
-    if not unpacker.eof:
-        raise ApiError(400, "the body cannot be decompressed: it ends too early")
-    return data
 
 
 # --- response objects of OpenAI's API ---
