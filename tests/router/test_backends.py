@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from skymemory.conductor.picker import Fleet, LoadReport, Picker, Server
 from skymemory.conductor.request import Prompt, Request
@@ -12,7 +13,7 @@ from skymemory.conductor.strategies.simple import LeastLoad
 from skymemory.router.backends import Backends
 from skymemory.router.failure.evidence import REST_S, Attempts
 from skymemory.router.failure.faults import Fault
-from skymemory.router.failure.silence import FIRST_TOKEN
+from skymemory.router.failure.silence import FIRST_TOKEN, WHOLE
 from skymemory.router.settings import BOTH, DECODE, PREFILL, Backend, Health
 
 NONE = np.empty(0, dtype=np.uint64)
@@ -105,6 +106,24 @@ def test_requests_at_an_ejected_server_are_moved() -> None:
     backends.policy.on_sent(Attempts("client", Owner()), "b", 0.0, 0.0, FIRST_TOKEN)
     check(backends, "a", "no answer within 2 s")
     assert Owner.moved == [("a", "no answer within 2 s")]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_server_whose_metrics_change_is_not_silent(works: bool) -> None:
+    backends, picker, _ = some("a", "b")
+    ejected: list[str] = []
+    backends.on_ejected = ejected.append
+    for number in range(4):
+        backends.policy.on_sent(Attempts(f"long {number}"), "a", 0.0, 0.1, WHOLE)
+    for second in range(1, 61):
+        attempts = Attempts("short")
+        backends.policy.on_sent(attempts, "b", second - 0.1, 0.1, WHOLE)
+        backends.on_answer(attempts, "b", float(second))
+        tokens = 100.0 * second if works else 100.0
+        picker.fleet.servers["a"].reported = LoadReport(at_s=float(second), running=4, tokens=tokens)
+        backends.reported("a")
+        backends.review(second + 0.01)
+    assert ejected == ([] if works else ["a"])
 
 
 def test_servers_to_avoid_are_left_out_where_others_are_up() -> None:

@@ -60,6 +60,8 @@ class LoadReport:
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
     """Totals of its prefills, if reported."""
+    tokens: float = 0.0
+    """Read and generated since it started, if reported."""
 
 
 class Server:

@@ -45,6 +45,8 @@ class KnownServer:
     """It drains to change its role: its settings from then on."""
     configured_role: str = BOTH
     """Its role in the settings; an elastic server may have another one now."""
+    work: tuple[float, ...] | None = None
+    """What its last metrics say of its tokens, running requests and use of its cache."""
 
     @property
     def state(self) -> State:
@@ -399,10 +401,16 @@ class Backends:
             self._index_names()
 
     def reported(self, name: str) -> None:
-        """A server's load report was read, which may name new adapters."""
+        """A server's load report was read: it may name new adapters, or show that the server computes."""
         known = self.known.get(name)
-        report = None if known is None else known.server.reported
-        if report is not None and not report.adapters <= self.adapters.keys():
+        if known is None or (report := known.server.reported) is None:
+            return
+        work = report.tokens, report.running, report.kv_usage
+        if known.work not in (None, work):
+            self.policy.on_progress(name, report.at_s)
+            self._apply()
+        known.work = work
+        if not report.adapters <= self.adapters.keys():
             self._index_names()
 
     def _index_names(self) -> None:

@@ -49,6 +49,13 @@ def test_engines_behind_one_address_add_up() -> None:
     assert (report.waiting, report.running, report.kv_usage, report.cache_blocks) == (5, 3, 0.5, 300)
 
 
+def test_tokens_of_prompts_and_answers_are_added_up() -> None:
+    assert read_metrics(VLLM, 0.0).report.tokens == 0.0
+    assert read_metrics(SGLANG, 0.0).report.tokens == 8_128_902
+    more = VLLM + b'vllm:prompt_tokens_total{engine="0"} 100\nvllm:generation_tokens_total{engine="0"} 7\n'
+    assert read_metrics(more, 0.0).report.tokens == 107.0
+
+
 def test_what_a_dialect_lacks_is_named_and_the_rest_is_read() -> None:
     renamed = VLLM.replace(b"vllm:num_requests_waiting", b"vllm:queue_length")
     metrics = read_metrics(renamed, 0.0)

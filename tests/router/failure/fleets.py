@@ -33,6 +33,8 @@ class VirtualRequest:
     client: str
     kills: bool = False
     """Each server closes its connection."""
+    service_s: float | None = None
+    """None: the server's."""
     answered_s: float | None = None
     failed: bool = False
     attempts: Attempts = field(init=False)
@@ -47,7 +49,14 @@ class VirtualRequest:
 class VirtualFleet:
     """Sends to the server with the least load that the policy does not avoid; three sends of a request at most."""
 
-    def __init__(self, servers: int = 3, *, are_checked: bool = True, limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        servers: int = 3,
+        *,
+        are_checked: bool = True,
+        limits: Limits = Limits(),  # noqa: B008
+        have_metrics: bool = False,
+    ) -> None:
         self.servers = {f"s{number}": VirtualServer(f"s{number}") for number in range(servers)}
         self.policy = FailurePolicy(limits, are_checked=are_checked)
         for name in self.servers:
@@ -58,6 +67,8 @@ class VirtualFleet:
         self.requests: list[VirtualRequest] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
+        if have_metrics:
+            self._read_metrics_forever()
         for name in self.servers if are_checked else ():
             self.after(2.0, lambda name=name: self._check_forever(name))  # type: ignore[misc]
 
@@ -79,8 +90,8 @@ class VirtualFleet:
                 heapq.heappop(self._events)[2]()
             self._apply()
 
-    def send(self, client: str = "c", *, kills: bool = False) -> VirtualRequest:
-        request = VirtualRequest(client, kills)
+    def send(self, client: str = "c", *, kills: bool = False, service_s: float | None = None) -> VirtualRequest:
+        request = VirtualRequest(client, kills, service_s)
         self.requests.append(request)
         self.policy.on_request(client, self.now_s)
         self._send(request)
@@ -105,7 +116,8 @@ class VirtualFleet:
         if isinstance(state, Fault):
             self.after(0.001, lambda: self._fails(request, server, state))
         elif state == WELL:
-            self.after(server.service_s, lambda: self._answers(request, server))
+            service_s = server.service_s if request.service_s is None else request.service_s
+            self.after(service_s, lambda: self._answers(request, server))
 
     def _fails(self, request: VirtualRequest, server: VirtualServer, fault: Fault) -> None:
         if request.at == server.name:
@@ -130,6 +142,13 @@ class VirtualFleet:
         for request in self.requests:
             if request.at == name:
                 self.after(0.05, lambda request=request: self._answers(request, server))  # type: ignore[misc]
+
+    def _read_metrics_forever(self) -> None:
+        """Every server that works counts more tokens while it has requests."""
+        for name, server in self.servers.items():
+            if server.state == WELL and server.load:
+                self.policy.on_progress(name, self.now_s)
+        self.after(0.5, self._read_metrics_forever)
 
     def _check_forever(self, name: str) -> None:
         self._check(name)

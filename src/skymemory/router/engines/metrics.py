@@ -94,6 +94,11 @@ class Dialect:
     prefills: tuple[str, str, str] | None = None
     """Histograms of completed requests: prompt tokens, computed prompt tokens, and seconds of the prefill."""
 
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """Counters of prompt tokens and of generated ones."""
+        return f"{self.name}:prompt_tokens_total", f"{self.name}:generation_tokens_total"
+
 
 VLLM = Dialect(
     "vllm",
@@ -157,6 +162,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
         adapters=adapters,
         max_adapters=max_adapters,
         prefills=_prefills(text, dialect),
+        tokens=sum(sample.value for name in dialect.tokens for sample in _first(text, (name,))),
     )
     return EngineMetrics(report, dialect.name, tuple(missing))
 

@@ -194,6 +194,19 @@ class FailurePolicy:
         if attempts.failed and is_good:
             self._prove(attempts, now_s)
 
+    def on_progress(self, server: str, now_s: float) -> None:
+        """It computes, by its metrics: what it leaves unanswered is long, not lost."""
+        record = self._records.get(server)
+        if record is None:
+            return
+        record.alive_s, record.is_quiet = max(record.alive_s, now_s), False
+        silent = [each for each in record.unanswered if each in record.evidence.failures]
+        for attempts in silent:
+            record.evidence.take_back(attempts)
+            attempts.remove_failure(server)
+        if silent:
+            self._review(record, now_s)
+
     def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
         """It failed there. ``wait_s``: the server's ``Retry-After``."""
         record = self._records.get(server)
@@ -219,7 +232,7 @@ class FailurePolicy:
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             return
         since_s = max(sent.sent_s, record.alive_s)
-        if now_s - since_s > silent_after_s(self._expected_s(sent)) and self._others_live(record, since_s, now_s):
+        if now_s - since_s > self._silent_after_s(sent) and self._others_live(record, since_s, now_s):
             self.on_fault(attempts, server, Fault.SILENT, now_s)
         else:
             self._forget(record, attempts)
@@ -423,7 +436,7 @@ class FailurePolicy:
             return
         for attempts, each in record.unanswered.items():
             waited_s = now_s - max(each.sent_s, record.alive_s)
-            if attempts not in record.evidence.failures and waited_s > silent_after_s(self._expected_s(each)):
+            if attempts not in record.evidence.failures and waited_s > self._silent_after_s(each):
                 failure = Failure(attempts.client, Fault.SILENT, now_s)
                 attempts.add_failure(record.name, failure)
                 record.evidence.add(attempts, failure)
@@ -437,6 +450,9 @@ class FailurePolicy:
 
     def _expected_s(self, sent: Sent) -> float:
         return expected_s(sent, self._waits[sent.kind].seconds)
+
+    def _silent_after_s(self, sent: Sent) -> float:
+        return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s)
 
     def _clients(self, now_s: float) -> int:
         """How many clients have to fail at a server before it counts for all."""

@@ -21,6 +21,12 @@ UNKNOWN_S = 5.0
 SILENT = 5.0
 """After so many usual waits without a sign of life a request counts as unanswered, a failure of its server."""
 LEAST_SILENT_S = 2.0
+LONGEST = 1.5
+"""Or, if that is later, after so many times the longest wait: whole answers of one fleet take from one second to
+minutes, and a long one is no sign of a fault.
+"""
+FORGOTTEN = 0.9999
+"""What an answer leaves of the longest wait before it."""
 
 
 WHOLE, FIRST_TOKEN, NO_PROMPT, DECODED = KINDS = range(4)
@@ -42,15 +48,17 @@ class Sent(NamedTuple):
 class UsualWait:
     """Time from sending to the first byte, of recent answers of all servers."""
 
-    __slots__ = ("_is_current", "_seconds", "_waits")
+    __slots__ = ("_is_current", "_seconds", "_waits", "longest_s")
 
     def __init__(self) -> None:
+        self.longest_s = 0.0
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None
         self._is_current = True
 
     def add(self, wait_s: float) -> None:
         self._waits.append(wait_s)
+        self.longest_s = max(wait_s, FORGOTTEN * self.longest_s)
         self._is_current = False
 
     @property
@@ -72,6 +80,6 @@ def quiet_after_s(expected: float, unanswered: int) -> float:
     return max(LEAST_QUIET_S, expected * max(1.0, QUIET / unanswered))
 
 
-def silent_after_s(expected: float) -> float:
+def silent_after_s(expected: float, longest_s: float) -> float:
     """Seconds without a sign of life after which a request counts as unanswered."""
-    return max(LEAST_SILENT_S, SILENT * expected)
+    return max(LEAST_SILENT_S, SILENT * expected, LONGEST * longest_s)
