@@ -1,5 +1,7 @@
 """An engine that costs nothing, for measuring what stands before it: one port, fixed answers, TCP_NODELAY.
 
+A request for a stream gets ``EVENTS`` events, each in a write of its own.
+
 ``python benchmarks/_proxy_engine.py`` prints its port. It speaks HTTP enough for routers: GET, and POST with a length.
 """
 
@@ -32,6 +34,18 @@ INFO = json.dumps(
 METRICS = b'vllm:num_requests_running{model_name="mock"} 0\nvllm:num_requests_waiting{model_name="mock"} 0\n'
 
 
+EVENTS = 40
+EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"mock","choices":[{"index":0,"text":" word"}]}\n\n'
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+PIECE, STREAM_END = chunk(EVENT), chunk(b"data: [DONE]\n\n") + chunk(b"")
+
+
 def reply(body: bytes, kind: str = "application/json") -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -57,8 +71,21 @@ class Engine(asyncio.Protocol):
                 return
             path = self._came[: end + 4].split(b" ", 2)[1]
             post = self._came.startswith(b"POST")
+            streams = post and b'"stream": true' in self._came[end + 4 : end + 4 + length]
             self._came = self._came[end + 4 + length :]
-            self._transport.write(ANSWERED if post else PAGES.get(path, reply(INFO)))  # type: ignore[attr-defined]
+            if streams:
+                self._write(STREAM_HEAD)
+                self._stream(EVENTS)
+            else:
+                self._write(ANSWERED if post else PAGES.get(path, reply(INFO)))
+
+    def _write(self, data: bytes) -> None:
+        self._transport.write(data)  # type: ignore[attr-defined]
+
+    def _stream(self, left: int) -> None:
+        self._write(PIECE if left else STREAM_END)
+        if left:
+            asyncio.get_running_loop().call_soon(self._stream, left - 1)
 
 
 async def main() -> None:

@@ -1,6 +1,6 @@
 """Asks one address the same questions over a number of connections, and writes how long each took, as JSON.
 
-A process of its own: ``python benchmarks/_proxy_load.py PORT CONNECTIONS REQUESTS BODY_BYTES SEED``.
+A process of its own: ``python benchmarks/_proxy_load.py PORT CONNECTIONS REQUESTS BODY_BYTES SEED [stream]``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ TURNS = 8
 """Prompts share prefixes as turns of conversations do: each of ``PROMPTS`` has ``TURNS`` lengths."""
 
 
-def bodies(body_bytes: int, seed: int) -> list[bytes]:
+def bodies(body_bytes: int, seed: int, streams: bool) -> list[bytes]:
     """Requests of exactly ``body_bytes``: prompts that begin alike for a part of their length, in a seeded order."""
     dice = random.Random(seed)
+    more: dict[str, object] = {"max_tokens": 40, **({"stream": True} if streams else {})}
     asked = []
     for _ in range(PROMPTS):
         talk = "".join(dice.choices("abcdefghijklmnopqrstuvwxyz     ", k=body_bytes))
         for turn in range(1, TURNS + 1):
             own = dice.randbytes(body_bytes // 2 + 1).hex()
-            shell = len(json.dumps({"model": "mock", "prompt": "", "max_tokens": 40}))
+            shell = len(json.dumps({"model": "mock", "prompt": "", **more}))
             letters = body_bytes - shell
             shared = letters * turn // TURNS
-            asked.append(
-                json.dumps({"model": "mock", "prompt": talk[:shared] + own[: letters - shared], "max_tokens": 40})
-            )
+            asked.append(json.dumps({"model": "mock", "prompt": talk[:shared] + own[: letters - shared], **more}))
     dice.shuffle(asked)
     return [
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -86,8 +85,8 @@ class Asker(asyncio.Protocol):
             self._done.set_exception(ConnectionError("the connection was closed"))
 
 
-async def main(port: int, connections: int, requests: int, body_bytes: int, seed: int) -> None:
-    asked = bodies(body_bytes, seed)
+async def main(port: int, connections: int, requests: int, body_bytes: int, seed: int, streams: bool) -> None:
+    asked = bodies(body_bytes, seed, streams)
     loop = asyncio.get_running_loop()
     began_s = time.perf_counter()
     askers = []
@@ -107,4 +106,4 @@ async def main(port: int, connections: int, requests: int, body_bytes: int, seed
 
 
 if __name__ == "__main__":
-    uvloop.run(main(*map(int, sys.argv[1:6])))
+    uvloop.run(main(*map(int, sys.argv[1:6]), streams="stream" in sys.argv[6:]))

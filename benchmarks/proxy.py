@@ -1,9 +1,11 @@
 """What a router adds to a request, beside others: `python benchmarks/proxy.py [--json FILE] [--quick] [--peers DIR]`.
 
 Four engines that answer at once and one load generator share a core; the router that is asked has the other (`taskset`,
-where there is one). Bodies of 8 KB at 1, 8 and 64 connections, and of 64 KB at 8, in turns: directly, through
-`skymemory route`, and through its peers. *Added* is the difference of the percentiles to asking directly in the same
-run; *processor* is what the router's process used, user and system, for a request.
+where there is one; `--cores all`: all have all). Bodies of 8 KB at 1, 8 and 64 connections, of 64 KB at 8, of 1 KB at
+256, and streams of 40 events at 64, in turns: directly, through `skymemory route`, and through its peers. *Added* is
+the difference of the percentiles to asking directly in the same run; *processor* is what the router's process used,
+user and system, for a request. `--against PYTHON` measures another version's default beside ours (the Python of an
+environment that has it), and prints the ratios of the pairs.
 
 Peers: sglang-router and vllm-router (their wheels in an environment of their own, `--peers DIR`, made if it is not
 there), policy cache_aware; Envoy and nginx, which know no prompts, round robin. What cannot be had is left out, and the
@@ -27,14 +29,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _bench import print_table, write_json
 from skymemory.engine.inputs import small_model_folder
 
 HERE = Path(__file__).parent
 ENGINES = 4
-SIZES = (8192, 65_536)
 SEED = 7
 TOKENIZER = small_model_folder()
 PEERS = {"sglang-router": "sglang_router.launch_router", "vllm-router": "vllm_router"}
@@ -75,9 +76,25 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def load(port: int, connections: int, requests: int, body_bytes: int) -> dict[str, float]:
-    asked = map(str, (port, connections, requests, body_bytes, SEED))
-    command = [sys.executable, str(HERE / "_proxy_load.py"), *asked]
+class Case(NamedTuple):
+    connections: int
+    body_bytes: int
+    streams: bool = False
+
+    def __str__(self) -> str:
+        what = "streams of 40 events" if self.streams else "answers"
+        return f"bodies of {self.body_bytes >> 10} KB, {self.connections} connections, {what}"
+
+
+CASES = {Case(1, 8192): 1, Case(8, 8192): 2, Case(64, 8192): 2, Case(8, 65_536): 1}
+"""How many times the usual number of requests each is asked."""
+CASES |= {Case(256, 1024): 2, Case(64, 1024, streams=True): 1}
+WARM = Case(8, 8192)
+
+
+def load(port: int, case: Case, requests: int) -> dict[str, float]:
+    asked = map(str, (port, case.connections, requests, case.body_bytes, SEED))
+    command = [sys.executable, str(HERE / "_proxy_load.py"), *asked, *(["stream"] if case.streams else [])]
     pinned = ["taskset", "-c", REST_CORE, *command] if PINNED else command
     done = subprocess.run(pinned, capture_output=True, text=True, timeout=180, check=False)
     if done.returncode:
@@ -87,9 +104,9 @@ def load(port: int, connections: int, requests: int, body_bytes: int) -> dict[st
 
 
 @contextmanager
-def our_router(engines: list[int], *more: str) -> Iterator[tuple[int, int]]:
+def our_router(engines: list[int], *more: str, python: str = sys.executable) -> Iterator[tuple[int, int]]:
     backends = [word for port in engines for word in ("--backend", f"http://127.0.0.1:{port}")]
-    command = (sys.executable, "-m", "skymemory", "route", "--listen", "127.0.0.1:0", *backends, *more)
+    command = (python, "-m", "skymemory", "route", "--listen", "127.0.0.1:0", *backends, *more)
     with process(*command, core=ROUTER_CORE) as (pid, line):
         yield pid, int(line.split("127.0.0.1:")[1].split(":")[0])
 
@@ -210,68 +227,76 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer requests; the figures are rough")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="where peers' wheels are, or shall be")
     parser.add_argument("--no-peers", action="store_true", help="leave sglang-router and vllm-router out")
+    parser.add_argument("--cores", choices=("own", "all"), default="own", help="one for the router; or all for all")
+    parser.add_argument("--against", metavar="PYTHON", help="of an environment with another version")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns (5; with --quick 2)")
     args = parser.parse_args()
+    global PINNED
+    PINNED = PINNED and args.cores == "own"
     rounds, requests = (2, 1000) if args.quick else (5, 4000)
-    cases = [
-        (1, SIZES[0], requests),
-        (8, SIZES[0], 2 * requests),
-        (64, SIZES[0], 2 * requests),
-        (8, SIZES[1], requests),
-    ]
+    rounds = args.rounds or rounds
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="proxy-peers-")))
         python = None if args.no_peers else peers_python(args.peers or folder / "python")
         command = (sys.executable, str(HERE / "_proxy_engine.py"))
         engines = [int(stack.enter_context(process(*command, core=REST_CORE))[1]) for _ in range(ENGINES)]
         ways: dict[str, tuple[int | None, int]] = {"an engine, directly": (None, engines[0])}
-        for name, more in (
-            ("skymemory route (least-ttft, the default)", ()),
-            ("skymemory route --strategy approximate", ("--strategy", "approximate")),
-            ("skymemory route --strategy round-robin", ("--strategy", "round-robin")),
-            ("skymemory route --tokenizer", ("--tokenizer", str(TOKENIZER))),
-        ):
-            ways[name] = stack.enter_context(our_router(engines, *more))
+        ways[OURS] = stack.enter_context(our_router(engines))
+        if args.against:
+            ways[BEFORE] = stack.enter_context(our_router(engines, python=args.against))
+        else:
+            for name, more in (
+                ("skymemory route --strategy approximate", ("--strategy", "approximate")),
+                ("skymemory route --strategy round-robin", ("--strategy", "round-robin")),
+                ("skymemory route --tokenizer", ("--tokenizer", str(TOKENIZER))),
+            ):
+                ways[name] = stack.enter_context(our_router(engines, *more))
         for name, (port, page, command_) in peer_commands(python, engines, folder).items():
             ways[name] = stack.enter_context(silent_router(port, page, *command_))
         for _, port in ways.values():
-            load(port, 8, 1000, SIZES[0])
-        measured: dict[str, dict[tuple[int, int], list[dict[str, float]]]] = {
-            name: {case[:2]: [] for case in cases} for name in ways
-        }
+            load(port, WARM, 1000)
+        measured: Measured = {name: {case: [] for case in CASES} for name in ways}
         for number in range(rounds):
-            for connections, size, count in cases:
-                for name, (pid, port) in ways.items():
+            for case, times in CASES.items():
+                # Every second turn the other way round: what comes first meets another machine than what comes last.
+                for name, (pid, port) in list(ways.items())[:: -1 if number % 2 else 1]:
                     before_s = 0.0 if pid is None else processor_s(pid)
-                    took = load(port, connections, count, size)
+                    took = load(port, case, times * requests)
                     used_s = 0.0 if pid is None else processor_s(pid) - before_s
-                    measured[name][connections, size].append({**took, "processor": used_s / took["requests"]})
+                    measured[name][case].append({**took, "processor": used_s / took["requests"]})
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    report(measured, args.json)
+    report(measured, args.cores, args.json)
 
 
-def report(measured: dict[str, dict[tuple[int, int], list[dict[str, float]]]], file: Path | None) -> None:
+OURS = "skymemory route (least-ttft, the default)"
+BEFORE = "skymemory route, the other version"
+Measured = dict[str, dict[Case, list[dict[str, float]]]]
+"""By way and case, the figures of each turn."""
+
+
+def report(measured: Measured, cores: str, file: Path | None) -> None:
     """Medians over the rounds, and each beside sglang-router, where that ran."""
     rows: list[dict[str, Any]] = []
     direct = next(iter(measured))
     for name, cases in measured.items():
-        for (connections, size), runs in cases.items():
+        for case, runs in cases.items():
             keys = ("p50", "p99", "per_s", "processor")
-            row: dict[str, Any] = {"way": name, "connections": connections, "body_bytes": size}
+            row: dict[str, Any] = {"way": name, **case._asdict(), "cores": cores}
             row |= {key: statistics.median(run[key] for run in runs) for key in keys}
             rows.append(row)
-    of = {(row["way"], row["connections"], row["body_bytes"]): row for row in rows}
+    of = {(row["way"], case_of(row)): row for row in rows}
     peer = next((name for name in measured if name.startswith("sglang-router")), None)
     for row in rows:
-        row["added_p50"] = row["p50"] - of[direct, row["connections"], row["body_bytes"]]["p50"]
+        row["added_p50"] = row["p50"] - of[direct, case_of(row)]["p50"]
     for row in rows:
-        case = row["connections"], row["body_bytes"]
+        case = case_of(row)
         if peer is not None and row["way"] not in (direct, peer):
-            row["per_s_over_peer"] = row["per_s"] / of[peer, *case]["per_s"]
-            row["p99_over_peer"] = row["p99"] / of[peer, *case]["p99"]
-            row["added_p50_over_peer"] = row["added_p50"] / of[peer, *case]["added_p50"]
-    for connections, size in next(iter(measured.values())):
+            row["per_s_over_peer"] = row["per_s"] / of[peer, case]["per_s"]
+            row["p99_over_peer"] = row["p99"] / of[peer, case]["p99"]
+            row["added_p50_over_peer"] = row["added_p50"] / of[peer, case]["added_p50"]
+    for case in next(iter(measured.values())):
         print_table(
-            f"Bodies of {size >> 10} KB, {connections} connections, four engines that answer at once",
+            f"{case}, four engines that answer at once".capitalize(),
             [
                 "way",
                 "per s",
@@ -297,12 +322,31 @@ def report(measured: dict[str, dict[tuple[int, int], list[dict[str, float]]]], f
                     ),
                 ]
                 for row in rows
-                if (row["connections"], row["body_bytes"]) == (connections, size)
+                if case_of(row) == case
             ],
         )
+    if BEFORE in measured:
+        print_pairs(measured)
     if peer is None:
         print("sglang-router did not run: LEFT OUT")
     write_json(file, "proxy", SEED, rows)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    return Case(row["connections"], row["body_bytes"], row["streams"])
+
+
+def print_pairs(measured: Measured) -> None:
+    """This version over the other one, turn by turn: the median, and between which figures half of the turns lie."""
+    table = []
+    for case, ours in measured[OURS].items():
+        line = [str(case)]
+        for key in ("per_s", "p99", "processor"):
+            ratios = sorted(a[key] / b[key] for a, b in zip(ours, measured[BEFORE][case], strict=True))
+            first, last = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+            line.append(f"{statistics.median(ratios):.3f} ({first:.3f} to {last:.3f})")
+        table.append(line)
+    print_table("This version over the other", ["case", "per s", "p99", "processor"], table)
 
 
 if __name__ == "__main__":

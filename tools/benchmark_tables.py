@@ -675,7 +675,8 @@ def _loading_in_the_sky() -> str:
 
 def _proxy() -> str:
     """One line for each way, with what it does at each number of connections and size of body beside the peer."""
-    found = {(row["way"], row["connections"], row["body_bytes"]): row for row in rows_of("proxy")}
+    rows = [row for row in rows_of("proxy") if not row.get("streams")]
+    found = {(row["way"], row["connections"], row["body_bytes"]): row for row in rows}
     ways = list(dict.fromkeys(way for way, *_ in found))
     small, large = 8192, 65_536
 
