@@ -19,6 +19,7 @@ from typing import Any
 import pyte
 from pyte.modes import DECAWM
 
+_TOP = b"\x1b[H"
 _ALTERNATE = 1049 << 5
 """Private mode of the second screen, as pyte numbers it."""
 
@@ -67,7 +68,7 @@ class Terminal:
         self.screen = Emulated(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         self.frames: list[list[str]] = []
-        """The screen whenever the program paused."""
+        """The screen whenever the program paused, or was to draw it anew from its top."""
         self.written = b""
         self._ours, theirs = pty.openpty()
         self._set_size(columns, rows)
@@ -108,10 +109,18 @@ class Terminal:
         except OSError:  # the other end is closed
             return False
         self.written += data
-        self._stream.feed(data)
-        if not select.select([self._ours], [], [], 0.02)[0] and (not self.frames or self.frames[-1] != self.rows):
-            self.frames.append(self.rows)
+        first, *anew = data.split(_TOP)
+        self._stream.feed(first)
+        for part in anew:
+            self._keep()
+            self._stream.feed(_TOP + part)
+        if not select.select([self._ours], [], [], 0.02)[0]:
+            self._keep()
         return bool(data)
+
+    def _keep(self) -> None:
+        if not self.frames or self.frames[-1] != self.rows:
+            self.frames.append(self.rows)
 
     def until(self, reached: Callable[[str], bool], timeout_s: float) -> bool:
         """Show what comes until the screen's text satisfies ``reached``; whether it did before the end."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 from tests.cache.tiers.small_tiers import soon
 from tests.contract.store_contract import key, value
-from tests.store.conftest import connection, reads_under_way, standing, store_on, udp_sky_and_loop, udp_store
+from tests.store.conftest import connection, reads_under_way, standing, store_on, udp_sky, udp_sky_and_loop, udp_store
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.store.base import Presence
@@ -150,7 +150,7 @@ def test_closing_ends_nothing_that_is_under_way() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_thread_finds_what_it_wrote(seed: int) -> None:
     """Drawn calls of six threads, each with keys of its own, beside a dict."""
-    with udp_store(SharedIndex()) as store:
+    with udp_sky() as plan, store_on(plan, SharedIndex(), give_up_s=60.0) as store:
 
         def walk(thread: int) -> None:
             dice, there = random.Random(100 * seed + thread), dict[bytes, bytes]()
