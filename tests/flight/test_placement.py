@@ -19,7 +19,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.placement.layout import STRATEGIES, Strategy
 from skymemory.placement.locate import Placement
-from skymemory.protocol.clock import STRATEGY_CODES, Locator, MoveClock, SkyMap
+from skymemory.protocol.clock import DISPLACEMENTS, STRATEGY_CODES, Locator, MoveClock, SkyMap, displaced
 from skymemory.protocol.wire import Address, PlacementTag
 from skymemory.testbed.connect import clock_of, sky_of
 from skymemory.testbed.plan import Ground, make_plan
@@ -49,7 +49,11 @@ def test_satellites_are_those_of_the_vectors(entry: dict[str, Any]) -> None:
     it = placing(tuple(entry["torus"]), tuple(entry["centre"]), tuple(entry["link_delays_ps"]))
     for server, satellite in enumerate(entry["satellites"]):
         tag = PlacementTag(
-            STRATEGY_CODES[entry["strategy"]], entry["servers"], server, *entry["set_moves"], entry["replica"]
+            displaced(STRATEGY_CODES[entry["strategy"]], entry.get("displacement", 0)),
+            entry["servers"],
+            server,
+            *entry["set_moves"],
+            entry["replica"],
         )
         assert library().parts_locate(it, packed(tag), *entry["now_moves"]) == Address(*satellite).pack()
 
@@ -69,22 +73,24 @@ def test_layouts_and_places_are_those_of_the_twin(
     centre = data.draw(st.tuples(st.integers(0, torus[0] - 1), st.integers(0, torus[1] - 1)))
     it = placing(torus, centre, delays_ps)
     placed = Torus(*torus)
+    code = displaced(STRATEGY_CODES[strategy], data.draw(st.integers(0, len(DISPLACEMENTS) - 1)))
+    sky = SkyMap(placed, SatelliteId(*centre), *(ps * 1e-12 for ps in delays_ps))
     for servers in data.draw(st.lists(st.integers(1, torus[0] * torus[1]), min_size=1, max_size=3)):
-        twin = Placement.of(strategy, servers, placed, SatelliteId(*centre), *(ps * 1e-12 for ps in delays_ps))
+        twin = sky.placement(code, servers)
         cells, box = (ctypes.c_int16 * (2 * servers))(), (ctypes.c_int32 * 4)()
-        assert lib.parts_layout(it, STRATEGY_CODES[strategy], servers, cells, box)
+        assert lib.parts_layout(it, code, servers, cells, box)
         assert tuple(zip(cells[::2], cells[1::2], strict=True)) == twin.layout.cells
         assert tuple(box) == (twin.box.width, twin.box.height, twin.box.west, twin.box.north)
         set_moves, now_moves = data.draw(any_moves), data.draw(few_moves)
         replica, server = data.draw(st.integers(0, 12)), data.draw(st.integers(-1, servers - 1))
-        tag = PlacementTag(STRATEGY_CODES[strategy], servers, server, *set_moves, replica)
+        tag = PlacementTag(code, servers, server, *set_moves, replica)
         try:
             expected = Address(*twin.locate(server, set_moves, now_moves, replica)).pack()
         except InvalidInput:
             expected = NOWHERE
         assert lib.parts_locate(it, packed(tag), *now_moves) == expected
         out = (ctypes.c_int32 * (2 * placed.size))()
-        count = lib.parts_all_places(it, STRATEGY_CODES[strategy], servers, *set_moves, out)
+        count = lib.parts_all_places(it, code, servers, *set_moves, out)
         found = list(zip(out[: 2 * count : 2], out[1 : 2 * count : 2], strict=True))
         everywhere = twin.moves_of_all_places(set_moves)
         assert len(found) == len(everywhere)
@@ -110,6 +116,7 @@ def test_what_cannot_be_placed_is_nowhere() -> None:
     for tag in (
         PlacementTag(0, 3, 0, 0, 0),
         PlacementTag(6, 3, 0, 0, 0),
+        PlacementTag(displaced(1, len(DISPLACEMENTS)), 3, 0, 0, 0),
         PlacementTag(1, 96, 0, 0, 0),
         PlacementTag(1, 0, 0, 0, 0),
     ):

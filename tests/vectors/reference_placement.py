@@ -87,6 +87,9 @@ def link_delays_ps(preset: str) -> tuple[int, int]:
     return round(chord[0] / C_M_S * 1e12), round(chord[1] / C_M_S * 1e12)
 
 
+PLANES_SOUTH = (0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18)
+
+
 def satellites(
     strategy: str,
     servers: int,
@@ -96,6 +99,7 @@ def satellites(
     set_moves: tuple[int, int],
     now_moves: tuple[int, int],
     replica: int,
+    displacement: int = 0,
 ) -> list[Satellite]:
     planes, slots = torus
     box, found = cells(strategy, servers, torus, delays_ps)
@@ -106,6 +110,7 @@ def satellites(
         plane, slot = plane + p0, slot - r0
     elif strategy != "baseline":
         plane, slot = plane + p, slot - r
+    plane += PLANES_SOUTH[displacement]
     placed = []
     for x, y in found:
         x = (x + across + down * (box.width // 2) + box.west) % box.width - box.west

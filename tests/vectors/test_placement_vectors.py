@@ -20,7 +20,7 @@ from skymemory.constellation.presets import PRESETS, preset_named
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.placement.layout import STRATEGIES, layout
 from skymemory.placement.locate import Placement
-from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
+from skymemory.protocol.clock import DISPLACEMENTS, STRATEGY_CODES, SkyMap, displaced
 from skymemory.testbed.connect import clock_of, sky_of
 from skymemory.testbed.plan import Ground, make_plan
 
@@ -44,6 +44,7 @@ def by_page(entry: dict[str, Any]) -> list[list[int]]:
         tuple(entry["set_moves"]),
         tuple(entry["now_moves"]),
         entry["replica"],
+        entry.get("displacement", 0),
     )
     return [list(satellite) for satellite in found]
 
@@ -52,7 +53,7 @@ def by_code(entry: dict[str, Any]) -> list[list[int]]:
     slot_s, plane_s = (delay_ps * 1e-12 for delay_ps in entry["link_delays_ps"])
     sky = SkyMap(Torus(*entry["torus"]), SatelliteId(*entry["centre"]), slot_s, plane_s)
     found = sky.servers_at(
-        STRATEGY_CODES[entry["strategy"]],
+        displaced(STRATEGY_CODES[entry["strategy"]], entry.get("displacement", 0)),
         entry["servers"],
         tuple(entry["set_moves"]),
         tuple(entry["now_moves"]),
@@ -71,6 +72,7 @@ def test_the_vectors_cover_what_the_page_says():
     assert {entry["strategy"] for entry in PLACEMENTS} == set(STRATEGIES)
     assert {entry["replica"] > 0 for entry in PLACEMENTS} == {True, False}
     assert any(min(entry["now_moves"]) < 0 for entry in PLACEMENTS)
+    assert {entry.get("displacement", 0) for entry in PLACEMENTS} == set(range(len(DISPLACEMENTS)))
     assert {entry["preset"] for entry in MOVES} == set(PRESETS) == set(page.PRESETS)
     assert any(isinstance(entry["host"][0], list) for entry in MOVES)
 
@@ -92,6 +94,7 @@ def test_the_page_and_the_code_place_alike_wherever_they_are_asked():
             "set_moves": (rng.randint(-50, 50), rng.randint(-50, 50)),
             "now_moves": (rng.randint(-50, 50), rng.randint(-50, 50)),
             "replica": rng.randrange(min(255, box.width * box.height)),
+            "displacement": rng.randrange(len(DISPLACEMENTS)),
         }
         assert by_page(entry) == by_code(entry), entry
 

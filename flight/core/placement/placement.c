@@ -226,16 +226,19 @@ static void lay_out(sky_placements *placements, sky_layout *layout) {
     }
 }
 
-const sky_layout *sky_layout_of(sky_placements *placements, uint32_t strategy, uint32_t servers) {
+const sky_layout *sky_layout_of(sky_placements *placements, uint32_t code, uint32_t servers) {
+    static const int8_t south[SKY_DISPLACEMENTS] = {0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18};
+    const uint32_t strategy = code & SKY_STRATEGY_BITS, displacement = code >> SKY_DISPLACEMENT_AT;
     sky_layout *layout = NULL;
-    if (strategy < SKY_ROTATION || strategy > SKY_BASELINE || servers < 1U ||
+    if (strategy < SKY_ROTATION || strategy > SKY_BASELINE || displacement >= SKY_DISPLACEMENTS || servers < 1U ||
         servers > placements->satellites) {
         return NULL;
     }
     placements->asked++;
     for (uint32_t i = 0; i < SKY_LAYOUTS && layout == NULL; i++) {
-        if (placements->layouts[i].servers == servers && placements->layouts[i].strategy == strategy) {
-            layout = &placements->layouts[i];
+        sky_layout *const known = &placements->layouts[i];
+        if (known->servers == servers && known->strategy == strategy && known->displaced == south[displacement]) {
+            layout = known;
         }
     }
     if (layout == NULL) {
@@ -247,6 +250,7 @@ const sky_layout *sky_layout_of(sky_placements *placements, uint32_t strategy, u
         }
         layout->servers = servers;
         layout->strategy = strategy;
+        layout->displaced = south[displacement];
         lay_out(placements, layout);
     }
     layout->used = placements->asked;
@@ -273,7 +277,7 @@ uint32_t sky_centre_of(const sky_placements *placements, const sky_layout *layou
     } else {
         /* baseline: the first */
     }
-    return centre;
+    return sky_wrap(placements->torus, (int64_t)sky_plane_of(centre) + layout->displaced, sky_slot_of(centre));
 }
 
 uint32_t sky_locate(const sky_placements *placements, const sky_layout *layout, uint32_t server, sky_moves set,

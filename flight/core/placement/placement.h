@@ -16,6 +16,8 @@
 
 enum { SKY_LAYOUTS = 16 };
 enum { SKY_ROTATION = 1, SKY_HOP = 2, SKY_ROTATION_HOP = 3, SKY_COST = 4, SKY_BASELINE = 5 };
+/* The upper four bits of a strategy on the wire displace the box: DISPLACEMENTS of skymemory.protocol.clock. */
+enum { SKY_DISPLACEMENTS = 15, SKY_DISPLACEMENT_AT = 4, SKY_STRATEGY_BITS = 0xF };
 
 typedef struct {
     int32_t slot, plane;
@@ -35,7 +37,8 @@ typedef struct {
 
 typedef struct {
     uint32_t servers; /* 0: not in use */
-    uint32_t strategy;
+    uint32_t strategy; /* without the displacement */
+    int32_t displaced; /* planes south */
     uint32_t used; /* when it was asked for last, to find the oldest */
     sky_box box;
     sky_cell *cells; /* of each server */
@@ -65,8 +68,8 @@ typedef struct {
 
 bool sky_placements_new(sky_placements *placements, sky_arena *arena, const sky_config *config);
 
-/* NULL: unknown strategy, or more servers than satellites. Valid until the next call. */
-const sky_layout *sky_layout_of(sky_placements *placements, uint32_t strategy, uint32_t servers);
+/* By the strategy as on the wire. NULL: unknown, or more servers than satellites. Valid until the next call. */
+const sky_layout *sky_layout_of(sky_placements *placements, uint32_t code, uint32_t servers);
 
 /* The satellite that holds now what was set on `server` (from 0) at `set`, as this copy; SKY_NOWHERE: the box is too small
  * for so many copies, or has no such server. */

@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections import Counter as Tally
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from skymemory.constellation.ground_track import Track
 from skymemory.constellation.sight import Sight
@@ -27,6 +29,11 @@ from skymemory.protocol.wire import TAG_BYTES, TAG_OFFSET
 STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 3, "cost": 4, "baseline": 5}
 """Numbers on the wire; frozen."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
+DISPLACEMENTS = (0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18)
+"""How many planes south of the overhead point the centre of a value's box is, by the upper four bits of its strategy on
+the wire (the lower four are the strategy): not 0 where satellites of the box were dead when it was written. Frozen.
+"""
+_DISPLACEMENT_BITS = 4
 PROOF_S = 0.8
 """All answers that prove a chunk lost must arrive within this time. A copy outlives its handover by a grace period of
 1 s, so a chunk that exists cannot move between two answers without being seen.
@@ -160,6 +167,44 @@ class MoveClock:
         return replace(self, pushed=(self.pushed[0] + slot_moves, self.pushed[1] + plane_moves))
 
 
+def displaced(strategy: int, displacement: int) -> int:
+    """The code of a strategy whose box is displaced, by a position in ``DISPLACEMENTS``."""
+    return strategy & ((1 << _DISPLACEMENT_BITS) - 1) | displacement << _DISPLACEMENT_BITS
+
+
+def placement_name(code: int) -> str:
+    """``rotation_hop``; displaced by two planes to the south, ``rotation_hop+2``.
+
+    Raises:
+        KeyError: no such code.
+    """
+    planes = DISPLACEMENTS[_displacement_of(code)]
+    return STRATEGY_NAMES[displaced(code, 0)] + (f"{planes:+d}" if planes else "")
+
+
+def placement_code(name: str) -> int:
+    """The inverse of ``placement_name``.
+
+    Raises:
+        KeyError, ValueError: no such name.
+    """
+    at = max(name.find("+"), name.find("-"))
+    strategy, planes = (name, 0) if at < 0 else (name[:at], int(name[at:]))
+    return displaced(STRATEGY_CODES[strategy], DISPLACEMENTS.index(planes))  # type: ignore[index]
+
+
+def _displacement_of(code: int) -> int:
+    """A position in ``DISPLACEMENTS``.
+
+    Raises:
+        KeyError: no such code.
+    """
+    found = code >> _DISPLACEMENT_BITS
+    if not 0 <= found < len(DISPLACEMENTS):
+        raise KeyError(code)
+    return found
+
+
 class SkyMap:
     """The satellite of every server of every placement, cached.
 
@@ -183,15 +228,21 @@ class SkyMap:
         self._located: dict[tuple[int, int, Moves, Moves, int], tuple[SatelliteId, ...]] = {}
 
     def placement(self, strategy: int, servers: int) -> Placement:
-        """Raises ``InvalidInput`` for an unknown strategy code, or more servers than satellites."""
+        """By a strategy's code, of which the upper bits displace the box.
+
+        Raises:
+            InvalidInput: an unknown code, or more servers than satellites.
+        """
         found = self._placements.get((strategy, servers))
         if found is None:
             if len(self._placements) > 256:
                 self._placements.clear()
-            name = STRATEGY_NAMES.get(strategy)
-            if name is None:
-                raise InvalidInput(f"placement strategy {strategy}: expected one of {STRATEGY_NAMES}")
-            found = Placement.of(name, servers, self.torus, self.centre, *self._links_s)
+            try:
+                name, planes = STRATEGY_NAMES[displaced(strategy, 0)], DISPLACEMENTS[_displacement_of(strategy)]
+            except KeyError:
+                raise InvalidInput(f"placement strategy {strategy}: expected one of {STRATEGY_NAMES}") from None
+            centre = self.torus.wrap(self.centre.plane + planes, self.centre.slot)
+            found = Placement.of(name, servers, self.torus, centre, *self._links_s)
             self._placements[strategy, servers] = found
         return found
 
@@ -212,6 +263,26 @@ class SkyMap:
             )
             self._located[wanted] = found
         return found
+
+    def displacement_around(
+        self, strategy: int, servers: int, moves: Moves, chunks: int, replicas: int, dead: Container[SatelliteId]
+    ) -> int:
+        """The code of ``strategy`` with its box displaced by as few planes as leave each chunk a copy on a satellite
+        that is not ``dead``; where no displacement does, ``strategy`` itself.
+        """
+        for displacement in range(len(DISPLACEMENTS)):
+            code = displaced(strategy, displacement)
+            copies = [self.servers_at(code, servers, moves, moves, replica) for replica in range(replicas)]
+            if all(any(place not in dead for place in its) for its in list(zip(*copies, strict=True))[:chunks]):
+                return code
+        return strategy
+
+    def displaced_boxes(self, strategy: int, servers: int, moves: Moves) -> list[SatelliteId]:
+        """The satellites of the box at these moves, and of the boxes that are displaced by no more than its height."""
+        height = self.placement(strategy, servers).box.height
+        codes = [displaced(strategy, at) for at, planes in enumerate(DISPLACEMENTS) if abs(planes) <= height]
+        boxes = (self.placement(code, servers).box_satellites(moves) for code in codes)
+        return list(dict.fromkeys(chain.from_iterable(boxes)))
 
     def links_s(self, here: SatelliteId, there: SatelliteId) -> float:
         """One way over the links between two satellites."""

@@ -193,7 +193,7 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._suspicions)
 
-    def __contains__(self, satellite: SatelliteId) -> bool:
+    def __contains__(self, satellite: object) -> bool:
         return satellite in self._suspicions
 
     def add(self, satellite: SatelliteId, now_s: float) -> None:

@@ -392,13 +392,17 @@ class ClientMachine:
     ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
 
-        ``set_moves`` places it as if it were written when the box had moved this far (default: as far as now).
+        ``set_moves`` places it as if it were written when the box had moved this far (default: as far as now). Where
+        satellites of its box are taken for dead, the box is displaced.
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
             InvalidInput: a strategy or number of servers that this constellation does not have.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
+        if self._peers.suspects and chunk_bytes > 0:
+            chunks = max(1, -(-memoryview(value).nbytes // chunk_bytes))
+            strategy = self._around_suspects(strategy, servers, moves, chunks, replicas)
         copies = self._copies(strategy, servers, moves, replicas)
         transfer = WriteTransfer.of(key, value, chunk_bytes, strategy, servers, moves, copies[0])
         if replicas > 1:
@@ -408,6 +412,22 @@ class ClientMachine:
             # The shared beam is a queue: what has farthest to fly leaves first, and the rest follows meanwhile.
             transfer.pending = WaitingBursts(sorted(transfer.pending, key=self._flies_s, reverse=True))
         return self._begin(transfer, now_s), transfer.info
+
+    def _around_suspects(self, strategy: int, servers: int, moves: Moves, chunks: int, replicas: int = 1) -> int:
+        return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
+
+    def displaced_boxes(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
+        """The satellites to which values on one server, and on ``servers``, are written now around those that are taken
+        for dead. None where all is well.
+        """
+        if not self._peers.suspects:
+            return []
+        moves = self.moves(now_s)
+        boxes = (
+            self._sky.placement(self._around_suspects(strategy, number, moves, number), number).box_satellites(moves)
+            for number in {1, servers}
+        )
+        return [satellite for box in boxes for satellite in box]
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
         """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back.

@@ -16,7 +16,7 @@ from skymemory.index.radix import BlockInfo
 from skymemory.kv.block import Place
 from skymemory.kv.value import DEFAULT_CHUNK_BYTES
 from skymemory.protocol.client.transfer import ValueInfo
-from skymemory.protocol.clock import STRATEGY_CODES, STRATEGY_NAMES, SkyMap
+from skymemory.protocol.clock import SkyMap, placement_code, placement_name
 from skymemory.protocol.messages import MAX_KEYS_PER_PACKET
 from skymemory.store.sky.probing import MAX_KNOWN, ClientDriver, IndexRebuilder, Prober
 from skymemory.store.sky.shared_index import SharedIndex
@@ -132,7 +132,7 @@ class Catalog:
             self._chunk_size(info),
             info.value_bytes,
             info.value_crc,
-            STRATEGY_CODES[info.strategy],  # type: ignore[index]
+            placement_code(info.strategy),
             info.servers,
             (info.slot_moves, info.plane_moves),
         )
@@ -258,7 +258,7 @@ class Catalog:
                 set_at_s=now_s,
                 slot_moves=new.set_moves[0],
                 plane_moves=new.set_moves[1],
-                strategy=STRATEGY_NAMES[new.strategy],
+                strategy=placement_name(new.strategy),
                 servers=new.servers,
                 chunk_bytes=_size_to_write(new),
             ),
@@ -285,7 +285,7 @@ def _entry(info: ValueInfo, now_s: float) -> BlockInfo:
         info.value_crc,
         now_s,
         *info.set_moves,
-        STRATEGY_NAMES[info.strategy],
+        placement_name(info.strategy),
         info.servers,
         chunk_bytes=_size_to_write(info),
     )

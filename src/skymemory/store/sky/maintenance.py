@@ -8,7 +8,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
 from skymemory.protocol.client.transfer import ValueInfo
-from skymemory.protocol.clock import STRATEGY_CODES, SkyMap
+from skymemory.protocol.clock import STRATEGY_CODES, SkyMap, displaced
 from skymemory.protocol.messages import (
     MAX_DEAD_PER_PACKET,
     MOST_SINCE_S,
@@ -183,7 +183,7 @@ class Prefetcher:
     def _is_there(self, info: ValueInfo, aim: Moves, follows_box: bool) -> bool:
         if self._sky.placement(info.strategy, info.servers).migrates:
             return follows_box
-        return info.strategy == _PARKED and info.set_moves == aim
+        return displaced(info.strategy, 0) == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
         """Copy values to around the centre of ``aim``; returns the keys of those that are there now."""

@@ -218,6 +218,7 @@ class Prober:
         """``can_hold(chunks, chunk_bytes, value_bytes)``: whether the constellation has room for such a value."""
         self._driver = driver
         self._sky = sky
+        self._code = strategy, servers
         self._placement = sky.placement(strategy, servers)
         self._can_hold = can_hold
         self.questions = 0
@@ -258,6 +259,8 @@ class Prober:
         if unknown:
             before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
             boxes = [self._placement.box_satellites(at) for at in dict.fromkeys((moves, before))]
+            with self._driver.lock:
+                boxes.append(self._driver.machine.displaced_boxes(*self._code, self._driver.now_s()))
             others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
             more, all_answered = self._ask(others, unknown)
             found.update(more)

@@ -530,11 +530,10 @@ class ConstellationStore(RemoteStore):
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """The named values (``store.named``) in the box."""
+        """The named values (``store.named``) in the box, and in those displaced because satellites were dead."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
-        placement = self._sky.placement(self._strategy, self.settings.servers)
-        return list_names(self._driver, list(dict.fromkeys(placement.box_satellites(moves))))
+        return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
 
     def stats(self) -> dict[str, int | float]:
         self._owner.check()

@@ -1,0 +1,145 @@
+"""Satellites that die: new values are stored around them, and found by all, also after the dead are back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.testbed.virtual import VirtualConstellation
+
+from skymemory.constellation.torus import SatelliteId
+from skymemory.store.sky.shared_index import SharedIndex
+from skymemory.store.sky.store import ConstellationStore
+from skymemory.testbed.plan import make_plan
+
+SIZES = (100, 6144, 20_000, 60_000, 400_000)
+DETECTED_S = 2.0
+"""By then clients know who is dead."""
+PLANES = range(5)
+CENTRE = SatelliteId(2, 9)
+
+
+def key(number: int, size: int) -> bytes:
+    return hashlib.sha256(b"%d %d" % (number, size)).digest()
+
+
+def value(number: int, size: int) -> bytes:
+    return hashlib.shake_256(b"%d %d" % (number, size)).digest(size)
+
+
+class Sky:
+    """A constellation in virtual time, and the store of one of its hosts."""
+
+    def __init__(self, replicas: int = 1, access: str = "ideal", **plan: object) -> None:
+        self.virtual = VirtualConstellation(make_plan("testbed-19x5", access=access, replicas=replicas, **plan))  # type: ignore[arg-type]
+        self.simulated = self.virtual.simulated
+        self.store = self.virtual.store(index=SharedIndex())
+        self.numbers = iter(range(1_000_000))
+
+    def settle(self, seconds: float) -> None:
+        self.simulated.settle(self.simulated.now_s + seconds)
+
+    def put(self, sizes: tuple[int, ...] = SIZES) -> dict[tuple[int, int], bool]:
+        """Whether a new value of each size is stored."""
+        names = [(next(self.numbers), size) for size in sizes]
+        return {name: self.store.put_many([(key(*name), value(*name))])[0] for name in names}
+
+    def detect(self) -> None:
+        """Writes that may fail, for as long as it takes to find out who is dead."""
+        until_s = self.simulated.now_s + DETECTED_S
+        while self.simulated.now_s < until_s:
+            self.put()
+            self.settle(0.1)
+
+
+def is_read(store: ConstellationStore, name: tuple[int, int]) -> bool:
+    (found,) = store.get_many([key(*name)])
+    assert found is None or found == value(*name), "wrong bytes"
+    return found is not None
+
+
+@pytest.fixture
+def sky() -> Iterator[Callable[..., Sky]]:
+    made: list[Sky] = []
+
+    def make(**how: object) -> Sky:
+        made.append(Sky(**how))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.close()
+
+
+@pytest.mark.brief("2-1-ideal-by size", "1-1-ideal-on ten", "2-1-gateway-by size", "2-2-ideal-by size")
+@pytest.mark.parametrize("servers", [{}, {"servers": 10}], ids=["by size", "on ten"])
+@pytest.mark.parametrize("access", ["ideal", "gateway"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("plane", PLANES)
+def test_with_any_plane_dead_all_new_values_are_stored_and_read(
+    sky: Callable[..., Sky], plane: int, replicas: int, access: str, servers: dict[str, int]
+) -> None:
+    here = sky(replicas=replicas, access=access, **servers)
+    before = here.put()
+    assert all(before.values())
+    here.simulated.kill_plane(plane)
+    here.detect()
+    stored = here.put() | here.put()
+    assert all(stored.values())
+    assert all(is_read(here.store, name) for name in stored)
+    if replicas > 1:
+        assert all(is_read(here.store, name) for name in before)
+    another = here.virtual.store(ground=2)
+    assert all(is_read(another, name) for name in stored), "another host finds them without an index"
+    here.simulated.revive_plane(plane)
+    here.settle(10.0)
+    late = here.virtual.store(ground=3)
+    assert all(is_read(store, name) for name in stored for store in (here.store, late)), "after the dead are back"
+    again = here.put()
+    assert all(again.values()) and all(is_read(late, name) for name in again)
+    another.close()
+    late.close()
+
+
+@pytest.mark.parametrize("satellite", [CENTRE, SatelliteId(2, 10), SatelliteId(1, 9), SatelliteId(3, 8)])
+def test_with_any_satellite_dead_all_new_values_are_stored_and_read(
+    sky: Callable[..., Sky], satellite: SatelliteId
+) -> None:
+    here = sky()
+    here.simulated.kill(satellite)
+    here.detect()
+    stored = here.put()
+    another = here.virtual.store(ground=2)
+    assert all(stored.values()) and all(is_read(store, name) for name in stored for store in (here.store, another))
+    another.close()
+
+
+def test_what_is_stored_around_the_dead_follows_the_box(sky: Callable[..., Sky]) -> None:
+    here = sky(time_scale=60.0)
+    here.simulated.kill_plane(2)
+    here.detect()
+    stored, moves = here.put(), here.simulated.clock.moves(here.simulated.now_s)
+    assert all(stored.values())
+    here.settle(9.0)
+    assert here.simulated.clock.moves(here.simulated.now_s) != moves
+    another = here.virtual.store(ground=2)
+    assert all(is_read(store, name) for name in stored for store in (here.store, another))
+    here.store.delete([key(*name) for name in stored])
+    late = here.virtual.store(ground=3)
+    assert not any(is_read(late, name) for name in stored)
+    another.close()
+    late.close()
+
+
+def test_another_value_under_the_same_key_replaces_what_is_around_the_dead(sky: Callable[..., Sky]) -> None:
+    here, name = sky(), (1, 20_000)
+    here.simulated.kill_plane(2)
+    here.detect()
+    assert here.store.put_many([(key(*name), b"before")]) == [True]
+    here.simulated.revive_plane(2)
+    here.settle(10.0)
+    assert here.store.put_many([(key(*name), value(*name))]) == [True]
+    another = here.virtual.store(ground=2)
+    assert is_read(here.store, name) and is_read(another, name)
+    another.close()
