@@ -318,9 +318,17 @@ class Backends:
 
     # Failures. The policy decides; what it decides is applied here.
 
-    def on_answer(self, attempts: Attempts, name: str, now_s: float, is_good: bool = True) -> None:
-        """A request got its first byte. ``is_good``: of an answer that is no error."""
-        self.policy.on_answer(attempts, name, now_s, is_good)
+    def on_answer(
+        self, attempts: Attempts, name: str, now_s: float, is_good: bool = True, is_whole: bool = True
+    ) -> None:
+        """See ``FailurePolicy.on_answer``."""
+        self.policy.on_answer(attempts, name, now_s, is_good, is_whole)
+        if self.policy.has_decisions:
+            self._apply()
+
+    def on_complete(self, attempts: Attempts, name: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
+        """See ``FailurePolicy.on_complete``."""
+        self.policy.on_complete(attempts, name, now_s, pieces, is_good)
         if self.policy.has_decisions:
             self._apply()
 
@@ -406,9 +414,8 @@ class Backends:
         if known is None or (report := known.server.reported) is None:
             return
         work = report.tokens, report.running, report.kv_usage
-        if known.work not in (None, work):
-            self.policy.on_progress(name, report.at_s)
-            self._apply()
+        self.policy.on_metrics(name, report.at_s, known.work not in (None, work))
+        self._apply()
         known.work = work
         if not report.adapters <= self.adapters.keys():
             self._index_names()

@@ -55,7 +55,7 @@ class VirtualFleet:
         *,
         are_checked: bool = True,
         limits: Limits = Limits(),  # noqa: B008
-        have_metrics: bool = False,
+        have_metrics: bool = True,
     ) -> None:
         self.servers = {f"s{number}": VirtualServer(f"s{number}") for number in range(servers)}
         self.policy = FailurePolicy(limits, are_checked=are_checked)
@@ -146,8 +146,7 @@ class VirtualFleet:
     def _read_metrics_forever(self) -> None:
         """Every server that works counts more tokens while it has requests."""
         for name, server in self.servers.items():
-            if server.state == WELL and server.load:
-                self.policy.on_progress(name, self.now_s)
+            self.policy.on_metrics(name, self.now_s, server.state == WELL and server.load > 0)
         self.after(0.5, self._read_metrics_forever)
 
     def _check_forever(self, name: str) -> None:

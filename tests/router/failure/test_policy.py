@@ -299,3 +299,131 @@ def test_a_fleet_that_stands_still_ejects_none() -> None:
     fleet.run(5.0)
     assert all(request.answered_s is not None for request in fleet.requests)
     assert all(server.state == WELL for server in fleet.servers.values())
+
+
+# --- Answers that have begun ---
+
+
+def begin(policy: FailurePolicy, server: str, client: str, now_s: float) -> Attempts:
+    """A stream whose first piece has come."""
+    attempts = Attempts(client)
+    policy.on_sent(attempts, server, now_s, 0.0, FIRST_TOKEN)
+    policy.on_answer(attempts, server, now_s, is_whole=False)
+    return attempts
+
+
+def answer(policy: FailurePolicy, server: str, client: str, now_s: float) -> None:
+    attempts = begin(policy, server, client, now_s)
+    policy.on_complete(attempts, server, now_s)
+
+
+def three(**how: bool) -> FailurePolicy:
+    policy = FailurePolicy(**how)
+    for name in ("a", "b", "c"):
+        policy.add(name)
+        answer(policy, name, "c0", 0.0)
+    return policy
+
+
+def test_answers_that_break_after_their_first_piece_eject() -> None:
+    policy = three()
+    for number in range(3):
+        attempts = begin(policy, "a", "c0", 1.0 + number)
+        policy.on_fault(attempts, "a", Fault.BROKEN, 1.1 + number)
+        policy.on_end(attempts, 1.1 + number)
+        policy.on_check("a", "", 1.2 + number, 1.2 + number)
+        begin(policy, "a", "c0", 1.3 + number)  # a first piece proves nothing
+    assert policy.is_ejected("a")
+    # As every server's ejection, it ends with its rest, and with an answer that ends well.
+    policy.sweep(30.0)
+    assert not policy.is_ejected("a")
+
+
+def test_an_answer_that_ends_well_clears_its_server() -> None:
+    policy = three()
+    for number in range(20):
+        attempts = begin(policy, "a", "c0", 1.0 + number)
+        policy.on_fault(attempts, "a", Fault.BROKEN, 1.1 + number)
+        policy.on_end(attempts, 1.1 + number)
+        answer(policy, "a", "c1", 1.5 + number)
+    assert not policy.is_ejected("a")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_streams_that_stall_make_a_server_quiet_and_are_moved(works: bool) -> None:
+    policy = three()
+    stalled = [begin(policy, "a", f"c{number}", 1.0) for number in range(4)]
+    moved: list[Attempts] = []
+    quiet_s = None
+    for tick in range(10, 400):
+        now_s = tick / 10
+        answer(policy, "b", "other", now_s)
+        if works:
+            policy.on_metrics("a", now_s, True)
+        policy.sweep(now_s)
+        if quiet_s is None and "a" in policy.avoided("new", now_s):
+            quiet_s = now_s
+        for decision in policy.take_decisions():
+            moved += decision.attempts
+    assert (quiet_s is None) is works and (moved == []) is works
+    assert works or (quiet_s is not None and quiet_s < 4.0 and set(moved) == set(stalled))
+
+
+def test_streams_that_have_just_begun_hide_no_stall() -> None:
+    policy = three()
+    for tick in range(10, 60):  # each gets its first piece at once, and nothing behind it
+        now_s = tick / 10
+        answer(policy, "b", "other", now_s)
+        if "a" in policy.avoided("new", now_s):
+            break
+        begin(policy, "a", "new", now_s)
+    assert 1.5 < now_s < 4.0
+
+
+def test_a_server_whose_streams_go_on_is_not_quiet_for_a_few_that_wait() -> None:
+    policy = three()
+    begin(policy, "a", "waits", 1.0)
+    flowing = [begin(policy, "a", f"c{number}", 1.0) for number in range(4)]
+    for tick in range(10, 300):
+        for each in flowing:
+            each.heard_s = tick / 10
+        answer(policy, "b", "other", tick / 10)
+        assert "a" not in policy.avoided("new", tick / 10)
+
+
+# --- One client, new servers, and all that fail at once ---
+
+
+def test_a_new_server_that_hangs_is_tried_by_one_request_at_a_time() -> None:
+    fleet = VirtualFleet(4)
+    fleet.servers["s0"].state, fleet.servers["s0"].is_healthy = HANGS, True
+    drive(fleet, 400, per_s=20.0, clients=5)
+    assert fleet.servers["s0"].got <= 6
+
+
+@pytest.mark.parametrize("others_are_well", [True, False])
+def test_a_request_that_waits_alone_moves_on_where_others_are_found_well(others_are_well: bool) -> None:
+    policy = three()
+    alone = Attempts("c0")
+    policy.on_metrics("a", 1.0, False)
+    policy.on_sent(alone, "a", 1.0, 0.1, FIRST_TOKEN)
+    moved: list[Attempts] = []
+    for tick in range(10, 400):
+        now_s = tick / 10
+        for name in ("b", "c") if others_are_well else ():
+            policy.on_check(name, "", now_s, now_s)
+        policy.sweep(now_s)
+        for decision in policy.take_decisions():
+            moved += decision.attempts
+    assert moved == ([alone] if others_are_well else [])
+
+
+def test_a_fleet_that_resets_every_request_has_no_free_retry() -> None:
+    policy = three()
+    for number in range(20):
+        attempts = Attempts(f"c{number % 5}")
+        for server in ("a", "b"):
+            policy.on_sent(attempts, server, 1.0 + number, 0.0, FIRST_TOKEN)
+            policy.on_fault(attempts, server, Fault.RESET, 1.01 + number)
+            assert not policy.is_free_retry(server)
+        policy.on_end(attempts, 1.1 + number)

@@ -4,6 +4,7 @@ often a request is sent, and how soon a server that is well again has its share.
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "429": {"status": 429},
     "hold": {"hold": True},  # and its health is fine
     "hang": {},
+    "breaks": {"die": "between-events"},  # after its first byte; streams go on elsewhere
+    "empty": {"status": 204},
 }
 
 
@@ -47,7 +50,7 @@ def start(run: Run, engines: int = 3, strategy: str | None = None, **settings: A
 
 def make_bad(engine: MockEngine, kind: str) -> None:
     engine.mock, engine.hangs = {"first_byte_s": 0.02, **KINDS[kind]}, kind == "hang"
-    if kind in ("500", "429"):
+    if kind in ("500", "429", "empty"):
         engine.mock = KINDS[kind]  # at once: faster than any good one
 
 
@@ -67,9 +70,28 @@ def share_of_a_bad_server(running: Running, kind: str, stream: bool, worked_befo
     return len(bad.seen)
 
 
-@pytest.mark.parametrize(("kind", "stream"), [("500", False), ("429", True), ("hold", True), ("hang", False)])
+@pytest.mark.parametrize(
+    ("kind", "stream"), [("500", False), ("429", True), ("hold", True), ("hang", False), ("empty", False)]
+)
 def test_few_requests_reach_a_bad_server_and_clients_see_no_error(run: Run, kind: str, stream: bool) -> None:
     assert share_of_a_bad_server(start(run), kind, stream, worked_before=False) <= MOST
+
+
+def test_few_streams_are_broken_by_a_server_that_breaks_them(run: Run) -> None:
+    running = start(run, retries={"continue_streams": False})
+    bad = running.engines[0]
+    make_bad(bad, "breaks")
+
+    def is_broken(number: int) -> bool:
+        try:
+            complete(running, number, stream=True)
+        except http.client.IncompleteRead:
+            return True
+        return False
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        broken = sum(pool.map(is_broken, range(REQUESTS)))
+    assert 1 <= broken == len(bad.seen) <= MOST + CLIENTS - 1, "those that were under way with the third"
 
 
 @pytest.mark.slow

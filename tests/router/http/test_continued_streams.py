@@ -76,7 +76,7 @@ def read_events(stream: bytes, is_whole: bool) -> Received:
 
 @pytest.fixture(scope="module")
 def running(loop: Loop) -> Iterator[Running]:
-    running = story_router(loop, retries={"most": 4}, health={"failures": 1000})
+    running = story_router(loop, retries={"most": 4}, health={"failures": 1000, "max_ejected": 0})
     yield running
     running.close()
 

@@ -46,6 +46,8 @@ class Failure:
     """The server's own ``Retry-After``."""
     is_proven: bool = False
     """Another server has answered the request."""
+    is_lost: bool = False
+    """Of silence: it has lasted twice as long as it takes to be noticed."""
     is_final: bool = False
     """The request ended with it: no other server was asked."""
 
@@ -67,12 +69,14 @@ NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
 class Attempts:
     """The attempts of one request, for the policy."""
 
-    __slots__ = ("client", "failed", "owner", "retries")
+    __slots__ = ("client", "failed", "heard_s", "owner", "retries")
 
     def __init__(self, client: str, owner: Mover | None = None) -> None:
         self.client = client
         """Tenant or address."""
         self.owner = owner
+        self.heard_s = float("-inf")
+        """When the last piece of its answer came; its owner keeps it."""
         self.failed: Mapping[str, Failure] = NO_FAILURES
         """By server, the last failure."""
         self.retries: Mapping[Fault, int] = NO_RETRIES
@@ -165,7 +169,7 @@ class Evidence:
         settled = (each for each in self.binding(None, clients) if each.is_settled)
         accusing = [failure for failure in settled if failure.accuses]
         silent = sum(failure.fault is Fault.SILENT for failure in accusing)
-        if len(accusing) >= EJECTING or silent >= EJECTING_SILENT:
+        if len(accusing) >= EJECTING or silent >= EJECTING_SILENT or any(failure.is_lost for failure in accusing):
             last = accusing[-1].fault
             what = "were not answered" if last is Fault.SILENT else f"failed there, the last by: {RULES[last].says}"
             return f"{len(accusing)} requests {what}"

@@ -12,11 +12,12 @@ from types import MappingProxyType
 
 
 class Fault(StrEnum):
-    """Why an attempt gave no answer, or none of use, before the first byte of a body."""
+    """Why an attempt gave no answer, or none of use."""
 
     REFUSED = "refused"
     UNCONNECTED = "unconnected"
     RESET = "reset"
+    BROKEN = "broken"
     SILENT = "silent"
     ERROR = "500"
     BUSY = "429"
@@ -44,7 +45,8 @@ RULES: Mapping[Fault, Rule] = MappingProxyType(
         Fault.REFUSED: Rule("the connection is refused: nothing was sent", is_of_pair=False, backs_off=False),
         Fault.UNCONNECTED: Rule("no connection within `timeouts: connect`, or no address", is_of_pair=False),
         Fault.RESET: Rule("the connection is reset or closed before any byte of the answer, or the answer is not HTTP"),
-        Fault.SILENT: Rule("the server was ejected before it had answered", backs_off=False),
+        Fault.BROKEN: Rule("an answer that had begun broke off, or ended without its last event", retries=0),
+        Fault.SILENT: Rule("the server was ejected before it had answered, or in the middle", backs_off=False),
         Fault.ERROR: Rule("500", retries=1),
         Fault.BUSY: Rule("429, or 503 with `Retry-After`", is_back_pressure=True),
         Fault.UNAVAILABLE: Rule("503 without `Retry-After`"),

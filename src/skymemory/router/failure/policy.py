@@ -26,7 +26,19 @@ from typing import NamedTuple
 
 from skymemory.router.failure.evidence import REST_S, Attempts, Evidence, Failure
 from skymemory.router.failure.faults import RULES, Fault
-from skymemory.router.failure.silence import KINDS, Sent, UsualWait, expected_s, quiet_after_s, silent_after_s
+from skymemory.router.failure.silence import (
+    KINDS,
+    LEAST_SILENT_S,
+    LEAST_WHOLE_SILENT_S,
+    WHOLE,
+    Sent,
+    UsualWait,
+    expected_s,
+    lost_after_s,
+    quiet_after_s,
+    silent_after_s,
+    stalled_after_s,
+)
 
 REFUSED_S = 1.0
 """How long a server that refused a connection is passed over."""
@@ -42,6 +54,8 @@ QUIET_CHECK_S = 1.0
 """Time between two checks of a server that stays quiet."""
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
 """A server is slow that takes ten times the median of three servers or more, over eight answers of each at least."""
+BEGIN_S = 0.001
+"""Pieces that come within this time are the beginning of an answer."""
 MOST_AGE_S = 120.0
 """Older failures are forgotten."""
 NONE: frozenset[str] = frozenset()
@@ -72,10 +86,13 @@ class _Record:
         "alive_s",
         "answers",
         "asked_s",
+        "checked_s",
         "evidence",
         "failed_checks",
+        "flowing_s",
         "good_checks",
         "group",
+        "has_metrics",
         "is_bad",
         "is_check_due",
         "is_ejected",
@@ -89,8 +106,10 @@ class _Record:
         "refused_until_s",
         "slow_until_s",
         "slowness",
+        "streams",
         "unanswered",
         "why",
+        "working_s",
     )
 
     def __init__(self, name: str, group: object) -> None:
@@ -98,8 +117,14 @@ class _Record:
         self.evidence = Evidence()
         self.unanswered: dict[Attempts, Sent] = {}
         """The oldest first."""
-        self.alive_s = -math.inf
-        """When it last answered."""
+        self.streams: dict[Attempts, tuple[float, float]] = {}
+        """Answers that have begun and not ended: when each request was sent, and when its answer began."""
+        self.flowing_s = -math.inf
+        """When such an answer last ended well."""
+        self.alive_s = self.checked_s = -math.inf
+        """When it last answered; when a check that found it well began."""
+        self.has_metrics, self.working_s = False, -math.inf
+        """Whether its metrics are read, and when they last showed that it works."""
         self.is_new = True
         self.is_quiet = False
         self.probe: Attempts | None = None
@@ -127,6 +152,8 @@ class FailurePolicy:
         self._doubted: dict[str, _Record] = {}
         """Servers that ``avoided`` has to look at."""
         self._waits = tuple(UsualWait() for _ in KINDS)
+        self._gaps = UsualWait()
+        """Between pieces of a stream."""
         self._usual_s = [0.0 for _ in KINDS]
         """As of the last look for slow servers."""
         self._slow_s = 0.0
@@ -167,11 +194,18 @@ class FailurePolicy:
         record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
         if record.is_new:
             self._doubted[server] = record
-        elif record.evidence.failures:
+        if record.evidence.failures:
             record.probe = attempts
 
-    def on_answer(self, attempts: Attempts, server: str, now_s: float, is_good: bool = True) -> None:
-        """Its first byte came. ``is_good``: not an error of the client's either, whose time says nothing."""
+    def on_answer(
+        self, attempts: Attempts, server: str, now_s: float, is_good: bool = True, is_whole: bool = True
+    ) -> None:
+        """Its first byte came.
+
+        Args:
+            is_good: it is not an error of the client's either, whose time says nothing.
+            is_whole: it has ended; False: more follows, and ``on_complete`` or ``on_fault`` at its end.
+        """
         record = self._records.get(server)
         if record is None:
             return
@@ -183,24 +217,47 @@ class FailurePolicy:
             record.answers += 1
             record.slowness += wait_s / max(sent.estimate_s, usual_s, 1e-3)
         if server in self._doubted:
-            if record.probe is attempts:
-                record.probe = None
             record.evidence.take_back(attempts)  # late, but not without an answer
             attempts.remove_failure(server)
-            if sent is not None and sent.sent_s >= record.evidence.last_s:
-                record.evidence.clear(now_s)
             record.refused_until_s = -math.inf
+            self._review(record, now_s)
+        sent_s = now_s if sent is None else sent.sent_s
+        if is_whole:
+            self._end_well(record, attempts, sent_s, now_s, is_good)
+        else:
+            attempts.heard_s = now_s
+            record.streams[attempts] = sent_s, now_s
+
+    def on_complete(self, attempts: Attempts, server: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
+        """An answer that had begun has ended as it should, in so many ``pieces``."""
+        record = self._records.get(server)
+        if record is None or (times := record.streams.pop(attempts, None)) is None:
+            return
+        record.flowing_s = now_s
+        if pieces > 1:
+            self._gaps.add((now_s - times[1]) / (pieces - 1))
+        self._end_well(record, attempts, times[0], now_s, is_good)
+
+    def _end_well(self, record: _Record, attempts: Attempts, sent_s: float, now_s: float, is_good: bool) -> None:
+        if record.name in self._doubted:
+            if record.probe is attempts:
+                record.probe = None
+            if sent_s >= record.evidence.last_s:
+                record.evidence.clear(now_s)
             self._review(record, now_s)
         if attempts.failed and is_good:
             self._prove(attempts, now_s)
 
-    def on_progress(self, server: str, now_s: float) -> None:
-        """It computes, by its metrics: what it leaves unanswered is long, not lost."""
+    def on_metrics(self, server: str, now_s: float, is_working: bool) -> None:
+        """Its metrics were read. ``is_working``: they have changed, so what it leaves unanswered is long, not lost."""
         record = self._records.get(server)
         if record is None:
             return
-        record.alive_s, record.is_quiet = max(record.alive_s, now_s), False
-        silent = [each for each in record.unanswered if each in record.evidence.failures]
+        record.has_metrics = True
+        if not is_working:
+            return
+        record.working_s, record.is_quiet = max(record.working_s, now_s), False
+        silent = [each for each in (*record.unanswered, *record.streams) if each in record.evidence.failures]
         for attempts in silent:
             record.evidence.take_back(attempts)
             attempts.remove_failure(server)
@@ -230,9 +287,11 @@ class FailurePolicy:
         """It is no longer waited for: its client has left, say."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
+            if record is not None:
+                self._forget(record, attempts)
             return
-        since_s = max(sent.sent_s, record.alive_s)
-        if now_s - since_s > self._silent_after_s(sent) and self._others_live(record, since_s, now_s):
+        since_s = max(sent.sent_s, record.alive_s, record.working_s)
+        if now_s - since_s > self._silent_after_s(sent, record) and self._others_live(record, since_s, now_s):
             self.on_fault(attempts, server, Fault.SILENT, now_s)
         else:
             self._forget(record, attempts)
@@ -247,6 +306,7 @@ class FailurePolicy:
 
     def _forget(self, record: _Record, attempts: Attempts) -> None:
         record.unanswered.pop(attempts, None)
+        record.streams.pop(attempts, None)
         if record.probe is attempts:
             record.probe = None
 
@@ -279,7 +339,7 @@ class FailurePolicy:
         if record is None:
             return
         if not why:
-            record.failed_checks, record.is_unreachable = 0, False
+            record.failed_checks, record.is_unreachable, record.checked_s = 0, False, began_s
             record.good_checks += 1
             record.evidence.acquit(began_s)
             if record.is_bad and record.good_checks >= self.limits.successes:
@@ -345,7 +405,9 @@ class FailurePolicy:
         """It is new, silent or slow, but has not failed: it still gets requests where all others are no better."""
         if now_s < record.slow_until_s:
             return True
-        return bool(record.unanswered) and (record.is_new or (record.is_quiet and not record.evidence))
+        if record.is_quiet and not record.evidence and (record.unanswered or record.streams):
+            return True
+        return record.is_new and bool(record.unanswered)
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
         """A server that leaves a request unanswered. Strategies may send it no other, as its load never ends; but one
@@ -368,7 +430,8 @@ class FailurePolicy:
             return False
         if not record.is_used or record.evidence.is_proven:
             return True
-        return not record.evidence.has_accusation and any(
+        is_full = bool(record.evidence) and not record.evidence.has_accusation
+        return is_full and any(
             other.is_used and other.alive_s > -math.inf and not other.evidence for other in self._of(record.group)
         )
 
@@ -397,6 +460,8 @@ class FailurePolicy:
         for record in self._records.values():
             if record.unanswered:
                 self._listen(record, now_s)
+            if record.streams:
+                self._listen_to_streams(record, now_s)
             if record.is_check_due:
                 self._ask(record, now_s)
             if record.name in self._doubted:
@@ -422,37 +487,74 @@ class FailurePolicy:
 
     def _listen(self, record: _Record, now_s: float) -> None:
         sent = next(iter(record.unanswered.values()))
-        since_s = max(sent.sent_s, record.alive_s)
+        since_s = max(sent.sent_s, record.alive_s, record.working_s)
         expected, silent_s = self._expected_s(sent), now_s - since_s
         if silent_s <= quiet_after_s(expected, len(record.unanswered)):
             if record.is_new:
                 record.is_new = silent_s <= NEW_S
             return
+        self._on_quiet(record, now_s)
+        if not self._others_live(record, since_s, now_s):
+            return
+        for attempts, each in record.unanswered.items():
+            waited_s = now_s - max(each.sent_s, record.alive_s, record.working_s)
+            self._judge(record, attempts, waited_s, self._silent_after_s(each, record), now_s)
+
+    def _listen_to_streams(self, record: _Record, now_s: float) -> None:
+        gap_s = self._gaps.seconds
+        stalled_s, lost_s = stalled_after_s(gap_s), lost_after_s(gap_s)
+        stalled = {
+            attempts: silent_s
+            for attempts in record.streams
+            if (silent_s := now_s - max(attempts.heard_s, record.working_s)) > stalled_s
+        }
+        # Those that have just begun say nothing of the rest.
+        going_on = (each.heard_s for each, (_, began_s) in record.streams.items() if each.heard_s > began_s + BEGIN_S)
+        flows = now_s - max(record.flowing_s, record.working_s, *going_on) <= stalled_s
+        if not stalled or (flows and 2 * len(stalled) < len(record.streams)):
+            record.is_quiet = record.is_quiet and bool(record.unanswered)
+            return
+        self._on_quiet(record, now_s)
+        longest_s = max(stalled.values())
+        if longest_s > lost_s and self._others_live(record, now_s - longest_s, now_s):
+            for attempts, silent_s in stalled.items():
+                self._judge(record, attempts, silent_s, lost_s, now_s)
+
+    def _on_quiet(self, record: _Record, now_s: float) -> None:
         if not record.is_quiet or now_s - record.asked_s >= QUIET_CHECK_S:
             self._ask(record, now_s)
         record.is_quiet = True
         self._doubted[record.name] = record
-        if not self._others_live(record, since_s, now_s):
+
+    def _judge(self, record: _Record, attempts: Attempts, silent_s: float, most_s: float, now_s: float) -> None:
+        """A request that has been left alone for longer than ``most_s`` is a failure of its server."""
+        if silent_s <= most_s:
             return
-        for attempts, each in record.unanswered.items():
-            waited_s = now_s - max(each.sent_s, record.alive_s)
-            if attempts not in record.evidence.failures and waited_s > self._silent_after_s(each):
-                failure = Failure(attempts.client, Fault.SILENT, now_s)
-                attempts.add_failure(record.name, failure)
-                record.evidence.add(attempts, failure)
-                if record.probe is attempts:
-                    record.probe = None
+        known, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
+        if known is None or (is_lost and not known.is_lost):
+            failure = Failure(attempts.client, Fault.SILENT, now_s, is_lost=is_lost)
+            attempts.add_failure(record.name, failure)
+            record.evidence.add(attempts, failure)
+            if record.probe is attempts:
+                record.probe = None
 
     def _others_live(self, record: _Record, since_s: float, now_s: float) -> bool:
-        """Whether another server of the fleet has answered in the later half of a silence: else all stand still."""
+        """Whether another server of the fleet has answered in the later half of a silence, or, where it has nothing to
+        answer, was found well: else all stand still.
+        """
         half_s = 0.5 * (since_s + now_s)
-        return any(other.alive_s > half_s for other in self._of(record.group) if other is not record)
+        return any(
+            max(other.alive_s, other.working_s) > half_s or (other.checked_s > half_s and not other.unanswered)
+            for other in self._of(record.group)
+            if other is not record
+        )
 
     def _expected_s(self, sent: Sent) -> float:
         return expected_s(sent, self._waits[sent.kind].seconds)
 
-    def _silent_after_s(self, sent: Sent) -> float:
-        return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s)
+    def _silent_after_s(self, sent: Sent, record: _Record) -> float:
+        least_s = LEAST_WHOLE_SILENT_S if sent.kind == WHOLE and not record.has_metrics else LEAST_SILENT_S
+        return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
 
     def _clients(self, now_s: float) -> int:
         """How many clients have to fail at a server before it counts for all."""
@@ -507,5 +609,6 @@ class FailurePolicy:
             if is_used != record.is_used:
                 record.is_used = is_used
                 self._decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
-                if not is_used and record.unanswered:
-                    self._decisions.append(Decision("move", record.name, record.why, tuple(record.unanswered)))
+                waiting = (*record.unanswered, *record.streams)
+                if not is_used and waiting:
+                    self._decisions.append(Decision("move", record.name, record.why, waiting))

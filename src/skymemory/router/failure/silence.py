@@ -20,7 +20,13 @@ UNKNOWN_S = 5.0
 """Assumed as the usual wait until the first answer."""
 SILENT = 5.0
 """After so many usual waits without a sign of life a request counts as unanswered, a failure of its server."""
-LEAST_SILENT_S = 2.0
+LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 10.0
+"""The second for whole answers of servers without metrics, which show no work before the end."""
+STALLED, LEAST_STALLED_S = 10.0, 1.0
+"""After so many usual gaps between its pieces a stream stalls. A server of which half of the streams do is quiet."""
+LOST, LEAST_LOST_S = 100.0, 10.0
+"""After so many a stream counts as unanswered."""
+UNKNOWN_GAP_S = 0.2
 LONGEST = 1.5
 """Or, if that is later, after so many times the longest wait: whole answers of one fleet take from one second to
 minutes, and a long one is no sign of a fault.
@@ -80,6 +86,14 @@ def quiet_after_s(expected: float, unanswered: int) -> float:
     return max(LEAST_QUIET_S, expected * max(1.0, QUIET / unanswered))
 
 
-def silent_after_s(expected: float, longest_s: float) -> float:
+def silent_after_s(expected: float, longest_s: float, least_s: float = LEAST_SILENT_S) -> float:
     """Seconds without a sign of life after which a request counts as unanswered."""
-    return max(LEAST_SILENT_S, SILENT * expected, LONGEST * longest_s)
+    return max(least_s, SILENT * expected, LONGEST * longest_s)
+
+
+def stalled_after_s(usual_gap_s: float | None) -> float:
+    return max(LEAST_STALLED_S, STALLED * (UNKNOWN_GAP_S if usual_gap_s is None else usual_gap_s))
+
+
+def lost_after_s(usual_gap_s: float | None) -> float:
+    return max(LEAST_LOST_S, LOST * (UNKNOWN_GAP_S if usual_gap_s is None else usual_gap_s))

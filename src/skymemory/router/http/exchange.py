@@ -88,6 +88,8 @@ MAX_NEW_LETTERS = 1024
 """A body with more letters outside the pieces whose tokens are cached is read in a thread, too."""
 MOST_BACKOFFS = 5
 """Of a request whose server gave no answer, while the budget of all requests allows no retry; 0.4 s together."""
+_FORBIDDEN = (401, 403)
+_EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
@@ -176,6 +178,8 @@ class Exchange:
         """The client has the response's head: there is no other attempt."""
         self._translated: TranslatedResponse | None = None
         """Of a request that goes to its server as a chat completion."""
+        self._pieces = 0
+        """Of a response that has begun."""
 
     # Its states, by what is set:
     #   _reading      a thread reads its prompt
@@ -510,15 +514,16 @@ class Exchange:
         self._wait(room)
 
     def move_on(self, server: str, why: str) -> None:
-        """Its server is ejected. What was sent there goes elsewhere, if that is allowed and nothing has come of it."""
+        """Its server is ejected. What was sent there goes elsewhere, if that is allowed: a stream goes on there."""
         account = self._account
-        if self._done is None or self._streaming or self._call is None or account is None:
-            return
-        if account.decision.server != server or not self._may_retry(Fault.SILENT, server):
+        if self._done is None or self._call is None or account is None or account.decision.server != server:
             return
         try:
-            self._of.backends.on_fault(self._attempts, server, Fault.SILENT, time.monotonic())
-            self._retry(f"it was ejected ({why})", Fault.SILENT)
+            if self._streaming:
+                self._goes_on(f"it was ejected ({why})")  # where that is impossible, the server may yet send the rest
+            elif self._may_retry(Fault.SILENT, server):
+                self._of.backends.on_fault(self._attempts, server, Fault.SILENT, time.monotonic())
+                self._retry(f"it was ejected ({why})", Fault.SILENT)
         except Exception:
             self._fault()
 
@@ -538,12 +543,19 @@ class Exchange:
         try:
             if self.incoming.path in API_PATHS and self._sends_translated_instead(head):
                 return
-            if head.status < 429 or (fault := fault_of(head.status, b"retry-after" in head.headers.first)) is None:
+            if (fault := self._fault_of(head)) is None:
                 self._head = head
             else:
                 self._failed_with(head, fault)
         except Exception:
             self._fault()
+
+    def _fault_of(self, head: ResponseHead) -> Fault | None:
+        if head.status in _FORBIDDEN:
+            account = self._account
+            has_own_key = account is not None and bool(self._of.pools[account.decision.server].authorization)
+            return Fault.ERROR if has_own_key else None  # else it is the client's key that is wrong
+        return None if head.status < 429 else fault_of(head.status, b"retry-after" in head.headers.first)
 
     def _failed_with(self, head: ResponseHead, fault: Fault) -> None:
         """The server answered that it failed, or is full: try another, wait in the queue, or pass the answer on."""
@@ -568,6 +580,8 @@ class Exchange:
         try:
             if self._streaming:
                 self._pass_on(piece, ended)
+            elif (why := self._is_no_answer(piece, ended)) and self._asks_another(why):
+                return
             else:
                 self._begin(piece, ended)
         except Exception:
@@ -585,12 +599,35 @@ class Exchange:
         self._call = None
         backends, server = self._of.backends, account.decision.server
         if self._streaming:
-            backends.on_fault(self._attempts, server, Fault.RESET, time.monotonic())
+            backends.on_fault(self._attempts, server, Fault.BROKEN, time.monotonic())
             self._go_on_or_cut(str(error))
             return
         fault, self._status = fault_of_error(error), 0
         backends.on_fault(self._attempts, server, fault, time.monotonic())
         self._retry(str(error), fault)
+
+    def _is_no_answer(self, piece: bytes, ended: bool) -> str:
+        """Why a response that says 200 is none to a prompt; empty: it may be one."""
+        head = self._head
+        if head is None or self.incoming.path not in PROMPT_PATHS or not 200 <= head.status < 300:
+            return ""
+        if ended and not piece:
+            return "its answer is empty"
+        kind = head.headers.first.get(b"content-type", b"")
+        return "its answer is a web page" if kind.lower().startswith(b"text/html") else ""
+
+    def _asks_another(self, why: str) -> bool:
+        """Count it as the server's failure. Whether another is asked; else the answer is passed on."""
+        account, backends = self._account, self._of.backends
+        assert account is not None
+        server = account.decision.server
+        backends.on_fault(self._attempts, server, Fault.ERROR, time.monotonic())
+        if self._may_retry(Fault.ERROR, server) and self._may_spend(Fault.ERROR, server):
+            self._retry(why, Fault.ERROR, is_paid=True)
+            return True
+        backends.on_end(self._attempts, time.monotonic())
+        self._fault_of_answer = Fault.ERROR
+        return False
 
     # -- streaming
 
@@ -600,7 +637,8 @@ class Exchange:
         assert response is not None and account is not None
         if self._fault_of_answer is None:
             is_good = response.status < 400
-            self._of.backends.on_answer(self._attempts, account.decision.server, time.monotonic(), is_good)
+            is_whole = ended and not response.headers.first.get(b"content-type", b"").startswith(_EVENT_STREAM)
+            self._of.backends.on_answer(self._attempts, account.decision.server, time.monotonic(), is_good, is_whole)
         result.status = response.status
         headers, first = response.headers, response.headers.first
         self._reader = reader = UsageReader(first.get(b"content-type", b""), first.get(b"content-encoding", b""))
@@ -642,10 +680,15 @@ class Exchange:
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
         assert response is not None and reader is not None
+        self._attempts.heard_s = time.monotonic()
+        self._pieces += 1
         if (stream := self._stream) is not None:
             piece = stream.add(piece, ended)
             if stream.failure:
                 self._pass_on_failure(stream, piece, ended, head)
+                return
+            if ended and not stream.is_complete:
+                self._pass_on_part(piece, head)
                 return
         result.bytes_out += len(piece)
         if response.chunked:
@@ -659,12 +702,30 @@ class Exchange:
             status = result.status
             result.outcome = "answered" if status < 400 else "client-error" if status < 500 else "server-error"
             self._call = None
+            self._on_complete(status < 400)
             self._finish()
             connection.end(connection.keeps(response.framed))
         elif connection.full:
             self.client_full()
         else:
             connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
+
+    def _on_complete(self, is_good: bool) -> None:
+        account = self._account
+        if account is not None and self._fault_of_answer is None:
+            server = account.decision.server
+            self._of.backends.on_complete(self._attempts, server, time.monotonic(), self._pieces, is_good)
+
+    def _pass_on_part(self, piece: bytes, head: bytes) -> None:
+        """A stream has ended, and neither its last event nor a reason to finish has come."""
+        account, stream = self._account, self._stream
+        assert account is not None
+        self._stream = self._call = None
+        if head or piece:
+            self._pass_on(piece, False, head)
+        self._stream = stream
+        self._of.backends.on_fault(self._attempts, account.decision.server, Fault.BROKEN, time.monotonic())
+        self._go_on_or_cut("it ended its answer before the last event")
 
     # -- a stream goes on at another server: the client's response stays, and what it has of it is in `_stream`
 
@@ -757,7 +818,7 @@ class Exchange:
     def _rest_begins(self, head: ResponseHead) -> None:
         account, first = self._account, head.headers.first
         assert account is not None
-        is_stream = first.get(b"content-type", b"").startswith(b"text/event-stream")
+        is_stream = first.get(b"content-type", b"").startswith(_EVENT_STREAM)
         if head.status != 200 or not is_stream or first.get(b"content-encoding"):
             try:
                 if (fault := fault_of(head.status, b"retry-after" in first)) is not None:
@@ -767,7 +828,7 @@ class Exchange:
                 self._fault()
             return
         now_s = time.monotonic()
-        self._of.backends.on_answer(self._attempts, account.decision.server, now_s, True)
+        self._of.backends.on_answer(self._attempts, account.decision.server, now_s, True, is_whole=False)
         self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
@@ -847,7 +908,7 @@ class Exchange:
             self._pause = None
         if call is not None:
             call.close()
-            if not self._streaming and self._account is not None:
+            if self._account is not None:
                 self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:

@@ -129,7 +129,7 @@ class StreamContinuation:
         """The server has said so in an event: an engine has died behind its door. It is withheld, with what follows."""
         self.withheld = b""
         # What was sent:
-        self._cannot = False
+        self._cannot = self._is_done = False
         self._text: list[str] = []
         self._letters = 0
         self._chunks = 0
@@ -166,6 +166,7 @@ class StreamContinuation:
             return b""
         if b'"error"' in data:
             data = self._before_failure(data)
+        self._is_done = self._is_done or b"[DONE]" in data
         if self._is_continued:
             data = b"".join(self._of_one_stream(event) for event in _events(data))
         if not self._cannot:
@@ -228,7 +229,15 @@ class StreamContinuation:
             self._chunks += 1
             self._blank_chunks = 0 if text.strip() else self._blank_chunks + 1
 
-    # -- when the server has failed
+    # -- when the server has ended its answer, or failed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last event, or a reason to finish, has come; True where that is not known."""
+        if self._is_done or self._is_over_long:
+            return True
+        self._read()
+        return self._cannot or self._finish is not None
 
     def rest(self) -> Rest | None:
         """What remains; None: no other server can go on with it. An event that was not whole is dropped."""
