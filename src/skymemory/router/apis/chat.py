@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -86,7 +87,7 @@ class PartReader:
         Raises:
             UnreadableAnswer: a field is not what it should be.
         """
-        self.id = self.id or _text(chunk.get("id"))
+        self.id = self.id or _text(chunk.get("id")) or uuid4().hex  # clients keep answers by it
         self.model = self.model or _text(chunk.get("model"))
         created = chunk.get("created")
         if not self.created_s and isinstance(created, int | float):
@@ -99,6 +100,16 @@ class PartReader:
             if not isinstance(choice, dict):
                 raise UnreadableAnswer("a choice is no object")
             yield from self._read_choice(choice)
+
+    def read_whole(self, answer: Mapping[str, Any]) -> list[PartEvent]:
+        """
+        Raises:
+            UnreadableAnswer: a field is not what it should be.
+        """
+        events = [*self.read(answer), *self.end()]
+        if not answer["choices"]:
+            raise UnreadableAnswer("its list of `choices` is empty")
+        return events
 
     def end(self) -> Iterator[PartEvent]:
         """Close the open part, and pass on what waited for its end."""

@@ -238,7 +238,7 @@ def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
         UnreadableAnswer: it is none.
     """
     reader = PartReader()
-    events = [*reader.read(answer), *reader.end()]
+    events = reader.read_whole(answer)
     return {
         **_message(fields, reader, [_block(each.part) for each in events if each.what == END]),
         **_stop(fields, reader),

@@ -280,7 +280,7 @@ def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
         UnreadableAnswer: it is none.
     """
     reader = PartReader()
-    events = [*reader.read(answer), *reader.end()]
+    events = reader.read_whole(answer)
     builder = _Builder(fields, reader)
     items = [builder.item(each.part, "completed") for each in events if each.what == END]
     return builder.response(_status(reader.finish), items)
