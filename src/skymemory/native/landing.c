@@ -75,7 +75,7 @@ static Tally *tally_of(Landings *to, uint32_t request)
             return &to->tallies[i];
     if (to->count == to->room) {
         Py_ssize_t room = to->room ? 2 * to->room : 16;
-        Tally *grown = PyMem_Realloc(to->tallies, (size_t)room * sizeof *grown);
+        Tally *grown = sky_realloc(to->tallies, (size_t)room, sizeof *grown);
         if (!grown) {
             PyErr_NoMemory();
             return NULL;
@@ -94,15 +94,17 @@ static int land(Landings *to, const uint8_t *data, size_t size, Py_ssize_t segme
     if (size < TELEMETRY_BYTES + SKY_BYTES || segment_bytes < TELEMETRY_BYTES + SKY_BYTES || data[ANSWER_AT] != OP_DATA)
         return 0;
     uint32_t request = be32(data + TELEMETRY_BYTES + REQUEST_AT);
-    PyObject *number = PyLong_FromUnsignedLong(request);
-    PyObject *landing = number ? PyDict_GetItemWithError(to->awaited, number) : NULL;
-    Py_XDECREF(number);
-    if (!landing)
-        return PyErr_Occurred() ? -1 : 0;
     for (size_t at = segment; at < size; at += segment)
         if (size - at < ANSWER_AT + ANSWER_BYTES || memcmp(data + at + ANSWER_AT, data + ANSWER_AT, ANSWER_BYTES))
             return 0;
-    if (!open_landing(to, landing))
+    PyObject *number = PyLong_FromUnsignedLong(request);
+    PyObject *landing = number ? sky_dict_get(to->awaited, number) : NULL;
+    Py_XDECREF(number);
+    if (!landing)
+        return PyErr_Occurred() ? -1 : 0;
+    int open = open_landing(to, landing);
+    Py_DECREF(landing);
+    if (!open)
         return -1;
     Tally *tally = tally_of(to, request);
     if (!tally)
@@ -146,13 +148,14 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "first run %zd: expected 0 or more", first);
-    for (Py_ssize_t i = first; placed == 1 && i < PyList_Size(runs); i++) {
+    PyObject *kept = PyList_AsTuple(runs); /* a number may be an object whose code changes the list */
+    if (!kept)
+        return NULL;
+    for (Py_ssize_t i = first; placed == 1 && i < PyTuple_Size(kept); i++) {
         Py_buffer data;
         Py_ssize_t segment;
-        if (!PyTuple_Check(PyList_GetItem(runs, i))) {
-            PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
-            placed = -1;
-        } else if (!PyArg_ParseTuple(PyList_GetItem(runs, i), "y*n:run", &data, &segment)) {
+        PyObject *run = sky_tuple_at(kept, i, "runs: expected a list of tuples (data, segment bytes)");
+        if (!run || !PyArg_ParseTuple(run, "y*n:run", &data, &segment)) {
             placed = -1;
         } else {
             placed = land(&to, data.buf, (size_t)data.len, segment);
@@ -162,7 +165,8 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
     if (placed >= 0)
         result = tallies_of(&to);
     close_landing(&to);
-    PyMem_Free(to.tallies);
+    free(to.tallies);
+    Py_DECREF(kept);
     return result;
 }
 
@@ -269,7 +273,7 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args)
         Py_DECREF(others);
     }
     close_landing(&to);
-    PyMem_Free(to.tallies);
+    free(to.tallies);
     PyBuffer_Release(&room);
     return result;
 }
