@@ -194,7 +194,6 @@ int sky_blocks_enter(Blocks *table, const uint8_t *hashes, const uint8_t *rows, 
     }
     uint32_t *at = blocks <= FEW ? few : sky_realloc(NULL, blocks + 1, 2 * sizeof *at);
     size_t news = 0;
-    table->changes++;
     if (!at || !reserve(table, blocks + 1)) {
         if (at != few)
             free(at);
@@ -207,6 +206,8 @@ int sky_blocks_enter(Blocks *table, const uint8_t *hashes, const uint8_t *rows, 
         while (news)
             forget(table, at[blocks + 1 + --news]);
         blocks = 0;
+    } else {
+        table->changes++;
     }
     for (size_t i = 1; i <= blocks; i++) {
         Block *block = &table->blocks[at[i]];

@@ -3,13 +3,18 @@
 
 #include "packet.h"
 
-#include <sched.h>
+#include <poll.h>
+#include <stdatomic.h>
 #include <time.h>
 
 enum {
     ANSWER_AT = TELEMETRY_BYTES + 1,
     ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: fields that the packets of one answer share */
     MOST_SLOTS = 64,
+    MOST_PATIENCE_US = 1000000, /* in which no signal's handler runs */
+    LEAST_SPIN_US = 30,
+    MOST_SPIN_US = 150,
+    SOON_US = 200, /* with the time that waking takes */
 };
 
 /* What came for one request. */
@@ -177,22 +182,41 @@ static int64_t now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* Polls the socket until runs arrive or the time is over; the number of runs, or -1 with errno. */
+/* How long an empty socket is polled before the thread sleeps, by how long the last answer took: waking a thread may take
+ * as long as an answer of a quiet machine, and on a busy one the processor that polls is one that others want. */
+static atomic_int spin_us = MOST_SPIN_US;
+
+/* Waits until runs arrive, the time is over or a signal comes; the number of runs, or -1 with errno. */
 static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned slots, Py_ssize_t patience_us)
 {
-    int64_t until_us = 0;
+    int64_t begin_us = 0, waited_us = 0;
     for (;;) {
         for (unsigned i = 0; i < slots; i++)
             messages[i].msg_hdr.msg_controllen = sizeof controls[i];
         int count = recvmmsg(fd, messages, slots, MSG_DONTWAIT, NULL);
+        if (count > 0 && begin_us)
+            spin_us = waited_us <= SOON_US ? MOST_SPIN_US : LEAST_SPIN_US;
         if (count > 0 || (count < 0 && !sky_try_later(errno)))
             return count;
-        int64_t at_us = patience_us > 0 ? now_us() : 0;
-        if (!until_us)
-            until_us = at_us + patience_us;
-        if (at_us >= until_us)
+        if (patience_us <= 0)
             return 0;
-        sched_yield();
+        int64_t at_us = now_us();
+        if (!begin_us)
+            begin_us = at_us;
+        waited_us = at_us - begin_us;
+        if (waited_us >= patience_us) {
+            if (waited_us > SOON_US)
+                spin_us = LEAST_SPIN_US;
+            return 0;
+        }
+        if (waited_us < spin_us)
+            continue;
+        struct pollfd socket = {.fd = fd, .events = POLLIN};
+        int64_t left_us = patience_us - waited_us;
+        struct timespec most = {.tv_sec = left_us / 1000000, .tv_nsec = left_us % 1000000 * 1000};
+        if (ppoll(&socket, 1, &most, NULL) < 0)
+            return 0;
+        waited_us = now_us() - begin_us;
     }
 }
 
@@ -263,6 +287,8 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args)
     if (slots < 1 || room.len / SLOT_BYTES < slots || calls < 1) {
         PyErr_Format(PyExc_ValueError, "%zd calls, %zd bytes of scratch for %zd slots: expected %d for each of 1 or more",
                      calls, room.len, slots, (int)SLOT_BYTES);
+    } else if (patience_us > MOST_PATIENCE_US) {
+        PyErr_Format(PyExc_ValueError, "%zd us of patience: expected at most %d", patience_us, (int)MOST_PATIENCE_US);
     } else if ((others = PyList_New(0)) != NULL) {
         unsigned most = (unsigned)(slots < MOST_SLOTS ? slots : MOST_SLOTS);
         if (receive(&to, fd, scratch, room.buf, most, calls, patience_us, others) > 0) {
