@@ -21,6 +21,7 @@ import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,6 +143,8 @@ class Scene:
         return *head, self._guard(), self._transit()
 
     def _receive(self) -> Arguments:
+        with suppress(BlockingIOError):  # what earlier calls left
+            self.stream.recv(SLOT_BYTES, socket.MSG_DONTWAIT)
         self.peer.send(b"some bytes")
         return self.stream.fileno(), b"head", 4, 0.001, bytearray(6)
 

@@ -222,8 +222,9 @@ def recv_runs(
 ) -> tuple[list[Tally], list[Run]]:
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
-    Ends when nothing has come for ``patience_us`` (a second at most) or a signal has, when ``calls`` batches have come, when a value is complete, or at a
-    run that is not placed: that and all behind it are the second list, views of ``scratch``.
+    Ends when nothing has come for ``patience_us`` (a second at most) or a signal has, when ``calls`` batches have come,
+    when a value is complete, or at a run that is not placed: that and all behind it are the second list, views of
+    ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
