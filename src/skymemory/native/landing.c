@@ -11,7 +11,7 @@ enum {
     ANSWER_AT = TELEMETRY_BYTES + 1,
     ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: fields that the packets of one answer share */
     MOST_SLOTS = 64,
-    MOST_PATIENCE_US = 1000000, /* in which no signal's handler runs */
+    MOST_PATIENCE_US = 60000000,
     LEAST_SPIN_US = 30,
     MOST_SPIN_US = 150,
     SOON_US = 200, /* with the time that waking takes */

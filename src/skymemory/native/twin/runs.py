@@ -201,7 +201,7 @@ Tally = tuple[int, int, int, int, int, int, int]
 
 _ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
 """Fields that all packets of one answer share: operation, flags, status, addresses, ground host, request."""
-_MOST_SLOTS, _MOST_PATIENCE_US = 64, 1_000_000
+_MOST_SLOTS, _MOST_PATIENCE_US = 64, 60_000_000
 
 
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]:
@@ -222,7 +222,7 @@ def recv_runs(
 ) -> tuple[list[Tally], list[Run]]:
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
-    Ends when nothing has come for ``patience_us`` (a second at most) or a signal has, when ``calls`` batches have come,
+    Ends when nothing has come for ``patience_us`` (a minute at most) or a signal has, when ``calls`` batches have come,
     when a value is complete, or at a run that is not placed: that and all behind it are the second list, views of
     ``scratch``.
 
