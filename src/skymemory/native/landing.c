@@ -4,6 +4,7 @@
 #include "packet.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <time.h>
 
@@ -182,8 +183,9 @@ static int64_t now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* How long an empty socket is polled before the thread sleeps, by how long the last answer took: waking a thread may take
- * as long as an answer of a quiet machine, and on a busy one the processor that polls is one that others want. */
+/* How long an empty socket is polled before the thread sleeps. On a quiet machine waking it takes as long as an answer; on
+ * a busy one, where answers take long, a thread that yields gets the processor back only after all others. So the time
+ * follows the last answer. */
 static atomic_int spin_us = MOST_SPIN_US;
 
 /* Waits until runs arrive, the time is over or a signal comes; the number of runs, or -1 with errno. */
@@ -209,8 +211,10 @@ static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned sl
                 spin_us = LEAST_SPIN_US;
             return 0;
         }
-        if (waited_us < spin_us)
+        if (waited_us < spin_us) {
+            sched_yield(); /* a satellite of this computer may need the processor to answer */
             continue;
+        }
         struct pollfd socket = {.fd = fd, .events = POLLIN};
         int64_t left_us = patience_us - waited_us;
         struct timespec most = {.tv_sec = left_us / 1000000, .tv_nsec = left_us % 1000000 * 1000};
