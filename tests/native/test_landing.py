@@ -230,3 +230,8 @@ def test_hostile_arrivals_are_placed_alike(fast: ModuleType, runs: list[tuple[me
             tallies, others = impl.recv_runs(receiver.fileno(), room, 8, 64, 0, to.awaited(9))
         found.append((tallies, [(bytes(view), segment) for view, segment in others], to.state()))
     assert found[0] == found[1]
+
+
+def test_no_patience_is_longer_than_a_minute(impl: ModuleType) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, pytest.raises(ValueError, match="of patience"):
+        impl.recv_runs(sock.fileno(), memoryview(bytearray(SLOT_BYTES)), 1, 1, 2**62, {})

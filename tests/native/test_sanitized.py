@@ -460,6 +460,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 
 
 @pytest.mark.slow
+def test_absurd_calls_touch_no_memory_but_their_own(built: tuple[Path, dict[str, str]]) -> None:
+    library, environment = built
+    command = [sys.executable, "-m", "tests.native.absurd", "--helper", str(library)]
+    calls = os.environ.get("ABSURD_CALLS", "200000")
+    ran = subprocess.run(
+        [*command, "--calls", calls, "--seed", "3"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [FUZZ, ABSURD], ids=["hostile bytes", "absurd numbers"])
 def test_hostile_input_touches_no_memory_but_its_own(
     built: tuple[Path, dict[str, str]], tmp_path: Path, source: str

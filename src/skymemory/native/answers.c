@@ -30,26 +30,32 @@ static int is_plain_get(const uint8_t *packet, size_t size, Wanted *wanted)
            size - BODY_AT - SELECTION_BYTES == (wanted->count + 7) / 8;
 }
 
-/* References and payloads of all requested chunks, borrowed from the share; -1 where one is absent or not as stored. */
-static Py_ssize_t collect(PyObject *share, const Wanted *wanted, PyObject **refs, PyObject **payloads)
+static int is_chunk(PyObject *chunk)
 {
-    Py_ssize_t found = 0;
+    if (!PyTuple_CheckExact(chunk) || PyTuple_Size(chunk) != 2)
+        return 0;
+    PyObject *ref = PyTuple_GetItem(chunk, 0), *payload = PyTuple_GetItem(chunk, 1);
+    return PyBytes_CheckExact(ref) && PyBytes_Size(ref) == REF_BYTES && PyBytes_CheckExact(payload) &&
+           PyBytes_Size(payload) <= 0xFFFF - (ROW_BYTES - 7);
+}
+
+/* All requested chunks, each a new reference, which the caller gives back: other code may change the share meanwhile.
+ * Whether all are there, as they are stored. */
+static int collect(PyObject *share, const Wanted *wanted, PyObject **chunks, Py_ssize_t *found)
+{
     for (uint32_t step = 0; step < wanted->count; step++) {
         if (!(wanted->bitmap[step >> 3] >> (step & 7) & 1))
             continue;
         PyObject *index = PyLong_FromUnsignedLongLong(wanted->first - 1 + (uint64_t)wanted->stride * step);
-        PyObject *chunk = index ? PyDict_GetItemWithError(share, index) : NULL;
+        PyObject *chunk = index ? sky_dict_get(share, index) : NULL;
         Py_XDECREF(index);
-        if (!chunk || !PyTuple_CheckExact(chunk) || PyTuple_Size(chunk) != 2)
-            return -1;
-        refs[found] = PyTuple_GetItem(chunk, 0);
-        payloads[found] = PyTuple_GetItem(chunk, 1);
-        if (!PyBytes_CheckExact(refs[found]) || PyBytes_Size(refs[found]) != REF_BYTES ||
-            !PyBytes_CheckExact(payloads[found]) || PyBytes_Size(payloads[found]) + ROW_BYTES - 7 > 0xFFFF)
-            return -1;
-        found++;
+        if (!chunk)
+            return 0;
+        chunks[(*found)++] = chunk;
+        if (!is_chunk(chunk))
+            return 0;
     }
-    return found;
+    return 1;
 }
 
 void sky_write_prefix(uint8_t *row, uint8_t op, const uint8_t *request, const AnswerTerms *terms)
@@ -71,10 +77,9 @@ void sky_write_prefix(uint8_t *row, uint8_t op, const uint8_t *request, const An
     put16(sky + 36, terms->credit < 0xFFFF ? terms->credit : 0xFFFF);
 }
 
-static PyObject *answer(const uint8_t *prefix, PyObject **refs, PyObject **payloads, Py_ssize_t count, uint32_t sequence,
-                        const uint8_t *key)
+static PyObject *answer(const uint8_t *prefix, PyObject **chunks, Py_ssize_t count, uint32_t sequence, const uint8_t *key)
 {
-    PyObject *headers = PyByteArray_FromStringAndSize(NULL, count * ROW_BYTES), *list = PyList_New(count);
+    PyObject *headers = sky_new_bytearray(count, ROW_BYTES), *list = PyList_New(count);
     if (!headers || !list) {
         Py_XDECREF(headers);
         Py_XDECREF(list);
@@ -82,12 +87,13 @@ static PyObject *answer(const uint8_t *prefix, PyObject **refs, PyObject **paylo
     }
     uint8_t *row = (uint8_t *)PyByteArray_AsString(headers);
     for (Py_ssize_t i = 0; i < count; i++, row += ROW_BYTES) {
+        PyObject *payload = PyTuple_GetItem(chunks[i], 1);
         memcpy(row, prefix, ANSWER_PREFIX_BYTES);
-        memcpy(row + ANSWER_PREFIX_BYTES, PyBytes_AsString(refs[i]), REF_BYTES);
+        memcpy(row + ANSWER_PREFIX_BYTES, PyBytes_AsString(PyTuple_GetItem(chunks[i], 0)), REF_BYTES);
         put16(row + 2, UNSEGMENTED << 14 | ((sequence + (uint32_t)i) & 0x3FFF));
-        put16(row + 4, (uint32_t)(PyBytes_Size(payloads[i]) + ROW_BYTES - 7));
+        put16(row + 4, (uint32_t)(PyBytes_Size(payload) + ROW_BYTES - 7));
         put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, ROW_BYTES));
-        PyList_SetItem(list, i, Py_NewRef(payloads[i]));
+        PyList_SetItem(list, i, Py_NewRef(payload));
     }
     return Py_BuildValue("(y#NN)", (const char *)key, (Py_ssize_t)KEY_BYTES, headers, list);
 }
@@ -98,16 +104,19 @@ PyObject *sky_answer_plain_get(const uint8_t *packet, size_t size, PyObject *sha
     if (!is_plain_get(packet, size, &wanted))
         return NULL;
     PyObject *key = PyBytes_FromStringAndSize((const char *)packet + BODY_AT, KEY_BYTES);
-    PyObject *share = key ? PyDict_GetItemWithError(shares, key) : NULL, *result = NULL;
+    PyObject *share = key ? sky_dict_get(shares, key) : NULL, *result = NULL;
     Py_XDECREF(key);
-    PyObject **refs = share && PyDict_Check(share) ? PyMem_Malloc(2 * wanted.count * sizeof *refs) : NULL;
-    Py_ssize_t count = refs ? collect(share, &wanted, refs, refs + wanted.count) : -1;
-    if (count > 0 && !PyErr_Occurred()) {
+    PyObject **chunks = share && PyDict_Check(share) ? PyMem_New(PyObject *, wanted.count) : NULL;
+    Py_ssize_t count = 0;
+    if (chunks && collect(share, &wanted, chunks, &count) && count && !PyErr_Occurred()) {
         uint8_t prefix[ANSWER_PREFIX_BYTES];
         sky_write_prefix(prefix, OP_DATA, packet, terms);
-        result = answer(prefix, refs, refs + wanted.count, count, terms->sequence, packet + BODY_AT);
+        result = answer(prefix, chunks, count, terms->sequence, packet + BODY_AT);
     }
-    PyMem_Free(refs);
+    while (count)
+        Py_DECREF(chunks[--count]);
+    PyMem_Free(chunks);
+    Py_XDECREF(share);
     return result;
 }
 

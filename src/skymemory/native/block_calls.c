@@ -86,15 +86,19 @@ static PyObject *look_up(const Object *self, PyObject *keys, int rows)
     if (!asked)
         return NULL;
     size_t count = (size_t)PyTuple_Size(asked);
-    const uint8_t *few[FEW], **hashes = count <= FEW ? few : malloc(count * sizeof *hashes);
-    uint32_t few_found[FEW], *found = !rows ? NULL : count <= FEW ? few_found : malloc(count * sizeof *found);
+    const uint8_t *few[FEW], **hashes = count <= FEW ? few : sky_realloc(NULL, count, sizeof *hashes);
+    uint32_t few_found[FEW], *found = !rows ? NULL : count <= FEW ? few_found : sky_realloc(NULL, count, sizeof *found);
+    if (rows) /* before the table is read: the garbage collector may run here, and code that changes the table */
+        result = PyList_New((Py_ssize_t)count);
     if (!hashes || (rows && !found)) {
+        Py_CLEAR(result);
         PyErr_NoMemory();
-    } else {
+    } else if (result || !rows) {
         for (size_t i = 0; i < count; i++)
             hashes[i] = key_from(PyTuple_GetItem(asked, (Py_ssize_t)i));
         size_t leading = sky_blocks_look_up(&self->table, hashes, count, found);
-        result = rows ? PyList_New((Py_ssize_t)count) : PyLong_FromSize_t(leading);
+        if (!rows)
+            result = PyLong_FromSize_t(leading);
         for (size_t i = 0; rows && result && i < count; i++) {
             PyObject *row = found[i] == NO_BLOCK ? Py_NewRef(Py_None)
                                                  : PyBytes_FromStringAndSize(
@@ -145,13 +149,12 @@ static PyObject *below(PyObject *self, PyObject *key)
 static PyObject *held(PyObject *self, PyObject *none)
 {
     const Blocks *table = &((Object *)self)->table;
-    PyObject *list = PyList_New((Py_ssize_t)table->groups);
+    PyObject *list = PyList_New(0); /* not of the table's size: other code may run here, and change that */
     for (size_t i = 0; list && i < table->groups; i++) {
         PyObject *its = PyFloat_FromDouble(table->held[i]);
-        if (its)
-            PyList_SetItem(list, (Py_ssize_t)i, its);
-        else
+        if (!its || PyList_Append(list, its) < 0)
             Py_CLEAR(list);
+        Py_XDECREF(its);
     }
     return list;
 }
@@ -173,17 +176,30 @@ static PyObject *items(PyObject *self, PyObject *none)
     return list;
 }
 
+/* Whether the table is still as it was; with an exception if not. */
+static int is_unchanged(const Blocks *table, uint64_t changes)
+{
+    if (table->changes == changes)
+        return 1;
+    PyErr_SetString(PyExc_RuntimeError, "the table was changed while its runs were visited");
+    return 0;
+}
+
 /* One run, from ``head`` along ``follows``, as the arguments of ``visit``. */
-static PyObject *run_of(const Blocks *table, const uint32_t *follows, uint32_t head)
+static PyObject *run_of(const Blocks *table, uint64_t changes, const uint32_t *follows, uint32_t head)
 {
     Py_ssize_t count = 0;
     for (uint32_t at = head; at != NO_BLOCK; at = follows[at])
         count++;
-    PyObject *hashes = PyBytes_FromStringAndSize(NULL, count * HASH_BYTES);
-    PyObject *rows = PyBytes_FromStringAndSize(NULL, count * ROW_BYTES);
-    PyObject *groups = PyDict_New(), *numbers = NULL, *run = NULL;
-    uint32_t at = head, last = 0, last_place = NO_BLOCK;
-    for (Py_ssize_t i = 0; hashes && rows && groups && i < count; i++, at = follows[at]) {
+    PyObject *hashes = sky_new_bytes(count, HASH_BYTES), *rows = sky_new_bytes(count, ROW_BYTES);
+    PyObject *groups = PyDict_New(), *parent = NULL, *numbers = NULL, *run = NULL;
+    uint32_t at = head, last = 0, last_place = NO_BLOCK, depth = 0;
+    int good = hashes && rows && groups && is_unchanged(table, changes); /* the garbage collector may have run code */
+    if (good) {
+        depth = table->blocks[head].depth;
+        parent = hash_from(table, table->blocks[head].parent);
+    }
+    for (Py_ssize_t i = 0; good && i < count; i++, at = follows[at]) {
         const Block *block = &table->blocks[at];
         uint8_t *row = (uint8_t *)PyBytes_AsString(rows) + i * ROW_BYTES;
         memcpy(PyBytes_AsString(hashes) + i * HASH_BYTES, block->hash, HASH_BYTES);
@@ -200,9 +216,9 @@ static PyObject *run_of(const Blocks *table, const uint32_t *follows, uint32_t h
         }
         set_group(row, last_place);
     }
-    if (!PyErr_Occurred() && (numbers = PyDict_Keys(groups)))
-        run = Py_BuildValue("kNOOO", (unsigned long)table->blocks[head].depth, hash_from(table, table->blocks[head].parent),
-                            hashes, rows, numbers);
+    if (parent && !PyErr_Occurred() && (numbers = PyDict_Keys(groups)))
+        run = Py_BuildValue("kOOOO", (unsigned long)depth, parent, hashes, rows, numbers);
+    Py_XDECREF(parent);
     Py_XDECREF(hashes);
     Py_XDECREF(rows);
     Py_XDECREF(groups);
@@ -213,8 +229,9 @@ static PyObject *run_of(const Blocks *table, const uint32_t *follows, uint32_t h
 static PyObject *runs(PyObject *self, PyObject *visit)
 {
     const Blocks *table = &((Object *)self)->table;
-    uint32_t used = table->used, named = table->named;
-    uint32_t *follows = malloc(((size_t)used + 1) * sizeof *follows);
+    uint32_t used = table->used;
+    uint64_t changes = table->changes;
+    uint32_t *follows = sky_realloc(NULL, (size_t)used + 1, sizeof *follows);
     uint8_t *inside = calloc((size_t)used + 1, 1); /* it follows another in its run */
     int good = follows && inside;
     if (!good)
@@ -229,14 +246,11 @@ static PyObject *runs(PyObject *self, PyObject *visit)
     for (uint32_t at = 0; good && at < used; at++) {
         if (!table->blocks[at].present || inside[at])
             continue;
-        PyObject *run = run_of(table, follows, at), *done = run ? PyObject_Call(visit, run, NULL) : NULL;
+        PyObject *run = run_of(table, changes, follows, at), *done = run ? PyObject_Call(visit, run, NULL) : NULL;
         good = done != NULL;
         Py_XDECREF(run);
         Py_XDECREF(done);
-        if (good && table->named != named) {
-            PyErr_SetString(PyExc_RuntimeError, "the table was changed while its runs were visited");
-            good = 0;
-        }
+        good = good && is_unchanged(table, changes);
     }
     free(follows);
     free(inside);
@@ -263,7 +277,7 @@ static int groups_from(Groups *groups, const uint8_t *raw, Py_ssize_t raw_bytes,
                              : NULL;
     PyObject *listed = given ? sky_tuple(given, "numbers of groups: expected a sequence") : NULL;
     size_t many = listed ? (size_t)PyTuple_Size(listed) : 0;
-    uint32_t *numbers = listed ? realloc(groups->numbers, (many + 1) * sizeof *numbers) : NULL;
+    uint32_t *numbers = listed ? sky_realloc(groups->numbers, many, sizeof *numbers) : NULL;
     if (listed && !numbers)
         PyErr_NoMemory();
     for (size_t i = 0; numbers && i < many && !PyErr_Occurred(); i++) {
@@ -354,21 +368,15 @@ static PyObject *replay(PyObject *self, PyObject *args)
     return applied < 0 ? NULL : PyLong_FromSsize_t(at);
 }
 
-static int init_table(Object *self)
-{
-    if (sky_blocks_init(&self->table))
-        return 1;
-    PyErr_NoMemory();
-    return 0;
-}
-
 static PyObject *clear(PyObject *self, PyObject *none)
 {
-    double capacity_bytes = ((Object *)self)->table.capacity_bytes;
-    sky_blocks_free(&((Object *)self)->table);
-    if (!init_table((Object *)self))
-        return NULL;
-    ((Object *)self)->table.capacity_bytes = capacity_bytes;
+    Blocks *table = &((Object *)self)->table, empty;
+    if (!sky_blocks_init(&empty))
+        return PyErr_NoMemory();
+    empty.capacity_bytes = table->capacity_bytes;
+    empty.changes = table->changes + 1;
+    sky_blocks_free(table);
+    *table = empty;
     Py_RETURN_NONE;
 }
 
@@ -390,8 +398,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named)
     if (!PyArg_ParseTupleAndKeywords(args, named, ":BlockTable", names))
         return NULL;
     Object *self = (Object *)PyType_GenericAlloc(type, 0);
-    if (self && !init_table(self))
-        Py_CLEAR(self);
+    if (self && !sky_blocks_init(&self->table)) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
     return (PyObject *)self;
 }
 

@@ -32,7 +32,7 @@ static int room_for_groups(Blocks *table, size_t groups)
 {
     if (groups <= table->groups)
         return 1;
-    double *held = realloc(table->held, groups * sizeof *held);
+    double *held = sky_realloc(table->held, groups, sizeof *held);
     if (!held)
         return 0;
     for (size_t i = table->groups; i < groups; i++)
@@ -84,11 +84,11 @@ static void settle(Slot *slots, size_t mask, size_t at, Slot slot)
 static int reserve(Blocks *table, size_t more)
 {
     size_t wanted = table->named + more;
-    if (wanted >= NO_BLOCK)
+    if (more >= NO_BLOCK || wanted >= NO_BLOCK)
         return 0;
     if (wanted > table->room) { /* free ones are among those ever used: named blocks never need more room than this */
         size_t room = wanted + wanted / 2 + FEW;
-        Block *blocks = realloc(table->blocks, room * sizeof *blocks);
+        Block *blocks = sky_realloc(table->blocks, room, sizeof *blocks);
         if (!blocks)
             return 0;
         table->blocks = blocks, table->room = (uint32_t)(room < NO_BLOCK ? room : NO_BLOCK);
@@ -100,7 +100,7 @@ static int reserve(Blocks *table, size_t more)
         return 1;
     if (bits > 32)
         return 0;
-    Slot *slots = malloc(sizeof(Slot) << bits), *old = table->slots;
+    Slot *slots = sky_realloc(NULL, (size_t)1 << bits, sizeof(Slot)), *old = table->slots;
     if (!slots)
         return 0;
     memset(slots, 0xFF, sizeof(Slot) << bits);
@@ -192,7 +192,7 @@ int sky_blocks_enter(Blocks *table, const uint8_t *hashes, const uint8_t *rows, 
         group = places ? places[group] : group;
         most = group > most ? group : most;
     }
-    uint32_t *at = blocks <= FEW ? few : malloc(2 * (blocks + 1) * sizeof *at);
+    uint32_t *at = blocks <= FEW ? few : sky_realloc(NULL, blocks + 1, 2 * sizeof *at);
     size_t news = 0;
     if (!at || !reserve(table, blocks + 1)) {
         if (at != few)
@@ -206,6 +206,8 @@ int sky_blocks_enter(Blocks *table, const uint8_t *hashes, const uint8_t *rows, 
         while (news)
             forget(table, at[blocks + 1 + --news]);
         blocks = 0;
+    } else {
+        table->changes++;
     }
     for (size_t i = 1; i <= blocks; i++) {
         Block *block = &table->blocks[at[i]];
@@ -235,6 +237,7 @@ int sky_blocks_remove(Blocks *table, const uint8_t *hash)
         return 0;
     Block *block = &table->blocks[at];
     uint32_t parent = block->parent;
+    table->changes++;
     count(table, block->row, 0);
     table->present--;
     block->present = 0, block->parent = NO_BLOCK;

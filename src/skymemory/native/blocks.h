@@ -29,6 +29,7 @@ typedef struct {
     double *held;            /* by group */
     size_t groups;
     double capacity_bytes;
+    uint64_t changes; /* counted, so that a walk that ran other code sees them */
 } Blocks;
 
 /* Rows and records are little-endian. */

@@ -18,13 +18,13 @@ struct how {
 };
 
 /* Bytes read; -1 where any of it would have to wait, or fails. */
-static Py_ssize_t read_now(const char *path, const Py_buffer *head, const Py_buffer *out)
+static Py_ssize_t read_now(const char *path, const Py_buffer *head, const Py_buffer *out, Py_ssize_t all)
 {
     struct how how = {.flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, .resolve = RESOLVE_CACHED};
     long fd = syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
     if (fd < 0)
         return -1;
-    Py_ssize_t at = 0, got = 1, all = head->len + out->len;
+    Py_ssize_t at = 0, got = 1;
     while (got > 0 && at < all) {
         struct iovec parts[2] = {{(char *)head->buf + at, at < head->len ? (size_t)(head->len - at) : 0},
                                  {out->buf, (size_t)out->len}};
@@ -36,7 +36,7 @@ static Py_ssize_t read_now(const char *path, const Py_buffer *head, const Py_buf
     return got < 0 ? -1 : at;
 }
 #else
-static Py_ssize_t read_now(const char *path, const Py_buffer *head, const Py_buffer *out)
+static Py_ssize_t read_now(const char *path, const Py_buffer *head, const Py_buffer *out, Py_ssize_t all)
 {
     return -1;
 }
@@ -48,13 +48,18 @@ PyObject *sky_py_read_cached(PyObject *self, PyObject *args)
     Py_buffer head, out;
     if (!PyArg_ParseTuple(args, "O&w*w*:read_cached", PyUnicode_FSConverter, &path, &head, &out))
         return NULL;
-    Py_ssize_t got;
-    Py_BEGIN_ALLOW_THREADS
-    got = read_now(PyBytes_AsString(path), &head, &out);
-    Py_END_ALLOW_THREADS
+    Py_ssize_t got = -1, all = sky_sum(head.len, out.len);
+    const char *name = PyBytes_AsString(path);
+    if (all >= 0) {
+        Py_BEGIN_ALLOW_THREADS
+        got = read_now(name, &head, &out, all);
+        Py_END_ALLOW_THREADS
+    }
     Py_DECREF(path);
     PyBuffer_Release(&head);
     PyBuffer_Release(&out);
+    if (all < 0)
+        return NULL;
     if (got < 0)
         Py_RETURN_NONE;
     return PyLong_FromSsize_t(got);

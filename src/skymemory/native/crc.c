@@ -192,6 +192,7 @@ void sky_crc_init(void)
 
 uint32_t sky_crc32(uint32_t crc, const uint8_t *data, size_t size)
 {
+    uint32_t (*fold)(uint32_t, const uint8_t *, size_t) = folded; /* once: another thread may choose another loop */
     crc = ~crc;
-    return ~(folded && size >= 64 ? folded(crc, data, size) : by_tables(crc, data, size));
+    return ~(fold && size >= 64 ? fold(crc, data, size) : by_tables(crc, data, size));
 }

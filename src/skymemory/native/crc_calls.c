@@ -30,6 +30,12 @@ PyObject *sky_py_crc32(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyLong_FromUnsignedLong(crc);
 }
 
+/* The factor of a CRC for appending that many bytes; its exponents repeat after 2^32 - 1. */
+static uint32_t shift_of(uint64_t bytes)
+{
+    return sky_power_of_x(bytes % 0xFFFFFFFFu * 8);
+}
+
 PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args)
 {
     unsigned long crc1, crc2;
@@ -38,7 +44,7 @@ PyObject *sky_py_crc32_combine(PyObject *self, PyObject *args)
         return NULL;
     if (length < 0)
         return PyErr_Format(PyExc_ValueError, "length %lld: expected 0 or more", length);
-    uint32_t shift = sky_power_of_x((uint64_t)(length % 0xFFFFFFFFLL) * 8);
+    uint32_t shift = shift_of((uint64_t)length);
     return PyLong_FromUnsignedLong(sky_multiply((uint32_t)crc1, shift) ^ (uint32_t)crc2);
 }
 
@@ -53,7 +59,7 @@ PyObject *sky_py_crc32_chunks(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "chunks of %zd bytes: expected 1 or more", chunk);
     } else {
         Py_ssize_t chunks = value.len / chunk + (value.len % chunk != 0);
-        result = PyBytes_FromStringAndSize(NULL, chunks * 4);
+        result = sky_new_bytes(chunks, 4);
         if (result) {
             const uint8_t *data = value.buf;
             char *out = PyBytes_AsString(result);
@@ -77,7 +83,7 @@ uint32_t sky_crc32_join(const uint8_t *crcs, size_t chunks, size_t chunk_bytes, 
 {
     uint32_t whole = 0, part, nibbles[8][16];
     if (chunks > 2) {
-        uint32_t column = sky_power_of_x((uint64_t)chunk_bytes * 8); /* the image of bit 31, then of 30, ... */
+        uint32_t column = shift_of(chunk_bytes); /* the image of bit 31, then of 30, ... */
         for (int bit = 31; bit >= 0; bit--) {
             uint32_t *table = nibbles[bit / 4];
             table[1 << bit % 4] = column;
@@ -100,7 +106,7 @@ uint32_t sky_crc32_join(const uint8_t *crcs, size_t chunks, size_t chunk_bytes, 
                 next ^= nibbles[j][whole >> 4 * j & 15];
             whole = next;
         } else {
-            whole = sky_multiply(whole, sky_power_of_x((uint64_t)(size - (chunks - 1) * chunk_bytes) * 8)) ^ part;
+            whole = sky_multiply(whole, shift_of(size - (chunks - 1) * chunk_bytes)) ^ part;
         }
     }
     return whole;

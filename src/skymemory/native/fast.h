@@ -11,6 +11,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "crc.h"
@@ -41,6 +42,16 @@ static inline PyObject *sky_tuple(PyObject *given, const char *message)
     return tuple;
 }
 
+/* The entry of a copy that ``sky_tuple`` made, borrowed; TypeError with the message if it is no tuple itself. */
+static inline PyObject *sky_tuple_at(PyObject *tuple, Py_ssize_t at, const char *message)
+{
+    PyObject *row = PyTuple_GetItem(tuple, at);
+    if (row && PyTuple_Check(row))
+        return row;
+    PyErr_SetString(PyExc_TypeError, message);
+    return NULL;
+}
+
 /* Raises the TypeError of an argument that is not a number. */
 static inline void sky_no_number(const char *what, PyObject *given)
 {
@@ -48,6 +59,54 @@ static inline void sky_no_number(const char *what, PyObject *given)
     if (name)
         PyErr_Format(PyExc_TypeError, "%s: expected a number, got %U", what, name);
     Py_XDECREF(name);
+}
+
+/* The sum or the product of two sizes, neither below 0: -1 with MemoryError where no size is that large. */
+static inline Py_ssize_t sky_sum(Py_ssize_t one, Py_ssize_t other)
+{
+    Py_ssize_t sum;
+    if (!__builtin_add_overflow(one, other, &sum))
+        return sum;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static inline Py_ssize_t sky_product(Py_ssize_t one, Py_ssize_t other)
+{
+    Py_ssize_t product;
+    if (!__builtin_mul_overflow(one, other, &product))
+        return product;
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* ``count`` rows of ``width`` bytes as an object that is not filled yet; NULL with MemoryError where there is no room. */
+static inline PyObject *sky_new_bytes(Py_ssize_t count, Py_ssize_t width)
+{
+    Py_ssize_t size = sky_product(count, width);
+    return size < 0 ? NULL : PyBytes_FromStringAndSize(NULL, size);
+}
+
+static inline PyObject *sky_new_bytearray(Py_ssize_t count, Py_ssize_t width)
+{
+    Py_ssize_t size = sky_product(count, width);
+    return size < 0 ? NULL : PyByteArray_FromStringAndSize(NULL, size);
+}
+
+/* Like realloc, for ``count`` items of ``width`` bytes (at least one, so that NULL always means: no memory). */
+static inline void *sky_realloc(void *memory, size_t count, size_t width)
+{
+    size_t bytes;
+    if (__builtin_mul_overflow(count ? count : 1, width, &bytes) || bytes > PY_SSIZE_T_MAX)
+        return NULL;
+    return realloc(memory, bytes);
+}
+
+/* The value of a key as a new reference: a comparison of keys, or whatever runs later, may change the dict. NULL without
+ * an exception where there is none. */
+static inline PyObject *sky_dict_get(PyObject *dict, PyObject *key)
+{
+    return Py_XNewRef(PyDict_GetItemWithError(dict, key));
 }
 
 /* Like dict.setdefault; the value borrowed, NULL with an exception. */

@@ -125,10 +125,10 @@ static size_t points_from(PyObject *given, int columns, int room, double **into)
     double *numbers = NULL;
     if (points && (count < 1 || count > MOST_POINTS))
         PyErr_Format(PyExc_ValueError, "%zu points: expected 1 to %d", count, MOST_POINTS);
-    else if (points && !(numbers = malloc(count * (size_t)(columns + room) * sizeof(double))))
+    else if (points && !(numbers = sky_realloc(NULL, count, (size_t)(columns + room) * sizeof(double))))
         PyErr_NoMemory();
     for (size_t at = 0; numbers && at < count && !PyErr_Occurred(); at++) {
-        PyObject *point = PyTuple_GetItem(points, at);
+        PyObject *point = PyTuple_GetItem(points, (Py_ssize_t)at);
         int there = PyTuple_Check(point) && PyTuple_Size(point) == columns;
         for (int column = 0; there && column < columns; column++) {
             PyObject *number = PyTuple_GetItem(point, column);

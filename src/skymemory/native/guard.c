@@ -104,7 +104,7 @@ static PyObject *sent(PyObject *object, PyObject *const *args, Py_ssize_t given)
         return NULL;
     if (slot >= self->slots) {
         size_t slots = (slot / 64 + 1) * 64;
-        Share *shares = realloc(self->shares, slots * sizeof(Share));
+        Share *shares = sky_realloc(self->shares, slots, sizeof(Share));
         if (!shares)
             return PyErr_NoMemory();
         memset(shares + self->slots, 0, (slots - self->slots) * sizeof(Share));

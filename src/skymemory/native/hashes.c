@@ -122,7 +122,7 @@ static PyObject *hashes(PyObject *args, const char *format, int chained)
         PyErr_Format(PyExc_ValueError, "blocks of %zd bytes: expected 1 or more", block_bytes);
     } else if (seed != (uint64_t)-1 || !PyErr_Occurred()) {
         size_t blocks = (size_t)(data.len / block_bytes);
-        result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)blocks * 8);
+        result = sky_new_bytes((Py_ssize_t)blocks, 8);
         if (result && data.len < SKY_RELEASE_BYTES) {
             hash_all(data.buf, blocks, (size_t)block_bytes, seed, chained, PyBytes_AsString(result));
         } else if (result) {
@@ -222,9 +222,7 @@ PyObject *sky_py_pack_tokens(PyObject *self, PyObject *tokens)
     PyObject *(*item)(PyObject *, Py_ssize_t) = PyList_CheckExact(tokens) ? PyList_GetItem : PyTuple_GetItem;
     PyObject *packed = NULL;
     Py_ssize_t count = PyObject_Size(tokens);
-    if (count > PY_SSIZE_T_MAX / 4)
-        return PyErr_NoMemory();
-    if (!(packed = PyBytes_FromStringAndSize(NULL, 4 * count)))
+    if (!(packed = sky_new_bytes(count, 4)))
         return NULL;
     uint8_t *out = (uint8_t *)PyBytes_AsString(packed);
     for (Py_ssize_t at = 0; at < count; at++, out += 4) {

@@ -64,6 +64,8 @@ int sky_check_header(const uint8_t *packet, size_t size, size_t *ref)
 int sky_payload_is_sound(const uint8_t *packet, size_t size, size_t ref)
 {
     size_t start = ref + REF_BYTES + mac_bytes(packet + ref - SKY_BYTES);
+    if (start > size) /* another thread has written to the packet since its headers were checked */
+        return 0;
     return sky_crc32(0, packet + start, size - start) == be32(packet + ref + REF_CRC_AT);
 }
 
@@ -118,8 +120,8 @@ PyObject *sky_py_bulk_headers(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zd bytes of references after a prefix of %zd, SKY header at %zd, sequence %zd",
                      refs.len, prefix.len, sky, sequence);
     } else {
-        Py_ssize_t size = refs.len / REF_BYTES * (prefix.len + REF_BYTES);
-        headers = PyByteArray_FromStringAndSize(NULL, size);
+        Py_ssize_t width = sky_sum(prefix.len, REF_BYTES);
+        headers = width < 0 ? NULL : sky_new_bytearray(refs.len / REF_BYTES, width);
         if (headers && !fill_headers((uint8_t *)PyByteArray_AsString(headers), &prefix, &refs, (uint32_t)sequence,
                                      (size_t)sky)) {
             PyErr_SetString(PyExc_ValueError, "a chunk that no packet carries");
@@ -169,9 +171,9 @@ PyObject *sky_py_value_refs(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zd bytes in chunks of %zd under a key of %zd, on %zd servers by strategy %zd: "
                      "a reference has no room for it", value.len, chunk, key.len, servers, strategy);
     } else {
-        size_t size = (size_t)value.len, chunks = size ? (size + (size_t)chunk - 1) / (size_t)chunk : 1;
+        size_t size = (size_t)value.len, chunks = size ? size / (size_t)chunk + (size % (size_t)chunk != 0) : 1;
         uint8_t *crcs = PyMem_Calloc(chunks, 4);
-        refs = crcs ? PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(chunks * REF_BYTES)) : PyErr_NoMemory();
+        refs = crcs ? sky_new_bytearray((Py_ssize_t)chunks, REF_BYTES) : PyErr_NoMemory();
         if (refs) {
             uint8_t *rows = (uint8_t *)PyByteArray_AsString(refs);
             int32_t its_moves[2] = {moves[0], moves[1]};

@@ -16,7 +16,7 @@ static int number_from(PyObject *given, const char *what, size_t most, size_t *n
     }
     int overflow;
     long long value = PyLong_AsLongLongAndOverflow(given, &overflow);
-    if (overflow || value < 0 || (size_t)value >= most) {
+    if (overflow || value < 0 || (unsigned long long)value >= most) {
         PyErr_Format(PyExc_ValueError, "%s %S: expected 0 to %zu", what, given, most - 1);
         return 0;
     }
@@ -166,7 +166,7 @@ static PyObject *match(PyObject *self, PyObject *args)
         return NULL;
     PyObject *asked = sky_tuple(given, "slots: expected a sequence of numbers");
     Py_ssize_t count = asked ? PyTuple_Size(asked) : 0;
-    size_t *slots = asked ? malloc(((size_t)count + 1) * sizeof(size_t)) : NULL;
+    size_t *slots = asked ? sky_realloc(NULL, (size_t)count, sizeof(size_t)) : NULL;
     if (asked && !slots)
         PyErr_NoMemory();
     for (Py_ssize_t at = 0; slots && at < count && !PyErr_Occurred(); at++)

@@ -96,7 +96,9 @@ PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t 
         if (kept < 0)
             break;
         marks[at] = (char)kept;
-        bytes += kept ? PyBytes_Size(name) + PyBytes_Size(value) + 4 : 0;
+        Py_ssize_t line = kept ? sky_sum(PyBytes_Size(name), PyBytes_Size(value)) : 0;
+        if (line < 0 || (bytes = sky_sum(bytes, line)) < 0 || (kept && (bytes = sky_sum(bytes, 4)) < 0))
+            break;
     }
     if (headers && !marks)
         PyErr_NoMemory();

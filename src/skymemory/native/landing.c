@@ -3,13 +3,19 @@
 
 #include "packet.h"
 
+#include <poll.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <time.h>
 
 enum {
     ANSWER_AT = TELEMETRY_BYTES + 1,
     ANSWER_BYTES = 19, /* operation, flags, status, addresses, ground host, request: fields that the packets of one answer share */
     MOST_SLOTS = 64,
+    MOST_PATIENCE_US = 60000000,
+    LEAST_SPIN_US = 30,
+    MOST_SPIN_US = 150,
+    SOON_US = 200, /* with the time that waking takes */
 };
 
 /* What came for one request. */
@@ -75,7 +81,7 @@ static Tally *tally_of(Landings *to, uint32_t request)
             return &to->tallies[i];
     if (to->count == to->room) {
         Py_ssize_t room = to->room ? 2 * to->room : 16;
-        Tally *grown = PyMem_Realloc(to->tallies, (size_t)room * sizeof *grown);
+        Tally *grown = sky_realloc(to->tallies, (size_t)room, sizeof *grown);
         if (!grown) {
             PyErr_NoMemory();
             return NULL;
@@ -94,15 +100,17 @@ static int land(Landings *to, const uint8_t *data, size_t size, Py_ssize_t segme
     if (size < TELEMETRY_BYTES + SKY_BYTES || segment_bytes < TELEMETRY_BYTES + SKY_BYTES || data[ANSWER_AT] != OP_DATA)
         return 0;
     uint32_t request = be32(data + TELEMETRY_BYTES + REQUEST_AT);
-    PyObject *number = PyLong_FromUnsignedLong(request);
-    PyObject *landing = number ? PyDict_GetItemWithError(to->awaited, number) : NULL;
-    Py_XDECREF(number);
-    if (!landing)
-        return PyErr_Occurred() ? -1 : 0;
     for (size_t at = segment; at < size; at += segment)
         if (size - at < ANSWER_AT + ANSWER_BYTES || memcmp(data + at + ANSWER_AT, data + ANSWER_AT, ANSWER_BYTES))
             return 0;
-    if (!open_landing(to, landing))
+    PyObject *number = PyLong_FromUnsignedLong(request);
+    PyObject *landing = number ? sky_dict_get(to->awaited, number) : NULL;
+    Py_XDECREF(number);
+    if (!landing)
+        return PyErr_Occurred() ? -1 : 0;
+    int open = open_landing(to, landing);
+    Py_DECREF(landing);
+    if (!open)
         return -1;
     Tally *tally = tally_of(to, request);
     if (!tally)
@@ -146,13 +154,14 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "first run %zd: expected 0 or more", first);
-    for (Py_ssize_t i = first; placed == 1 && i < PyList_Size(runs); i++) {
+    PyObject *kept = PyList_AsTuple(runs); /* a number may be an object whose code changes the list */
+    if (!kept)
+        return NULL;
+    for (Py_ssize_t i = first; placed == 1 && i < PyTuple_Size(kept); i++) {
         Py_buffer data;
         Py_ssize_t segment;
-        if (!PyTuple_Check(PyList_GetItem(runs, i))) {
-            PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
-            placed = -1;
-        } else if (!PyArg_ParseTuple(PyList_GetItem(runs, i), "y*n:run", &data, &segment)) {
+        PyObject *run = sky_tuple_at(kept, i, "runs: expected a list of tuples (data, segment bytes)");
+        if (!run || !PyArg_ParseTuple(run, "y*n:run", &data, &segment)) {
             placed = -1;
         } else {
             placed = land(&to, data.buf, (size_t)data.len, segment);
@@ -162,7 +171,8 @@ PyObject *sky_py_place_runs(PyObject *self, PyObject *args)
     if (placed >= 0)
         result = tallies_of(&to);
     close_landing(&to);
-    PyMem_Free(to.tallies);
+    free(to.tallies);
+    Py_DECREF(kept);
     return result;
 }
 
@@ -173,22 +183,44 @@ static int64_t now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* Polls the socket until runs arrive or the time is over; the number of runs, or -1 with errno. */
+/* How long an empty socket is polled before the thread sleeps. On a quiet machine waking it takes as long as an answer; on
+ * a busy one, where answers take long, a thread that yields gets the processor back only after all others. So the time
+ * follows the last answer. */
+static atomic_int spin_us = MOST_SPIN_US;
+
+/* Waits until runs arrive, the time is over or a signal comes; the number of runs, or -1 with errno. */
 static int look(int fd, struct mmsghdr *messages, Control *controls, unsigned slots, Py_ssize_t patience_us)
 {
-    int64_t until_us = 0;
+    int64_t begin_us = 0, waited_us = 0;
     for (;;) {
         for (unsigned i = 0; i < slots; i++)
             messages[i].msg_hdr.msg_controllen = sizeof controls[i];
         int count = recvmmsg(fd, messages, slots, MSG_DONTWAIT, NULL);
+        if (count > 0 && begin_us)
+            spin_us = waited_us <= SOON_US ? MOST_SPIN_US : LEAST_SPIN_US;
         if (count > 0 || (count < 0 && !sky_try_later(errno)))
             return count;
-        int64_t at_us = patience_us > 0 ? now_us() : 0;
-        if (!until_us)
-            until_us = at_us + patience_us;
-        if (at_us >= until_us)
+        if (patience_us <= 0)
             return 0;
-        sched_yield();
+        int64_t at_us = now_us();
+        if (!begin_us)
+            begin_us = at_us;
+        waited_us = at_us - begin_us;
+        if (waited_us >= patience_us) {
+            if (waited_us > SOON_US)
+                spin_us = LEAST_SPIN_US;
+            return 0;
+        }
+        if (waited_us < spin_us) {
+            sched_yield(); /* a satellite of this computer may need the processor to answer */
+            continue;
+        }
+        struct pollfd socket = {.fd = fd, .events = POLLIN};
+        int64_t left_us = patience_us - waited_us;
+        struct timespec most = {.tv_sec = left_us / 1000000, .tv_nsec = left_us % 1000000 * 1000};
+        if (ppoll(&socket, 1, &most, NULL) < 0)
+            return 0;
+        waited_us = now_us() - begin_us;
     }
 }
 
@@ -259,6 +291,8 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args)
     if (slots < 1 || room.len / SLOT_BYTES < slots || calls < 1) {
         PyErr_Format(PyExc_ValueError, "%zd calls, %zd bytes of scratch for %zd slots: expected %d for each of 1 or more",
                      calls, room.len, slots, (int)SLOT_BYTES);
+    } else if (patience_us > MOST_PATIENCE_US) {
+        PyErr_Format(PyExc_ValueError, "%zd us of patience: expected at most %d", patience_us, (int)MOST_PATIENCE_US);
     } else if ((others = PyList_New(0)) != NULL) {
         unsigned most = (unsigned)(slots < MOST_SLOTS ? slots : MOST_SLOTS);
         if (receive(&to, fd, scratch, room.buf, most, calls, patience_us, others) > 0) {
@@ -269,7 +303,7 @@ PyObject *sky_py_recv_runs(PyObject *self, PyObject *args)
         Py_DECREF(others);
     }
     close_landing(&to);
-    PyMem_Free(to.tallies);
+    free(to.tallies);
     PyBuffer_Release(&room);
     return result;
 }

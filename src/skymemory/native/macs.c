@@ -41,15 +41,17 @@ static int find_key(MacCheck *check, long key_id)
     if (key_id && key_id == check->key_id)
         return 1;
     PyObject *number = PyLong_FromLong(key_id);
-    PyObject *key = number ? PyDict_GetItemWithError(check->keys, number) : NULL;
+    PyObject *key = number ? sky_dict_get(check->keys, number) : NULL;
     Py_XDECREF(number);
     if (!key)
         return PyErr_Occurred() ? -1 : 0;
     if (!PyBytes_Check(key) || PyBytes_Size(key) != MAC_KEY_BYTES) {
+        Py_DECREF(key);
         PyErr_Format(PyExc_TypeError, "keys: expected %d bytes by number", MAC_KEY_BYTES);
         return -1;
     }
     sky_mac_key(&check->mac, (const uint8_t *)PyBytes_AsString(key));
+    Py_DECREF(key);
     check->key_id = key_id;
     return 1;
 }
@@ -65,8 +67,10 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
         long long ahead_us = (long long)low - (low >= 1u << 31 ? 1LL << 32 : 0);
         if ((ahead_us < 0 ? -ahead_us : ahead_us) > check->skew_us)
             return 0;
-        if (__builtin_add_overflow(check->now_us, ahead_us, sent_us)) /* a clock at the limit of the type */
-            return *sent_us = 0;
+        if (__builtin_add_overflow(check->now_us, ahead_us, sent_us)) { /* a clock at the limit of the type */
+            *sent_us = 0;
+            return 0;
+        }
     }
     int known = find_key(check, (long)be16(packet + sky + KEY_ID_AT));
     if (known != 1)
@@ -74,7 +78,7 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
     uint8_t expected[MAC_BYTES], wrong = 0;
     uint32_t time_high = (uint32_t)((unsigned long long)*sent_us >> 32);
     sky_mac_of(&check->mac, time_high, packet, sky, end - MAC_BYTES, expected);
-    for (int i = 0; i < MAC_BYTES; i++) /* in constant time */
+    for (size_t i = 0; i < MAC_BYTES; i++) /* in constant time */
         wrong |= expected[i] ^ packet[end - MAC_BYTES + i];
     return !wrong;
 }
@@ -108,7 +112,7 @@ static int sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsig
 PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
 {
     Py_buffer headers, key;
-    Py_ssize_t width, sky;
+    Py_ssize_t width, sky, signed_width;
     unsigned key_id;
     long long time_us;
     if (!PyArg_ParseTuple(args, "y*nny*IL:sign_packets", &headers, &width, &sky, &key, &key_id, &time_us))
@@ -118,12 +122,13 @@ PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
     } else if (width < sky + SKY_BYTES || headers.len % width || key.len != MAC_KEY_BYTES || !key_id || key_id > 0xFFFF) {
         PyErr_Format(PyExc_ValueError, "%zd bytes of headers in rows of %zd, key %u of %zd bytes", headers.len, width,
                      key_id, key.len);
-    } else if ((result = PyByteArray_FromStringAndSize(NULL, headers.len / width * (width + MAC_BYTES))) != NULL) {
+    } else if ((signed_width = sky_sum(width, MAC_BYTES)) >= 0 &&
+               (result = sky_new_bytearray(headers.len / width, signed_width)) != NULL) {
         MacKey mac;
         uint8_t *row = (uint8_t *)PyByteArray_AsString(result);
         const uint8_t *plain = headers.buf;
         sky_mac_key(&mac, key.buf);
-        for (Py_ssize_t at = 0; at < headers.len; at += width, row += width + MAC_BYTES) {
+        for (Py_ssize_t at = 0; at < headers.len; at += width, row += signed_width) {
             memcpy(row, plain + at, (size_t)width);
             if (!sign(row, (size_t)width, (size_t)sky, &mac, key_id, (unsigned long long)time_us)) {
                 PyErr_SetString(PyExc_ValueError, "a packet with no room for a MAC");
@@ -140,14 +145,15 @@ PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
 PyObject *sky_py_check_macs(PyObject *self, PyObject *args)
 {
     Py_buffer data;
-    Py_ssize_t segment, sky, at = 0;
+    Py_ssize_t segment, sky;
     MacCheck check = {0};
     if (!PyArg_ParseTuple(args, "y*nnO!LL:check_macs", &data, &segment, &sky, &PyDict_Type, &check.keys, &check.now_us,
                           &check.skew_us))
         return NULL;
     Py_ssize_t count = sky_count_segments(&data, segment);
     PyObject *found = count < 0 || !has_library() || !is_sky(sky) ? NULL : PyList_New(count);
-    for (Py_ssize_t i = 0; found && i < count; i++, at += segment) {
+    for (Py_ssize_t i = 0; found && i < count; i++) {
+        Py_ssize_t at = i * segment;
         long long sent_us;
         size_t size = (size_t)(data.len - at < segment ? data.len - at : segment);
         int right = sky_check_mac(&check, (const uint8_t *)data.buf + at, size, (size_t)sky, &sent_us);

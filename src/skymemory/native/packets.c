@@ -3,7 +3,6 @@
 
 #include "packet.h"
 
-
 enum { PACKETS_A_CALL = 64 };
 
 static PyObject *command_packet(const uint8_t *prefix, PyObject *row, uint32_t sequence)
@@ -11,11 +10,7 @@ static PyObject *command_packet(const uint8_t *prefix, PyObject *row, uint32_t s
     unsigned long destination, source, request;
     Py_buffer body;
     const size_t head = COMMAND_BYTES + SKY_BYTES;
-    if (!PyTuple_Check(row)) {
-        PyErr_SetString(PyExc_TypeError, "rows: expected tuples (destination, source, request, body)");
-        return NULL;
-    }
-    if (!PyArg_ParseTuple(row, "kkky*:row", &destination, &source, &request, &body))
+    if (!row || !PyArg_ParseTuple(row, "kkky*:row", &destination, &source, &request, &body))
         return NULL;
     PyObject *packet = NULL;
     if (body.len > MAX_RUN_BYTES - (Py_ssize_t)head) {
@@ -40,21 +35,23 @@ PyObject *sky_py_command_packets(PyObject *self, PyObject *args)
 {
     Py_buffer prefix;
     Py_ssize_t sequence;
-    PyObject *rows, *packets = NULL;
+    PyObject *rows, *kept = NULL, *packets = NULL;
     if (!PyArg_ParseTuple(args, "y*nO!:command_packets", &prefix, &sequence, &PyList_Type, &rows))
         return NULL;
     if (prefix.len != COMMAND_BYTES + SKY_BYTES || sequence < 0) {
         PyErr_Format(PyExc_ValueError, "a prefix of %zd bytes, sequence %zd: expected %d, and 0 or more", prefix.len,
                      sequence, COMMAND_BYTES + SKY_BYTES);
-    } else {
+    } else if ((kept = PyList_AsTuple(rows)) != NULL) { /* a number may be an object whose code changes the list */
         packets = PyList_New(0);
-        for (Py_ssize_t i = 0; packets && i < PyList_Size(rows); i++) {
-            PyObject *packet = command_packet(prefix.buf, PyList_GetItem(rows, i), (uint32_t)sequence + (uint32_t)i);
+        for (Py_ssize_t i = 0; packets && i < PyTuple_Size(kept); i++) {
+            PyObject *row = sky_tuple_at(kept, i, "rows: expected tuples (destination, source, request, body)");
+            PyObject *packet = command_packet(prefix.buf, row, (uint32_t)sequence + (uint32_t)i);
             if (!packet || PyList_Append(packets, packet) < 0)
                 Py_CLEAR(packets);
             Py_XDECREF(packet);
         }
     }
+    Py_XDECREF(kept);
     PyBuffer_Release(&prefix);
     return packets;
 }
@@ -63,11 +60,7 @@ static int address_of(PyObject *row, Py_buffer *packet, struct sockaddr_in *to)
 {
     const char *host;
     int port;
-    if (!PyTuple_Check(row)) {
-        PyErr_SetString(PyExc_TypeError, "packets: expected tuples (packet, host, port)");
-        return 0;
-    }
-    if (!PyArg_ParseTuple(row, "y*si:packet", packet, &host, &port))
+    if (!row || !PyArg_ParseTuple(row, "y*si:packet", packet, &host, &port))
         return 0;
     *to = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     if (inet_pton(AF_INET, host, &to->sin_addr) != 1)
@@ -100,7 +93,8 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
     Py_buffer packets[PACKETS_A_CALL];
     unsigned count = 0;
     for (; count < PACKETS_A_CALL && first + count < PyTuple_Size(rows); count++) {
-        if (!address_of(PyTuple_GetItem(rows, first + count), &packets[count], &to[count]))
+        PyObject *row = sky_tuple_at(rows, first + count, "packets: expected tuples (packet, host, port)");
+        if (!address_of(row, &packets[count], &to[count]))
             break;
         parts[count] = (struct iovec){packets[count].buf, (size_t)packets[count].len};
         messages[count] = (struct mmsghdr){.msg_hdr = {.msg_name = &to[count], .msg_namelen = sizeof to[count],

@@ -191,7 +191,7 @@ static PyObject *dump(PyObject *self, PyObject *number)
     if (!slot_from(number, &slot))
         return NULL;
     size_t used = slot < table->slots ? table->shelves[slot].used : 0;
-    PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(used * DUMP_ROW_BYTES));
+    PyObject *result = sky_new_bytes((Py_ssize_t)used, DUMP_ROW_BYTES);
     if (result && used && sky_table_dump(table, slot, PyBytes_AsString(result)) < 0) {
         Py_DECREF(result);
         return PyErr_NoMemory();

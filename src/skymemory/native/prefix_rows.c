@@ -6,10 +6,17 @@
 
 enum { FIRST_ROWS = 64 };
 
+/* Cells for ``size`` rows of ``words`` words and the one behind them, all zero; NULL: no memory. */
+static uint64_t *new_cells(size_t size, size_t words)
+{
+    size_t cells;
+    return __builtin_mul_overflow(size + 1, 1 + words, &cells) ? NULL : calloc(cells, sizeof(uint64_t));
+}
+
 /* The same rows in new cells of ``size`` rows of ``words`` words. */
 static int part_move(Rows *rows, RowPart *part, size_t size, size_t words)
 {
-    uint64_t *cells = calloc((size + 1) * (1 + words), sizeof(uint64_t));
+    uint64_t *cells = new_cells(size, words);
     if (!cells)
         return -1;
     RowPart old = *part, fresh = {cells, size, old.used, sky_shift(size)};
@@ -41,7 +48,7 @@ int sky_rows_widen(Rows *rows, size_t slots)
     for (int part = 0; part < ROW_PARTS; part++) {
         if (!wide[part].size)
             continue;
-        wide[part].cells = calloc((wide[part].size + 1) * (1 + words), sizeof(uint64_t));
+        wide[part].cells = new_cells(wide[part].size, words);
         if (!wide[part].cells) {
             while (part--)
                 if (wide[part].size)

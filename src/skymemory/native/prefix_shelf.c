@@ -13,8 +13,8 @@ static uint32_t *bucket_of(const Shelf *shelf, uint64_t secret, uint64_t key)
 
 static int grow(Shelf *shelf, uint64_t secret, size_t size)
 {
-    uint32_t *buckets = malloc(size * sizeof(uint32_t));
-    Entry *entries = buckets ? realloc(shelf->entries, size * sizeof(Entry)) : NULL;
+    uint32_t *buckets = sky_realloc(NULL, size, sizeof(uint32_t));
+    Entry *entries = buckets ? sky_realloc(shelf->entries, size, sizeof(Entry)) : NULL;
     if (!entries) {
         free(buckets);
         return -1;
@@ -42,6 +42,8 @@ static int grow(Shelf *shelf, uint64_t secret, size_t size)
 int sky_shelf_reserve(Shelf *shelf, uint64_t secret, size_t blocks)
 {
     size_t size = shelf->size ? shelf->size : FIRST_ENTRIES;
+    if (blocks > MAX_CAPACITY)
+        return -1;
     while (size < blocks)
         size *= 2;
     return size == shelf->size ? 0 : grow(shelf, secret, size);

@@ -22,11 +22,11 @@ Shelf *sky_table_shelf(Table *table, size_t slot)
 {
     if (slot >= table->slots) {
         size_t slots = (slot / 64 + 1) * 64;
-        uint32_t *depths = realloc(table->depths, slots * sizeof(uint32_t));
+        uint32_t *depths = sky_realloc(table->depths, slots, sizeof(uint32_t));
         if (!depths)
             return NULL;
         table->depths = depths;
-        Shelf *shelves = realloc(table->shelves, slots * sizeof(Shelf));
+        Shelf *shelves = sky_realloc(table->shelves, slots, sizeof(Shelf));
         if (!shelves)
             return NULL;
         table->shelves = shelves;
@@ -191,7 +191,7 @@ static void put(char *row, uint64_t key, uint32_t parent)
 int sky_table_dump(const Table *table, size_t slot, char *out)
 {
     const Shelf *shelf = &table->shelves[slot];
-    uint32_t *places = malloc(shelf->size * sizeof(uint32_t)), place = 0;
+    uint32_t *places = sky_realloc(NULL, shelf->size, sizeof(uint32_t)), place = 0;
     if (!places)
         return -1;
     memset(places, 0xFF, shelf->size * sizeof(uint32_t));
@@ -223,7 +223,7 @@ const char *sky_table_load(Table *table, size_t slot, const char *dump, size_t c
     if (!count)
         return NULL;
     /* All rows go on the shelf first, so that one that is there twice is found wherever it stands. */
-    uint32_t *entries = malloc(count * sizeof(uint32_t));
+    uint32_t *entries = sky_realloc(NULL, count, sizeof(uint32_t));
     const char *wrong = entries && sky_shelf_reserve(shelf, table->rows.secret, count) == 0 ? NULL : "";
     for (size_t place = count; !wrong && place-- > 0;) {
         uint64_t key;

@@ -52,7 +52,7 @@ int sky_ring_push(Ring *ring, double first, double second)
 {
     if (ring->count == ring->size) {
         size_t size = ring->size ? 2 * ring->size : 8;
-        Pair *pairs = malloc(size * sizeof(Pair));
+        Pair *pairs = sky_realloc(NULL, size, sizeof(Pair));
         if (!pairs)
             return -1;
         for (size_t at = 0; at < ring->count; at++)
@@ -95,7 +95,7 @@ static int widen(Queues *self, size_t slot)
     if (slot < self->slots)
         return 0;
     size_t slots = (slot / 64 + 1) * 64;
-    Queue *queues = realloc(self->queues, slots * sizeof(Queue));
+    Queue *queues = sky_realloc(self->queues, slots, sizeof(Queue));
     if (!queues)
         return -1;
     memset(queues + self->slots, 0, (slots - self->slots) * sizeof(Queue));
@@ -306,7 +306,7 @@ static PyObject *waits_s(PyObject *object, PyObject *const *args, Py_ssize_t giv
     if (!servers)
         return NULL;
     Py_ssize_t count = PyTuple_Size(servers);
-    Asked one, *asked = count > 1 ? malloc((size_t)count * sizeof(Asked)) : &one;
+    Asked one, *asked = count > 1 ? sky_realloc(NULL, (size_t)count, sizeof(Asked)) : &one;
     if (!asked)
         PyErr_NoMemory();
     else if (sky_queues_read(self, servers, asked) == 0)
@@ -331,7 +331,7 @@ static uint32_t new_prefill(Queues *self)
         return self->vacant;
     if (self->made + 1 >= self->room) {
         uint32_t room = self->room ? 2 * self->room : 64;
-        Prefill *prefills = room > self->room ? realloc(self->prefills, room * sizeof(Prefill)) : NULL;
+        Prefill *prefills = room > self->room ? sky_realloc(self->prefills, room, sizeof(Prefill)) : NULL;
         if (!prefills)
             return 0;
         self->prefills = prefills;

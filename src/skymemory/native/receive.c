@@ -12,7 +12,7 @@ static double monotonic_s(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec + now.tv_nsec * 1e-9;
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
 /* One call for a value and what follows it; what recvmsg returns. ``at``: bytes of both that are here. */
@@ -45,12 +45,15 @@ PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
         return NULL;
     at = head.len;
     double until_s = monotonic_s() + timeout_s;
-    PyObject *made = size < 0 ? PyErr_Format(PyExc_ValueError, "%zd bytes", size)
-                              : PyBytes_FromStringAndSize(NULL, head.len + size);
+    Py_ssize_t whole = -1, all = -1;
+    if (size < 0)
+        PyErr_Format(PyExc_ValueError, "%zd bytes", size);
+    else if ((whole = sky_sum(head.len, size)) >= 0)
+        all = sky_sum(whole, tail.len);
+    PyObject *made = all < 0 ? NULL : PyBytes_FromStringAndSize(NULL, whole);
     if (made) {
         char *data = PyBytes_AsString(made);
-        Py_ssize_t whole = head.len + size, all = whole + tail.len;
-        memcpy(data, head.buf, head.len);
+        memcpy(data, head.buf, (size_t)head.len);
         while (at < all) {
             Py_BEGIN_ALLOW_THREADS
             got = receive(fd, data, whole, &tail, at);
@@ -81,12 +84,14 @@ PyObject *sky_py_receive_all(PyObject *self, PyObject *args)
 /* The number in a line such as "$12\r\n", and where the next line begins; -1 where no such line is here. */
 static Py_ssize_t number_at(const char *data, Py_ssize_t size, Py_ssize_t at, char mark, Py_ssize_t *next)
 {
-    Py_ssize_t number = 0, digits = at + 1;
+    Py_ssize_t number = 0;
     if (at >= size || data[at] != mark)
         return -1;
-    for (at = digits; at < size && at - digits < 12 && data[at] >= '0' && data[at] <= '9'; at++)
-        number = 10 * number + (data[at] - '0');
-    if (at == digits || at + 2 > size || data[at] != '\r' || data[at + 1] != '\n')
+    Py_ssize_t digits = ++at;
+    for (; at < size && at - digits < 12 && data[at] >= '0' && data[at] <= '9'; at++)
+        if (__builtin_mul_overflow(number, 10, &number) || __builtin_add_overflow(number, data[at] - '0', &number))
+            return -1;
+    if (at == digits || size - at < 2 || data[at] != '\r' || data[at + 1] != '\n')
         return -1;
     *next = at + 2;
     return number;

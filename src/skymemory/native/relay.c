@@ -103,11 +103,11 @@ static int all_sound(const uint8_t *data, size_t size, size_t segment)
     return 1;
 }
 
-/* What a table has, borrowed: 0 if nothing, -1 with an exception. */
+/* What a table has, a new reference: 0 if nothing, -1 with an exception. */
 static int find(PyObject *table, uint32_t name, PyObject **found)
 {
     PyObject *key = PyLong_FromUnsignedLong(name);
-    *found = key ? PyDict_GetItemWithError(table, key) : NULL;
+    *found = key ? sky_dict_get(table, key) : NULL;
     Py_XDECREF(key);
     return *found ? 1 : PyErr_Occurred() ? -1 : 0;
 }
@@ -116,6 +116,10 @@ static int address_of(PyObject *endpoint, struct sockaddr_in *to)
 {
     const char *host;
     int port;
+    if (!PyTuple_Check(endpoint)) {
+        PyErr_SetString(PyExc_TypeError, "endpoints: expected (host, port) of each");
+        return -1;
+    }
     if (!PyArg_ParseTuple(endpoint, "si:endpoint", &host, &port))
         return -1;
     *to = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
@@ -127,9 +131,13 @@ int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject
     int found = service->routes ? find(service->routes, (there & 0xFFFFFF) | came, link) : 0;
     if (found != 1)
         return found;
-    PyObject *endpoint = PyDict_GetItemWithError(service->endpoints, *link);
+    PyObject *endpoint = sky_dict_get(service->endpoints, *link);
     *to = (struct sockaddr_in){0};
-    return endpoint ? address_of(endpoint, to) : PyErr_Occurred() ? -1 : 1;
+    found = endpoint ? address_of(endpoint, to) : PyErr_Occurred() ? -1 : 1;
+    Py_XDECREF(endpoint);
+    if (found != 1)
+        Py_CLEAR(*link);
+    return found;
 }
 
 /* Which of our links leads to ``source``, as the keys of routes say it; -1 with an exception. */
@@ -147,25 +155,15 @@ static long came_by(const Service *service, PyObject *source)
     return plane == (long)(be32(service->addresses) >> 12 & 0xFFF) ? BY_SLOT_LINK : BY_PLANE_LINK;
 }
 
-int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
+/* Let a run pass by the link that is known for it. */
+static int pass_by(Service *service, int at, PyObject *endpoint, PyObject *source, PyObject *link, int hop, Whole run)
 {
     size_t size, segment;
     uint8_t *data = sky_message(service, at, &size, &segment);
     const uint8_t *sky = data + sky_start(data);
-    uint32_t there = be32(sky + DESTINATION_AT), ground = be32(sky + GROUND_HOST_AT);
-    Whole run = {(const char *)data, size, segment, {0}, 0};
-    PyObject *link;
-    int hop = (there ^ be32(service->addresses)) & 0xFFFFFF, found; /* a beam is no link between satellites */
-    if (hop) {
-        long came = came_by(service, source);
-        found = came < 0 ? -1 : sky_next_hop(service, there, (uint32_t)came, &link, &run.to);
-    } else {
-        found = there >> 24 == GROUND_SHELL ? find(service->grounds, ground, &link) : 0;
-        if (found == 1 && !(found = address_of(link, &run.to))) /* no socket's: the caller hands over what goes there */
-            run.to = (struct sockaddr_in){0}, found = 1;
-    }
-    if (found != 1 || (hop && !may_go_on(data, size, segment)))
-        return found < 0 ? -1 : 0;
+    uint32_t ground = be32(sky + GROUND_HOST_AT);
+    if (hop && !may_go_on(data, size, segment))
+        return 0;
     if (!source) { /* what comes from the ground is verified where it enters */
         if (!(data[0] & 0x10) || !all_sound(data, size, segment))
             return 0;
@@ -176,8 +174,8 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
         }
     }
     if (!service->passing) {
-        service->passing = PyMem_Malloc((size_t)service->count * sizeof *service->passing);
-        service->wholes = PyMem_Malloc((size_t)service->count * sizeof *service->wholes);
+        service->passing = sky_realloc(NULL, (size_t)service->count, sizeof *service->passing);
+        service->wholes = sky_realloc(NULL, (size_t)service->count, sizeof *service->wholes);
         if (!service->passing || !service->wholes)
             return PyErr_NoMemory(), -1;
     }
@@ -187,6 +185,28 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
     service->passing[service->passings++] =
         (Passing){Py_NewRef(source ? source : endpoint), Py_NewRef(link), ground};
     return 1;
+}
+
+int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
+{
+    size_t size, segment;
+    const uint8_t *data = sky_message(service, at, &size, &segment), *sky = data + sky_start(data);
+    uint32_t there = be32(sky + DESTINATION_AT), ground = be32(sky + GROUND_HOST_AT);
+    Whole run = {(const char *)data, size, segment, {0}, 0};
+    PyObject *link = NULL;
+    int hop = (there ^ be32(service->addresses)) & 0xFFFFFF, found; /* a beam is no link between satellites */
+    if (hop) {
+        long came = came_by(service, source);
+        found = came < 0 ? -1 : sky_next_hop(service, there, (uint32_t)came, &link, &run.to);
+    } else {
+        found = there >> 24 == GROUND_SHELL ? find(service->grounds, ground, &link) : 0;
+        if (found == 1 && !(found = address_of(link, &run.to))) /* no socket's: the caller hands over what goes there */
+            run.to = (struct sockaddr_in){0}, found = 1;
+    }
+    if (found == 1)
+        found = pass_by(service, at, endpoint, source, link, hop, run);
+    Py_XDECREF(link);
+    return found;
 }
 
 static int same_way(const Passing *one, const Passing *other)
@@ -266,6 +286,6 @@ void sky_passing_free(Service *service)
         Py_DECREF(service->passing[i].source);
         Py_DECREF(service->passing[i].link);
     }
-    PyMem_Free(service->passing);
-    PyMem_Free(service->wholes);
+    free(service->passing);
+    free(service->wholes);
 }

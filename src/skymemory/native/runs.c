@@ -76,20 +76,17 @@ PyObject *sky_py_open_runs(PyObject *self, PyObject *args)
         return NULL;
     if (first < 0)
         return PyErr_Format(PyExc_ValueError, "first run %zd: expected 0 or more", first);
+    PyObject *kept = PyList_AsTuple(runs); /* a number may be an object whose code changes the list */
     uint8_t began[RUN_START_BYTES];
     uint32_t after = 0;
     indices = PyList_New(0);
     chunks = PyList_New(0);
-    int more = indices && chunks ? 1 : -1;
-    for (Py_ssize_t i = first; more == 1 && i < PyList_Size(runs); i++) {
+    int more = kept && indices && chunks ? 1 : -1;
+    for (Py_ssize_t i = first; more == 1 && i < PyTuple_Size(kept); i++) {
         Py_buffer data;
         Py_ssize_t segment, bytes = 0;
-        if (!PyTuple_Check(PyList_GetItem(runs, i))) {
-            PyErr_SetString(PyExc_TypeError, "runs: expected a list of tuples (data, segment bytes)");
-            more = -1;
-            break;
-        }
-        if (!PyArg_ParseTuple(PyList_GetItem(runs, i), "y*n:run", &data, &segment)) {
+        PyObject *run = sky_tuple_at(kept, i, "runs: expected a list of tuples (data, segment bytes)");
+        if (!run || !PyArg_ParseTuple(run, "y*n:run", &data, &segment)) {
             more = -1;
             break;
         }
@@ -110,6 +107,7 @@ PyObject *sky_py_open_runs(PyObject *self, PyObject *args)
     }
     if (more >= 0)
         result = taken ? Py_BuildValue("OOnn", indices, chunks, size_bytes, taken) : Py_NewRef(Py_None);
+    Py_XDECREF(kept);
     Py_XDECREF(indices);
     Py_XDECREF(chunks);
     return result;

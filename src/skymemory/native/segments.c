@@ -123,9 +123,11 @@ void sky_close_destination(Destination *to)
 /* Whether the rows are the value's, all within the room, none over another. */
 static int rows_fit(const Destination *out, Py_ssize_t value_bytes)
 {
+    if (out->first < 0 || out->row_bytes < 1 || out->count < 1 || out->stride < out->row_bytes ||
+        out->first > out->room.len || out->row_bytes > out->room.len - out->first || out->head.len > value_bytes)
+        return 0;
     Py_ssize_t rest = value_bytes - out->head.len, last = out->room.len - out->first - out->row_bytes;
-    return out->first >= 0 && out->row_bytes > 0 && out->count > 0 && out->stride >= out->row_bytes && last >= 0 &&
-           last / out->stride >= out->count - 1 && rest % out->row_bytes == 0 && rest / out->row_bytes == out->count;
+    return last / out->stride >= out->count - 1 && rest % out->row_bytes == 0 && rest / out->row_bytes == out->count;
 }
 
 int sky_value_fits(Value *value, const Py_buffer *key, Py_ssize_t chunks, Py_ssize_t chunk_bytes, Py_ssize_t value_bytes,

@@ -2,6 +2,7 @@
 #include "serve.h"
 
 #include <errno.h>
+#include <limits.h>
 
 enum {
     ADDRESSES_AT = COMMAND_BYTES + 4,
@@ -17,7 +18,7 @@ static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject 
     Py_ssize_t count = payloads ? PyList_Size(payloads) : 1;
     if (!to->sin_family)
         return PyTuple_Pack(2, headers, payloads ? payloads : Py_None);
-    Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : PyMem_Malloc((size_t)count * sizeof *held);
+    Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : sky_realloc(NULL, (size_t)count, sizeof *held);
     if (!held)
         return PyErr_NoMemory();
     for (Py_ssize_t i = 0; payloads && i < count; i++) { /* the list keeps the bytes, they are never changed */
@@ -31,7 +32,7 @@ static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject 
     sent = sky_send_all(service->fd, to, &out, &error);
     Py_END_ALLOW_THREADS
     if (held != some)
-        PyMem_Free(held);
+        free(held);
     if (error && !sent && !sky_try_later(error)) {
         service->send_errors++; /* the network refused it: lost, and requested again */
         Py_RETURN_NONE;
@@ -128,13 +129,16 @@ static int serve_if_known(Service *service, int at, PyObject *endpoint, PyObject
     const uint8_t *source = sky_message(service, at, &size, &segment) + COMMAND_BYTES + SOURCE_AT;
     int our_beam = !memcmp(source, service->addresses + 4, 4), found;
     struct sockaddr_in to = {0}, *from = service->messages[at].from;
-    PyObject *link;
+    PyObject *link = NULL;
     if (!neighbour)
         return our_beam ? serve(service, at, endpoint, endpoint, from ? from : &to, served) : 0;
     if (our_beam || *source != GROUND_SHELL)
         return 0;
     found = sky_next_hop(service, be32(source), 0, &link, &to);
-    return found == 1 ? serve(service, at, neighbour, link, &to, served) : found;
+    if (found == 1)
+        found = serve(service, at, neighbour, link, &to, served);
+    Py_XDECREF(link);
+    return found;
 }
 
 /* Serve or pass on message ``at``, which came from ``host`` or, if that is NULL, was handed over by ``source``, a satellite
@@ -150,13 +154,16 @@ static int handle(Service *service, int at, int plain, PyObject *host, PyObject 
         return 0;
     if (host) {
         endpoint = Py_BuildValue("(Oi)", host, (int)ntohs(service->messages[at].from->sin_port));
-        source = endpoint ? PyDict_GetItemWithError(service->neighbours, endpoint) : NULL;
+        source = endpoint ? sky_dict_get(service->neighbours, endpoint) : NULL;
     } else if (PyTuple_Size(source) && PyUnicode_Check(PyTuple_GetItem(source, 0))) {
         endpoint = Py_NewRef(source);
         source = NULL;
+    } else {
+        Py_INCREF(source);
     }
     if (!PyErr_Occurred())
         messages = passes ? sky_pass(service, at, endpoint, source) : serve_if_known(service, at, endpoint, source, served);
+    Py_XDECREF(source);
     Py_XDECREF(endpoint);
     return PyErr_Occurred() ? -1 : messages;
 }
@@ -179,8 +186,8 @@ static int read_terms(Service *service, PyObject *guard, PyObject *transit, cons
                                                    &service->grounds, &PyDict_Type, &service->endpoints));
 }
 
-/* Serve the messages, which ``arrivals`` (each a tuple; of ``source`` NULL, its fourth item is the host) describe: the
- * result of the call. */
+/* Serve the messages, which ``arrivals`` (a tuple of tuples; of ``source`` NULL, the fourth item of each is the host)
+ * describe: the result of the call. */
 static PyObject *serve_all(Service *service, PyObject *arrivals, PyObject *source)
 {
     PyObject *kept = PyList_New(0), *served = PyList_New(0), *passed = NULL, *result = NULL;
@@ -188,7 +195,7 @@ static PyObject *serve_all(Service *service, PyObject *arrivals, PyObject *sourc
     if (service->first && !sky_sha_ready()) /* MACs cannot be checked here: the machine gets everything */
         service->routes = NULL, plain = 0;
     for (int at = 0; messages >= 0 && at < service->count; at += messages > 0 ? messages : 1) {
-        PyObject *arrival = PyList_GetItem(arrivals, at);
+        PyObject *arrival = PyTuple_GetItem(arrivals, at);
         messages = handle(service, at, plain, source ? NULL : PyTuple_GetItem(arrival, 3), source, served);
         if (!messages) {
             plain = 0;
@@ -210,7 +217,7 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
 {
     Py_buffer scratch, addresses;
     Py_ssize_t slots;
-    PyObject *guard = Py_None, *transit = Py_None, *arrivals = NULL, *result = NULL;
+    PyObject *guard = Py_None, *transit = Py_None, *list = NULL, *arrivals = NULL, *result = NULL;
     Service service = {0};
     Inbox inbox = {0};
     if (!PyArg_ParseTuple(args, "iw*ny*O!O!O!n(iiIIII)|OO:serve", &service.fd, &scratch, &slots, &addresses, &PyDict_Type,
@@ -218,17 +225,18 @@ PyObject *sky_py_serve(PyObject *self, PyObject *args)
                           &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
         return NULL;
     if (read_terms(&service, guard, transit, &addresses) && sky_receive(service.fd, &scratch, slots, &inbox) == 0 &&
-        (arrivals = sky_arrivals(&inbox)) != NULL) {
+        (list = sky_arrivals(&inbox)) != NULL && (arrivals = PyList_AsTuple(list)) != NULL) {
         service.scratch = scratch.buf;
-        service.messages = PyMem_Malloc(((size_t)inbox.count + 1) * sizeof *service.messages);
+        service.messages = sky_realloc(NULL, (size_t)inbox.count, sizeof *service.messages);
         service.count = service.messages ? inbox.count : 0;
         for (int i = 0; i < service.count; i++)
             service.messages[i] = (Message){(uint8_t *)scratch.buf + (size_t)i * SLOT_BYTES, inbox.messages[i].msg_len,
                                             (size_t)sky_segment_bytes(&inbox, i), &inbox.from[i]};
         result = service.messages ? serve_all(&service, arrivals, NULL) : PyErr_NoMemory();
-        PyMem_Free(service.messages);
+        free(service.messages);
     }
     Py_XDECREF(arrivals);
+    Py_XDECREF(list);
     sky_inbox_free(&inbox);
     PyBuffer_Release(&addresses);
     PyBuffer_Release(&scratch);
@@ -244,27 +252,27 @@ PyObject *sky_py_serve_runs(PyObject *self, PyObject *args)
                           &PyTuple_Type, &source, &addresses, &PyDict_Type, &service.shares, &PySet_Type, &service.settled,
                           &service.room_bytes, SKY_TERMS(&service.terms), &guard, &transit))
         return NULL;
-    Py_ssize_t count = PyList_Size(runs);
     int right = read_terms(&service, guard, transit, &addresses);
+    PyObject *kept = right ? PyList_AsTuple(runs) : NULL; /* the guard, and numbers, may run code that changes the list */
+    Py_ssize_t count = kept ? PyTuple_Size(kept) : 0;
     service.scratch = scratch.buf;
-    service.messages = PyMem_Malloc(((size_t)count + 1) * sizeof *service.messages);
-    if (!service.messages)
+    service.messages = kept && count <= INT_MAX ? sky_realloc(NULL, (size_t)count, sizeof *service.messages) : NULL;
+    if (right && !service.messages)
         right = 0, PyErr_NoMemory();
     for (Py_ssize_t i = 0; right && i < count; i++) {
         Py_ssize_t at, size, segment;
-        PyObject *run = PyList_GetItem(runs, i);
-        right = PyTuple_Check(run) && PyArg_ParseTuple(run, "nnn:run", &at, &size, &segment);
+        PyObject *run = sky_tuple_at(kept, i, "runs: expected tuples (offset, bytes, segment bytes)");
+        right = run && PyArg_ParseTuple(run, "nnn:run", &at, &size, &segment);
         if (right && (at < 0 || size < 1 || segment < 1 || size > scratch.len || at > scratch.len - size))
             right = 0, PyErr_Format(PyExc_ValueError, "a run of %zd bytes at %zd, in packets of %zd", size, at, segment);
-        else if (!right && !PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "runs: expected tuples (offset, bytes, segment bytes)");
         else if (right)
             service.messages[i] = (Message){(uint8_t *)scratch.buf + at, (size_t)size, (size_t)segment, NULL};
     }
     service.count = (int)count;
     if (right)
-        result = serve_all(&service, runs, source);
-    PyMem_Free(service.messages);
+        result = serve_all(&service, kept, source);
+    free(service.messages);
+    Py_XDECREF(kept);
     PyBuffer_Release(&addresses);
     PyBuffer_Release(&scratch);
     return result;

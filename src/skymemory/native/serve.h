@@ -24,8 +24,8 @@ typedef struct {
     int fd, send_errors;
     const uint8_t *addresses; /* destination and source, as such requests bear them */
     PyObject *neighbours, *shares, *settled;
-    PyObject *routes, *grounds, *endpoints; /* borrowed, NULL where nothing may pass */
-    PyObject *first; /* borrowed, NULL where packets carry no MACs: called to check that authentic ones are new */
+    PyObject *routes, *grounds, *endpoints; /* of the call's arguments, NULL where nothing may pass */
+    PyObject *first; /* of the call's arguments, NULL where packets carry no MACs: called to check that authentic ones are new */
     MacCheck check;
     Py_ssize_t room_bytes;
     AnswerTerms terms;
@@ -59,7 +59,7 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack);
  * not, nothing is. -1 with an exception. */
 int sky_is_admitted(Service *service, int first, int messages);
 
-/* The link towards a satellite, borrowed, and where it leads: 0 where no route is known, -1 with an exception. The
+/* The link towards a satellite, a new reference, and where it leads: 0 where no route is known, -1 with an exception. The
  * family of *to is 0 where that has no endpoint: then the caller hands over what goes there. ``came``: 0, or the axis of the
  * link that the packet came by, as in the keys of routes. */
 int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject **link, struct sockaddr_in *to);

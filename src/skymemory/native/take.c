@@ -59,32 +59,38 @@ static Extent measure(const Service *service, int first)
     return extent;
 }
 
-/* The share of ``key``, borrowed; created if there is none. */
+/* The share of ``key``, a new reference; created if there is none. */
 static PyObject *share_of(PyObject *shares, PyObject *key)
 {
-    PyObject *share = PyDict_GetItemWithError(shares, key);
-    if (share || PyErr_Occurred())
-        return share && PyDict_Check(share) ? share : NULL;
-    share = PyDict_New();
-    if (share && PyObject_SetItem(shares, key, share) < 0) /* an OrderedDict: its order needs this call */
+    PyObject *share = sky_dict_get(shares, key);
+    if (!share && !PyErr_Occurred() && (share = PyDict_New()) != NULL && PyObject_SetItem(shares, key, share) < 0)
+        Py_CLEAR(share); /* PyObject_SetItem, since the order of an OrderedDict needs its own method */
+    if (share && !PyDict_Check(share))
         Py_CLEAR(share);
-    Py_XDECREF(share);
     return share;
+}
+
+/* Count a chunk that another replaces; 0 with an exception. */
+static int count_replaced(PyObject *old, Taken *taken)
+{
+    if (!PyTuple_Check(old) || PyTuple_Size(old) != 2)
+        return 1;
+    Py_ssize_t its_bytes = PyObject_Size(PyTuple_GetItem(old, 1));
+    if (its_bytes < 0 || (its_bytes = sky_sum(its_bytes, REF_BYTES)) < 0 ||
+        (its_bytes = sky_sum(taken->replaced_bytes, its_bytes)) < 0)
+        return 0;
+    taken->replaced++, taken->replaced_bytes = its_bytes;
+    return 1;
 }
 
 static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, size_t mac, Taken *taken)
 {
     PyObject *index = PyLong_FromUnsignedLong(be32(packet + REF_AT + REF_NUMBER_AT) - 1);
-    PyObject *old = index ? PyDict_GetItemWithError(share, index) : NULL;
+    PyObject *old = index ? sky_dict_get(share, index) : NULL;
     PyObject *chunk = index && !PyErr_Occurred() ? sky_chunk_of(packet, size, mac) : NULL;
-    if (chunk && old && PyTuple_Check(old) && PyTuple_Size(old) == 2) {
-        Py_ssize_t old_bytes = PyObject_Size(PyTuple_GetItem(old, 1));
-        if (old_bytes < 0)
-            Py_CLEAR(chunk);
-        taken->replaced++, taken->replaced_bytes += old_bytes + REF_BYTES;
-    }
-    int stored = chunk && PyDict_SetItem(share, index, chunk) == 0;
+    int stored = chunk && (!old || count_replaced(old, taken)) && PyDict_SetItem(share, index, chunk) == 0;
     Py_XDECREF(chunk);
+    Py_XDECREF(old);
     Py_XDECREF(index);
     taken->chunks++, taken->added_bytes += (Py_ssize_t)(size - REF_AT - mac);
     return stored;
@@ -170,14 +176,18 @@ int sky_take_sets(Service *service, int first, Taken *taken, PyObject **ack)
     Py_XDECREF(key);
     if (!share)
         return PyErr_Occurred() ? -1 : 0;
-    for (int i = first; i < first + extent.messages; i++) {
+    int stored = 1;
+    for (int i = first; stored && i < first + extent.messages; i++) {
         const uint8_t *data = sky_message(service, i, &size, &segment);
-        for (size_t start = 0; start < size; start += segment)
-            if (!store_chunk(share, data + start, size - start < segment ? size - start : segment, mac, taken))
-                return -1;
+        for (size_t start = 0; stored && start < size; start += segment)
+            stored = store_chunk(share, data + start, size - start < segment ? size - start : segment, mac, taken);
     }
-    taken->added_bytes -= taken->replaced_bytes;
-    service->room_bytes -= taken->added_bytes;
+    Py_DECREF(share);
+    if (!stored)
+        return -1;
+    taken->added_bytes -= taken->replaced_bytes; /* neither is below 0 */
+    if (__builtin_sub_overflow(service->room_bytes, taken->added_bytes, &service->room_bytes))
+        service->room_bytes = PY_SSIZE_T_MAX;
     *ack = acknowledgement(service, request, &extent);
     return *ack ? extent.messages : -1;
 }

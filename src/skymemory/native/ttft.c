@@ -46,7 +46,7 @@ static int is_new(Ranker *self, const Asked *asked)
         return 0;
     if (asked->slot >= self->slots) {
         size_t slots = (asked->slot / 64 + 1) * 64;
-        PyObject **heard = realloc(self->heard, slots * sizeof(PyObject *));
+        PyObject **heard = sky_realloc(self->heard, slots, sizeof(PyObject *));
         if (!heard) {
             PyErr_NoMemory();
             return -1;
@@ -253,8 +253,7 @@ static PyObject *result_of(const Row *rows, Py_ssize_t servers, uint32_t *places
                            long long unworthy)
 {
     PyObject *back = places_tuple(places, held_back);
-    PyObject *scores = PyBytes_FromStringAndSize(NULL, servers * 8);
-    PyObject *figures = PyBytes_FromStringAndSize(NULL, servers * FIGURES_BYTES);
+    PyObject *scores = sky_new_bytes(servers, 8), *figures = scores ? sky_new_bytes(servers, FIGURES_BYTES) : NULL;
     double best = best_of(rows, servers);
     Py_ssize_t tied = 0;
     for (Py_ssize_t at = 0; scores && figures && at < servers; at++) {
@@ -288,7 +287,7 @@ static PyObject *ranked(Ranker *self, const Question *question, PyObject *server
         PyErr_SetString(PyExc_ValueError, "no servers to rank");
         return NULL;
     }
-    char *memory = malloc((size_t)count * (sizeof(Row) + sizeof(Asked) + sizeof(uint32_t)));
+    char *memory = sky_realloc(NULL, (size_t)count, sizeof(Row) + sizeof(Asked) + sizeof(uint32_t));
     if (!memory)
         return PyErr_NoMemory();
     Row *rows = (Row *)memory;

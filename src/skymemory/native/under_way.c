@@ -171,7 +171,7 @@ static int count_chain(Node *node, uint32_t slot)
         }
     if (node->used == node->room) {
         uint32_t room = 2 * node->room;
-        Holder *holders = realloc(node->holders == node->few ? NULL : node->holders, room * sizeof(Holder));
+        Holder *holders = room < node->room ? NULL : sky_realloc(node->holders == node->few ? NULL : node->holders, room, sizeof(Holder));
         if (!holders)
             return -1;
         if (node->holders == node->few)
@@ -240,7 +240,7 @@ static Node *split(UnderWay *self, Node *node, uint32_t shared)
     Holder *holders = NULL;
     if (find(self, rest))
         return NULL;
-    if (reserve(self) < 0 || (node->used > FEW && !(holders = malloc(node->room * sizeof(Holder)))))
+    if (reserve(self) < 0 || (node->used > FEW && !(holders = sky_realloc(NULL, node->room, sizeof(Holder)))))
         return NULL;
     take(self, node);
     node->key = rest;
@@ -271,7 +271,7 @@ static uint32_t new_record(UnderWay *self)
         return self->vacant;
     if (self->made + 1 >= self->room) {
         uint32_t room = self->room ? 2 * self->room : 64;
-        Record *records = room > self->room ? realloc(self->records, room * sizeof(Record)) : NULL;
+        Record *records = room > self->room ? sky_realloc(self->records, room, sizeof(Record)) : NULL;
         if (!records)
             return 0;
         self->records = records;
@@ -426,7 +426,8 @@ static PyObject *depths(PyObject *object, PyObject *const *args, Py_ssize_t give
     uint32_t *found = PyErr_Occurred() ? NULL : calloc(most + 1, sizeof(uint32_t));
     if (!found && !PyErr_Occurred())
         PyErr_NoMemory();
-    if (found && (result = PyList_New(self->open ? count : 0)) && self->open) {
+    int any = self->open != 0; /* once: the garbage collector may run code that changes it while a list is made */
+    if (found && (result = PyList_New(any ? count : 0)) && any) {
         size_t whole = (size_t)blocks.len / 8;
         sky_under_way_walk(self, blocks.buf, whole < UINT32_MAX ? whole : UINT32_MAX, found, most);
         for (Py_ssize_t at = 0; result && at < count; at++) {

@@ -50,10 +50,12 @@ class BlockTable:
     def __init__(self) -> None:
         self.capacity_bytes = math.inf
         """Of the memory that the values are in, for ``held``."""
+        self._changes = 0
         self.clear()
 
     def clear(self) -> None:
         """Remove everything."""
+        self._changes += 1
         self._blocks: dict[bytes, _Block] = {}
         self._present = 0
         self._held: list[float] = []
@@ -87,6 +89,7 @@ class BlockTable:
                 if block is not None and block.row is not None and block.parent != previous:
                     return None
                 previous = key
+        self._changes += 1
         before, previous = self._present, parent
         for depth, (key, row) in enumerate(zip(keys, packed, strict=True), start):
             block = self._blocks.setdefault(key, _Block(depth))
@@ -107,6 +110,7 @@ class BlockTable:
         block = self._block(key)
         if block is None or block.row is None:
             return False
+        self._changes += 1
         self._count(block.row, -1)
         self._present -= 1
         parent, block.row, block.parent = block.parent, None, None
@@ -165,7 +169,7 @@ class BlockTable:
                 heads.append(key)
             else:
                 follows[parent] = key
-        named = len(self._blocks)
+        changes = self._changes
         for head in heads:
             hashes, rows, groups = list[bytes](), list[bytes](), dict[int, int]()
             at: bytes | None = head
@@ -177,7 +181,7 @@ class BlockTable:
                 at = follows.get(at)
             first = self._blocks[head]
             visit(first.depth, first.parent, b"".join(hashes), b"".join(rows), list(groups))
-            if len(self._blocks) != named:
+            if self._changes != changes:
                 raise RuntimeError("the table was changed while its runs were visited")
 
     def replay(self, data: Buffer, at: int, numbers_of: NumbersOf) -> int:

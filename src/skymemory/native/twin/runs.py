@@ -201,7 +201,7 @@ Tally = tuple[int, int, int, int, int, int, int]
 
 _ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
 """Fields that all packets of one answer share: operation, flags, status, addresses, ground host, request."""
-_MOST_SLOTS = 64
+_MOST_SLOTS, _MOST_PATIENCE_US = 64, 60_000_000
 
 
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]:
@@ -222,14 +222,17 @@ def recv_runs(
 ) -> tuple[list[Tally], list[Run]]:
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
-    Ends when nothing has come for ``patience_us``, when ``calls`` batches have come, when a value is complete, or at a
-    run that is not placed: that and all behind it are the second list, views of ``scratch``.
+    Ends when nothing has come for ``patience_us`` (a minute at most) or a signal has, when ``calls`` batches have come,
+    when a value is complete, or at a run that is not placed: that and all behind it are the second list, views of
+    ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
     """
     if calls < 1:
         raise ValueError(f"{calls} calls: expected 1 or more")
+    if patience_us > _MOST_PATIENCE_US:
+        raise ValueError(f"{patience_us} us of patience: expected at most {_MOST_PATIENCE_US}")
     tallies: dict[int, Tally] = {}
     others: list[Run] = []
     for _ in range(calls):
@@ -345,6 +348,7 @@ def serve_runs(
     offset in writable ``scratch``, bytes, bytes of a segment. Answers to that ground host are not sent but returned.
     """
     service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
+    runs = list(runs)  # the guard may change the caller's
     for at, size, segment_bytes in runs:
         if at < 0 or size < 1 or segment_bytes < 1 or at + size > len(service.view):
             raise ValueError(f"a run of {size} bytes at {at}, in packets of {segment_bytes}")

@@ -180,9 +180,11 @@ def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
     """Whether a value of this size can be placed there: rows are exactly its, within the room, none over another."""
     if not isinstance(out, tuple):
         return memoryview(out).nbytes >= value_bytes
-    _, room, first, count, row_bytes, stride = out
+    head, room, first, count, row_bytes, stride = out
     apart = first >= 0 and count > 0 and stride >= row_bytes > 0
-    return apart and value_bytes == out.size_bytes and first + (count - 1) * stride + row_bytes <= len(room)
+    return (
+        apart and value_bytes == len(head) + count * row_bytes and first + (count - 1) * stride + row_bytes <= len(room)
+    )
 
 
 def _places(

@@ -210,7 +210,7 @@ def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, in
             f"a prefix of {len(first)} bytes, sequence {sequence}: expected {COMMAND_BYTES + SKY_BYTES}, and 0 or more"
         )
     packets = []
-    for count, (destination, source, request, body) in enumerate(rows, sequence):
+    for count, (destination, source, request, body) in enumerate(tuple(rows), sequence):
         packet = bytearray(first + body)
         if len(packet) > MAX_RUN_BYTES:
             raise ValueError(f"a body of {len(body)} bytes: no packet carries it")
