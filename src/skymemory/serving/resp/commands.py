@@ -50,6 +50,7 @@ RUN_VALUES, RUN_BYTES = 64, 8 << 20
 _REDIS_VERSION = b"7.2.0"
 """Clients choose by it what they may ask."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
+NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
 _NOT_AN_INTEGER = "value is not an integer or out of range"
 _OK = b"+OK\r\n"
 _CRLF = b"\r\n"
@@ -74,8 +75,10 @@ class Session:
     quits: bool = False
     transaction: Transaction | None = None
     watch: Watch = field(default_factory=Watch)
-    is_executing: bool = False
-    """EXEC holds the keys of its commands: they wait for nothing."""
+    kept: ExitStack | None = None
+    """While EXEC holds the keys of its commands, which then wait for nothing: what is released once their replies are
+    sent.
+    """
 
 
 @dataclass(slots=True)
@@ -155,7 +158,7 @@ class Commands:
 
     def check_inline(self, words: Sequence[Word]) -> None:
         """Raises Stranger for a line of words that is no command: it may be another protocol's."""
-        command = _COMMANDS.get(_verb(words)) if words else None
+        command = COMMANDS.get(_verb(words)) if words else None
         if words and (command is None or not command.least <= len(words) - 1 <= command.most):
             raise Stranger("a line that is no command")
 
@@ -181,11 +184,11 @@ class Commands:
         return key.front(size_bytes), 0 if key.name else TRAILER_BYTES
 
     def _known(self, verb: str) -> Command:
-        command = _COMMANDS.get(verb)
+        command = COMMANDS.get(verb)
         if command is None:
             if verb in ("POST", "HOST:"):
                 raise Stranger("HTTP")
-            raise Refused(f"unknown command '{verb[:64]}', expected one of {', '.join(_COMMANDS)}")
+            raise Refused(f"unknown command '{verb[:64]}', expected one of {', '.join(COMMANDS)}")
         return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -356,7 +359,7 @@ class Commands:
     def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """What a client asks at its start; an empty list is a valid answer for all that we know of."""
         if words and _bytes(words[0]).upper() == b"COUNT":
-            yield [protocol.integer(len(_COMMANDS))]
+            yield [protocol.integer(len(COMMANDS))]
         else:
             yield [protocol.array(())]
 
@@ -404,6 +407,8 @@ class Commands:
             try:
                 yield from self._values(session, part)
             except (Refused, SkyMemoryError):
+                if session.kept is not None:
+                    raise
                 raise Close from None  # an array that has begun cannot end in an error
 
     def _values(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
@@ -434,16 +439,25 @@ class Commands:
                 pieces += [session.reply.null()] if shown is None else _bulk_pieces(shown)
             yield pieces
         finally:
-            if ticket is not None:
-                self._store.release(ticket)
-            for lease in filter(None, leases.values()):
-                self._store.release(lease.ticket)
-            self.budget.give_back(session.claim, booked_bytes)
+            if session.kept is None:
+                self._release(session, ticket, leases, booked_bytes)
+            else:
+                session.kept.callback(self._release, session, ticket, leases, booked_bytes)
+
+    def _release(
+        self, session: Session, ticket: LoadTicket | None, leases: dict[bytes, Lease | None], booked_bytes: int
+    ) -> None:
+        """Ends the use of values that were sent."""
+        if ticket is not None:
+            self._store.release(ticket)
+        for lease in filter(None, leases.values()):
+            self._store.release(lease.ticket)
+        self.budget.give_back(session.claim, booked_bytes)
 
     def _book(self, session: Session, size_bytes: int) -> None:
-        if not self.budget.take(session.claim, size_bytes, 0.0 if session.is_executing else self._wait_s):
+        if not self.budget.take(session.claim, size_bytes, self._wait_s if session.kept is None else 0.0):
             self.counters.add("busy")
-            raise Refused("too many bytes in flight: other clients are being served", "BUSY")
+            raise Refused(NO_BYTES, "BUSY")
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
         """The values of a load; one that a lease holds is not read again."""
@@ -513,6 +527,8 @@ class Commands:
                 shown = reading.enter_context(self._reading(session, key))
                 change(shown is not None)
             yield [session.reply.null()] if shown is None else _bulk_pieces(shown)
+            if session.kept is not None:
+                session.kept.push(reading.pop_all())
 
     @contextmanager
     def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
@@ -634,7 +650,7 @@ class Commands:
     @contextmanager
     def _held(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
         """Holds ``keys`` against other writers; EXEC holds those of its commands already."""
-        if session.is_executing:
+        if session.kept is not None:
             yield
             return
         if not self._writing.take(keys, self._wait_s):
@@ -780,24 +796,26 @@ class Commands:
         transaction, session.transaction = session.transaction, None
         if transaction is None:
             raise Refused("EXEC without MULTI")
-        booked = [0]
         try:
             if transaction.abort:
                 raise Refused(f"Transaction discarded because of {transaction.abort}.", "EXECABORT")
             keys = list(dict.fromkeys(chain(_keys_of(transaction), session.watch.keys)))
-            with self._held(session, keys):
-                session.is_executing = True
-                try:
-                    replies = None if self._is_changed(session.watch) else self._execute(session, transaction, booked)
-                finally:
-                    session.is_executing = False
-            if replies is None:
-                yield [session.reply.null_array()]
-            else:
-                yield [protocol.array_head(len(transaction.requests)), *replies]
+            with ExitStack() as kept:
+                with self._held(session, keys):
+                    replies = None
+                    if not self._is_changed(session.watch):
+                        session.kept = kept
+                        try:
+                            replies = self._execute(session, transaction)
+                        finally:
+                            session.kept = None
+                # No key is held while the client takes its time.
+                if replies is None:
+                    yield [session.reply.null_array()]
+                else:
+                    yield [protocol.array_head(len(transaction.requests)), *replies]
         finally:
             self.watches.end(session.watch)
-            self.budget.give_back(session.claim, booked[0])
 
     def _is_changed(self, watch: Watch) -> bool:
         if watch.is_changed or not watch.keys:
@@ -805,17 +823,14 @@ class Commands:
         now = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]
         return now != list(watch.keys.values())
 
-    def _execute(self, session: Session, transaction: Transaction, booked: list[int]) -> list[bytes]:
-        """The replies, copied: they are sent once no key is held. Their bytes are booked, and added to ``booked``."""
-        replies: list[bytes] = []
+    def _execute(self, session: Session, transaction: Transaction) -> Pieces:
+        """The replies of all its commands, one after the other."""
+        replies: Pieces = []
         closes = False
         for words in transaction.requests:
             try:
-                for pieces in _COMMANDS[_verb(words)].run(self, session, words[1:]):
-                    size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
-                    self._book(session, size_bytes)
-                    booked[0] += size_bytes
-                    replies.append(b"".join(pieces))
+                parts = list(COMMANDS[_verb(words)].run(self, session, words[1:]))
+                replies += chain.from_iterable(parts)
             except (Refused, SkyMemoryError) as error:
                 replies.append(error_reply(error))
             except Close:  # the others are executed all the same
@@ -919,7 +934,7 @@ def _key(word: Word) -> Key:
 def _keys_of(transaction: Transaction) -> Iterator[bytes]:
     """Stored keys of all its commands. One that is none is refused by its command."""
     for words in transaction.requests:
-        keys = _COMMANDS[_verb(words)].keys
+        keys = COMMANDS[_verb(words)].keys
         for word in words[keys.start : keys.stop : keys.step]:
             with suppress(Refused, InvalidInput):
                 yield _key(word).stored
@@ -991,7 +1006,7 @@ class Command:
 
 _LASTS = "lifetimes given through this daemon; a store without lifetimes refuses"
 _NAMES = "all names at once; blocks have none; not for Redis behind the daemon"
-_COMMANDS: dict[str, Command] = {
+COMMANDS: dict[str, Command] = {
     "PING": Command("[message]", 0, 1, Commands._ping),
     "ECHO": Command("message", 1, 1, Commands._ping),
     "HELLO": Command(

@@ -34,7 +34,7 @@ from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.serving.resp import protocol
 from skymemory.serving.resp.budget import BRIEF_BYTES, Claim, due_s
-from skymemory.serving.resp.commands import Close, Commands, Pieces, Refused, Run, Session, error_reply
+from skymemory.serving.resp.commands import NO_BYTES, Close, Commands, Pieces, Refused, Run, Session, error_reply
 from skymemory.serving.resp.protocol import (
     MAX_BULK_BYTES,
     Framed,
@@ -377,7 +377,7 @@ class Conversation:
         held_bytes = self._parser.held_bytes - self._booked_small_bytes
         if held_bytes > _UNBOOKED_BYTES:
             if not self._book(held_bytes):
-                self._end_with(error_reply(Refused("too many bytes in flight: other clients are being served", "BUSY")))
+                self._end_with(error_reply(Refused(NO_BYTES, "BUSY")))
                 return False
             self._booked_small_bytes += held_bytes
         idle = self._parser.idle
@@ -409,7 +409,7 @@ class Conversation:
         try:
             front, end_bytes = self._commands.frame(large.words, large.size_bytes, self._limits.value_bytes)
             if not self._book(large.size_bytes):
-                raise Refused("too many bytes in flight: other clients are being served", "BUSY")
+                raise Refused(NO_BYTES, "BUSY")
         except (Refused, InvalidInput) as error:
             self._refuse(error_reply(error))
             return
