@@ -1,4 +1,4 @@
-"""What a web page, or another protocol's client, sends to the daemon's port executes nothing and ends the connection."""
+"""What a web page or another protocol's client sends to the daemon executes nothing and ends the connection."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STRANGERS = {
     "HTTP/1.0": b"GET victim HTTP/1.0\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/2 frames": b"\0\0\x12\4\0\0\0\0\0" + bytes(18),
-    "a quote in the path": b"SET /\" HTTP/1.1\r\n" + HEADERS,
+    "a quote in the path": b'SET /" HTTP/1.1\r\n' + HEADERS,
     "an empty line first": b"\r\n\r\nPOST / HTTP/1.1\r\n" + HEADERS,
     "line feeds alone": b"GET /victim HTTP/1.1\nHost: a\n\n",
     "Host alone": HEADERS,
@@ -95,9 +95,9 @@ def end_of(port: int, *packets: bytes) -> bytes:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["without a password", "with a password"])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[int, MemoryStore, Commands]]:
-    with MemoryStore(1 << 22) as store:
-        with on_loopback(store, **({"password": b"secret"} if request.param else {})) as (port, commands):
-            yield port, store, commands
+    options = {"password": b"secret"} if request.param else {}
+    with MemoryStore(1 << 22) as store, on_loopback(store, **options) as (port, commands):
+        yield port, store, commands
 
 
 @pytest.mark.parametrize("packets", ["one packet", "the body apart", "byte by byte"])
@@ -159,7 +159,9 @@ def test_they_are_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> Non
         assert info["strangers"] == 3
 
 
-@pytest.mark.parametrize("line", [b"SET k HTTP\r\n", b'SET "k" "HTTP/1.1"\r\n', b"  get  k \r\n", b"ping\r\n", b"\r\nPING\n"])
+@pytest.mark.parametrize(
+    "line", [b"SET k HTTP\r\n", b'SET "k" "HTTP/1.1"\r\n', b"  get  k \r\n", b"ping\r\n", b"\r\nPING\n"]
+)
 def test_a_line_that_is_a_command_is_no_stranger_s(served: tuple[int, MemoryStore, Commands], line: bytes) -> None:
     port, store, commands = served
     before = commands.counters.get("strangers")

@@ -67,7 +67,9 @@ def test_what_is_not_executed_leaves_nothing(store: MemoryStore, short: Path, en
 
 def test_they_are_not_nested(short: Path) -> None:
     with MemoryStore(MIB) as store, serving(store, short) as (path, _, _):
-        said = replies_to(path, request(b"MULTI") + request(b"MULTI") + b"WATCH a\r\nSET a 1\r\nEXEC\r\nEXEC\r\nDISCARD\r\n")
+        said = replies_to(
+            path, request(b"MULTI") + request(b"MULTI") + b"WATCH a\r\nSET a 1\r\nEXEC\r\nEXEC\r\nDISCARD\r\n"
+        )
         assert [line.partition(b" ")[2] or line for line in said.splitlines()] == [
             b"+OK",
             b"MULTI calls can not be nested",
@@ -187,7 +189,9 @@ def test_exec_executes_nothing_where_a_watched_key_changed(
         sock.sendall(request(b"WATCH", b"z", b"a"))
         assert said.readline() == b"+OK\r\n"
         assert not replies_to(path, request(*words)).startswith(b"-")
-        sock.sendall(request(b"MULTI") + request(b"SET", b"done", b"1") + request(b"EXEC") + request(b"EXISTS", b"done"))
+        sock.sendall(
+            request(b"MULTI") + request(b"SET", b"done", b"1") + request(b"EXEC") + request(b"EXISTS", b"done")
+        )
         answers = [said.readline() for _ in range(3)]
         assert answers[2] == (b"*-1\r\n" if words in CHANGES else b"*1\r\n")
         if words in KEPT:
@@ -223,24 +227,31 @@ def test_unwatch_forgets(short: Path) -> None:
 def test_watch_is_refused_where_others_write_too(short: Path) -> None:
     """Of a Redis behind the daemon; MULTI alone is not."""
     (short / "below").mkdir()
-    with MemoryStore(MIB) as memory, serving(memory, short / "below") as (below, _, _):
-        with RedisStore(f"unix://{below}") as store, serving(store, short) as (path, _, _):
-            client = redis.Redis(unix_socket_path=path)
-            with pytest.raises(redis.ResponseError, match="has other writers, whom WATCH would not see"):
-                client.pipeline().watch("a")
-            assert client.pipeline().set("a", 1).get("a").execute() == [True, b"1"]
+    with (
+        MemoryStore(MIB) as memory,
+        serving(memory, short / "below") as (below, _, _),
+        RedisStore(f"unix://{below}") as store,
+        serving(store, short) as (path, _, _),
+    ):
+        client = redis.Redis(unix_socket_path=path)
+        with pytest.raises(redis.ResponseError, match="has other writers, whom WATCH would not see"):
+            client.pipeline().watch("a")
+        assert client.pipeline().set("a", 1).get("a").execute() == [True, b"1"]
 
 
 def test_what_waits_for_exec_is_bounded(short: Path) -> None:
     """By the bytes in flight: a queue that finds no room is dropped, and EXEC says so."""
     options = {"in_flight_bytes": 4 * MIB, "wait_s": 5.0}
-    with MemoryStore(64 * MIB) as store, serving(store, short, Limits(value_bytes=MIB), **options) as (path, _, commands):
+    with (
+        MemoryStore(64 * MIB) as store,
+        serving(store, short, Limits(value_bytes=MIB), **options) as (path, _, commands),
+    ):
         client = redis.Redis(unix_socket_path=path)
         for values, size in ((10, MIB - 10), (400, 20_000), (10_000, 1)):
             pipe = client.pipeline()
             for number in range(values):
                 pipe.set(f"{number}", bytes(size))
-            with pytest.raises(redis.RedisError, match="in flight|previous errors"):
+            with pytest.raises(redis.RedisError, match=r"in flight|previous errors"):
                 pipe.execute()
             assert client.dbsize() == 0
             until(lambda: commands.budget.used_bytes == 0)

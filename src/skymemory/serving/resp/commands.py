@@ -714,8 +714,8 @@ class Commands:
     def _expire_in(self, session: Session, words: Sequence[Word], ttl_s: float) -> Pieces:
         key = _key(words[0]).stored
         conditions = {_bytes(word).upper() for word in words[2:]}
-        if not conditions <= {b"NX", b"XX", b"GT", b"LT"} or len(conditions) > 1:
-            raise Refused("syntax error: expected one of NX, XX, GT and LT at most")
+        if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
+            raise Refused("syntax error: expected NX, or XX and one of GT and LT")
         with (self._written if ttl_s <= 0 else self._held)(session, [key]):
             left_s = self.lifetimes.left_s(key)
             holds = {
@@ -978,6 +978,7 @@ _MANY = protocol.MAX_ARGUMENTS
 _NONE, _FIRST, _ALL, _EVERY_OTHER = range(0), range(1, 2), range(1, _MANY + 1), range(1, _MANY + 1, 2)
 _SECOND, _THIRD, _PAIRS = range(2, 3), range(3, 4), range(2, _MANY + 1, 2)
 _GETEX_OPTIONS = lifetimes.LIFETIMES | {b"PERSIST"}
+_EXPIRE_CONDITIONS = ({b"NX"}, {b"XX", b"GT"}, {b"XX", b"LT"})
 _SET_OPTIONS = lifetimes.LIFETIMES | {b"KEEPTTL", b"NX", b"XX", b"GET"}
 
 
@@ -1048,10 +1049,10 @@ COMMANDS: dict[str, Command] = {
     "DEL": Command("key …", 1, _MANY, Commands._del, _ALL),
     "UNLINK": Command("key …", 1, _MANY, Commands._del, _ALL),
     "TOUCH": Command("key …", 1, _MANY, Commands._touch, _ALL),
-    "EXPIRE": Command("key s [NX|XX|GT|LT]", 2, 3, Commands._expire, _FIRST, differs=_LASTS),
-    "PEXPIRE": Command("key ms [NX|XX|GT|LT]", 2, 3, Commands._pexpire, _FIRST, differs=_LASTS),
-    "EXPIREAT": Command("key unix-s [NX|XX|GT|LT]", 2, 3, Commands._expireat, _FIRST, differs=_LASTS),
-    "PEXPIREAT": Command("key unix-ms [NX|XX|GT|LT]", 2, 3, Commands._pexpireat, _FIRST, differs=_LASTS),
+    "EXPIRE": Command("key s [NX|XX] [GT|LT]", 2, _MANY, Commands._expire, _FIRST, differs=_LASTS),
+    "PEXPIRE": Command("key ms [NX|XX] [GT|LT]", 2, _MANY, Commands._pexpire, _FIRST, differs=_LASTS),
+    "EXPIREAT": Command("key unix-s [NX|XX] [GT|LT]", 2, _MANY, Commands._expireat, _FIRST, differs=_LASTS),
+    "PEXPIREAT": Command("key unix-ms [NX|XX] [GT|LT]", 2, _MANY, Commands._pexpireat, _FIRST, differs=_LASTS),
     "PERSIST": Command("key", 1, 1, Commands._persist, _FIRST, differs=_LASTS),
     "TTL": Command("key", 1, 1, Commands._ttl, _FIRST, differs=_LASTS),
     "PTTL": Command("key", 1, 1, Commands._pttl, _FIRST, differs=_LASTS),
