@@ -192,9 +192,7 @@ def test_a_value_that_is_too_large_is_refused_before_it_is_sent(short: Path) -> 
             said = sock.makefile("rb")
             for head in (b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n", b"*5\r\n$4\r\nMSET\r\n$1\r\na\r\n$1\r\n1\r\n$1\r\nk\r\n"):
                 sock.sendall(head + b"$5242880\r\n")
-                assert said.readline().startswith(
-                    b"-ERR a value of 5242880 bytes: expected at most 1048576, --largest"
-                )
+                assert said.readline().startswith(b"-ERR a value of 5242880 bytes: expected at most 1048576, --largest")
                 assert commands.budget.used_bytes == 0
                 sock.sendall(bytes(5242880) + b"\r\n" + request(b"GET", b"k"))
                 assert said.readline() == b"$-1\r\n"
