@@ -75,7 +75,7 @@ def test_where_all_wait_for_one_another_the_largest_is_refused() -> None:
     st.integers(1, 100),
     st.floats(0, 60),
 )
-def test_there_is_always_somebody_who_pays_in_the_end(
+def test_a_client_pays_in_the_end(
     held: list[tuple[int, float, bool]], want_bytes: int, now_s: float
 ) -> None:
     """And never one that is not overdue, while a newcomer has waited for less than a while."""
@@ -114,7 +114,7 @@ def test_small_values_never_wait_and_large_ones_wait_in_order() -> None:
 
 
 def test_twenty_readers_that_do_not_read_cost_others_no_value(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold all the room; those who come afterwards read and write at once, and nobody hears BUSY."""
+    """They hold all the room; those who come afterwards read and write at once, and none hears BUSY."""
     monkeypatch.setattr(budget_module, "SLOW_S", 0.1)
     monkeypatch.setattr(budget_module, "LEAST_SHARED_BYTES_PER_S", 10 * MIB)
     with (

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serving.resp.daemons import Elsewhere, request, serving, until
 
+from skymemory.serving.resp.commands import COMMANDS
 from skymemory.serving.resp.inline import words_of
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
@@ -116,6 +117,15 @@ CASES = [
 def test_the_replies_are_those_of_redis(both: Paths, case: str) -> None:
     compare(both, *(line(step) for step in case.split("; ")))
     compare(both, b"".join(line(step) for step in case.split("; ")))  # in one packet
+
+
+NOT_COMPARED = {"AUTH", "HELLO", "QUIT", "COMMAND", "CONFIG", "INFO"}
+"""Their replies are about the server."""
+
+
+def test_every_command_is_compared() -> None:
+    asked = {step.split()[0] for case in CASES for step in case.split("; ")}
+    assert COMMANDS.keys() - asked == NOT_COMPARED
 
 
 WORD = st.text("ab \"'\\xnt41\t", max_size=12)

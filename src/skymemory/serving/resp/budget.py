@@ -71,7 +71,7 @@ class Room:
             self.holders.pop(claim, None)
 
     def payer(self, now_s: float) -> Claim | None:
-        """Who pays so that the first that waits has room; None: room is on its way, or nobody is to blame yet."""
+        """Who pays so that the first that waits has room; None: room is on its way, or no client is to blame yet."""
         first = self.waiting[0]
         if any(claim.is_ended for claim in self.holders):
             return None

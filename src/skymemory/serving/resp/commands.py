@@ -1005,7 +1005,7 @@ class Command:
     """From Redis, for the documentation."""
 
 
-_LASTS = "lifetimes given through this daemon; a store without lifetimes refuses"
+_LASTS = "knows lifetimes given through this daemon; refused where the store has none"
 _NAMES = "all names at once; blocks have none; not for Redis behind the daemon"
 COMMANDS: dict[str, Command] = {
     "PING": Command("[message]", 0, 1, Commands._ping),
