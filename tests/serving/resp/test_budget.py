@@ -75,9 +75,7 @@ def test_where_all_wait_for_one_another_the_largest_is_refused() -> None:
     st.integers(1, 100),
     st.floats(0, 60),
 )
-def test_a_client_pays_in_the_end(
-    held: list[tuple[int, float, bool]], want_bytes: int, now_s: float
-) -> None:
+def test_a_client_pays_in_the_end(held: list[tuple[int, float, bool]], want_bytes: int, now_s: float) -> None:
     """And never one that is not overdue, while a newcomer has waited for less than a while."""
     claims = [claim(size, due_s, waits=waits) for size, due_s, waits in held]
     full = room(*claims, limit_bytes=sum(size for size, _, _ in held), want_bytes=want_bytes)

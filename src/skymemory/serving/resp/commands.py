@@ -11,8 +11,10 @@ Two kinds of keys:
 **EXISTS leases.** Clients ask EXISTS and then GET; LMCache's native client waits without end on a GET that misses. So a
 key for which EXISTS said 1 is leased for ``LEASE_S`` or until the next GET. A store that leases nothing itself (Redis;
 satellites lease part of their memory) is read at once: the value is held in the daemon's own bounded memory, and where
-that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it never says nil. Only a SET, a
-DEL or an EXPIRE of 0 end a lease before: what a client deletes is gone.
+that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it never says nil. Only a write
+or an EXPIRE of 0 ends a lease before: what a client deletes is gone.
+
+MULTI and EXEC: ``transactions``. Lines that are no command: ``inline``. Who waits for room, and who pays: ``budget``.
 """
 
 from __future__ import annotations
