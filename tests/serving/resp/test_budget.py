@@ -111,6 +111,21 @@ def test_small_values_never_wait_and_large_ones_wait_in_order() -> None:
     assert order == [0, 1, 2]
 
 
+def test_who_comes_later_is_not_served_before_those_that_wait() -> None:
+    """Though there is room for what it wants."""
+    budget = ByteBudget(400_000)
+    holds = claim()
+    assert budget.take(holds, 200_000, 0.0)
+    served: list[bool] = []
+    waiter = threading.Thread(target=lambda: served.append(budget.take(claim(), 300_000, 60.0)))
+    waiter.start()
+    until(lambda: bool(budget._room.waiting))
+    assert not budget.take(claim(), 150_000, 0.0)
+    budget.give_back(holds, 200_000)
+    waiter.join(60)
+    assert served == [True]
+
+
 def test_twenty_readers_that_do_not_read_cost_others_no_value(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold all the room; those who come afterwards read and write at once, and none hears BUSY."""
     monkeypatch.setattr(budget_module, "SLOW_S", 0.1)
