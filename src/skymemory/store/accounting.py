@@ -644,6 +644,11 @@ class BudgetedStore(TwoPhase):
         found = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
         return sorted((one for one in found if one is not None), key=lambda one: one.name)
 
+    def stored_keys(self) -> list[bytes]:
+        """Keys of all values, blocks too."""
+        with self._open():
+            return list(self._inventory.entries)
+
     def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
         """At most ``size_bytes`` of a value; none where it is gone or not readable."""
         raise TypeError(f"{type(self).__name__} does not define _beginning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,3 +72,31 @@ def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
+
+
+class Elsewhere(MemoryStore):
+    """A memory store that the daemon takes for any other: it collects what is pipelined (``Run``)."""
+
+
+def request(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+@contextmanager
+def connected(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        sock.connect(path)
+        yield sock
+
+
+def replies_to(path: str, *data: bytes) -> bytes:
+    """All that the daemon answers to ``data``, sent in these pieces, until it or the client has said all."""
+    with connected(path) as sock:
+        try:
+            for piece in data:
+                sock.sendall(piece)
+            sock.shutdown(socket.SHUT_WR)
+        except OSError:  # it has ended the connection
+            pass
+        return b"".join(iter(lambda: sock.recv(1 << 16), b""))

@@ -117,8 +117,8 @@ def test_replies_are_those_of_one_request_after_the_other(pipelines: str, steps:
             data += request(b"STRLEN", name)
             expected += b":%d\r\n" % len(held.get(name, b""))
         elif verb == "NONE":
-            data += request(b"INCR", name)
-            expected += b"-ERR unknown command 'INCR'"
+            data += request(b"LPUSH", name)
+            expected += b"-ERR unknown command 'LPUSH'"
         else:
             data += request(*([b"MGET", name, b"c"] if verb == "MGET" else [b"GET", name]))
             expected += b"*2\r\n" if verb == "MGET" else b""

@@ -49,7 +49,7 @@ def test_a_session(cli: Cli) -> None:
 def test_what_it_cannot_do_is_a_clear_error(cli: Cli) -> None:
     assert cli("flushall").startswith("(error) ERR unknown command 'FLUSHALL', expected one of PING")
     assert cli("get").startswith("(error) ERR wrong number of arguments for 'get' command")
-    assert cli("set", "k", "v", "KEEPTTL").startswith("(error) ERR syntax error")
+    assert cli("set", "k", "v", "KEEPTTL", "PX", "1").startswith("(error) ERR syntax error")
     assert cli("select", "1").startswith("(error) ERR DB index is out of range")
 
 

@@ -11,50 +11,54 @@ Two kinds of keys:
 **EXISTS leases.** Clients ask EXISTS and then GET; LMCache's native client waits without end on a GET that misses. So a
 key for which EXISTS said 1 is leased for ``LEASE_S`` or until the next GET. A store that leases nothing itself (Redis;
 satellites lease part of their memory) is read at once: the value is held in the daemon's own bounded memory, and where
-that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it never says nil. Only a SET, a
-DEL or an EXPIRE of 0 end a lease before: what a client deletes is gone.
+that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it never says nil. Only a write
+or an EXPIRE of 0 ends a lease before: what a client deletes is gone.
+
+MULTI and EXEC: ``transactions``. Lines that are no command: ``inline``. Who waits for room, and who pays: ``budget``.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import lru_cache
+from itertools import chain
 
 from skymemory import __version__
 from skymemory.errors import InvalidInput, SkyMemoryError
-from skymemory.kv.codec.base import RAW
-from skymemory.kv.value import ValueHeader
 from skymemory.metrics import SharedCounters
-from skymemory.serving.resp import protocol
-from skymemory.serving.resp.protocol import Framed, Reply, Word
-from skymemory.store.accounting import Deadlines
-from skymemory.store.base import KEY_BYTES, Buffer, Expiring, KeyLocks, LoadTicket, Presence, Store
+from skymemory.serving.resp import lifetimes, protocol
+from skymemory.serving.resp.budget import ByteBudget, Claim
+from skymemory.serving.resp.keys import Key, client_key
+from skymemory.serving.resp.leases import Lease, Leases
+from skymemory.serving.resp.lifetimes import Lifetimes, Options, options_of
+from skymemory.serving.resp.patterns import pattern_of
+from skymemory.serving.resp.protocol import Framed, Reply, Stranger, Word
+from skymemory.serving.resp.transactions import MAX_WATCHED, Transaction, Watch, Watches
+from skymemory.store.accounting import BudgetedStore
+from skymemory.store.base import Buffer, KeyLocks, LoadTicket, Presence, Store
+from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import Listing, bare, named_key, named_payload
-from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, is_trailer_of, opened, trailer_of
+from skymemory.store.named import Listing, bare, named_payload
+from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
-LEASE_S = 30.0
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
 """Largest number of requests, and bytes of values, in one call of the store (``Run``)."""
-_MAX_LEASES = 1 << 16
-_MAX_LIFETIMES = 1 << 16
-"""That TTL reports."""
-_BRIEF_BYTES = 64 << 10
-"""Smaller values never wait for room: slow clients of large values hold up no quick one of small values."""
-_ODD_NAME = "\0bytes:"
-"""In front of the name of a key that is not text."""
 _REDIS_VERSION = b"7.2.0"
 """Clients choose by it what they may ask."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
+NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
+_NOT_AN_INTEGER = "value is not an integer or out of range"
 _OK = b"+OK\r\n"
 _CRLF = b"\r\n"
+_INT64 = re.compile(rb"0|-?[1-9][0-9]{0,18}")
+_INT64_BYTES = 20
+_FLUSHED_AT_ONCE = 256
 
 
 class Close(Exception):
@@ -67,45 +71,16 @@ class Session:
 
     number: int
     authenticated: bool
+    claim: Claim
     reply: Reply = field(default_factory=Reply)
     name: bytes = b""
     quits: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key of the protocol as the store knows it. ``name`` is empty for a block's key."""
-
-    stored: bytes
-    name: str = ""
-
-    @classmethod
-    def of(cls, given: Word) -> Key:
-        return _key_of(_bytes(given))
-
-    @classmethod
-    def of_bytes(cls, key: bytes) -> Key:
-        if key.startswith(NAMESPACE) and len(key) == len(NAMESPACE) + KEY_BYTES:
-            return cls(key[len(NAMESPACE) :])
-        try:
-            name = key.decode()
-        except UnicodeDecodeError:
-            return cls(named_key(odd := _ODD_NAME + key.decode("latin-1")), odd)
-        if name.startswith(_ODD_NAME):
-            raise InvalidInput("a key that begins with \\0bytes: is the name of another key here: use another")
-        return cls(named_key(name), name)
-
-    def overhead(self) -> int:
-        """Bytes that the stored value has more than the client's (a block's: fewer)."""
-        return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
-
-    def front(self, size_bytes: int) -> bytes:
-        """What is stored in front of ``size_bytes`` bytes of a client's value."""
-        return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
-
-
-_key_of = lru_cache(256)(Key.of_bytes)
-"""A SET asks before its value comes and after, and a GET follows an EXISTS: a digest each."""
+    transaction: Transaction | None = None
+    watch: Watch = field(default_factory=Watch)
+    kept: ExitStack | None = None
+    """While EXEC holds the keys of its commands, which then wait for nothing: what is released once their replies are
+    sent.
+    """
 
 
 @dataclass(slots=True)
@@ -132,152 +107,6 @@ class Run:
             self.size_bytes += len(value.data) if isinstance(value, Framed) else memoryview(value).nbytes
 
 
-class ByteBudget:
-    """Bytes in flight over all connections. What is larger than the whole budget is admitted alone, and up to
-    ``_BRIEF_BYTES`` at any time.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._used_bytes = 0
-        self._freed = threading.Condition()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
-    def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Waits for room; False where none came within ``timeout_s``."""
-        with self._freed:
-            fits = self._fits(size_bytes) or self._freed.wait_for(lambda: self._fits(size_bytes), timeout_s)
-            self._used_bytes += size_bytes if fits else 0
-            return fits
-
-    def _fits(self, size_bytes: int) -> bool:
-        if size_bytes <= _BRIEF_BYTES or not self._used_bytes:
-            return True
-        return self._used_bytes + size_bytes <= self._limit_bytes
-
-    def give_back(self, size_bytes: int) -> None:
-        if size_bytes:
-            with self._freed:
-                self._used_bytes -= size_bytes
-                self._freed.notify_all()
-
-
-class Leases:
-    """Keys for which EXISTS said 1: a load that has begun, or the value itself. Bounded; thread-safe."""
-
-    def __init__(self, store: Store, held_bytes: int, clock: Callable[[], float]) -> None:
-        self._store = store
-        self._protects = bare(store).leases
-        self._held_bytes, self._used_bytes = held_bytes, 0
-        self._clock = clock
-        self._leases: dict[bytes, Lease] = {}
-        """By stored key, the one that ends first in front."""
-        self._beginning: dict[bytes, object] = {}
-        """Keys that are being leased now, each with a mark of its last ``begin``; a write takes the mark away."""
-        self._lock = threading.Lock()
-
-    def begin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Lease those that are there; per key, whether the next GET will find it."""
-        there = [presence is Presence.HIT for presence in self._store.lookup(keys)]
-        return [yes and self._begin(key) for key, yes in zip(keys, there, strict=True)]
-
-    def _begin(self, key: bytes) -> bool:
-        now_s = self._clock()
-        with self._lock:
-            self._expire(now_s)
-            lease = self._leases.get(key)
-            if lease is not None and lease.value is not None:
-                lease.until_s = now_s + LEASE_S
-                self._leases[key] = self._leases.pop(key)  # it is the one that ends last
-                return True
-            if len(self._leases) >= _MAX_LEASES:
-                return False
-            mark = self._beginning[key] = object()
-        ticket = self._store.prepare_load([key])
-        lease = Lease(now_s + LEASE_S, ticket)
-        added = False
-        try:
-            if self._protects:
-                # It may have been evicted since the lookup: only what is there now is protected.
-                there = self._store.lookup([key]) == [Presence.HIT]
-            else:
-                (lease.value,) = self._store.complete_load(ticket)
-                there = lease.value is not None
-            added = there and self._add(key, lease, mark)
-            return added
-        finally:
-            with self._lock:
-                if self._beginning.get(key) is mark:
-                    del self._beginning[key]
-            if not added:
-                self._store.release(ticket)
-
-    def _add(self, key: bytes, lease: Lease, mark: object) -> bool:
-        size_bytes = 0 if lease.value is None else lease.value.nbytes
-        with self._lock:
-            # Written or deleted meanwhile: what was read may be the value before.
-            fits = self._beginning.get(key) is mark and self._used_bytes + size_bytes <= self._held_bytes
-            if fits:
-                self._drop(key)
-                self._leases[key] = lease
-                self._used_bytes += size_bytes
-        return fits
-
-    def take(self, key: bytes) -> Lease | None:
-        """The lease of ``key``, which ends: the caller completes or releases its ticket."""
-        if not self._leases:
-            return None
-        with self._lock:
-            self._expire(self._clock())
-            return self._pop(key)
-
-    def end(self, key: bytes) -> None:
-        """Another value is stored under ``key``, or none; to be called before and after the store has it."""
-        if not self._leases and not self._beginning:
-            return
-        with self._lock:
-            self._beginning.pop(key, None)
-            self._drop(key)
-
-    def _expire(self, now_s: float) -> None:
-        for key in [key for key, lease in self._first() if lease.until_s <= now_s]:
-            self._drop(key)
-
-    def _first(self) -> Iterator[tuple[bytes, Lease]]:
-        """The oldest few: enough that all expire over time, without walking all at each call."""
-        for number, item in enumerate(self._leases.items()):
-            if number == 64:
-                return
-            yield item
-
-    def _pop(self, key: bytes) -> Lease | None:
-        lease = self._leases.pop(key, None)
-        if lease is not None and lease.value is not None:
-            self._used_bytes -= lease.value.nbytes
-        return lease
-
-    def _drop(self, key: bytes) -> None:
-        lease = self._pop(key)
-        if lease is not None:
-            self._store.release(lease.ticket)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._used_bytes
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """``value`` is set where the store protects nothing: then the load has ended, and the ticket keeps its views."""
-
-    until_s: float
-    ticket: LoadTicket
-    value: memoryview | None = None
-
-
 Pieces = list[Buffer]
 """Buffers to send one after the other."""
 
@@ -297,22 +126,24 @@ class Commands:
         held_bytes: int = 256 << 20,
         wait_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._password = password
         self._clock = clock
         self._wait_s = wait_s
-        self.budget = ByteBudget(in_flight_bytes)
+        self.budget = ByteBudget(in_flight_bytes, wait_s / 2)
         self.leases = Leases(store, held_bytes, clock)
-        inner: object = bare(store)
-        self._expiring = inner if isinstance(inner, Expiring) else None
+        self.lifetimes = Lifetimes(store, clock)
+        self.watches = Watches()
+        self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
+        """No other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
         """Its values are views of what it holds: nothing to wait for, to lease or to give back."""
-        self._deadlines = Deadlines()
-        """Of lifetimes given here, for TTL; the store ends them."""
-        self._deadlines_lock = threading.Lock()
+        self._unix_time = unix_time
         self._writing = KeyLocks()
         """A write may be several calls of the store: a lookup for NX, the value, its lifetime."""
+        self._strangers_lock = threading.Lock()
         self.connected = 0
         """Connections now; the server counts them."""
         self.counters = SharedCounters()
@@ -321,48 +152,89 @@ class Commands:
     def asks_password(self) -> bool:
         return self._password is not None
 
-    def frame(self, words: Sequence[Word], size_bytes: int) -> tuple[bytes, int]:
+    def on_stranger(self) -> bool:
+        """Counts it; whether it is the first."""
+        with self._strangers_lock:
+            self.counters.add("strangers")
+            return self.counters.get("strangers") == 1
+
+    def check_inline(self, words: Sequence[Word]) -> None:
+        """Raises Stranger for a line of words that is no command: it may be another protocol's."""
+        command = COMMANDS.get(_verb(words)) if words else None
+        if words and (command is None or not command.least <= len(words) - 1 <= command.most):
+            raise Stranger("a line that is no command")
+
+    def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
         """What is stored in front of the value of ``size_bytes`` that is the next word, and how many of its last bytes
         are not stored: so that it is received into its place and never copied. Nothing and 0 for any other word.
+
+        Raises:
+            Refused, InvalidInput: the command will be refused; its value need not be received.
         """
-        verb = _bytes(words[0]).upper() if words else b""
-        value = (verb == b"SET" and len(words) == 2) or (verb == b"MSET" and len(words) % 2 == 0)
-        if not value:
+        verb = _verb(words) if words else ""
+        command = self._known(verb) if words else None
+        if command is not None and len(words) > command.most:
+            raise Refused(f"wrong number of arguments for '{verb.lower()}' command")
+        if size_bytes > most_bytes:
+            self.counters.add("refused")
+            raise Refused(
+                f"a value of {size_bytes} bytes: expected at most {most_bytes}, --largest of `skymemory store serve`"
+            )
+        if command is None or len(words) not in command.values:
             return b"", 0
-        key = Key.of(words[-1])
+        key = _key(words[-1 if command.values.step > 1 else 1])
         return key.front(size_bytes), 0 if key.name else TRAILER_BYTES
+
+    def _known(self, verb: str) -> Command:
+        command = COMMANDS.get(verb)
+        if command is None:
+            if verb in ("POST", "HOST:"):
+                raise Stranger("HTTP")
+            raise Refused(f"unknown command '{verb[:64]}', expected one of {', '.join(COMMANDS)}")
+        return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """Replies to one request, in parts: what holds a part's memory is given back when the next is asked for.
 
         Raises:
             Close: the connection ends.
+            Stranger: the client speaks another protocol.
         """
         if not words:
             return
-        verb = _bytes(words[0]).upper().decode("latin-1")
+        verb, transaction = _verb(words), session.transaction
         self.counters.add("commands")
         try:
-            known = _COMMANDS.get(verb)
-            if known is None:
-                raise _Refused(f"unknown command '{verb[:64]}', expected one of {', '.join(_COMMANDS)}")
-            least, most, run = known
-            if not least <= len(words) - 1 <= most:
-                raise _Refused(f"wrong number of arguments for '{verb.lower()}' command")
-            if not session.authenticated and verb not in ("AUTH", "HELLO", "QUIT"):
-                raise _Refused("Authentication required.", "NOAUTH")
-            yield from run(self, session, words[1:])
-        except (_Refused, SkyMemoryError) as error:
-            yield [_said(error)]
+            command = self._known(verb)
+            if not command.least <= len(words) - 1 <= command.most:
+                raise Refused(f"wrong number of arguments for '{verb.lower()}' command")
+            if not (session.authenticated or command.needs_no_password):
+                raise _no_auth()
+            if transaction is None or command.is_at_once:
+                transaction = None
+                yield from command.run(self, session, words[1:])
+            elif command.is_never_queued:
+                raise Refused(f"{verb} inside MULTI is not allowed")
+            else:
+                transaction.add(words)
+                yield [b"+QUEUED\r\n"]
+        except Stranger:
+            raise
+        except (Refused, SkyMemoryError) as error:
+            if transaction is not None:
+                transaction.refuse("previous errors")
+            yield [error_reply(error)]
 
     def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
         """Verb and key of a request that may be part of a ``Run``; None for any other."""
-        if self._memory is not None or not session.authenticated or len(words) not in (2, 3):
+        if self._memory is not None or len(words) not in (2, 3):
+            return None
+        if not session.authenticated or session.transaction is not None:
             return None
         try:
             verb = _bytes(words[0]).upper()
-            return (verb, Key.of(words[1])) if (verb, len(words)) in ((b"GET", 2), (b"SET", 3)) else None
-        except (_Refused, InvalidInput):
+            return (verb, _key(words[1])) if (verb, len(words)) in ((b"GET", 2), (b"SET", 3)) else None
+        except (Refused, InvalidInput):
             return None
 
     def call_run(self, session: Session, run: Run) -> Iterator[Pieces]:
@@ -375,13 +247,13 @@ class Commands:
             yield from self._get_run(session, run.keys)
             return
         try:
-            replies = self._set_run(run)
+            replies = self._set_run(session, run)
         except InvalidInput:  # one of them: nothing is stored yet
             for words in run.requests:
                 yield from self.call(session, words)
             return
-        except (_Refused, SkyMemoryError) as error:
-            replies = [_said(error)] * len(run.requests)
+        except (Refused, SkyMemoryError) as error:
+            replies = [error_reply(error)] * len(run.requests)
         self.counters.add("commands", len(run.requests))
         yield [*replies]
 
@@ -389,8 +261,8 @@ class Commands:
         for part in self._parts(keys):
             try:
                 yield from self._values(session, part)
-            except (_Refused, SkyMemoryError) as error:
-                yield [_said(error)] * len(part)
+            except (Refused, SkyMemoryError) as error:
+                yield [error_reply(error)] * len(part)
 
     def _parts(self, keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
         """What is read and sent at once."""
@@ -405,20 +277,20 @@ class Commands:
                 yield keys[first:number]
                 first, part_bytes = number, 0
 
-    def _set_run(self, run: Run) -> list[bytes]:
+    def _set_run(self, session: Session, run: Run) -> list[bytes]:
         """The replies."""
         replies, stored, places = [_OK] * len(run.keys), list[tuple[bytes, Buffer]](), list[int]()
         for place, (key, words) in enumerate(zip(run.keys, run.requests, strict=True)):
             try:
                 stored.append((key.stored, _to_store(key, words[2])))
                 places.append(place)
-            except _Refused as refused:
-                replies[place] = _said(refused)
-        with self._written([key for key, _ in stored]):
+            except Refused as refused:
+                replies[place] = error_reply(refused)
+        with self._written(session, [key for key, _ in stored]):
             done = self._put_lasting(stored)
         for place, one in zip(places, done, strict=True):
             if not one:
-                replies[place] = _said(_Refused(_NO_ROOM, "OOM"))
+                replies[place] = error_reply(Refused(_NO_ROOM, "OOM"))
         return replies
 
     # --- connections ---
@@ -429,7 +301,7 @@ class Commands:
     def _hello(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         version = _bytes(words[0]) if words else b"%d" % session.reply.version
         if version not in (b"2", b"3"):
-            raise _Refused("unsupported protocol version", "NOPROTO")
+            raise Refused("unsupported protocol version", "NOPROTO")
         rest = [_bytes(word) for word in words[1:]]
         name = session.name
         while rest:
@@ -440,9 +312,9 @@ class Commands:
             elif what == b"SETNAME" and len(rest) >= 2:
                 name, rest = rest[1], rest[2:]
             else:
-                raise _Refused("syntax error in HELLO: expected [2|3 [AUTH user password] [SETNAME name]]")
+                raise Refused("syntax error in HELLO: expected [2|3 [AUTH user password] [SETNAME name]]")
         if not session.authenticated:
-            raise _Refused("HELLO must be called with the client already authenticated, or with AUTH", "NOAUTH")
+            raise Refused("HELLO must be called with the client already authenticated, or with AUTH", "NOAUTH")
         session.name, session.reply.version = name, int(version)
         facts = {
             b"server": protocol.bulk(b"redis"),  # clients look for this word
@@ -462,14 +334,14 @@ class Commands:
 
     def _check_password(self, session: Session, user: bytes, password: bytes) -> None:
         if self._password is None:
-            raise _Refused("AUTH called without any password configured: start the daemon with --password-file")
+            raise Refused("AUTH called without any password configured: start the daemon with --password-file")
         if user != b"default" or not hmac.compare_digest(password, self._password):
-            raise _Refused("invalid username-password pair", "WRONGPASS")
+            raise Refused("invalid username-password pair", "WRONGPASS")
         session.authenticated = True
 
     def _select(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         if _bytes(words[0]) != b"0":
-            raise _Refused("DB index is out of range: this store has one database, 0")
+            raise Refused("DB index is out of range: this store has one database, 0")
         yield [_OK]
 
     def _client(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -484,19 +356,19 @@ class Commands:
         elif what == b"ID" and len(words) == 1:
             yield [protocol.integer(session.number)]
         else:
-            raise _Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
+            raise Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
 
     def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """What a client asks at its start; an empty list is a valid answer for all that we know of."""
         if words and _bytes(words[0]).upper() == b"COUNT":
-            yield [protocol.integer(len(_COMMANDS))]
+            yield [protocol.integer(len(COMMANDS))]
         else:
             yield [protocol.array(())]
 
     def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """GET of what benchmarks ask for; nothing can be set."""
         if _bytes(words[0]).upper() != b"GET":
-            raise _Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
+            raise Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
         known = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
         asked = {_bytes(word).lower() for word in words[1:]}
         found = {key: protocol.bulk(value) for key, value in known.items() if key in asked or b"*" in asked}
@@ -511,6 +383,7 @@ class Commands:
             "# Clients",
             f"connected_clients:{self.connected}",
             f"in_flight_bytes:{self.budget.used_bytes}",
+            f"ended_for_room:{self.budget.ended_clients}",
             f"leased_bytes:{self.leases.held_bytes}",
             "# Stats",
             *(f"{name}:{count}" for name, count in self.counters.as_dict().items()),
@@ -527,15 +400,17 @@ class Commands:
     # --- values ---
 
     def _get(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield from self._values(session, [Key.of(words[0])])
+        yield from self._values(session, [_key(words[0])])
 
     def _mget(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        keys = [Key.of(word) for word in words]
+        keys = [_key(word) for word in words]
         yield [protocol.array_head(len(keys))]
         for part in self._parts(keys):
             try:
                 yield from self._values(session, part)
-            except (_Refused, SkyMemoryError):
+            except (Refused, SkyMemoryError):
+                if session.kept is not None:
+                    raise
                 raise Close from None  # an array that has begun cannot end in an error
 
     def _values(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
@@ -551,9 +426,7 @@ class Commands:
                 wanted_bytes = sum(value.nbytes for value in dict(zip(stored, values, strict=True)).values() if value)
             else:
                 wanted_bytes = sum(size or 0 for size in self._store.sizes(list(leases)))
-            if not self.budget.take(wanted_bytes, self._wait_s):
-                self.counters.add("busy")
-                raise _Refused("too many bytes in flight: other clients read slowly", "BUSY")
+            self._book(session, wanted_bytes)
             booked_bytes = wanted_bytes
             if values is None:
                 ticket = self._store.prepare_load(stored)
@@ -568,11 +441,25 @@ class Commands:
                 pieces += [session.reply.null()] if shown is None else _bulk_pieces(shown)
             yield pieces
         finally:
-            if ticket is not None:
-                self._store.release(ticket)
-            for lease in filter(None, leases.values()):
-                self._store.release(lease.ticket)
-            self.budget.give_back(booked_bytes)
+            if session.kept is None:
+                self._release(session, ticket, leases, booked_bytes)
+            else:
+                session.kept.callback(self._release, session, ticket, leases, booked_bytes)
+
+    def _release(
+        self, session: Session, ticket: LoadTicket | None, leases: dict[bytes, Lease | None], booked_bytes: int
+    ) -> None:
+        """Ends the use of values that were sent."""
+        if ticket is not None:
+            self._store.release(ticket)
+        for lease in filter(None, leases.values()):
+            self._store.release(lease.ticket)
+        self.budget.give_back(session.claim, booked_bytes)
+
+    def _book(self, session: Session, size_bytes: int) -> None:
+        if not self.budget.take(session.claim, size_bytes, self._wait_s if session.kept is None else 0.0):
+            self.counters.add("busy")
+            raise Refused(NO_BYTES, "BUSY")
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
         """The values of a load; one that a lease holds is not read again."""
@@ -590,119 +477,369 @@ class Commands:
         return [value, trailer_of(key.stored, value)]
 
     def _set(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        key, value, *options = words
-        only_new, ttl_s = _set_options([_bytes(option).upper() for option in options])
-        done = self._put([(Key.of(key), value)], ttl_s, only_new=only_new)
-        yield [_OK if done else session.reply.null()]
+        word, value, *rest = words
+        options, key = self._options("set", rest, _SET_OPTIONS), _key(word)
+        if not options.get:
+            yield [_OK if self._put(session, [(key, value)], options) else session.reply.null()]
+            return
+        stored = [(key.stored, _to_store(key, value))]
+        yield from self._exchange(session, key, lambda _: self._put_held(stored, options))
+
+    def _options(self, verb: str, words: Sequence[Word], allowed: frozenset[bytes]) -> Options:
+        try:
+            options = options_of([_bytes(word) for word in words], allowed, self._unix_time())
+        except ValueError as wrong:
+            raise Refused(f"{wrong} in '{verb}' command" if "expire" in str(wrong) else str(wrong)) from None
+        if options is None:
+            raise Refused(f"syntax error: expected of {', '.join(sorted(name.decode() for name in allowed))}")
+        if options.ttl_s is not None:
+            self._check_lifetimes()
+        return options
+
+    def _getset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        key = _key(words[0])
+        stored = [(key.stored, _to_store(key, words[1]))]
+        yield from self._exchange(session, key, lambda _: self._put_held(stored, Options()))
+
+    def _getdel(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        key = _key(words[0])
+        yield from self._exchange(session, key, lambda there: there and self._delete_held([key.stored]))
+
+    def _getex(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        options, key = self._options("getex", words[1:], _GETEX_OPTIONS), _key(words[0])
+
+        def change(is_there: bool) -> None:
+            if not is_there:
+                return
+            if options.ttl_s is not None and options.ttl_s <= 0:
+                self._delete_held([key.stored])
+            elif options.ttl_s is not None and not self._give_lifetime(key.stored, options.ttl_s):
+                raise Refused("the store did not promise the lifetime")
+            elif options.persist:
+                self._persist_held(key.stored)
+
+        yield from self._exchange(session, key, change)
+
+    def _exchange(self, session: Session, key: Key, change: Callable[[bool], object]) -> Iterator[Pieces]:
+        """The value under ``key`` before ``change``, which is called with whether there is any; no other client writes
+        in between.
+        """
+        with ExitStack() as reading:
+            with self._written(session, [key.stored]):
+                shown = reading.enter_context(self._reading(session, key))
+                change(shown is not None)
+            yield [session.reply.null()] if shown is None else _bulk_pieces(shown)
+            if session.kept is not None:
+                session.kept.push(reading.pop_all())
+
+    @contextmanager
+    def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
+        """The value under ``key`` as its client gave it, until the end."""
+        (size_bytes,) = self._store.sizes([key.stored])
+        self._book(session, size_bytes or 0)
+        ticket = None
+        try:
+            ticket = self._store.prepare_load([key.stored])
+            (value,) = self._store.complete_load(ticket)
+            yield None if value is None else self._shown(key, value)
+        finally:
+            if ticket is not None:
+                self._store.release(ticket)
+            self.budget.give_back(session.claim, size_bytes or 0)
+
+    def _setex(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._set_for(session, words, "setex", 1.0)
+
+    def _psetex(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._set_for(session, words, "psetex", 1e-3)
+
+    def _set_for(self, session: Session, words: Sequence[Word], verb: str, unit_s: float) -> Pieces:
+        number = _whole(words[1])
+        if number <= 0:
+            raise Refused(f"invalid expire time in '{verb}' command")
+        self._check_lifetimes()
+        self._put(session, [(_key(words[0]), words[2])], Options(ttl_s=number * unit_s))
+        return [_OK]
+
+    def _setnx(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        """Also MSETNX."""
+        yield [protocol.integer(self._put(session, _pairs(words, "msetnx"), Options(b"NX")))]
 
     def _mset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        if len(words) % 2:
-            raise _Refused("wrong number of arguments for 'mset' command")
-        self._put([(Key.of(key), value) for key, value in zip(words[::2], words[1::2], strict=True)], None)
+        self._put(session, _pairs(words, "mset"), Options())
         yield [_OK]
 
-    def _put(self, items: Sequence[tuple[Key, Word]], ttl_s: float | None, *, only_new: bool = False) -> bool:
-        """Stores ``items``, with their lifetime or not at all; False where ``only_new`` found one."""
-        self._check_ttl(ttl_s)
+    def _incr(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._add(session, words[0], 1)
+
+    def _decr(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._add(session, words[0], -1)
+
+    def _incrby(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._add(session, words[0], _int64(_bytes(words[1])))
+
+    def _decrby(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._add(session, words[0], -_int64(_bytes(words[1])))
+
+    def _add(self, session: Session, word: Word, by: int) -> Pieces:
+        key = _key(word)
+        with self._written(session, [key.stored]):
+            with self._reading(session, key) as shown:
+                text = b"".join(piece[: _INT64_BYTES + 1] for piece in shown) if shown is not None else b"0"
+            number = _int64(text) + by
+            if not -(1 << 63) <= number < 1 << 63:
+                raise Refused("increment or decrement would overflow")
+            self._put_held([(key.stored, _to_store(key, b"%d" % number))], Options(keeps=True))
+        return [protocol.integer(number)]
+
+    def _put(self, session: Session, items: Sequence[tuple[Key, Word]], options: Options) -> bool:
+        """Stores ``items``, with their lifetime or not at all; False where the condition does not hold."""
         stored = [(key.stored, _to_store(key, value)) for key, value in items]
-        keys = [key for key, _ in stored]
-        with self._written(keys):
-            if only_new and self._store.lookup(keys) != [Presence.MISS] * len(keys):
+        with self._written(session, [key for key, _ in stored]):
+            return self._put_held(stored, options)
+
+    def _put_held(self, stored: Sequence[tuple[bytes, Buffer]], options: Options) -> bool:
+        """As ``_put``, of keys that are held."""
+        keys, ttl_s = [key for key, _ in stored], options.ttl_s
+        if options.condition:
+            wanted = Presence.HIT if options.condition == b"XX" else Presence.MISS
+            if self._store.lookup(keys) != [wanted] * len(keys):
                 return False
-            if not all(self._put_lasting(stored)):
-                raise _Refused(_NO_ROOM, "OOM")
-            if ttl_s is not None and not self._expire_after(keys, ttl_s):
-                gone = None not in self._store.delete(keys)
-                raise _Refused(f"the store did not promise the lifetime: {'nothing' if gone else 'it may be'} stored")
+        if ttl_s is not None and ttl_s <= 0:
+            self._delete_held(keys)
+            return True
+        if options.keeps:
+            left_s = min(map(self.lifetimes.left_s, keys))
+            ttl_s = left_s if 0 < left_s < math.inf else None
+        if not all(self._put_lasting(stored)):
+            raise Refused(_NO_ROOM, "OOM")
+        if ttl_s is not None and not self.lifetimes.give(keys, ttl_s):
+            gone = None not in self._store.delete(keys)
+            raise Refused(f"the store did not promise the lifetime: {'nothing' if gone else 'it may be'} stored")
         return True
 
     def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         """Stores them without lifetimes: those of the values before end."""
-        if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
-            done = [True]
-        else:
-            done = self._store.put_many(stored)
+        keys = [key for key, _ in stored]
+        try:
+            if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
+                done = [True]
+            else:
+                done = self._store.put_many(stored)
+        finally:
+            self.watches.on_write(keys)
         self.counters.add("stored", sum(done))
         self.counters.add("refused", len(done) - sum(done))
-        mortal = [key for (key, _), one in zip(stored, done, strict=True) if one and self._deadlines.of(key) < math.inf]
+        mortal = [key for key, one in zip(keys, done, strict=True) if one and self.lifetimes.left_s(key) < math.inf]
         if mortal:
-            self._expire_after(mortal, math.inf)
+            self.lifetimes.give(mortal, math.inf)
         return done
 
     @contextmanager
-    def _written(self, keys: Sequence[bytes]) -> Iterator[None]:
+    def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
         """Holds ``keys`` against other writers, and ends their leases: those of before, and those that read what was
         there while it was written.
         """
+        with self._held(session, keys):
+            try:
+                for key in keys:
+                    self.leases.end(key)
+                yield
+            finally:
+                for key in keys:
+                    self.leases.end(key)
+
+    @contextmanager
+    def _held(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
+        """Holds ``keys`` against other writers; EXEC holds those of its commands already."""
+        if session.kept is not None:
+            yield
+            return
         if not self._writing.take(keys, self._wait_s):
             self.counters.add("busy")
-            raise _Refused("another client has been writing this key for too long", "BUSY")
+            raise Refused("another client has been writing this key for too long", "BUSY")
         try:
-            for key in keys:
-                self.leases.end(key)
             yield
         finally:
-            for key in keys:
-                self.leases.end(key)
             self._writing.give_back(keys)
 
-    def _check_ttl(self, ttl_s: float | None) -> None:
-        if ttl_s is not None and self._expiring is None:
-            raise _Refused(f"a {self._store.name} store does not expire values: store it without EX, PX or EXPIRE")
+    def _check_lifetimes(self) -> None:
+        if not self.lifetimes.can_be_given:
+            raise Refused(f"a {self._store.name} store does not expire values: store it without EX, PX or EXPIRE")
 
-    def _expire_after(self, keys: Sequence[bytes], ttl_s: float) -> bool:
-        """Whether the store promises that all end in ``ttl_s``."""
-        now_s = self._clock()
-        promised = self._expiring is not None and all(self._expiring.expire(keys, ttl_s))
-        with self._deadlines_lock:
-            self._deadlines.ended(now_s)  # which forgets them
-            for key in keys:
-                self._deadlines.give(key, now_s + ttl_s if promised else math.inf)
-            while len(self._deadlines) > _MAX_LIFETIMES:
-                self._deadlines.forget_oldest()
+    def _give_lifetime(self, key: bytes, ttl_s: float) -> bool:
+        promised = self.lifetimes.give([key], ttl_s)
+        self.watches.on_write([key])
         return promised
 
     def _exists(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield [protocol.integer(sum(self.leases.begin([Key.of(word).stored for word in words])))]
+        yield [protocol.integer(sum(self.leases.begin([_key(word).stored for word in words])))]
 
     def _strlen(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        key = Key.of(words[0])
+        key = _key(words[0])
         (size,) = self._store.sizes([key.stored])
         yield [protocol.integer(0 if size is None else size - key.overhead())]
 
     def _del(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield [protocol.integer(self._delete([Key.of(word).stored for word in words]))]
+        keys = [_key(word).stored for word in words]
+        with self._written(session, keys):
+            gone = self._delete_held(keys)
+        yield [protocol.integer(gone.count(True))]
 
-    def _delete(self, keys: Sequence[bytes]) -> int:
-        """How many were there and are gone."""
-        with self._written(keys):
+    def _delete_held(self, keys: Sequence[bytes]) -> list[bool | None]:
+        try:
             gone = self._store.delete(keys)
-            with self._deadlines_lock:
-                for key in keys:
-                    self._deadlines.forget(key)
-        return sum(one is True for one in gone)
+        except BaseException:
+            self.watches.on_write(keys)
+            raise
+        self.watches.on_write([key for key, known in zip(keys, gone, strict=True) if known is not False])
+        self.lifetimes.forget(keys)
+        return gone
 
     def _touch(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        keys = [Key.of(word).stored for word in words]
+        keys = [_key(word).stored for word in words]
         self._store.touch(keys)
         yield [protocol.integer(sum(one is Presence.HIT for one in self._store.lookup(keys)))]
 
     def _expire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        key, ttl_s = Key.of(words[0]).stored, _whole(words[1])
-        if ttl_s <= 0:
-            yield [protocol.integer(self._delete([key]))]
-            return
-        self._check_ttl(ttl_s)
-        yield [protocol.integer(int(self._expire_after([key], ttl_s)))]
+        yield self._expire_in(session, words, _whole(words[1]))
+
+    def _pexpire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._expire_in(session, words, _whole(words[1]) / 1000)
+
+    def _expireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._expire_in(session, words, _whole(words[1]) - self._unix_time())
+
+    def _pexpireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield self._expire_in(session, words, _whole(words[1]) / 1000 - self._unix_time())
+
+    def _expire_in(self, session: Session, words: Sequence[Word], ttl_s: float) -> Pieces:
+        key = _key(words[0]).stored
+        conditions = {_bytes(word).upper() for word in words[2:]}
+        if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
+            raise Refused("syntax error: expected NX, or XX and one of GT and LT")
+        with (self._written if ttl_s <= 0 else self._held)(session, [key]):
+            left_s = self.lifetimes.left_s(key)
+            holds = {
+                b"NX": math.isinf(left_s),
+                b"XX": left_s < math.inf,
+                b"GT": ttl_s > left_s,
+                b"LT": ttl_s < left_s,
+            }
+            if not all(holds[condition] for condition in conditions):
+                return [protocol.integer(0)]
+            if ttl_s <= 0:
+                return [protocol.integer(self._delete_held([key]) == [True])]
+            self._check_lifetimes()
+            return [protocol.integer(self._give_lifetime(key, ttl_s))]
+
+    def _persist(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        key = _key(words[0]).stored
+        with self._held(session, [key]):
+            yield [protocol.integer(self._persist_held(key))]
+
+    def _persist_held(self, key: bytes) -> bool:
+        """Whether it had a lifetime, and has none."""
+        return self.lifetimes.left_s(key) < math.inf and self._give_lifetime(key, math.inf)
 
     def _ttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield [protocol.integer(self._left(words[0], 1.0))]
+
+    def _pttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield [protocol.integer(self._left(words[0], 1e-3))]
+
+    def _left(self, word: Word, unit_s: float) -> int:
         """-2: no such key; -1: no lifetime that was given here."""
-        key = Key.of(words[0]).stored
+        key = _key(word).stored
         if self._store.lookup([key]) != [Presence.HIT]:
-            yield [protocol.integer(-2)]
-            return
-        left_s = self._deadlines.of(key) - self._clock()
-        yield [protocol.integer(-1 if math.isinf(left_s) else max(0, math.ceil(left_s)))]
+            return -2
+        left_s = self.lifetimes.left_s(key)
+        return -1 if math.isinf(left_s) else max(0, math.ceil(left_s / unit_s))
+
+    def _type(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        is_there = self._store.lookup([_key(words[0]).stored]) == [Presence.HIT]
+        yield [protocol.simple("string" if is_there else "none")]
+
+    # --- several commands as one ---
+
+    def _multi(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if session.transaction is not None:
+            raise Refused("MULTI calls can not be nested")
+        session.transaction = Transaction()
+        yield [_OK]
+
+    def _discard(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if session.transaction is None:
+            raise Refused("DISCARD without MULTI")
+        session.transaction = None
+        self.watches.end(session.watch)
+        yield [_OK]
+
+    def _watch(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if session.transaction is not None:
+            raise Refused("WATCH inside MULTI is not allowed")
+        if not self._is_alone:
+            raise Refused(
+                f"a {self._store.name} store has other writers, whom WATCH would not see: use memory or disk, or MULTI "
+                "without WATCH"
+            )
+        keys = [_key(word).stored for word in words]
+        if not self.watches.add(session.watch, keys):
+            raise Refused(f"WATCH of more than {MAX_WATCHED} keys")
+        for key, presence in zip(keys, self._store.lookup(keys), strict=True):
+            session.watch.keys[key] = presence is Presence.HIT
+        yield [_OK]
+
+    def _unwatch(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        self.watches.end(session.watch)
+        yield [_OK]
+
+    def _exec(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        transaction, session.transaction = session.transaction, None
+        if transaction is None:
+            raise Refused("EXEC without MULTI")
+        try:
+            if transaction.abort:
+                raise Refused(f"Transaction discarded because of {transaction.abort}.", "EXECABORT")
+            keys = list(dict.fromkeys(chain(_keys_of(transaction), session.watch.keys)))
+            with ExitStack() as kept:
+                with self._held(session, keys):
+                    replies = None
+                    if not self._is_changed(session.watch):
+                        session.kept = kept
+                        try:
+                            replies = self._execute(session, transaction)
+                        finally:
+                            session.kept = None
+                # No key is held while the client takes its time.
+                if replies is None:
+                    yield [session.reply.null_array()]
+                else:
+                    yield [protocol.array_head(len(transaction.requests)), *replies]
+        finally:
+            self.watches.end(session.watch)
+
+    def _is_changed(self, watch: Watch) -> bool:
+        if watch.is_changed or not watch.keys:
+            return watch.is_changed
+        now = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]
+        return now != list(watch.keys.values())
+
+    def _execute(self, session: Session, transaction: Transaction) -> Pieces:
+        """The replies of all its commands, one after the other."""
+        replies: Pieces = []
+        closes = False
+        for words in transaction.requests:
+            try:
+                parts = list(COMMANDS[_verb(words)].run(self, session, words[1:]))
+                replies += chain.from_iterable(parts)
+            except (Refused, SkyMemoryError) as error:
+                replies.append(error_reply(error))
+            except Close:  # the others are executed all the same
+                closes = True
+        if closes:
+            raise Close
+        return replies
 
     # --- the whole store ---
 
@@ -710,36 +847,64 @@ class Commands:
         figures = self._store.stats()
         entries = figures.get("entries", figures.get("values"))  # what is here; of the sky, what its index knows
         if entries is None:
-            raise _Refused(f"a {self._store.name} store does not count its values")
+            raise Refused(f"a {self._store.name} store does not count its values")
         yield [protocol.integer(int(entries))]
 
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         """All names in one answer, with the cursor 0: a listing of satellites has no position to go on from. Blocks
         have no names.
         """
-        store = bare(self._store)
-        if not isinstance(store, Listing):
-            raise _Refused(f"a {self._store.name} store cannot list names: a constellation, memory and disk can")
         pattern = b"*"
         options = [_bytes(word) for word in words[1:]]
+        kind = b"string"
         for option, value in zip(options[::2], options[1::2], strict=False):
             pattern = value if option.upper() == b"MATCH" else pattern
-        names = [_client_key(one.name) for one in store.names()] if _bytes(words[0]) == b"0" else []
-        found = [name for name in names if fnmatchcase(name.decode("latin-1"), pattern.decode("latin-1"))]
+            kind = value if option.upper() == b"TYPE" else kind
+        found = self._names(pattern)
+        found = found if _bytes(words[0]) == b"0" and kind.lower() == b"string" else []
         yield [protocol.array([protocol.bulk(b"0"), protocol.array(map(protocol.bulk, found))])]
 
+    def _keys(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        yield [protocol.array(map(protocol.bulk, self._names(_bytes(words[0]))))]
 
-class _Refused(Exception):
-    """An error reply, with its code."""
+    def _names(self, glob: bytes) -> list[bytes]:
+        matches = pattern_of(glob).match
+        return [name for value in self._listing().names() if matches(name := client_key(value.name))]
+
+    def _listing(self) -> Listing:
+        store = bare(self._store)
+        if not isinstance(store, Listing):
+            raise Refused(f"a {self._store.name} store cannot list names: a constellation, memory and disk can")
+        return store
+
+    def _flushdb(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if words and _bytes(words[0]).upper() not in (b"ASYNC", b"SYNC"):
+            raise Refused("syntax error: FLUSHDB [ASYNC | SYNC]")
+        store = bare(self._store)
+        found = (
+            store.stored_keys() if isinstance(store, BudgetedStore) else [one.key for one in self._listing().names()]
+        )
+        unknown = 0
+        for at in range(0, len(found), _FLUSHED_AT_ONCE):
+            keys = found[at : at + _FLUSHED_AT_ONCE]
+            with self._written(session, keys):
+                unknown += self._delete_held(keys).count(None)
+        if unknown:
+            raise Refused(f"{unknown} values may still be there: satellites that may hold them did not answer")
+        yield [_OK]
+
+
+class Refused(Exception):
+    """A command is not executed, or not all of it; with the code of the error reply."""
 
     def __init__(self, text: str, code: str = "ERR") -> None:
         super().__init__(text)
         self.code = code
 
 
-def _said(error: _Refused | SkyMemoryError) -> bytes:
+def error_reply(error: Refused | SkyMemoryError) -> bytes:
     """The error reply."""
-    if isinstance(error, _Refused):
+    if isinstance(error, Refused):
         return protocol.error(str(error), error.code)
     return protocol.error(str(error) if isinstance(error, InvalidInput) else f"{type(error).__name__}: {error}")
 
@@ -749,16 +914,38 @@ def _bulk_pieces(shown: Pieces) -> Pieces:
     return [protocol.bulk_head(size_bytes), *shown, _CRLF]
 
 
+def _no_auth() -> Refused:
+    return Refused("Authentication required.", "NOAUTH")
+
+
+def _verb(words: Sequence[Word]) -> str:
+    word = words[0]
+    return "" if isinstance(word, Framed) else bytes(word[:64]).upper().decode("latin-1")
+
+
 def _bytes(word: Word) -> bytes:
     if isinstance(word, Framed):
-        raise _Refused("a key or an option that is larger than any key may be")
+        raise Refused("a key or an option that is larger than any key may be")
     return bytes(word)
 
 
-def _client_key(name: str) -> bytes:
-    """The key by which a client knows a named value."""
-    odd = name.startswith(_ODD_NAME)
-    return name.removeprefix(_ODD_NAME).encode("latin-1") if odd else name.encode()
+def _key(word: Word) -> Key:
+    return Key.of(_bytes(word))
+
+
+def _keys_of(transaction: Transaction) -> Iterator[bytes]:
+    """Stored keys of all its commands. One that is none is refused by its command."""
+    for words in transaction.requests:
+        keys = COMMANDS[_verb(words)].keys
+        for word in words[keys.start : keys.stop : keys.step]:
+            with suppress(Refused, InvalidInput):
+                yield _key(word).stored
+
+
+def _pairs(words: Sequence[Word], verb: str) -> list[tuple[Key, Word]]:
+    if len(words) % 2:
+        raise Refused(f"wrong number of arguments for '{verb}' command")
+    return [(_key(key), value) for key, value in zip(words[::2], words[1::2], strict=True)]
 
 
 def _to_store(key: Key, value: Word) -> Buffer:
@@ -772,57 +959,134 @@ def _to_store(key: Key, value: Word) -> Buffer:
     else:
         found = opened(key.stored, value)
     if isinstance(found, str):
-        raise _Refused("a block's value ends in a mark and a CRC of key and value, as the redis:// store sends it")
+        raise Refused("a block's value ends in a mark and a CRC of key and value, as the redis:// store sends it")
     return found
 
 
-def _set_options(options: Sequence[bytes]) -> tuple[bool, float | None]:
-    """Whether only a new key is set, and the lifetime."""
-    only_new, ttl_s = False, None
-    rest = list(options)
-    while rest:
-        option = rest.pop(0)
-        if option == b"NX" and not only_new:
-            only_new = True
-        elif option in (b"EX", b"PX") and rest and ttl_s is None:
-            ttl_s = _whole(rest.pop(0)) / (1 if option == b"EX" else 1000)
-            if ttl_s <= 0:
-                raise _Refused("invalid expire time in 'set' command")
-        else:
-            raise _Refused("syntax error: SET key value [NX] [EX seconds | PX milliseconds]")
-    return only_new, ttl_s
-
-
 def _whole(word: Word) -> int:
-    text = _bytes(word)
-    if not (text.removeprefix(b"-").isdigit() and len(text) <= 15):
-        raise _Refused("value is not an integer or out of range")
+    try:
+        return lifetimes.whole(_bytes(word))
+    except ValueError as wrong:
+        raise Refused(str(wrong)) from None
+
+
+def _int64(text: bytes) -> int:
+    if len(text) > _INT64_BYTES or _INT64.fullmatch(text) is None or not -(1 << 63) <= int(text) < 1 << 63:
+        raise Refused(_NOT_AN_INTEGER)
     return int(text)
 
 
 _MANY = protocol.MAX_ARGUMENTS
-_COMMANDS: dict[str, tuple[int, int, Callable[[Commands, Session, Sequence[Word]], Iterator[Pieces]]]] = {
-    "PING": (0, 1, Commands._ping),
-    "HELLO": (0, 6, Commands._hello),
-    "AUTH": (1, 2, Commands._auth),
-    "SELECT": (1, 1, Commands._select),
-    "CLIENT": (1, 3, Commands._client),
-    "COMMAND": (0, _MANY, Commands._command),
-    "CONFIG": (2, _MANY, Commands._config),
-    "INFO": (0, _MANY, Commands._info),
-    "QUIT": (0, 0, Commands._quit),
-    "GET": (1, 1, Commands._get),
-    "MGET": (1, _MANY, Commands._mget),
-    "SET": (2, 5, Commands._set),
-    "MSET": (2, _MANY, Commands._mset),
-    "EXISTS": (1, _MANY, Commands._exists),
-    "STRLEN": (1, 1, Commands._strlen),
-    "DEL": (1, _MANY, Commands._del),
-    "UNLINK": (1, _MANY, Commands._del),
-    "TOUCH": (1, _MANY, Commands._touch),
-    "EXPIRE": (2, 2, Commands._expire),
-    "TTL": (1, 1, Commands._ttl),
-    "DBSIZE": (0, 0, Commands._dbsize),
-    "SCAN": (1, 7, Commands._scan),
+_NONE, _FIRST, _ALL, _EVERY_OTHER = range(0), range(1, 2), range(1, _MANY + 1), range(1, _MANY + 1, 2)
+_SECOND, _THIRD, _PAIRS = range(2, 3), range(3, 4), range(2, _MANY + 1, 2)
+_GETEX_OPTIONS = lifetimes.LIFETIMES | {b"PERSIST"}
+_EXPIRE_CONDITIONS = ({b"NX"}, {b"XX", b"GT"}, {b"XX", b"LT"})
+_SET_OPTIONS = lifetimes.LIFETIMES | {b"KEEPTTL", b"NX", b"XX", b"GET"}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a command is called, and what runs it."""
+
+    form: str
+    """Its arguments, for the documentation."""
+    least: int
+    """Arguments."""
+    most: int
+    run: Callable[[Commands, Session, Sequence[Word]], Iterator[Pieces]]
+    keys: range = _NONE
+    """Positions of keys; the verb's is 0."""
+    values: range = _NONE
+    """Positions of values, which are received as they are stored."""
+    is_at_once: bool = False
+    """Also between MULTI and EXEC."""
+    is_never_queued: bool = False
+    needs_no_password: bool = False
+    """Also before AUTH."""
+    differs: str = ""
+    """From Redis, for the documentation."""
+
+
+_LASTS = "knows lifetimes given through this daemon; refused where the store has none"
+_NAMES = "all names at once; blocks have none; not for Redis behind the daemon"
+COMMANDS: dict[str, Command] = {
+    "PING": Command("[message]", 0, 1, Commands._ping),
+    "ECHO": Command("message", 1, 1, Commands._ping),
+    "HELLO": Command(
+        "[2|3 [AUTH user password] [SETNAME name]]", 0, 6, Commands._hello, is_never_queued=True, needs_no_password=True
+    ),
+    "AUTH": Command("[user] password", 1, 2, Commands._auth, needs_no_password=True, differs="one user, `default`"),
+    "SELECT": Command("index", 1, 1, Commands._select, differs="one database, 0"),
+    "CLIENT": Command("SETNAME|GETNAME|SETINFO|ID", 1, 3, Commands._client, differs="no other subcommand"),
+    "COMMAND": Command("[COUNT]", 0, _MANY, Commands._command, differs="other subcommands answer an empty list"),
+    "CONFIG": Command("GET name …", 2, _MANY, Commands._config, differs="save, appendonly, databases; no SET"),
+    "INFO": Command("[section …]", 0, _MANY, Commands._info, differs="all sections, with the store's figures"),
+    "QUIT": Command("", 0, 0, Commands._quit, is_at_once=True, needs_no_password=True),
+    "GET": Command("key", 1, 1, Commands._get, _FIRST, differs="ends a lease of EXISTS"),
+    "MGET": Command("key …", 1, _MANY, Commands._mget, _ALL),
+    "GETSET": Command("key value", 2, 2, Commands._getset, _FIRST, _SECOND),
+    "GETDEL": Command("key", 1, 1, Commands._getdel, _FIRST),
+    "GETEX": Command("key [EX s|PX ms|EXAT s|PXAT ms|PERSIST]", 1, 3, Commands._getex, _FIRST, differs=_LASTS),
+    "STRLEN": Command("key", 1, 1, Commands._strlen, _FIRST),
+    "SET": Command(
+        "key value [NX|XX] [GET] [EX s|PX ms|EXAT s|PXAT ms|KEEPTTL]",
+        2,
+        6,
+        Commands._set,
+        _FIRST,
+        _SECOND,
+        differs=_LASTS,
+    ),
+    "SETEX": Command("key s value", 3, 3, Commands._setex, _FIRST, _THIRD, differs=_LASTS),
+    "PSETEX": Command("key ms value", 3, 3, Commands._psetex, _FIRST, _THIRD, differs=_LASTS),
+    "SETNX": Command("key value", 2, 2, Commands._setnx, _FIRST, _SECOND),
+    "MSET": Command("key value …", 2, _MANY, Commands._mset, _EVERY_OTHER, _PAIRS, differs="readers may see a part"),
+    "MSETNX": Command("key value …", 2, _MANY, Commands._setnx, _EVERY_OTHER, _PAIRS, differs="readers may see a part"),
+    "INCR": Command("key", 1, 1, Commands._incr, _FIRST),
+    "DECR": Command("key", 1, 1, Commands._decr, _FIRST),
+    "INCRBY": Command("key number", 2, 2, Commands._incrby, _FIRST),
+    "DECRBY": Command("key number", 2, 2, Commands._decrby, _FIRST),
+    "EXISTS": Command("key …", 1, _MANY, Commands._exists, _ALL, differs="leases the keys for the next GET"),
+    "TYPE": Command("key", 1, 1, Commands._type, _FIRST, differs="string or none"),
+    "DEL": Command("key …", 1, _MANY, Commands._del, _ALL),
+    "UNLINK": Command("key …", 1, _MANY, Commands._del, _ALL),
+    "TOUCH": Command("key …", 1, _MANY, Commands._touch, _ALL),
+    "EXPIRE": Command("key s [NX|XX] [GT|LT]", 2, _MANY, Commands._expire, _FIRST, differs=_LASTS),
+    "PEXPIRE": Command("key ms [NX|XX] [GT|LT]", 2, _MANY, Commands._pexpire, _FIRST, differs=_LASTS),
+    "EXPIREAT": Command("key unix-s [NX|XX] [GT|LT]", 2, _MANY, Commands._expireat, _FIRST, differs=_LASTS),
+    "PEXPIREAT": Command("key unix-ms [NX|XX] [GT|LT]", 2, _MANY, Commands._pexpireat, _FIRST, differs=_LASTS),
+    "PERSIST": Command("key", 1, 1, Commands._persist, _FIRST, differs=_LASTS),
+    "TTL": Command("key", 1, 1, Commands._ttl, _FIRST, differs=_LASTS),
+    "PTTL": Command("key", 1, 1, Commands._pttl, _FIRST, differs=_LASTS),
+    "MULTI": Command("", 0, 0, Commands._multi, is_at_once=True),
+    "EXEC": Command(
+        "",
+        0,
+        0,
+        Commands._exec,
+        is_at_once=True,
+        differs="no other client of this daemon writes to its keys meanwhile; readers may see a part",
+    ),
+    "DISCARD": Command("", 0, 0, Commands._discard, is_at_once=True),
+    "WATCH": Command(
+        "key …",
+        1,
+        _MANY,
+        Commands._watch,
+        _ALL,
+        is_at_once=True,
+        differs="memory and disk alone: to other stores others write, too",
+    ),
+    "UNWATCH": Command("", 0, 0, Commands._unwatch),
+    "DBSIZE": Command("", 0, 0, Commands._dbsize, differs="blocks and names; not for tiers and Redis"),
+    "SCAN": Command("cursor [MATCH pattern] [COUNT n] [TYPE string]", 1, 7, Commands._scan, differs=_NAMES),
+    "KEYS": Command("pattern", 1, 1, Commands._keys, differs=_NAMES),
+    "FLUSHDB": Command(
+        "[ASYNC|SYNC]",
+        0,
+        1,
+        Commands._flushdb,
+        is_never_queued=True,
+        differs="of memory and disk all, of others what KEYS lists; value by value, so not in MULTI",
+    ),
 }
-"""By name: the least and the most arguments, and what runs it."""

@@ -1,8 +1,9 @@
 """The Redis serialization protocol, versions 2 and 3, a server's side: requests in, replies out. No I/O.
 
-A request is an array of bulk strings, ``*2\r\n$3\r\nGET\r\n$1\r\nk\r\n``, or a line of words (an *inline command*, as
-telnet sends it). ``RequestParser`` takes bytes as they arrive. An argument of ``LARGE_BYTES`` or more is not collected
-here: ``next`` returns a ``LargeArgument``, and the owner of the socket receives the rest of it right into its place.
+A request is an array of bulk strings, ``*2\r\n$3\r\nGET\r\n$1\r\nk\r\n``, or a line of words (``inline``).
+``RequestParser`` takes bytes as they arrive. An argument of ``LARGE_BYTES`` or more is not collected here: ``next``
+returns a ``LargeArgument``, and the owner of the socket receives the rest of it right into its place, or lets
+``discard`` read over the request.
 
 Source: redis.io/docs/latest/develop/reference/protocol-spec.
 """
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 
 from skymemory import native
 from skymemory.errors import SkyMemoryError
+from skymemory.serving.resp import inline
 from skymemory.store.base import Buffer
 
 LARGE_BYTES = 32 << 10
 """Smaller arguments arrive with their request in one or two reads; copying them costs less than a call."""
 MAX_LINE_BYTES = 64 << 10
+MAX_BULK_BYTES = 10**12 - 1
+"""What is larger is no length. How large a value may be, the owner of the socket says (``discard``)."""
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
 """Of all arguments of one request that are smaller than ``LARGE_BYTES``, together."""
@@ -32,6 +36,10 @@ _CRLF = b"\r\n"
 
 class ProtocolError(SkyMemoryError):
     """What a client sent is not the protocol, or exceeds a limit. The connection ends after the error is said."""
+
+
+class Stranger(ProtocolError):
+    """A client speaks another protocol; nothing that it sent from there on is executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,12 @@ class RequestParser:
         self._large: LargeArgument | None = None
         self._ends = False
         """The CRLF behind a large argument is due."""
+        self._discards = False
+        """The request under way is not kept."""
+        self._unread_bytes = 0
+        """Of a large argument that is not kept."""
+        self.is_inline = False
+        """Whether the last request was a line."""
 
     def feed(self, data: Buffer) -> None:
         if self._at:
@@ -106,6 +120,12 @@ class RequestParser:
         self._ends = True
         self.feed(behind)
 
+    def discard(self) -> None:
+        """Drops the request of the last ``LargeArgument``: ``next`` reads over the rest of it, however long it is."""
+        assert self._large is not None
+        self._unread_bytes = self._large.size_bytes - len(self._large.head) + len(_CRLF)
+        self._large, self._words, self._discards = None, [], True
+
     def next(self) -> list[Word] | LargeArgument | NeedData:
         """The next request's words (an empty list for an empty line), or what is needed for it.
 
@@ -114,6 +134,9 @@ class RequestParser:
         """
         if self._large is not None:
             return self._large
+        if self._discards and not self._read_over():
+            return NEED_DATA
+        self.is_inline = False
         if not self._ends and (words := self._whole_words()) is not None:
             return words
         while True:
@@ -128,16 +151,44 @@ class RequestParser:
                 if step is not None:
                     return step
             else:
+                if self._at < len(self._data) and not inline.may_begin_with(self._data[self._at]):
+                    raise Stranger("no request and no line of text")
                 line = self._line()
                 if line is None:
                     return NEED_DATA
                 if not line.startswith(b"*"):
-                    return list(line.split())
+                    return self._words_of_line(line)
                 most = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
                 self._missing = self._number(line, most, "multibulk")
                 self._words, self._small_bytes = [], 0
             if not self._missing and not self._ends:
                 return self._finished()
+
+    def _words_of_line(self, line: bytes) -> list[Word]:
+        if inline.is_http(line):
+            raise Stranger("HTTP")
+        words = inline.words_of(line)
+        if words is None:
+            raise ProtocolError("unbalanced quotes in request")
+        self.is_inline = True
+        return list(words)
+
+    def _read_over(self) -> bool:
+        """Whether all of the request that is not kept has been read."""
+        while self._missing:
+            if not self._unread_bytes:
+                line = self._line()
+                if line is None:
+                    return False
+                self._unread_bytes = self._bulk_bytes(line) + len(_CRLF)
+            read_bytes = min(self._unread_bytes, len(self._data) - self._at)
+            self._at += read_bytes
+            self._unread_bytes -= read_bytes
+            if self._unread_bytes:
+                return False
+            self._missing -= 1
+        self._discards = False
+        return True
 
     def _whole_words(self) -> list[Word] | None:
         """Takes all that a well-formed request needs no second look for, at once; its words, if that is all of it."""
@@ -169,9 +220,7 @@ class RequestParser:
         line = self._line()
         if line is None:
             return NEED_DATA
-        if not line.startswith(b"$"):
-            raise ProtocolError(f"expected '$', got '{chr(line[0]) if line else ''}'")
-        size_bytes = self._number(line, self._most_bulk_bytes, "bulk")
+        size_bytes = self._bulk_bytes(line)
         here = len(self._data) - self._at
         if size_bytes >= LARGE_BYTES:
             with memoryview(self._data) as data:
@@ -190,6 +239,11 @@ class RequestParser:
         self._at += size_bytes + 2
         self._missing -= 1
         return None
+
+    def _bulk_bytes(self, line: bytes) -> int:
+        if not line.startswith(b"$"):
+            raise ProtocolError(f"expected '$', got '{chr(line[0]) if line else ''}'")
+        return self._number(line, self._most_bulk_bytes, "bulk")
 
     def _line(self) -> bytes | None:
         end = self._data.find(b"\n", self._at, self._at + MAX_LINE_BYTES)
@@ -224,6 +278,9 @@ class Reply:
 
     def null(self) -> bytes:
         return b"_\r\n" if self.version == 3 else b"$-1\r\n"
+
+    def null_array(self) -> bytes:
+        return b"_\r\n" if self.version == 3 else b"*-1\r\n"
 
     def mapping(self, pairs: Mapping[bytes, bytes]) -> bytes:
         """A map; in version 2 an array of keys and values."""

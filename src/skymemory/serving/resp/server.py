@@ -4,13 +4,16 @@ lie.
 A thread that waits for a slow client, or for a satellite, holds up no other connection. What all connections share is
 bounded: how many there are, the bytes of values being received and sent, the size of a value. A client that neither
 reads nor writes in the middle of a value for ``stall_s``, or takes longer for all of it than ``stall_s`` and its bytes
-at ``LEAST_BYTES_PER_S``, is disconnected; one that is idle between requests is not.
+at ``LEAST_BYTES_PER_S``, is disconnected; one that is idle between requests is not. Where others wait for the room that
+it holds (``budget``), it is disconnected sooner.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import logging
+import math
 import os
 import select
 import selectors
@@ -30,8 +33,18 @@ from skymemory import native
 from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.serving.resp import protocol
-from skymemory.serving.resp.commands import Close, Commands, Pieces, Run, Session
-from skymemory.serving.resp.protocol import Framed, LargeArgument, NeedData, ProtocolError, RequestParser, Word
+from skymemory.serving.resp.budget import BRIEF_BYTES, Claim, due_s
+from skymemory.serving.resp.commands import NO_BYTES, Close, Commands, Pieces, Refused, Run, Session, error_reply
+from skymemory.serving.resp.protocol import (
+    MAX_BULK_BYTES,
+    Framed,
+    LargeArgument,
+    NeedData,
+    ProtocolError,
+    RequestParser,
+    Stranger,
+    Word,
+)
 
 log = logging.getLogger("skymemory.store.daemon")
 
@@ -51,7 +64,9 @@ other 14 times in a value of 2.9 MB; more than this falls out of the processor's
 """
 _UNBOOKED_BYTES = 64 << 10
 """Of a request's small arguments, beside the budget of bytes in flight."""
-_DRAINED_BYTES, _MOST_DRAINED_BYTES = 1 << 20, 64 << 20
+_WHOLE_BYTES = 4 << 20
+"""Largest value that is received in one call; of larger ones the daemon sees whether they move."""
+_DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
 _GRACE_S, _END_S = 2.0, 8.0
 """At the end: for replies under way, and for calls of the store."""
@@ -248,14 +263,17 @@ class Conversation:
         self._commands = commands
         self._limits = limits
         self._stopping = stopping
-        self._session = Session(number, authenticated=not commands.asks_password)
-        self._parser = RequestParser(limits.value_bytes, trusted=self._session.authenticated)
+        self._claim = Claim(self._end_for_others)
+        self._session = Session(number, authenticated=not commands.asks_password, claim=self._claim)
+        self._parser = RequestParser(MAX_BULK_BYTES, trusted=self._session.authenticated)
         self._pace = Pace(limits.stall_s)
-        self._outbox = Outbox(sock, limits.stall_s)
+        self._outbox = Outbox(sock, limits.stall_s, self._claim)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
         """Of the budget, for what has been received of the request under way."""
         self._booked_small_bytes = 0
+        self._queued_bytes = 0
+        """Of the budget, for commands that wait for EXEC."""
         self._collected: Run | None = None
         """Requests that have come and are not answered: another of the kind seems to follow."""
         self._collected_bytes = 0
@@ -266,26 +284,55 @@ class Conversation:
     def run(self) -> None:
         try:
             while not (self._session.quits or self._stopping.is_set()):
-                try:
-                    request = self._parser.next()
-                except ProtocolError as error:
-                    self._end_with(protocol.error(f"Protocol error: {error}"))
-                    return
-                if isinstance(request, NeedData | LargeArgument):
-                    if self._collected is not None and not self._follows(self._collected):
-                        self._answer_collected()
-                    if not (self._receive(request) if isinstance(request, LargeArgument) else self._read()):
-                        break
-                elif not self._collect(request):
-                    self._answer(self._commands.call(self._session, request))
-                    del request  # the values in it
+                if not self._step():
+                    break
             self._answer_collected()
             self._outbox.flush()
+        except Stranger as stranger:
+            self._on_stranger(stranger)
+        except ProtocolError as error:
+            self._end_with(protocol.error(f"Protocol error: {error}"))
         except OSError:  # in the middle of a value: those that have come whole are stored
             self._answer_collected()
             raise
         finally:
-            self._give_back()
+            self._session.transaction = None
+            self._commands.watches.end(self._session.watch)
+            self._settle()
+
+    def _step(self) -> bool:
+        """Takes one request, or what is needed for it; False where the client has gone, or is to go."""
+        request = self._parser.next()
+        if isinstance(request, NeedData | LargeArgument):
+            if self._collected is not None and not self._follows(self._collected):
+                self._answer_collected()
+            if isinstance(request, NeedData):
+                return self._read()
+            self._receive(request)
+            return True
+        if self._parser.is_inline:
+            self._commands.check_inline(request)
+        if not self._collect(request):
+            self._answer(self._commands.call(self._session, request))
+        return True
+
+    def _on_stranger(self, stranger: Stranger) -> None:
+        """Says it once, and counts it. What else has come, or is on its way, is dropped."""
+        level = logging.WARNING if self._commands.on_stranger() else logging.DEBUG
+        log.log(
+            level,
+            "connection %d spoke another protocol (%s) and was ended, as a web page may do; INFO counts further "
+            "ones as `strangers`",
+            self._session.number,
+            stranger,
+        )
+        self._end_with(protocol.error("this port speaks the Redis protocol: the connection ends"))
+
+    def _end_for_others(self) -> None:
+        """From another thread, which waits for the room that this client holds."""
+        log.info("connection %d held room that others waited for, and moved too little", self._session.number)
+        with suppress(OSError):  # by the plain socket's method: TLS's own would first forget its keys
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def _collect(self, words: list[Word]) -> bool:
         """Keep the request for a run; False for one that is to be answered now, as those before it are."""
@@ -310,13 +357,13 @@ class Conversation:
         run, self._collected = self._collected, None
         if run is not None:
             self._send_all(self._commands.call_run(self._session, run))
-            self._commands.budget.give_back(self._collected_bytes)
+            self._commands.budget.give_back(self._claim, self._collected_bytes)
             self._booked_bytes -= self._collected_bytes
             self._collected_bytes = 0
 
     def _answer(self, replies: Iterator[Pieces]) -> None:
         self._send_all(replies)
-        self._give_back()
+        self._settle()
         self._parser.trusted = self._session.authenticated
 
     def _send_all(self, replies: Iterator[Pieces]) -> None:
@@ -330,9 +377,12 @@ class Conversation:
         held_bytes = self._parser.held_bytes - self._booked_small_bytes
         if held_bytes > _UNBOOKED_BYTES:
             if not self._book(held_bytes):
+                self._end_with(error_reply(Refused(NO_BYTES, "BUSY")))
                 return False
             self._booked_small_bytes += held_bytes
         idle = self._parser.idle
+        if self._claim.held_bytes:
+            self._claim.due_s = due_s(self._read_bytes)
         try:
             data = self._sock.recv(self._read_bytes)
         except (BlockingIOError, TimeoutError):
@@ -340,6 +390,8 @@ class Conversation:
             if not idle:
                 raise
             return True
+        finally:
+            self._claim.due_s = math.inf
         if len(data) == self._read_bytes:
             self._read_bytes = _READ_BYTES
         if idle:
@@ -348,86 +400,118 @@ class Conversation:
         self._parser.feed(data)
         return bool(data)
 
-    def _receive(self, large: LargeArgument) -> bool:
-        """The rest of a large argument, into one piece of memory with what is stored in front of it; False where the
-        client is to go.
+    def _receive(self, large: LargeArgument) -> None:
+        """The rest of a large argument, into one piece of memory with what is stored in front of it; of a command that
+        is refused anyway, nothing is kept.
         """
         self._outbox.flush()
         missing_bytes = large.size_bytes - len(large.head)
         try:
-            front, end_bytes = self._commands.frame(large.words, large.size_bytes)
-        except InvalidInput as wrong:  # a key that is none
-            self._end_with(protocol.error(str(wrong)), missing_bytes)
-            return False
-        if not self._book(large.size_bytes, missing_bytes):
-            return False
+            front, end_bytes = self._commands.frame(large.words, large.size_bytes, self._limits.value_bytes)
+            if not self._book(large.size_bytes):
+                raise Refused(NO_BYTES, "BUSY")
+        except (Refused, InvalidInput) as error:
+            self._refuse(error_reply(error))
+            return
         body_bytes = large.size_bytes - end_bytes
         head, end = large.head[:body_bytes], large.head[body_bytes:]
         tail = bytearray(end_bytes - len(end) + _CRLF_BYTES if missing_bytes else 0)
-        data = receive_all(self._sock, front + head, body_bytes - len(head), self._pace.allowed_s(missing_bytes), tail)
+        allowed_s = self._pace.allowed_s(missing_bytes)
+        data = receive_all(self._sock, front + head, body_bytes - len(head), allowed_s, tail, self._claim)
         end, behind = end + tail[: end_bytes - len(end)], tail[end_bytes - len(end) :]
         self._parser.deliver(Framed(data, bytes(end)) if front or end_bytes else data, behind)
         self._read_bytes = _FRONT_BYTES
         self._pace.begin()
-        return True
 
-    def _book(self, size_bytes: int, coming_bytes: int = 0) -> bool:
-        """Room in the budget; False where there is none; the client learns of it."""
-        taken = self._commands.budget.take(size_bytes, 0.0 if self._collected is not None else self._limits.stall_s)
-        if not taken and self._collected is not None:  # no connection waits for room while holding some
+    def _refuse(self, reply: bytes) -> None:
+        """Answers a request before all of it is here: a client reads the reply once it has sent the rest."""
+        self._answer_collected()
+        self._outbox.send([reply])
+        self._outbox.flush()
+        if self._session.transaction is not None:
+            self._session.transaction.refuse("previous errors")
+        self._settle()
+        self._parser.discard()
+        self._pace.begin()
+
+    def _book(self, size_bytes: int) -> bool:
+        """Room in the budget; False where there is none. A client that holds some waits for no more."""
+        patience_s = 0.0 if self._collected is not None or self._queued_bytes else self._limits.stall_s
+        taken = self._commands.budget.take(self._claim, size_bytes, patience_s)
+        if not taken and self._collected is not None:
             self._answer_collected()
-            taken = self._commands.budget.take(size_bytes, self._limits.stall_s)
+            taken = self._commands.budget.take(self._claim, size_bytes, self._limits.stall_s)
         if taken:
             self._booked_bytes += size_bytes
-            return True
-        self._commands.counters.add("busy")
-        self._end_with(protocol.error("too many bytes in flight: other clients are slow", "BUSY"), coming_bytes)
-        return False
+        else:
+            self._commands.counters.add("busy")
+        return taken
 
-    def _give_back(self) -> None:
-        self._commands.budget.give_back(self._booked_bytes)
+    def _settle(self) -> None:
+        """The request has ended: what remains booked is that of commands which wait for EXEC."""
+        budget, transaction = self._commands.budget, self._session.transaction
+        booked_bytes = self._booked_bytes + self._queued_bytes
+        queued_bytes = 0 if transaction is None else transaction.size_bytes
         self._booked_bytes = self._booked_small_bytes = self._collected_bytes = 0
+        if transaction is not None and queued_bytes > booked_bytes:
+            brief_bytes = BRIEF_BYTES if queued_bytes <= BRIEF_BYTES else 0
+            if not budget.take(self._claim, queued_bytes - booked_bytes, 0.0, brief_bytes=brief_bytes):
+                self._commands.counters.add("busy")
+                transaction.refuse("too many bytes in flight")
+                queued_bytes = 0
+            else:
+                booked_bytes = queued_bytes
+        budget.give_back(self._claim, booked_bytes - queued_bytes)
+        self._queued_bytes = queued_bytes
 
-    def _end_with(self, last: bytes, coming_bytes: int = 0) -> None:
-        """Says ``last``, and lets the client read it: closing with bytes of its own unread would reset the connection.
-        ``coming_bytes`` of a value may be on their way.
-        """
+    def _end_with(self, last: bytes) -> None:
+        """Says ``last``, and lets the client read it: closing with unread bytes would reset the connection."""
         self._answer_collected()
         self._outbox.send([last])
         self._outbox.flush()
         socket.socket.shutdown(self._sock, socket.SHUT_WR)
-        left_bytes = min(coming_bytes, _MOST_DRAINED_BYTES) + _DRAINED_BYTES
+        left_bytes = _DRAINED_BYTES
         self._pace.begin()
         while left_bytes > 0 and (data := self._sock.recv(_READ_BYTES)):
             left_bytes -= len(data)
             self._pace.moved(len(data))
 
 
-def receive_all(sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray) -> bytes:
+def receive_all(
+    sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: Claim
+) -> bytes:
     """``head`` and the next ``size_bytes`` from the socket; what follows fills ``tail``. OSError where they do not
-    come, or not in time.
+    come, or not in time. ``claim`` is due for each part of them.
     """
-    if not isinstance(sock, ssl.SSLSocket):
-        return native.receive_all(sock.fileno(), head, size_bytes, timeout_s, tail)
-    until_s = time.monotonic() + timeout_s
-    data = bytearray(len(head) + size_bytes)
-    data[: len(head)] = head
-    for view in (memoryview(data)[len(head) :], memoryview(tail)):
-        while view:
-            received = sock.recv_into(view)
-            if not received:
-                raise ConnectionError("the client went in the middle of a value")
-            view = view[received:]
-            if view and time.monotonic() > until_s:
-                raise TimeoutError(f"{len(view)} bytes of the value did not come in time")
-    return bytes(data)
+    secured = isinstance(sock, ssl.SSLSocket)
+    try:
+        if size_bytes <= _WHOLE_BYTES and not secured:
+            claim.due_s = due_s(size_bytes)
+            return native.receive_all(sock.fileno(), head, size_bytes, timeout_s, tail)
+        until_s = time.monotonic() + timeout_s
+        data = io.BytesIO(bytes(len(head) + size_bytes))  # neither fills nor copies its memory
+        data.getbuffer()[: len(head)] = head
+        for rest in (data.getbuffer()[len(head) :], memoryview(tail)):
+            while rest:
+                claim.due_s = due_s(_PART_BYTES)
+                received = sock.recv_into(rest[:_PART_BYTES], 0, 0 if secured else socket.MSG_WAITALL)
+                if not received:
+                    raise ConnectionError("the client went in the middle of a value")
+                rest = rest[received:]
+                if rest and time.monotonic() > until_s:
+                    raise TimeoutError(f"{len(rest)} bytes of the value did not come in time")
+            del rest
+        return data.getvalue()
+    finally:
+        claim.due_s = math.inf
 
 
 class Outbox:
     """Replies on their way to one client: small ones collected, large ones sent from where they lie."""
 
-    def __init__(self, sock: socket.socket, stall_s: float) -> None:
+    def __init__(self, sock: socket.socket, stall_s: float, claim: Claim) -> None:
         self._sock = sock
+        self._claim = claim
         self._small = bytearray()
         self._pace = Pace(stall_s)
 
@@ -450,16 +534,21 @@ class Outbox:
     def _send(self, buffers: list[memoryview]) -> None:
         self._pace.begin()
         secured = isinstance(self._sock, ssl.SSLSocket)
-        while buffers:
-            alone = secured or len(buffers) == 1
-            sent = self._sock.send(buffers[0][:_PART_BYTES]) if alone else self._sock.sendmsg(_part(buffers))
-            moved_bytes = sent
-            while buffers and sent >= buffers[0].nbytes:
-                sent -= buffers.pop(0).nbytes
-            if sent:
-                buffers[0] = buffers[0][sent:]
-            if buffers:
-                self._pace.moved(moved_bytes)
+        try:
+            while buffers:
+                alone = secured or len(buffers) == 1
+                if self._claim.held_bytes:
+                    self._claim.due_s = due_s(_PART_BYTES)
+                sent = self._sock.send(buffers[0][:_PART_BYTES]) if alone else self._sock.sendmsg(_part(buffers))
+                moved_bytes = sent
+                while buffers and sent >= buffers[0].nbytes:
+                    sent -= buffers.pop(0).nbytes
+                if sent:
+                    buffers[0] = buffers[0][sent:]
+                if buffers:
+                    self._pace.moved(moved_bytes)
+        finally:
+            self._claim.due_s = math.inf
 
 
 def _part(buffers: Sequence[memoryview]) -> list[memoryview]:

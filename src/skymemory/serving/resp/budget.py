@@ -1,0 +1,156 @@
+"""Memory that clients share: bytes of values that are received and sent, and of commands that wait for EXEC.
+
+Who waits for room waits in order of arrival. A client that holds some and does not take or send what it asked for pays
+for those that wait, not they for it:
+
+1. the largest that is overdue: what it is to move next did not move within ``SLOW_S`` and its bytes at
+   ``LEAST_SHARED_BYTES_PER_S``;
+2. once the first has waited for ``fair_s``: the largest that holds more than its share, which is the limit divided by
+   all that hold or wait, unless the first wants more than a share itself;
+3. where all that hold wait themselves, the largest of these is refused.
+
+Who pays loses its connection (1, 2) or hears BUSY (3).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+BRIEF_BYTES = 64 << 10
+"""Smaller values never wait for room: slow clients of large values hold up no quick one of small values."""
+SLOW_S = 1.0
+LEAST_SHARED_BYTES_PER_S = 1 << 20
+"""While others wait for room."""
+_LOOK_AGAIN_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """What one client holds. ``end`` disconnects it; any thread calls it."""
+
+    end: Callable[[], object]
+    held_bytes: int = 0
+    due_s: float = math.inf
+    """When what the client moves now is overdue; infinite while the client is not waited for."""
+    waits: bool = False
+    is_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    claim: Claim
+    size_bytes: int
+    since_s: float
+    is_refused: bool = False
+
+
+@dataclass(slots=True)
+class Room:
+    """The rule: who has room, and who pays. Not thread-safe."""
+
+    limit_bytes: int
+    fair_s: float
+    used_bytes: int = 0
+    holders: dict[Claim, None] = field(default_factory=dict)
+    waiting: list[Waiter] = field(default_factory=list)
+
+    def fits(self, size_bytes: int) -> bool:
+        """What is larger than the limit is admitted alone."""
+        return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
+
+    def change(self, claim: Claim, by_bytes: int) -> None:
+        self.used_bytes += by_bytes
+        claim.held_bytes += by_bytes
+        if claim.held_bytes:
+            self.holders[claim] = None
+        else:
+            self.holders.pop(claim, None)
+
+    def payer(self, now_s: float) -> Claim | None:
+        """Who pays so that the first that waits has room; None: room is on its way, or no client is to blame yet."""
+        first = self.waiting[0]
+        if any(claim.is_ended for claim in self.holders):
+            return None
+        moving = [claim for claim in self.holders if not claim.waits]
+        if not moving:
+            return _largest(self.holders)
+        overdue = _largest(claim for claim in moving if claim.due_s <= now_s)
+        if overdue is not None or now_s - first.since_s < self.fair_s:
+            return overdue
+        share_bytes = self.limit_bytes / len(self.holders.keys() | {waiter.claim for waiter in self.waiting})
+        if first.size_bytes > share_bytes:
+            return None
+        return _largest(claim for claim in moving if claim.due_s < math.inf and claim.held_bytes > share_bytes)
+
+
+def _largest(claims: Iterable[Claim]) -> Claim | None:
+    return max(claims, key=lambda claim: claim.held_bytes, default=None)
+
+
+class ByteBudget:
+    """``Room`` for threads. ``fair_s``: how long the first waits before shares count."""
+
+    def __init__(self, limit_bytes: int, fair_s: float = 15.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._room = Room(limit_bytes, fair_s)
+        self._clock = clock
+        self._freed = threading.Condition()
+        self.ended_clients = 0
+        """Clients that paid."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self._room.used_bytes
+
+    def take(self, claim: Claim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
+        """Waits for room; False where none came within ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
+        room = self._room
+        with self._freed:
+            at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))
+            if not at_once and not self._wait(Waiter(claim, size_bytes, self._clock()), timeout_s):
+                return False
+            room.change(claim, size_bytes)
+            return True
+
+    def give_back(self, claim: Claim, size_bytes: int) -> None:
+        if size_bytes:
+            with self._freed:
+                self._room.change(claim, -size_bytes)
+                self._freed.notify_all()
+
+    def _wait(self, waiter: Waiter, timeout_s: float) -> bool:
+        room, claim = self._room, waiter.claim
+        ends_s = waiter.since_s + timeout_s
+        room.waiting.append(waiter)
+        claim.waits = True
+        try:
+            while not (room.waiting[0] is waiter and room.fits(waiter.size_bytes)):
+                now_s = self._clock()
+                if now_s >= ends_s or waiter.is_refused or claim.is_ended:
+                    return False
+                if room.waiting[0] is waiter and (payer := room.payer(now_s)) is not None:
+                    self._charge(payer)
+                self._freed.wait(min(ends_s - now_s, _LOOK_AGAIN_S))
+            return True
+        finally:
+            claim.waits = False
+            room.waiting.remove(waiter)
+            self._freed.notify_all()
+
+    def _charge(self, payer: Claim) -> None:
+        if payer.waits:
+            for waiter in self._room.waiting:
+                waiter.is_refused |= waiter.claim is payer
+            self._freed.notify_all()
+            return
+        payer.is_ended = True
+        self.ended_clients += 1
+        payer.end()
+
+
+def due_s(size_bytes: int) -> float:
+    """When ``size_bytes`` that a client is to move from now on are overdue."""
+    return time.monotonic() + SLOW_S + size_bytes / LEAST_SHARED_BYTES_PER_S

@@ -1,0 +1,58 @@
+"""Keys of the protocol and the store's keys (``commands`` says which is which)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from skymemory.errors import InvalidInput
+from skymemory.kv.codec.base import RAW
+from skymemory.kv.value import ValueHeader
+from skymemory.store.base import KEY_BYTES
+from skymemory.store.named import named_key
+from skymemory.store.redis import NAMESPACE, TRAILER_BYTES
+
+_ODD_NAME = "\0bytes:"
+"""In front of the name of a key that is not text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the protocol as the store knows it. ``name`` is empty for a block's key."""
+
+    stored: bytes
+    name: str = ""
+
+    @classmethod
+    def of(cls, key: bytes) -> Key:
+        return _key_of(key)
+
+    @classmethod
+    def of_bytes(cls, key: bytes) -> Key:
+        if key.startswith(NAMESPACE) and len(key) == len(NAMESPACE) + KEY_BYTES:
+            return cls(key[len(NAMESPACE) :])
+        try:
+            name = key.decode()
+        except UnicodeDecodeError:
+            return cls(named_key(odd := _ODD_NAME + key.decode("latin-1")), odd)
+        if name.startswith(_ODD_NAME):
+            raise InvalidInput("a key that begins with \\0bytes: is the name of another key here: use another")
+        return cls(named_key(name), name)
+
+    def overhead(self) -> int:
+        """Bytes that the stored value has more than the client's (a block's: fewer)."""
+        return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
+
+    def front(self, size_bytes: int) -> bytes:
+        """What is stored in front of ``size_bytes`` bytes of a client's value."""
+        return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
+
+
+_key_of = lru_cache(256)(Key.of_bytes)
+"""A SET asks before its value arrives and after, and a GET follows an EXISTS: a digest each."""
+
+
+def client_key(name: str) -> bytes:
+    """The key by which a client knows a named value."""
+    odd = name.startswith(_ODD_NAME)
+    return name.removeprefix(_ODD_NAME).encode("latin-1") if odd else name.encode()

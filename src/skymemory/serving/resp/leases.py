@@ -1,0 +1,126 @@
+"""Keys for which EXISTS said 1 (``commands``: EXISTS leases)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from skymemory.store.base import LoadTicket, Presence, Store
+from skymemory.store.named import bare
+
+LEASE_S = 30.0
+_MAX_LEASES = 1 << 16
+
+
+class Leases:
+    """A lease is a load that has begun, or the value itself. Bounded; thread-safe."""
+
+    def __init__(self, store: Store, held_bytes: int, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._protects = bare(store).leases
+        self._held_bytes, self._used_bytes = held_bytes, 0
+        self._clock = clock
+        self._leases: dict[bytes, Lease] = {}
+        """By stored key, the one that ends first in front."""
+        self._beginning: dict[bytes, object] = {}
+        """Keys that are being leased now, each with a mark of its last ``begin``; a write takes the mark away."""
+        self._lock = threading.Lock()
+
+    def begin(self, keys: Sequence[bytes]) -> list[bool]:
+        """Lease those that are there; per key, whether the next GET will find it."""
+        there = [presence is Presence.HIT for presence in self._store.lookup(keys)]
+        return [yes and self._begin(key) for key, yes in zip(keys, there, strict=True)]
+
+    def _begin(self, key: bytes) -> bool:
+        now_s = self._clock()
+        with self._lock:
+            self._expire(now_s)
+            lease = self._leases.get(key)
+            if lease is not None and lease.value is not None:
+                lease.until_s = now_s + LEASE_S
+                self._leases[key] = self._leases.pop(key)  # it is the one that ends last
+                return True
+            if len(self._leases) >= _MAX_LEASES:
+                return False
+            mark = self._beginning[key] = object()
+        ticket = self._store.prepare_load([key])
+        lease = Lease(now_s + LEASE_S, ticket)
+        added = False
+        try:
+            if self._protects:
+                # It may have been evicted since the lookup: only what is there now is protected.
+                there = self._store.lookup([key]) == [Presence.HIT]
+            else:
+                (lease.value,) = self._store.complete_load(ticket)
+                there = lease.value is not None
+            added = there and self._add(key, lease, mark)
+            return added
+        finally:
+            with self._lock:
+                if self._beginning.get(key) is mark:
+                    del self._beginning[key]
+            if not added:
+                self._store.release(ticket)
+
+    def _add(self, key: bytes, lease: Lease, mark: object) -> bool:
+        size_bytes = 0 if lease.value is None else lease.value.nbytes
+        with self._lock:
+            # Written or deleted meanwhile: what was read may be the value before.
+            fits = self._beginning.get(key) is mark and self._used_bytes + size_bytes <= self._held_bytes
+            if fits:
+                self._drop(key)
+                self._leases[key] = lease
+                self._used_bytes += size_bytes
+        return fits
+
+    def take(self, key: bytes) -> Lease | None:
+        """The lease of ``key``, which ends: the caller completes or releases its ticket."""
+        if not self._leases:
+            return None
+        with self._lock:
+            self._expire(self._clock())
+            return self._pop(key)
+
+    def end(self, key: bytes) -> None:
+        """Another value is stored under ``key``, or none; to be called before and after the store has it."""
+        if not self._leases and not self._beginning:
+            return
+        with self._lock:
+            self._beginning.pop(key, None)
+            self._drop(key)
+
+    def _expire(self, now_s: float) -> None:
+        for key in [key for key, lease in self._first() if lease.until_s <= now_s]:
+            self._drop(key)
+
+    def _first(self) -> Iterator[tuple[bytes, Lease]]:
+        """The oldest few: enough that all expire over time, without walking all at each call."""
+        for number, item in enumerate(self._leases.items()):
+            if number == 64:
+                return
+            yield item
+
+    def _pop(self, key: bytes) -> Lease | None:
+        lease = self._leases.pop(key, None)
+        if lease is not None and lease.value is not None:
+            self._used_bytes -= lease.value.nbytes
+        return lease
+
+    def _drop(self, key: bytes) -> None:
+        lease = self._pop(key)
+        if lease is not None:
+            self._store.release(lease.ticket)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._used_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """``value`` is set where the store protects nothing: then the load has ended, and the ticket keeps its views."""
+
+    until_s: float
+    ticket: LoadTicket
+    value: memoryview | None = None

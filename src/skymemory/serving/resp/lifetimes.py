@@ -1,0 +1,113 @@
+"""Lifetimes of keys, as clients give them and as TTL reports them. The store ends them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from skymemory.store.accounting import Deadlines
+from skymemory.store.base import Expiring, Store
+from skymemory.store.named import bare
+
+_MAX_LIFETIMES = 1 << 16
+"""That TTL reports."""
+
+
+class Lifetimes:
+    """Lifetimes that were given through this daemon; of others TTL knows nothing. Thread-safe."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        inner: object = bare(store)
+        self._expiring = inner if isinstance(inner, Expiring) else None
+        self._clock = clock
+        self._deadlines = Deadlines()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    @property
+    def can_be_given(self) -> bool:
+        return self._expiring is not None
+
+    def left_s(self, key: bytes) -> float:
+        """Infinite: none was given here."""
+        return self._deadlines.of(key) - self._clock()
+
+    def give(self, keys: Sequence[bytes], ttl_s: float) -> bool:
+        """Whether the store promises that all ``keys`` end in ``ttl_s`` (infinite: never)."""
+        now_s = self._clock()
+        promised = self._expiring is not None and all(self._expiring.expire(keys, ttl_s))
+        with self._lock:
+            self._deadlines.ended(now_s)  # which forgets them
+            for key in keys:
+                self._deadlines.give(key, now_s + ttl_s if promised else math.inf)
+            while len(self._deadlines) > _MAX_LIFETIMES:
+                self._deadlines.forget_oldest()
+        return promised
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._deadlines.forget(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of SET and GETEX."""
+
+    condition: bytes = b""
+    """NX or XX."""
+    get: bool = False
+    ttl_s: float | None = None
+    """0 or less: it has ended already."""
+    persist: bool = False
+    keeps: bool = False
+    """KEEPTTL."""
+
+
+_UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
+
+
+def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
+    """The options in ``words``; None where they are not of those ``allowed``, or contradict each other.
+
+    Raises:
+        ValueError: a lifetime that is not a whole number above 0.
+    """
+    condition, get, ttl_s, lifetime = b"", False, None, b""
+    rest = list(words)
+    while rest:
+        option = rest.pop(0).upper()
+        if option not in allowed:
+            return None
+        if option in (b"NX", b"XX"):
+            if condition not in (b"", option):
+                return None
+            condition = option
+        elif option == b"GET":
+            get = True
+        elif lifetime:
+            return None
+        else:
+            lifetime = option
+            if option in _UNITS:
+                if not rest:
+                    return None
+                number = whole(rest.pop(0))
+                if number <= 0:
+                    raise ValueError("invalid expire time")
+                ttl_s = number * _UNITS[option] - (unix_s if option.endswith(b"AT") else 0.0)
+    return Options(condition, get, ttl_s, persist=lifetime == b"PERSIST", keeps=lifetime == b"KEEPTTL")
+
+
+def whole(word: bytes) -> int:
+    """Raises ValueError for what is not a whole number of at most 15 digits."""
+    if not (word.removeprefix(b"-").isdigit() and len(word) <= 15):
+        raise ValueError("value is not an integer or out of range")
+    return int(word)
+
+
+LIFETIMES = frozenset(_UNITS)
