@@ -59,7 +59,7 @@ static const sky_mac_key *active(const sky_authority *authority, sky_us now) {
 }
 
 bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now) {
-    const sky_mac_key *const key = active(authority, now);
+    const sky_mac_key *const key = active(authority, now + authority->wall_shift); /* by which keys are made */
     const bool command = (packet[0] & SKY_COMMAND_BIT) != 0U;
     const uint64_t time = command && now > 0 ? (uint64_t)now : 0U;
     const uint32_t length = sky_load16(packet + 4) + (uint32_t)SKY_MAC_BYTES;
@@ -340,6 +340,7 @@ struct sky_gate {
     void *context;
     sky_replay *replay;
     uint32_t here, beam;
+    sky_us heard, heard_by_wall;
     sky_us answered_to; /* when all refusals answered so far would have been sent, at 100 a second */
     bool commanded;
     /* What was admitted, and how much of that was given. */
@@ -377,7 +378,18 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
     return gate;
 }
 
-void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(gate->authority, ring); }
+void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) {
+    const sky_us shift = gate->authority->wall_shift;
+    sky_authority_begin(gate->authority, ring);
+    gate->authority->wall_shift = shift;
+}
+
+void sky_gate_set_wall(sky_gate *gate, sky_us shift) { gate->authority->wall_shift = shift; }
+
+sky_us sky_gate_heard(const sky_gate *gate, sky_us *by_wall) {
+    *by_wall = gate->heard_by_wall;
+    return gate->heard;
+}
 
 const sky_authority *sky_gate_authority(const sky_gate *gate) { return gate->authority; }
 
@@ -451,12 +463,16 @@ static void turn_away(sky_gate *gate, const group *its, size_t first, size_t end
 
 /* Keeps of the commands from `first` to `end` those that are authentic and new. */
 static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_t end) {
+    const sky_us shift = gate->authority->wall_shift;
     bool all = true;
     for (size_t n = first; n < end; n++) {
         size_t bytes;
         const uint8_t *const packet = packet_of(its, n, &bytes);
         sky_us sent = 0;
         gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
+        if (!gate->keep[n] && shift != 0) {
+            gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now + shift, MAX_SKEW_US, &sent);
+        }
         gate->sent[n] = sent;
         all = all && gate->keep[n];
     }
@@ -473,6 +489,10 @@ static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_
             if (!gate->keep[n]) {
                 sky_count(gate->counters, SKY_packets_received, 1);
                 sky_count(gate->counters, SKY_packets_replayed, 1);
+            } else if (gate->sent[n] >= its->now - MAX_SKEW_US && gate->sent[n] <= its->now + MAX_SKEW_US) {
+                gate->heard = its->now;
+            } else if (shift > 0) {
+                gate->heard_by_wall = its->now;
             }
         }
     }

@@ -19,7 +19,7 @@ from skymemory.errors import InvalidInput, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.files import MAX_TABLE_BYTES, read_text, read_toml, write_private
 from skymemory.text import write_line
-from skymemory.units import format_size, parse_delay, parse_whole
+from skymemory.units import format_duration, format_size, parse_delay, parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -432,7 +432,9 @@ def _add_failures(verbs: Subparsers) -> None:
         if verb == "enable":
             parser.add_argument("--all", action="store_true", help="every satellite")
         add_run_dir(parser)
-    revive = verbs.add_parser("revive", help="restart the dead host processes of this computer, empty")
+    revive = verbs.add_parser(
+        "revive", help="restart the host processes of this computer that are dead or have a wrong time, empty"
+    )
     add_run_dir(revive)
 
 
@@ -483,9 +485,17 @@ def _satellites(count: int) -> str:
 
 
 def _revive(args: argparse.Namespace) -> int:
+    from skymemory.testbed.control import host_clocks_s, hosts_of_another_time
     from skymemory.testbed.supervisor import revive as start_again
 
-    hosts = start_again(_directory(args))
+    directory = _directory(args)
+    plan = directory.read_plan()
+    clocks_s = host_clocks_s(plan) if plan.auth != "off" and directory.living() else {}
+    wrong = hosts_of_another_time(clocks_s)
+    for host, ahead_s in wrong.items():
+        side = "ahead of" if ahead_s > 0 else "behind"
+        print(f"the clock of {host} is {format_duration(abs(ahead_s))} {side} the others', which refuse its commands")
+    hosts = start_again(directory, wrong=wrong)
     print(f"started again, empty: {', '.join(hosts)}" if hosts else "no host process is dead")
     return 0
 

@@ -29,7 +29,8 @@ from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
 from skymemory.files import read_bounded, write_private
 from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, MAX_PORT, ConstellationPlan, HostShare, Ports
-from skymemory.testbed.plan_file import load_plan, save_plan
+from skymemory.testbed.plan_file import CLOCK_NAME, load_plan, save_plan, write_clock
+from skymemory.transport.unix_clock import running_s, wall_s
 
 PLAN_NAME = "constellation.json"
 INDEX_NAME = "index"
@@ -216,10 +217,11 @@ class RunDirectory:
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Writes the plan, and new keys if it needs them."""
+        """Writes the plan, new keys if it needs them, and where the clock counts from: what the wall clock says now."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
+        write_clock(self.path / CLOCK_NAME, wall_s() - running_s())
 
     def read_plan(self) -> ConstellationPlan:
         """The plan here. Raises ``NoConstellation`` without one."""
@@ -318,6 +320,8 @@ class RunDirectory:
             f".{KINDS_NAME}.*",
             KEYS_NAME,
             f".{KEYS_NAME}.*",
+            CLOCK_NAME,
+            f".{CLOCK_NAME}.*",
         )
         for pattern in patterns:
             for path in self.path.glob(pattern):
