@@ -340,7 +340,7 @@ struct sky_gate {
     void *context;
     sky_replay *replay;
     uint32_t here, beam;
-    sky_us heard, heard_by_wall;
+    sky_us began, heard, heard_by_wall;
     sky_us answered_to; /* when all refusals answered so far would have been sent, at 100 a second */
     bool commanded;
     /* What was admitted, and how much of that was given. */
@@ -374,6 +374,7 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
     gate->replay = replay;
     gate->here = config->address;
     gate->beam = (uint32_t)SKY_GROUND_SHELL << 24 | config->address;
+    gate->began = now;
     gate->answered_to = now;
     return gate;
 }
@@ -470,7 +471,8 @@ static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_
         const uint8_t *const packet = packet_of(its, n, &bytes);
         sky_us sent = 0;
         gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
-        if (!gate->keep[n] && shift != 0) {
+        /* Not by a wall clock from before our start, of which no command can be told from a replay. */
+        if (!gate->keep[n] && shift != 0 && its->now + shift > gate->began) {
             gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now + shift, MAX_SKEW_US, &sent);
         }
         gate->sent[n] = sent;

@@ -246,6 +246,7 @@ class SatelliteGate:
         self._our_beam = Address(here.plane, here.slot, GROUND_SHELL).pack().to_bytes(4, "big")
         self._counters = counters
         self._refuse = refuse
+        self._began_s = now_s
         self._window = ReplayWindow(microseconds(now_s - START_GRACE_S))
         self._commanded = False
         self._guarded_s = now_s
@@ -331,7 +332,8 @@ class SatelliteGate:
         authority, keys = self._authority, self._authority.mac_keys
         by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
         times = by_now
-        if authority.wall_shift_s and None in by_now:
+        # Not by a wall clock from before our start, of which no command can be told from a replay.
+        if authority.wall_shift_s and None in by_now and now_s + authority.wall_shift_s > self._began_s:
             wall_us = microseconds(now_s + authority.wall_shift_s)
             by_wall = native.check_macs(view, size, COMMAND_BYTES, keys, wall_us, _MAX_SKEW_US)
             times = [wall if now is None else now for now, wall in zip(by_now, by_wall, strict=True)]

@@ -7,8 +7,8 @@ of a whole virtual machine; then the wall clock is set forward.
 A wall clock that is set, by an operator or a time server, is right or wrong, and this computer cannot tell: satellites
 and clients all over the constellation go by what it said when they started. So ``now_s`` goes on as before, and
 ``wall_shift_s`` says by how much the wall clock now differs. Who has a reason to believe the wall clock follows it, but
-only forward (``follow_wall``). Processes of one computer that start at different times agree if they count from the same
-``unix_at_boot_s``.
+only forward (``follow_wall``). Processes of one computer that start at different times agree if they count from the
+same ``unix_at_boot_s``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ running_s: Callable[[], float] = partial(time.clock_gettime, _RUNNING)
 
 
 def boot_id() -> str:
-    """Names the present run of this computer, during which ``running_s`` goes on; empty where the system has no name."""
+    """Names the present run of this computer, during which ``running_s`` goes on; empty if the system has no name."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):
