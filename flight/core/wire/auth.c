@@ -100,7 +100,8 @@ bool sky_authority_check(const sky_authority *authority, const uint8_t *packet, 
     uint8_t expected[SKY_MAC_BYTES], wrong = 0;
     uint32_t id;
     *sent = 0;
-    if (end == 0U) {
+    /* The headers here, because a packet whose MAC is taken off gets another length and another CRC. */
+    if (end == 0U || sky_packet_verify_headers(packet, bytes) != SKY_SOUND) {
         return false;
     }
     if ((packet[0] & SKY_COMMAND_BIT) != 0U) { /* the low half of the time is sent; the high half is that nearest to now */
