@@ -236,3 +236,15 @@ def test_a_client_that_starts_by_a_wrong_clock_of_its_own_is_refused(off_s: floa
     for _ in range(SERVED_WITHIN_S):
         world.passes(1.0)
         assert not any(world.reaches(wrong, host) for host in world.hosts)
+
+
+def test_a_host_that_starts_by_a_wrong_clock_says_that_it_refuses() -> None:
+    """Not a word would be taken for its death: its wall clock, which is right, is from before its start."""
+    world = World()
+    world.passes(5.0)
+    world.four.unix_at_boot_s += 3_600.0
+    world.hosts[1] = wrong = Host(world.four, 1)
+    world.passes(1.0)
+    for client in world.clients:
+        assert not world.reaches(client, wrong)
+        assert wrong.refused and not wrong.counters.get("packets_replayed")

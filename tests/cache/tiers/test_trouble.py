@@ -359,3 +359,23 @@ def test_a_block_cache_over_tiers_in_trouble_computes(trouble: str) -> None:
     far.trouble = ""
     assert soon(lambda: save(cache, TOKENS) + load(cache, TOKENS)[0].loaded_blocks == 5)
     tiers.close()
+
+
+def test_a_load_that_came_too_late_is_let_go() -> None:
+    """What was leased for it would else stay pinned in its tier for as long as a lease lasts."""
+    loaded, hangs = threading.Event(), threading.Event()
+
+    class Slow(FaultyTier):
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            loaded.set()
+            hangs.wait(60.0)
+            return super().complete_load(ticket)
+
+    far = Slow("far")
+    tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(load_deadline_s=0.2))])
+    far.put_many(items(1))
+    assert tiers.get_many([key(1)]) == [None]
+    assert loaded.wait(20.0) and far.stats()["open_leases"] == 1
+    hangs.set()
+    assert soon(lambda: far.stats()["open_leases"] == 0)
+    tiers.close()
