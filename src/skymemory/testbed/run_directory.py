@@ -17,6 +17,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -118,6 +119,8 @@ class RunDirectory:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = (path or default_run_directory()).absolute()
+        self._locked_by: int | None = None
+        """The thread that has this object's lock."""
 
     @property
     def plan_path(self) -> Path:
@@ -183,11 +186,18 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Locks the directory while starting or stopping. Raises ConstellationError after ``patience_s``."""
+        """Locks the directory while starting or stopping, once more where this thread has locked it by this object.
+        Raises ConstellationError after ``patience_s``.
+        """
+        if self._locked_by == threading.get_ident():
+            yield
+            return
         handle = self._lock(time.monotonic() + patience_s)
+        self._locked_by = threading.get_ident()
         try:
             yield
         finally:
+            self._locked_by = None
             # Remove a directory that has only our lock.
             if [path.name for path in self.path.glob("*")] == ["lock"]:
                 (self.path / "lock").unlink()

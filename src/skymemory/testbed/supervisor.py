@@ -265,11 +265,13 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
 
 
 def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
-    """Stops every host process of this directory and removes its files. Returns (stopped, of them killed)."""
+    """Stops every host process of this directory and removes its files. Returns (stopped, of them killed). Waits for a
+    command that is starting them.
+    """
     if not directory.path.is_dir():
         return 0, 0
     # By command line (a pid file may be lost or damaged) and by pid file (a system may have no /proc).
-    with directory.locked(), SignalGate():
+    with directory.locked(patience_s=START_PATIENCE_S), SignalGate():
         living = list({**directory.running(), **directory.living()}.values())
         forced = end_processes(living, grace_s)
         directory.sweep()
