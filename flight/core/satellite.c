@@ -149,6 +149,17 @@ void sky_set_keys(sky_satellite *satellite, const sky_ring *ring) {
     }
 }
 
+void sky_set_wall(sky_satellite *satellite, sky_us shift) {
+    if (satellite->gate != NULL) {
+        sky_gate_set_wall(satellite->gate, shift);
+    }
+}
+
+sky_us sky_heard(const sky_satellite *satellite, sky_us *by_wall) {
+    *by_wall = 0;
+    return satellite->gate != NULL ? sky_gate_heard(satellite->gate, by_wall) : 0;
+}
+
 /* --- What all handlers ask --- */
 
 bool sky_is_late(const sky_satellite *satellite, sky_us now) {

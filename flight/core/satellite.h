@@ -99,6 +99,12 @@ const uint8_t *sky_payload_cell(const sky_satellite *satellite, uint32_t cell, u
 void sky_satellite_moves(const sky_satellite *satellite, int32_t *slot_moves, int32_t *plane_moves);
 /* Other keys from now on; nothing where there were none at the start. */
 void sky_set_keys(sky_satellite *satellite, const sky_ring *ring);
+/* By how much the wall clock is ahead of the time that this satellite is given (behind: negative); 0: not worth a word.
+ * Commands of now by either are admitted. */
+void sky_set_wall(sky_satellite *satellite, sky_us shift);
+/* When it last admitted an authentic command of now, and when one of now by a wall clock that is ahead, and not otherwise; 0:
+ * never. */
+sky_us sky_heard(const sky_satellite *satellite, sky_us *by_wall);
 
 /* All fields of PONG, by number. */
 #define SKY_HOUSEKEEPING_FIELDS 49U

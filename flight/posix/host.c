@@ -43,6 +43,7 @@ enum {
     FAULT_ROWS,
 };
 #define BEAT_US 100000
+#define ALONE_US 5000000 /* a wall clock set forward is not followed within this time of a command by the old time */
 #define LOOK_US 250000          /* for changed keys, and to bind again what could not be bound */
 #define FIGURES_US 500000
 #define GRAIN_US 10000          /* packets of a run that a link ends to send within this time go on together, with the last */
@@ -82,6 +83,7 @@ typedef struct {
     share *its;
     int epoll, timer, signals, line;
     wall_clock clock;
+    sky_us wall_shift; /* as the satellites know it */
     sky_us armed; /* when the timer fires, by the running clock */
     satellite *all;
     unsigned count;
@@ -693,6 +695,7 @@ static bool launch(host *h, unsigned which) {
         errno = ENOMEM;
         return false;
     }
+    sky_set_wall(s->core, h->wall_shift);
     s->fd = fd;
     s->life++;
     s->full_since = SKY_NEVER;
@@ -832,6 +835,30 @@ static void report_figures(host *h) {
     }
 }
 
+/* Follows a wall clock that was set forward: with MACs only once an authentic command says the same time, and none has
+ * lately said another. */
+static void look_at_wall_clock(host *h, sky_us now) {
+    bool follow = h->its->keys_path[0] == '\0';
+    sky_us heard = 0, heard_by_wall = 0;
+    for (unsigned i = 0; i < h->count; i++) {
+        if (h->all[i].core != NULL) {
+            sky_us by_wall;
+            const sky_us last = sky_heard(h->all[i].core, &by_wall);
+            heard = last > heard ? last : heard;
+            heard_by_wall = by_wall > heard_by_wall ? by_wall : heard_by_wall;
+        }
+    }
+    follow = follow || (heard_by_wall >= now - ALONE_US && now > heard + ALONE_US);
+    if (follow)
+        (void)wall_clock_follow(&h->clock);
+    const int64_t shift = wall_clock_shift(&h->clock);
+    for (unsigned i = 0; i < h->count && shift != h->wall_shift; i++) {
+        if (h->all[i].core != NULL)
+            sky_set_wall(h->all[i].core, shift);
+    }
+    h->wall_shift = shift;
+}
+
 static void alarms(host *h) {
     sky_us now = now_us(h);
     while (h->timers > 0 && h->all[h->heap[0]].alarm <= now) {
@@ -853,7 +880,7 @@ static void alarms(host *h) {
     }
     now = now_us(h);
     if (now >= h->beat) {
-        (void)wall_clock_follow(&h->clock);
+        look_at_wall_clock(h, now);
         now = now_us(h);
         measured(h, now - h->beat, now);
         h->beat = now + BEAT_US;
@@ -979,7 +1006,7 @@ static bool prepare(host *h) {
     h->epoll = epoll_create1(EPOLL_CLOEXEC);
     h->timer = timerfd_create(CLOCK_BOOTTIME, TFD_NONBLOCK | TFD_CLOEXEC);
     h->signals = signalfd(-1, &signals, SFD_NONBLOCK | SFD_CLOEXEC);
-    wall_clock_begin(&h->clock);
+    wall_clock_begin(&h->clock, h->its->unix_at_boot_us);
     return h->epoll >= 0 && watch_fd(h, h->timer, TIMER_EVENT) && watch_fd(h, h->signals, SIGNAL_EVENT) &&
            (h->line < 0 || watch_fd(h, h->line, LINE_EVENT));
 }

@@ -350,6 +350,7 @@ static bool read_number(line_reader *line, const char *name) {
         {"neighbour-timeout-us", &config->neighbour_timeout, sizeof config->neighbour_timeout},
         {"handover-timeout-us", &config->handover_timeout, sizeof config->handover_timeout},
         {"slot-delay-us", &line->its->slot_delay_us, sizeof line->its->slot_delay_us},
+        {"unix-at-boot-us", &line->its->unix_at_boot_us, sizeof line->its->unix_at_boot_us},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         if (strcmp(name, all[i].name) != 0)

@@ -28,6 +28,7 @@ typedef struct {
     char keys_path[4096];    /* empty: no MACs */
     char outages_path[4096]; /* which satellites are disabled; empty: none */
     char record_path[4096];  /* removed at a regular end; empty: none */
+    int64_t unix_at_boot_us; /* where the clock counts from; 0: what the wall clock says */
 
     share_satellite *mine, *others;
     unsigned mine_count, others_count;

@@ -15,12 +15,17 @@ int64_t running_us(void) {
     return read_us(CLOCK_BOOTTIME);
 }
 
-void wall_clock_begin(wall_clock *clock) {
-    clock->offset_us = read_us(CLOCK_REALTIME) - running_us();
+void wall_clock_begin(wall_clock *clock, int64_t unix_at_boot_us) {
+    clock->offset_us = unix_at_boot_us != 0 ? unix_at_boot_us : read_us(CLOCK_REALTIME) - running_us();
 }
 
 int64_t wall_clock_now(const wall_clock *clock) {
     return running_us() + clock->offset_us;
+}
+
+int64_t wall_clock_shift(const wall_clock *clock) {
+    const int64_t shift_us = read_us(CLOCK_REALTIME) - running_us() - clock->offset_us;
+    return shift_us >= STEP_US || shift_us <= -STEP_US ? shift_us : 0;
 }
 
 bool wall_clock_follow(wall_clock *clock) {

@@ -152,6 +152,8 @@ def test_attach_and_forget(capsys: pytest.CaptureFixture[str], tmp_path: Path, r
     out = tmp_path / "sky.json"
     assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0
     assert _main(f"constellation attach {out}") == 0
+    said = capsys.readouterr().out
+    assert "0 of 1 hosts answer, not host-0 (127.0.0.1): start them" in said
     assert load_plan(run_dir / "constellation.json") == load_plan(out)
     assert _main("constellation down") == 0
     assert not run_dir.exists()

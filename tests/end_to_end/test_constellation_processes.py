@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.end_to_end.in_process import skymemory
+
+from skymemory.testbed import carrying, supervisor
+from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-m", "skymemory"]
 Answer = subprocess.CompletedProcess[str]
@@ -279,3 +285,24 @@ def test_hosts_that_see_a_part_of_the_box_and_hosts_on_board(sky: Sky, tmp_path:
     other = sky("kv", "get", "value.bin", "--access", "los" if access == "onboard" else "onboard")
     assert other.returncode == 2 and "its box moves differently" in other.stderr
     assert (sky("constellation", "rotate").returncode == 0) == (access == "hybrid")
+
+
+@pytest.mark.slow
+def test_a_down_while_an_up_is_still_measuring_waits_and_stops_what_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, stopped = RunDirectory(tmp_path / "run"), list[tuple[int, int]]()
+    down = threading.Thread(target=lambda: stopped.append(supervisor.stop(RunDirectory(directory.path))))
+
+    def measure(plan: ConstellationPlan) -> None:
+        down.start()
+        down.join(0.3)
+        assert down.is_alive() and not stopped
+
+    monkeypatch.setattr(carrying, "check_time_scale", measure)
+    code, out, err = skymemory(
+        "constellation", "up", "--hosts", "1", "--base-port", "auto", "--delay", "off", "--run-dir", str(directory.path)
+    )
+    assert code == 0 and "is up" in out, err
+    down.join(60)
+    assert stopped == [(1, 0)] and not directory.running() and not directory.path.exists()

@@ -141,3 +141,16 @@ def test_what_was_set_after_a_move_is_not_looked_for_where_it_was_before(way):
     assert clock.to_read_at(before, 5.1) == before
     assert clock.to_read_at(after, 5.1) == after
     assert clock.to_read_at(before, 5.1 + HANDED_OVER_S) == after
+
+
+def test_a_box_that_was_pushed_is_searched_wherever_a_chunk_can_have_been_left():
+    """The clock counts past the setting a second time: it says nothing of where the box went in between."""
+    placement = SKY.placement(STRATEGY_CODES["rotation_hop"], 10)
+    before = MoveClock(slot_period_s=10.0, plane_period_s=1e9, time_scale=1.0)
+    set_moves, left_at = before.moves(100.0), [before.moves(time_s) for time_s in (100.0, 120.0, 150.0)]
+    pushed = before.push(-8, 0)  # at 150 s
+    assert pushed.moves(190.0) == (11, 0) and set_moves in pushed.moves_before(190.0, 20)
+    looked_at = pushed.moves_since(set_moves, placement, 190.0)
+    for server in range(10):
+        places = {placement.locate(server, set_moves, moves) for moves in looked_at}
+        assert places >= {placement.locate(server, set_moves, moves) for moves in left_at}

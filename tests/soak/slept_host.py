@@ -17,15 +17,15 @@ from typing import NoReturn
 
 from skymemory.cli.main import main
 from skymemory.testbed.flight import DAEMON_SETTING
-from skymemory.transport import udp_host, udp_socket
+from skymemory.transport import udp_host, unix_clock
 
 
-def sleepy(file: Path) -> udp_socket.UnixClock:
+def sleepy(file: Path) -> unix_clock.UnixClock:
     """The clock of a computer that has slept for what ``file`` says."""
     with file.open("rb") as opened:
         view = mmap.mmap(opened.fileno(), 8, access=mmap.ACCESS_READ)
-    running_s, slept = udp_socket.running_s, struct.Struct("d")
-    return udp_socket.UnixClock(
+    running_s, slept = unix_clock.running_s, struct.Struct("d")
+    return unix_clock.UnixClock(
         lambda: time.time() + slept.unpack_from(view)[0], lambda: running_s() + slept.unpack_from(view)[0]
     )
 

@@ -14,7 +14,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError
 from skymemory.testbed import control
 from skymemory.testbed.connect import host_spec
-from skymemory.testbed.control import Silence, ping_all
+from skymemory.testbed.control import Silence, hosts_of_another_time, ping_all
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
 from skymemory.transport.udp_host import UdpHost
@@ -87,3 +87,19 @@ def test_a_busy_host_is_waited_for_and_one_that_is_off_is_not(plan: Constellatio
         assert set(ping_all(plan, silence, satellites).values()) == {None}
         took_s.append(time.monotonic() - began_s)
     assert 1.9 < took_s[0] < 15 and 0.1 < took_s[1] < took_s[0]
+
+
+@pytest.mark.parametrize(
+    ("clocks_s", "wrong"),
+    [
+        ({"a": 0.0, "b": 0.1, "c": 3_600.0}, {"c"}),
+        ({"a": -40.0, "b": -40.2, "c": -39.9, "d": -0.1, "e": -40.0}, {"d"}),
+        ({"a": 0.0, "b": 86_400.0}, {"b"}),
+        ({"a": 40.0, "b": 41.0}, set()),
+        ({"a": 29.0, "b": 0.0, "c": -0.1}, set()),
+        ({"a": 900.0}, set()),
+        ({}, set()),
+    ],
+)
+def test_a_host_of_another_time_is_one_that_most_others_refuse(clocks_s: dict[str, float], wrong: set[str]) -> None:
+    assert hosts_of_another_time(clocks_s).keys() == wrong

@@ -22,6 +22,7 @@ from skymemory.placement.layout import Strategy
 from skymemory.placement.locate import Placement
 from skymemory.protocol.client.gateway import ACCESS_MODES
 from skymemory.protocol.clock import STRATEGY_CODES
+from skymemory.testbed import plan_file
 from skymemory.testbed.connect import sky_of
 from skymemory.testbed.plan import (
     ConstellationPlan,
@@ -33,7 +34,7 @@ from skymemory.testbed.plan import (
     make_plan,
     remote_hosts,
 )
-from skymemory.testbed.plan_file import from_json, load_plan, save_plan, to_json
+from skymemory.testbed.plan_file import CLOCK_NAME, from_json, load_plan, save_plan, to_json, write_clock
 from skymemory.units import parse_delay
 
 
@@ -330,3 +331,23 @@ def test_values_have_the_servers_that_are_named_and_else_as_many_as_their_sizes_
     # Earlier releases read every plan but one: all values on as many as the preset's default.
     fields = [json.loads(to_json(make_plan(servers=servers))) for servers in (None, 16, 10)]
     assert ["fan_out" in one for one in fields] == [False, False, True]
+
+
+def test_a_recorded_clock_holds_until_the_computer_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "constellation.json"
+    save_plan(make_plan(), path)
+    assert load_plan(path).unix_at_boot_s is None and "unix_at_boot_s" not in path.read_text("utf-8")
+    monkeypatch.setattr(plan_file, "boot_id", lambda: "this run")
+    write_clock(tmp_path / CLOCK_NAME, 1_700_000_000.5)
+    assert load_plan(path).unix_at_boot_s == 1_700_000_000.5 and load_plan(path) == make_plan()
+    for boot in ("another run", ""):
+        monkeypatch.setattr(plan_file, "boot_id", lambda boot=boot: boot)
+        assert load_plan(path).unix_at_boot_s is None
+    monkeypatch.setattr(plan_file, "boot_id", lambda: "this run")
+    for damaged in ("", "[]", '{"boot": "this run", "unix_at_boot_s": NaN}', '{"boot": "this run"}'):
+        (tmp_path / CLOCK_NAME).write_text(damaged, "utf-8")
+        assert load_plan(path).unix_at_boot_s is None
+    with pytest.raises(InvalidInput, match="unknown key 'unix_at_boot_s'"):
+        from_json(to_json(make_plan())[:-3] + ', "unix_at_boot_s": 1.0}')

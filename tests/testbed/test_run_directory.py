@@ -136,7 +136,7 @@ def test_only_one_may_start_or_stop(directory: RunDirectory) -> None:
     directory.write_plan(make_plan())
     with directory.locked():
         pass
-    assert sorted(path.name for path in directory.path.iterdir()) == ["constellation.json", "lock"]
+    assert sorted(path.name for path in directory.path.iterdir()) == ["clock.json", "constellation.json", "lock"]
     with directory.locked():
         pass
 

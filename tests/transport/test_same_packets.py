@@ -28,7 +28,7 @@ from skymemory.transport import udp_client, udp_host
 from skymemory.transport.delay_line import DelayLine
 from skymemory.transport.udp_client import UdpClient
 from skymemory.transport.udp_host import UdpHost
-from skymemory.transport.udp_socket import UnixClock
+from skymemory.transport.unix_clock import UnixClock
 
 VALUES = [random.Random(number).randbytes(100_000 + number) for number in range(3)]
 STRATEGY, SERVERS, CHUNK_BYTES = STRATEGY_CODES["rotation_hop"], 10, 6144

@@ -23,7 +23,8 @@ from skymemory.testbed.plan import local_hosts, make_plan
 from skymemory.testbed.run_directory import free_ports
 from skymemory.transport.udp_client import UdpClient
 from skymemory.transport.udp_host import RECEIVE_ROUNDS, UdpHost
-from skymemory.transport.udp_socket import DEFAULT_SLOTS, UnixClock
+from skymemory.transport.udp_socket import DEFAULT_SLOTS
+from skymemory.transport.unix_clock import UnixClock
 
 
 def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:

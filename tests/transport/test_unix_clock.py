@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.transport.udp_socket import UnixClock
+from skymemory.transport.unix_clock import UnixClock
 
 
 class Computer:

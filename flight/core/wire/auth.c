@@ -59,7 +59,7 @@ static const sky_mac_key *active(const sky_authority *authority, sky_us now) {
 }
 
 bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now) {
-    const sky_mac_key *const key = active(authority, now);
+    const sky_mac_key *const key = active(authority, now + authority->wall_shift); /* by which keys are made */
     const bool command = (packet[0] & SKY_COMMAND_BIT) != 0U;
     const uint64_t time = command && now > 0 ? (uint64_t)now : 0U;
     const uint32_t length = sky_load16(packet + 4) + (uint32_t)SKY_MAC_BYTES;
@@ -100,7 +100,8 @@ bool sky_authority_check(const sky_authority *authority, const uint8_t *packet, 
     uint8_t expected[SKY_MAC_BYTES], wrong = 0;
     uint32_t id;
     *sent = 0;
-    if (end == 0U) {
+    /* The headers here, because a packet whose MAC is taken off gets another length and another CRC. */
+    if (end == 0U || sky_packet_verify_headers(packet, bytes) != SKY_SOUND) {
         return false;
     }
     if ((packet[0] & SKY_COMMAND_BIT) != 0U) { /* the low half of the time is sent; the high half is that nearest to now */
@@ -340,6 +341,7 @@ struct sky_gate {
     void *context;
     sky_replay *replay;
     uint32_t here, beam;
+    sky_us began, heard, heard_by_wall;
     sky_us answered_to; /* when all refusals answered so far would have been sent, at 100 a second */
     bool commanded;
     /* What was admitted, and how much of that was given. */
@@ -373,11 +375,23 @@ sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters 
     gate->replay = replay;
     gate->here = config->address;
     gate->beam = (uint32_t)SKY_GROUND_SHELL << 24 | config->address;
+    gate->began = now;
     gate->answered_to = now;
     return gate;
 }
 
-void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) { sky_authority_begin(gate->authority, ring); }
+void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring) {
+    const sky_us shift = gate->authority->wall_shift;
+    sky_authority_begin(gate->authority, ring);
+    gate->authority->wall_shift = shift;
+}
+
+void sky_gate_set_wall(sky_gate *gate, sky_us shift) { gate->authority->wall_shift = shift; }
+
+sky_us sky_gate_heard(const sky_gate *gate, sky_us *by_wall) {
+    *by_wall = gate->heard_by_wall;
+    return gate->heard;
+}
 
 const sky_authority *sky_gate_authority(const sky_gate *gate) { return gate->authority; }
 
@@ -451,12 +465,17 @@ static void turn_away(sky_gate *gate, const group *its, size_t first, size_t end
 
 /* Keeps of the commands from `first` to `end` those that are authentic and new. */
 static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_t end) {
+    const sky_us shift = gate->authority->wall_shift;
     bool all = true;
     for (size_t n = first; n < end; n++) {
         size_t bytes;
         const uint8_t *const packet = packet_of(its, n, &bytes);
         sky_us sent = 0;
         gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now, MAX_SKEW_US, &sent);
+        /* Not by a wall clock from before our start, of which no command can be told from a replay. */
+        if (!gate->keep[n] && shift != 0 && its->now + shift > gate->began) {
+            gate->keep[n] = sky_authority_check(gate->authority, packet, bytes, its->now + shift, MAX_SKEW_US, &sent);
+        }
         gate->sent[n] = sent;
         all = all && gate->keep[n];
     }
@@ -473,6 +492,10 @@ static void keep_authentic(sky_gate *gate, const group *its, size_t first, size_
             if (!gate->keep[n]) {
                 sky_count(gate->counters, SKY_packets_received, 1);
                 sky_count(gate->counters, SKY_packets_replayed, 1);
+            } else if (gate->sent[n] >= its->now - MAX_SKEW_US && gate->sent[n] <= its->now + MAX_SKEW_US) {
+                gate->heard = its->now;
+            } else if (shift > 0) {
+                gate->heard_by_wall = its->now;
             }
         }
     }

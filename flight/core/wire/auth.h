@@ -23,6 +23,7 @@ typedef struct {
 typedef struct {
     uint32_t count;
     bool every_packet;
+    sky_us wall_shift; /* by how much the computer's wall clock is ahead of the time that satellites are given */
     sky_mac_key keys[SKY_MOST_KEYS_IN_RING];
 } sky_authority;
 
@@ -65,6 +66,9 @@ typedef void (*sky_refuse)(void *context, const uint8_t *packet, size_t bytes, s
 sky_gate *sky_gate_new(sky_arena *arena, const sky_config *config, sky_counters *counters, sky_refuse refuse,
                        void *context, sky_us now);
 void sky_gate_set_ring(sky_gate *gate, const sky_ring *ring);
+void sky_gate_set_wall(sky_gate *gate, sky_us shift);
+/* When an authentic command of now was last admitted; *by_wall: when one of now by a wall clock ahead alone. 0: never. */
+sky_us sky_gate_heard(const sky_gate *gate, sky_us *by_wall);
 const sky_authority *sky_gate_authority(const sky_gate *gate);
 
 /* Admits packets of one link, in place: those for this satellite without their MACs. Gives them as runs, in order, by

@@ -81,32 +81,42 @@ static bool is_ours(const uint8_t *packet, size_t bytes) {
 
 static size_t mac_bytes(const uint8_t *sky) { return (sky[SKY_FLAGS_AT] & SKY_FLAG_AUTHENTICATED) != 0U ? SKY_MAC_BYTES : 0U; }
 
-sky_verdict sky_packet_verify(const uint8_t *packet, size_t bytes) {
-    size_t sky, body, end, mac;
-    bool carries;
+/* Where its header CRC ends. */
+static size_t header_end(const uint8_t *packet, size_t bytes) {
+    const size_t sky = sky_header_start(packet);
+    return sky_op_carries(packet[sky + SKY_OP_AT])
+               ? sky + (size_t)SKY_HEADER_BYTES + (size_t)SKY_REF_BYTES + mac_bytes(packet + sky)
+               : bytes;
+}
+
+sky_verdict sky_packet_verify_headers(const uint8_t *packet, size_t bytes) {
+    size_t sky, body, end;
     if (!is_ours(packet, bytes)) {
         return SKY_MALFORMED;
     }
     sky = sky_header_start(packet);
     body = sky + SKY_HEADER_BYTES;
-    mac = mac_bytes(packet + sky);
-    carries = sky_op_carries(packet[sky + SKY_OP_AT]);
-    end = carries ? body + SKY_REF_BYTES + mac : bytes;
-    if (packet[sky] != SKY_WIRE_VERSION || end > bytes || end < body + mac) {
+    end = header_end(packet, bytes);
+    if (packet[sky] != SKY_WIRE_VERSION || end > bytes || end < body + mac_bytes(packet + sky)) {
         return SKY_MALFORMED;
     }
     if (sky_header_crc(packet, sky, end) != sky_load32(packet + sky + SKY_CRC_AT)) {
         return SKY_BAD_HEADER_CRC;
     }
-    if (carries) {
-        if (sky_ref_length(packet + body) != bytes - end) {
-            return SKY_MALFORMED;
-        }
-        if (sky_crc32(0, packet + end, bytes - end) != sky_load32(packet + body + SKY_REF_CRC_AT)) {
+    return sky_op_carries(packet[sky + SKY_OP_AT]) && sky_ref_length(packet + body) != bytes - end ? SKY_MALFORMED
+                                                                                                   : SKY_SOUND;
+}
+
+sky_verdict sky_packet_verify(const uint8_t *packet, size_t bytes) {
+    const sky_verdict verdict = sky_packet_verify_headers(packet, bytes);
+    if (verdict == SKY_SOUND) {
+        const size_t sky = sky_header_start(packet), end = header_end(packet, bytes);
+        if (sky_op_carries(packet[sky + SKY_OP_AT]) &&
+            sky_crc32(0, packet + end, bytes - end) != sky_load32(packet + sky + SKY_HEADER_BYTES + SKY_REF_CRC_AT)) {
             return SKY_BAD_PAYLOAD_CRC;
         }
     }
-    return SKY_SOUND;
+    return verdict;
 }
 
 static bool is_known(uint8_t op) { return (op >= SKY_SET && op <= SKY_FORGET) || (op >= SKY_ACK && op <= SKY_UNSUPPORTED); }

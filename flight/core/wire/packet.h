@@ -141,6 +141,8 @@ bool sky_count_hops(uint8_t *packets, size_t bytes, size_t segment_bytes);
 
 /* The first four verdicts: lengths, headers, both CRCs. A MAC is not checked, only room for it. */
 sky_verdict sky_packet_verify(const uint8_t *packet, size_t bytes);
+/* The same without the payload's CRC. */
+sky_verdict sky_packet_verify_headers(const uint8_t *packet, size_t bytes);
 /* Headers of a packet that sky_packet_verify found sound: SKY_SOUND, SKY_MALFORMED or SKY_UNKNOWN_OPERATION. The body
  * (with the payload, if any) is what follows. */
 sky_verdict sky_packet_parse(const uint8_t *packet, size_t bytes, sky_header *header, const uint8_t **body,

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
-from skymemory.errors import InvalidInput, cannot_read
+from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
 from skymemory.files import MAX_TABLE_BYTES, read_text, read_toml, write_private
 from skymemory.text import write_line
-from skymemory.units import format_size, parse_delay, parse_whole
+from skymemory.units import format_duration, format_size, parse_delay, parse_whole
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -321,11 +321,13 @@ def _up(args: argparse.Namespace) -> int:
 
     directory = _directory(args)
     if not args.foreground:
-        _start(args, directory, None)
+        with directory.locked():  # from the first: a `down` meanwhile waits, and stops what was started
+            _start(args, directory, None)
         write_line("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
         return 0
     with SignalGate() as gate:
-        started = _start(args, directory, gate)
+        with directory.locked():
+            started = _start(args, directory, gate)
         print("Ctrl-C stops it", flush=True)
         return watch(directory, started, lambda words: print(words, file=sys.stderr, flush=True), gate)
 
@@ -432,7 +434,9 @@ def _add_failures(verbs: Subparsers) -> None:
         if verb == "enable":
             parser.add_argument("--all", action="store_true", help="every satellite")
         add_run_dir(parser)
-    revive = verbs.add_parser("revive", help="restart the dead host processes of this computer, empty")
+    revive = verbs.add_parser(
+        "revive", help="restart the host processes of this computer that are dead or have a wrong time, empty"
+    )
     add_run_dir(revive)
 
 
@@ -483,9 +487,17 @@ def _satellites(count: int) -> str:
 
 
 def _revive(args: argparse.Namespace) -> int:
+    from skymemory.testbed.control import host_clocks_s, hosts_of_another_time
     from skymemory.testbed.supervisor import revive as start_again
 
-    hosts = start_again(_directory(args))
+    directory = _directory(args)
+    plan = directory.read_plan()
+    clocks_s = host_clocks_s(plan) if plan.auth != "off" and directory.living() else {}
+    wrong = hosts_of_another_time(clocks_s)
+    for host, ahead_s in wrong.items():
+        side = "ahead of" if ahead_s > 0 else "behind"
+        print(f"the clock of {host} is {format_duration(abs(ahead_s))} {side} the others', which refuse its commands")
+    hosts = start_again(directory, wrong=wrong)
     print(f"started again, empty: {', '.join(hosts)}" if hosts else "no host process is dead")
     return 0
 
@@ -546,8 +558,30 @@ def _attach(args: argparse.Namespace) -> int:
     directory = _directory(args)
     plan = load_plan(args.plan)
     attach(directory, plan)
-    print(f"attached to {plan.preset} on {len(plan.hosts)} hosts; detach with `skymemory constellation down`")
+    print(f"attached to {plan.preset}: {_hosts_heard(plan)}; detach with `skymemory constellation down`")
     return 0
+
+
+def _hosts_heard(plan: ConstellationPlan) -> str:
+    """Which hosts of the plan answer, and whether by our time, as text."""
+    from skymemory.protocol.auth import MAX_SKEW_S
+    from skymemory.testbed.control import host_clocks_s
+
+    try:
+        clocks_s = host_clocks_s(plan)
+    except SkyMemoryError as error:
+        return f"no host was asked: {error}"
+    silent = [f"{host.name} ({host.ip})" for host in plan.hosts if host.name not in clocks_s]
+    words = f"{len(clocks_s)} of {len(plan.hosts)} hosts answer"
+    if silent:
+        words += f", not {', '.join(silent)}: start them, or see that this computer reaches them"
+    off_s = max(clocks_s.values(), key=abs, default=0.0)
+    if plan.auth != "off" and abs(off_s) > MAX_SKEW_S:
+        words += (
+            f"; their clock is {format_duration(abs(off_s))} {'ahead of' if off_s > 0 else 'behind'} this computer's, "
+            "whose commands they refuse: correct the wrong one and attach again"
+        )
+    return words
 
 
 def _run_satellite(args: argparse.Namespace) -> int:

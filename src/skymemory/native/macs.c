@@ -58,9 +58,10 @@ static int find_key(MacCheck *check, long key_id)
 
 int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sky, long long *sent_us)
 {
-    size_t end = sky_mac_end(packet, size, sky);
+    size_t end = sky_mac_end(packet, size, sky), ref;
     *sent_us = 0;
-    if (!end)
+    /* Here, because a packet whose MAC is taken off gets another length and another CRC. */
+    if (!end || sky_check_packet(packet, size, &ref) != OK)
         return 0;
     if (sky == COMMAND_BYTES) { /* the low half of the time is sent; the high half is the one nearest to now */
         uint32_t low = be32(packet + sky + TIMESTAMP_AT) - (uint32_t)(unsigned long long)check->now_us;

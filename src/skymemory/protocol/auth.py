@@ -12,6 +12,7 @@ The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
 """Operations with a payload behind the body."""
 
 _PURPOSE = b"skymemory packets 1"
+_CHANGE_CLOCK_S = 0.5
+"""Operations that run together are refused together: within this time only the first refusal counts."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,25 @@ class Authority:
 
     ring: KeyRing
     every_packet: bool = False
+    wall_shift_s: float = 0.0
+    """By how much this computer's wall clock is ahead of the time that its machines are given (``UnixClock``)."""
+    signs_by_wall: bool = False
+    """Whether commands get the wall clock's time."""
+    heard_s: float = -math.inf
+    """When an authentic command of now was last heard."""
+    heard_by_wall: bool = False
+    """Set when an authentic command was of now by a wall clock that is ahead, and none by the machines' time was heard
+    for ``ALONE_S``: then the wall clock is believed.
+    """
     _keys: tuple[KeyRing, dict[int, bytes]] | None = None
+    _changed_s: float = -math.inf
+
+    def on_refused(self, now_s: float) -> None:
+        """Sign by the other clock from now on, if the wall clock was set: satellites may have started since then. Both
+        are clocks of this computer: what a forged refusal says is of no use to its sender.
+        """
+        if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._changed_s + _CHANGE_CLOCK_S:
+            self._changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
 
     @property
     def mac_keys(self) -> dict[int, bytes]:
@@ -69,7 +90,8 @@ class Authority:
         return self._keys[1]
 
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """The packets of a batch (plain, sealed, one per row) with MACs. Commands get the time ``now_s``.
+        """The packets of a batch (plain, sealed, one per row) with MACs. Commands get the time ``now_s``, or the wall
+        clock's.
 
         Raises:
             ValueTooLarge: a chunk so large that its packet has no room for a MAC.
@@ -77,9 +99,10 @@ class Authority:
         command = bool(batch.headers[0] & COMMAND_BIT)
         if not (command or self.every_packet):
             return batch
-        keys, key_id = self.mac_keys, self.ring.active(now_s).key_id
+        wall_s = now_s + self.wall_shift_s  # by which keys are made
+        keys, key_id = self.mac_keys, self.ring.active(wall_s).key_id
         sky = COMMAND_BYTES if command else TELEMETRY_BYTES
-        time_us, width = microseconds(now_s) if command else 0, batch.header_bytes
+        time_us, width = microseconds(wall_s if self.signs_by_wall else now_s) if command else 0, batch.header_bytes
         try:
             signed = native.sign_packets(batch.headers, width, sky, keys[key_id], key_id, time_us)
         except ValueError as error:
@@ -204,6 +227,8 @@ Refuse = Callable[[memoryview, LinkEnd, float], None]
 
 REFUSALS_PER_S = 100
 """Refused ground hosts that get an answer, per second (and at once after a pause); a flood gets no more."""
+ALONE_S = 5.0
+"""A wall clock that was set forward is not followed within this time of a command that agrees with the old time."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
@@ -221,8 +246,10 @@ class SatelliteGate:
         self._our_beam = Address(here.plane, here.slot, GROUND_SHELL).pack().to_bytes(4, "big")
         self._counters = counters
         self._refuse = refuse
+        self._began_s = now_s
         self._window = ReplayWindow(microseconds(now_s - START_GRACE_S))
         self._commanded = False
+        self._guarded_s = now_s
         self._answered_to_us = microseconds(now_s)
         """When all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
@@ -233,9 +260,11 @@ class SatelliteGate:
 
     def guard(self, now_s: float) -> native.Guard:
         """What ``native.serve`` needs to check GETs and SETs by our own beam, until the machine is next called."""
+        self._guarded_s = now_s
         return self._authority.mac_keys, microseconds(now_s), _MAX_SKEW_US, self._are_first
 
     def _are_first(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:
+        self._authority.heard_s = self._guarded_s
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
     def admit(self, runs: list[Run], source: LinkEnd, now_s: float) -> tuple[list[Run], bool]:
@@ -300,8 +329,14 @@ class SatelliteGate:
 
     def _authentic(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
         """1 for each packet that is authentic and new; the others are counted."""
-        keys, now_us = self._authority.mac_keys, microseconds(now_s)
-        times = native.check_macs(view, size, COMMAND_BYTES, keys, now_us, _MAX_SKEW_US)
+        authority, keys = self._authority, self._authority.mac_keys
+        by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
+        times = by_now
+        # Not by a wall clock from before our start, of which no command can be told from a replay.
+        if authority.wall_shift_s and None in by_now and now_s + authority.wall_shift_s > self._began_s:
+            wall_us = microseconds(now_s + authority.wall_shift_s)
+            by_wall = native.check_macs(view, size, COMMAND_BYTES, keys, wall_us, _MAX_SKEW_US)
+            times = [wall if now is None else now for now, wall in zip(by_now, by_wall, strict=True)]
         authentic = bytes(sent_us is not None for sent_us in times)
         keep = bytearray(authentic)
         for number, sent_us in enumerate(times):
@@ -309,6 +344,10 @@ class SatelliteGate:
                 packet = view[number * size : (number + 1) * size]
                 sequence = int.from_bytes(packet[2:4], "big") & 0x3FFF
                 keep[number] = self._window.first(_sender(packet), stamp(sent_us, sequence))
+                if keep[number] and by_now[number] is not None:
+                    authority.heard_s = now_s
+                elif keep[number] and authority.wall_shift_s > 0 and now_s > authority.heard_s + ALONE_S:
+                    authority.heard_by_wall = True
         replayed = sum(authentic) - sum(keep)
         if replayed:
             self._counters.add("packets_received", replayed)

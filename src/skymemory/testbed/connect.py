@@ -233,6 +233,7 @@ def host_spec(
         if faults.any
         else None,
         authority=authority,
+        unix_at_boot_s=plan.unix_at_boot_s,
     )
 
 
@@ -277,7 +278,8 @@ def client_of(
         for host in (plan.hosts if ground is not None and plan.delay_scale > 0 else ())
         for endpoint in [address for _, address in plan.addresses_of(host)][:_ANNOUNCED_TO]
     ]
-    return UdpClient(config, sky, clock, addresses, bind_ip_of(plan), refresh, ground, announced)
+    bind_ip = bind_ip_of(plan)
+    return UdpClient(config, sky, clock, addresses, bind_ip, refresh, ground, announced, plan.unix_at_boot_s)
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:

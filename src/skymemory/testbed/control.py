@@ -13,11 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import CommandsRefused, ConstellationError, InvalidInput, NoConstellation
 from skymemory.files import read_bounded, write_private
+from skymemory.protocol.auth import MAX_SKEW_S
 from skymemory.protocol.client.machine import Finished
 from skymemory.protocol.clock import MOST_PUSHED, MOST_PUSHED_AT_ONCE
 from skymemory.protocol.messages import pack_moves, unpack_housekeeping
@@ -35,6 +36,8 @@ _START_PATIENCE_S = 5.0
 _MOST_START_S = 300.0
 _LOOK_S = 0.5
 """Interval of checks for busy hosts."""
+_CLOCKS_OF = 3
+"""Satellites of each host that are asked for its time: one of them may be disabled."""
 _OFF = ""
 """In a survey, the host of satellites that are expected to be silent."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
@@ -154,6 +157,41 @@ def ping_all(
         return _ping(client, plan, plan.torus.satellites() if satellites is None else satellites, silence)
     finally:
         client.close()
+
+
+def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> dict[str, float]:
+    """By how many seconds the clock of each host that answers, or refuses, is ahead of ours."""
+    client = control_client(plan, 2 * patience_s)
+    found: dict[str, float] = {}
+    try:
+        with client.lock:
+            end_s = client.now_s() + patience_s + worst_round_trip_s(plan, plan.torus.satellites())
+            asked = {
+                client.machine.ask(Op.PING, b"", satellite, client.now_s()): host.name
+                for host in plan.hosts
+                for satellite, _ in islice(plan.addresses_of(host), _CLOCKS_OF)
+            }
+            while (silent := [number for number, host in asked.items() if host not in found]) and (
+                client.now_s() < end_s
+            ):
+                for number, answer in client.run_any(silent, end_s).items():
+                    host = asked.pop(number)
+                    if answer.ok or answer.report.failure == "refused":
+                        found[host] = answer.report.clock_ahead_s
+            for number in asked:
+                client.machine.cancel(number)
+    finally:
+        client.close()
+    return found
+
+
+def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
+    """The hosts whose clocks, of ``host_clocks_s``, refuse what the others sign; and by how many seconds they are ahead
+    of the others. Ours decides between two halves.
+    """
+    ordered_s = sorted([*clocks_s.values(), *([0.0] if len(clocks_s) % 2 == 0 else [])])
+    usual_s = ordered_s[len(ordered_s) // 2]
+    return {host: ahead_s - usual_s for host, ahead_s in clocks_s.items() if abs(ahead_s - usual_s) > MAX_SKEW_S}
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:

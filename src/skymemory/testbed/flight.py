@@ -216,6 +216,8 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
     if plan.auth != "off":
         lines += [f"every-packet {plan.auth == 'every':d}", f"keys {_path(Path(plan.keys_file))}"]
     if record is not None:
+        if plan.unix_at_boot_s is not None:
+            lines.append(f"unix-at-boot-us {round(plan.unix_at_boot_s * 1e6)}")
         lines += [f"outages {_path(record.with_name(OUTAGES_NAME))}", f"record {_path(record)}"]
     mine = dict(plan.addresses_of(host))
     for one, (ip, port) in plan.addresses().items():

@@ -287,6 +287,10 @@ class ConstellationPlan:
     """What links carry; None: everything, as earlier releases' plans."""
     flown: FlownShell | None = None
     """Of a constellation of real satellites, whose name ``preset`` then is."""
+    unix_at_boot_s: float | None = field(default=None, compare=False)
+    """Where the clocks of this computer's processes count from (``UnixClock.count_from``); None: the wall clock. Not in
+    the plan's file, which may be another computer's, but in one beside it.
+    """
 
     def __post_init__(self) -> None:
         preset = self.constellation

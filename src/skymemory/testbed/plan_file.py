@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -18,12 +19,15 @@ from skymemory.constellation.links import Links
 from skymemory.constellation.presets import FlownShell
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ConstellationError, InvalidInput, LaterFile
-from skymemory.files import read_text, write_private
+from skymemory.files import read_bounded, read_text, write_private
 from skymemory.protocol.client.gateway import IDEAL_ONCE
 from skymemory.testbed.plan import ConstellationPlan, Faults, Ground, HostShare, MemoryPolicy
+from skymemory.transport.unix_clock import boot_id
 
 Part = TypeVar("Part", ConstellationPlan, HostShare, Faults, MemoryPolicy, Ground)
 FORMAT_VERSION = 1
+CLOCK_NAME = "clock.json"
+_MAX_CLOCK_BYTES = 4096
 _POLL_S = 0.02
 
 
@@ -49,6 +53,7 @@ def to_json(plan: ConstellationPlan) -> str:
         del fields["flown"]["star"]  # which no plan with a file is
     if plan.preset_version == 1:
         del fields["preset_version"]
+    del fields["unix_at_boot_s"]
     return json.dumps({"version": FORMAT_VERSION, **fields}, indent=2) + "\n"
 
 
@@ -58,7 +63,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
     """Refuses unknown and missing keys: an ignored typo would start another constellation."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.compare}
     for key in found:
         if key not in fields:
             raise InvalidInput(f"{where}: unknown key {key!r}; {suggestion(key, fields)}")
@@ -184,10 +189,35 @@ def load_plan(path: Path) -> ConstellationPlan:
     """Read and check a plan file."""
     try:
         plan = from_json(read_text(path), str(path))
-        keys_file = path.absolute().parent / plan.keys_file
-        return dataclasses.replace(plan, keys_file=str(keys_file)) if plan.keys_file else plan
+        folder = path.absolute().parent
+        keys_file = str(folder / plan.keys_file) if plan.keys_file else ""
+        return dataclasses.replace(plan, keys_file=keys_file, unix_at_boot_s=read_clock(folder / CLOCK_NAME))
     except OSError as error:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
+
+
+# --- The clock of a constellation on one computer ---
+#
+# A file beside the plan says where its processes count time from: those that start after the wall clock was set agree
+# with those from before. It holds for one run of the computer: after a restart nothing that counted by it lives.
+
+
+def write_clock(path: Path, unix_at_boot_s: float) -> None:
+    """Record where processes of this computer count time from, until it is restarted."""
+    write_private(path, json.dumps({"boot": boot_id(), "unix_at_boot_s": unix_at_boot_s}) + "\n")
+
+
+def read_clock(path: Path) -> float | None:
+    """Where to count time from; None where nothing is known of this run of the computer: by the wall clock."""
+    boot = boot_id()
+    try:
+        found = json.loads(read_bounded(path, _MAX_CLOCK_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    match found:
+        case {"boot": str(of), "unix_at_boot_s": float(unix_at_boot_s)} if of == boot and boot:
+            return unix_at_boot_s if math.isfinite(unix_at_boot_s) else None
+    return None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +30,8 @@ from skymemory.errors import ConstellationError, InvalidInput, NoConstellation
 from skymemory.files import read_bounded, write_private
 from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, MAX_PORT, ConstellationPlan, HostShare, Ports
-from skymemory.testbed.plan_file import load_plan, save_plan
+from skymemory.testbed.plan_file import CLOCK_NAME, load_plan, save_plan, write_clock
+from skymemory.transport.unix_clock import running_s, wall_s
 
 PLAN_NAME = "constellation.json"
 INDEX_NAME = "index"
@@ -117,6 +119,8 @@ class RunDirectory:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = (path or default_run_directory()).absolute()
+        self._locked_by: int | None = None
+        """The thread that has this object's lock."""
 
     @property
     def plan_path(self) -> Path:
@@ -182,11 +186,18 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Locks the directory while starting or stopping. Raises ConstellationError after ``patience_s``."""
+        """Locks the directory while starting or stopping, once more where this thread has locked it by this object.
+        Raises ConstellationError after ``patience_s``.
+        """
+        if self._locked_by == threading.get_ident():
+            yield
+            return
         handle = self._lock(time.monotonic() + patience_s)
+        self._locked_by = threading.get_ident()
         try:
             yield
         finally:
+            self._locked_by = None
             # Remove a directory that has only our lock.
             if [path.name for path in self.path.glob("*")] == ["lock"]:
                 (self.path / "lock").unlink()
@@ -216,10 +227,11 @@ class RunDirectory:
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Writes the plan, and new keys if it needs them."""
+        """Writes the plan, new keys if it needs them, and where the clock counts from: what the wall clock says now."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
+        write_clock(self.path / CLOCK_NAME, wall_s() - running_s())
 
     def read_plan(self) -> ConstellationPlan:
         """The plan here. Raises ``NoConstellation`` without one."""
@@ -318,6 +330,8 @@ class RunDirectory:
             f".{KINDS_NAME}.*",
             KEYS_NAME,
             f".{KEYS_NAME}.*",
+            CLOCK_NAME,
+            f".{CLOCK_NAME}.*",
         )
         for pattern in patterns:
             for path in self.path.glob(pattern):

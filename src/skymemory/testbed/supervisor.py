@@ -188,15 +188,25 @@ def start(
     return Started(plan, time.monotonic() - began_s, children if foreground else [])
 
 
-def revive(directory: RunDirectory, gate: SignalGate | None = None, kept: list[Child] | None = None) -> list[str]:
-    """Restarts the dead hosts of this computer; returns their names when their satellites listen.
+def revive(
+    directory: RunDirectory,
+    gate: SignalGate | None = None,
+    kept: list[Child] | None = None,
+    wrong: Collection[str] = (),
+) -> list[str]:
+    """Restarts the dead hosts of this computer, and the ``wrong`` ones; returns their names when their satellites
+    listen.
 
     They are empty, take pushed moves from the plan, and later ones from their neighbours. Atomic: all of them run, or
     none. With ``kept`` they stay attached, and are added to it.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
-        dead = [plan.host_named(state.name) for state in inspect(directory) if state.state == "dead"]
+        states = inspect(directory)
+        ended = [state.name for state in states if state.state == "running" and state.name in wrong]
+        living = directory.living()
+        end_processes([living[name] for name in ended if name in living])
+        dead = [plan.host_named(state.name) for state in states if state.state == "dead" or state.name in ended]
         children: list[Child] = []
         with ExitStack() as undo:
             undo.callback(end_children, children)
@@ -255,11 +265,13 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
 
 
 def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
-    """Stops every host process of this directory and removes its files. Returns (stopped, of them killed)."""
+    """Stops every host process of this directory and removes its files. Returns (stopped, of them killed). Waits for a
+    command that is starting them.
+    """
     if not directory.path.is_dir():
         return 0, 0
     # By command line (a pid file may be lost or damaged) and by pid file (a system may have no /proc).
-    with directory.locked(), SignalGate():
+    with directory.locked(patience_s=START_PATIENCE_S), SignalGate():
         living = list({**directory.running(), **directory.living()}.values())
         forced = end_processes(living, grace_s)
         directory.sweep()

@@ -27,7 +27,8 @@ from skymemory.protocol.client.machine import ClientConfig, ClientMachine, Finis
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.wire import Buffer, SegmentBatch
-from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket, UnixClock
+from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket
+from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
@@ -113,10 +114,12 @@ class UdpClient:
         refresh: Callable[[], float] = lambda: math.inf,
         place: GroundHost | None = None,
         hosts: Iterable[Endpoint] = (),
+        unix_at_boot_s: float | None = None,
     ) -> None:
         """``refresh`` may replace the keys of the config's authority. It is called before operations run, and returns
         before what time (``time.monotonic``) it need not be called again. ``place``: where this host is, if it is not
         where the plan's is: announced to ``hosts``, which delay beams, each second in which operations begin.
+        ``unix_at_boot_s``: where the clock counts from (``UnixClock.count_from``).
         """
         self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
         self._hosts = tuple(hosts)
@@ -128,6 +131,8 @@ class UdpClient:
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
         self._satellites = dict(satellites)
         self._clock = UnixClock()
+        self._clock.count_from(unix_at_boot_s)
+        self._authority = config.authority
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
         self._poll = select.poll()
         self._poll.register(self._sock.fileno(), select.POLLIN)
@@ -181,7 +186,7 @@ class UdpClient:
         call to send and one or two to receive, and no operation.
         """
         machine = self.machine
-        self._clock.follow_wall()
+        self._look_at_wall_clock()
         with self._lock:
             now_s = self.now_s()
             plain = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
@@ -213,7 +218,7 @@ class UdpClient:
         small value are under way.
         """
         machine = self.machine
-        self._clock.follow_wall()
+        self._look_at_wall_clock()
         with self._lock:
             how = key, value, chunk_bytes, strategy, servers, self.now_s()
             plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
@@ -241,13 +246,19 @@ class UdpClient:
     def _receive_plain(self, awaited: dict[int, Landing]) -> tuple[list[Tally], list[Run]]:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
+    def _look_at_wall_clock(self) -> None:
+        if self._authority is None:
+            self._clock.follow_wall()
+        else:
+            self._authority.wall_shift_s = self._clock.wall_shift_s()
+
     # Several threads may wait for operations at the same time. One of them, the leader, sends, receives and serves the
     # timers for all; a call that has got what it waits for returns, and a leader then hands over to another. So one
     # that waits for a dead satellite holds up no other, and a single caller needs no second thread. No thread sleeps
     # with the lock held.
 
     def _run(self, call: _Call) -> dict[int, Finished]:
-        self._clock.follow_wall()
+        self._look_at_wall_clock()
         try:
             with self._lock:
                 self._begin(call)
@@ -325,6 +336,8 @@ class UdpClient:
         if machine.wants_to_send or self._backlog:
             self._send()
         while (event := machine.next_event()) is not None:
+            if event.report.failure == "refused" and self._authority is not None:
+                self._authority.on_refused(self.now_s())
             call = self._waiting.pop(event.number, None)
             if call is None:
                 self._unclaimed[event.number] = event

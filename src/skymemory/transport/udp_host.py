@@ -42,7 +42,8 @@ from skymemory.protocol.satellite.state import EvictionConfig
 from skymemory.protocol.wire import LinkEnd, SegmentBatch, single
 from skymemory.transport.delay_line import DelayLine, groups, handover_timeout_s, is_urgent
 from skymemory.transport.faults import FaultInjector
-from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket, Run, UnixClock
+from skymemory.transport.udp_socket import PLACE, PLACE_MARK, BatchSocket, Run
+from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
@@ -88,6 +89,8 @@ class HostSpec:
     """What links carry; None: everything."""
     sight_at: Callable[[GroundHost], Sight] | None = None
     """What a client with a place of its own sees; None: all are where the plan's host is."""
+    unix_at_boot_s: float | None = None
+    """Where the clock of this computer's processes counts from (``UnixClock.count_from``); None: the wall clock."""
 
 
 class UdpSatellite:
@@ -156,6 +159,7 @@ class UdpHost:
         self._elsewhere = {name: endpoint for name, endpoint in spec.everyone.items() if name not in spec.mine}
         self._names = {endpoint: satellite for satellite, endpoint in spec.everyone.items()}
         self._clock = UnixClock()
+        self._clock.count_from(spec.unix_at_boot_s)
         self.lateness = Lateness()
         self._waiting: deque[UdpSatellite] = deque()
         """Satellites with background work, each once."""
@@ -566,7 +570,7 @@ class UdpHost:
 
     def _measure_lateness(self) -> None:
         """The regular beat; after the computer slept, it sets all timers again."""
-        self._clock.follow_wall()
+        self._look_at_wall_clock()
         now_s = self.now_s()
         self.lateness.measured(now_s - self._beat_s, now_s)
         slept_s = now_s - time.monotonic()
@@ -579,6 +583,14 @@ class UdpHost:
         self._slept_s = slept_s
         self._beat_s = now_s + BEAT_S
         self._beat = self._loop.call_later(BEAT_S, self._measure_lateness)
+
+    def _look_at_wall_clock(self) -> None:
+        """Follow a wall clock that was set forward: with MACs only once an authentic command says the same time."""
+        authority = self.spec.authority
+        if authority is None or authority.heard_by_wall:
+            self._clock.follow_wall()
+        if authority is not None:
+            authority.heard_by_wall, authority.wall_shift_s = False, self._clock.wall_shift_s()
 
     # --- background ---
 

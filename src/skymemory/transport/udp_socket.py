@@ -1,4 +1,4 @@
-"""What both ends over UDP need of the system: a socket that receives and sends whole batches, and a clock.
+"""What both ends over UDP need of the system: a socket that receives and sends whole batches.
 
 ``BatchSocket`` makes no Python call per datagram where the helper is compiled. The default socket buffer holds some 25
 of our datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is reported. Errors from the network
@@ -13,9 +13,7 @@ import socket
 import struct
 import termios
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -267,44 +265,3 @@ def source_address(ips: Iterable[str]) -> str | None:
     if len(outward) > 1:
         return ANY
     return outward[0] if outward else next(iter(sorted(found)), None)
-
-
-# --- The clock ---
-#
-# Unix time for the state machines: it never runs backwards, and counts the time that the computer sleeps or its virtual
-# machine is paused. ``CLOCK_MONOTONIC`` stops in a suspend: a process that used it would lag behind those started
-# later. ``CLOCK_BOOTTIME`` counts suspends, but perhaps not the pause of a whole virtual machine; then the wall clock
-# is set forward, and this clock follows it. It does not follow a wall clock that is set back.
-
-_RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_STEP_S = 1.0
-"""A wall clock further ahead than this was set; less is drift, and its correction."""
-
-
-def wall_s() -> float:
-    return time.time()
-
-
-running_s: Callable[[], float] = partial(time.clock_gettime, _RUNNING)
-"""Seconds since some time in the past, with those in a suspend."""
-
-
-class UnixClock:
-    """The clock of one process. ``wall`` and ``running`` are its sources."""
-
-    def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
-        self._wall = wall
-        self._running = running
-        self._offset_s = wall() - running()
-
-    def now_s(self) -> float:
-        return self._running() + self._offset_s
-
-    def follow_wall(self) -> float:
-        """Call it now and then; returns by how many seconds this clock was set forward."""
-        offset_s = self._wall() - self._running()  # absolute: two threads that see one step follow it once
-        ahead_s = offset_s - self._offset_s
-        if ahead_s < _STEP_S:
-            return 0.0
-        self._offset_s = offset_s
-        return ahead_s

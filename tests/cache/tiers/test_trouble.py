@@ -359,3 +359,27 @@ def test_a_block_cache_over_tiers_in_trouble_computes(trouble: str) -> None:
     far.trouble = ""
     assert soon(lambda: save(cache, TOKENS) + load(cache, TOKENS)[0].loaded_blocks == 5)
     tiers.close()
+
+
+def test_a_load_that_came_too_late_is_let_go() -> None:
+    """What was leased for it would else stay in its tier for as long as a lease lasts, whatever else needs the room."""
+    hangs, begun, released = threading.Event(), list[LoadTicket](), list[LoadTicket]()
+
+    class Slow(FaultyTier):
+        def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
+            begun.append(ticket)
+            hangs.wait(60.0)
+            return super().complete_load(ticket)
+
+        def release(self, ticket: LoadTicket) -> None:
+            super().release(ticket)
+            released.append(ticket)
+
+    far = Slow("far")
+    tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (far, TierSettings(load_deadline_s=0.2))])
+    far.put_many(items(1))
+    assert tiers.get_many([key(1)]) == [None]
+    assert soon(lambda: len(begun) == 1) and not released
+    hangs.set()
+    assert soon(lambda: released == begun)
+    tiers.close()

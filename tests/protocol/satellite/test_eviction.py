@@ -683,3 +683,17 @@ def test_a_notice_of_an_earlier_setting_does_not_cost_the_later_one(world, value
     sky.settle(1.0)
     assert sky.counted("notices_sent") > 50
     assert dead_and_live(sky, later) == (set(), later.keys())
+
+
+def test_expiries_beyond_the_bound_are_refused_and_known_ones_may_change(world, value_of, monkeypatch):
+    """Strangers to the bound would fill a satellite's memory beside its budget."""
+    assert retention._MOST_EXPIRIES == 65_536  # as the page on security and the wire page say
+    monkeypatch.setattr(retention, "_MOST_EXPIRIES", 2)
+    sky = world()
+    infos = {f"v{number}": sky.put(f"v{number}", value_of(900), 1000, servers=1)[1] for number in range(3)}
+    expired = [everywhere(sky, Retain.EXPIRE, 1e6, name, info) for name, info in infos.items()]
+    assert expired == [{Kept.DONE}, {Kept.DONE}, {Kept.REFUSED}]
+    assert everywhere(sky, Retain.EXPIRE, 2e6, "v0", infos["v0"]) == {Kept.DONE}
+    assert len(sky.sim.satellites[SatelliteId(2, 9)].store.expiries) == 2
+    assert everywhere(sky, Retain.EXPIRE, 0.0, "v0", infos["v0"]) == {Kept.DONE}
+    assert everywhere(sky, Retain.EXPIRE, 1e6, "v2", infos["v2"]) == {Kept.DONE}

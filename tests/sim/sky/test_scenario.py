@@ -129,7 +129,7 @@ def test_a_workload_is_the_same_for_a_seed_and_other_for_another() -> None:
         ("", "mask = 95\n", "elevation mask 95"),
         ("szie = 1\n", "", "workload: szie: unknown setting; did you mean 'size'?"),
         ("put = 1.5\n", "", "put: 1.5: expected a share"),
-        ("[memory]\nserver_time = '1ms'\n", "", "is of the model"),
+        ("[memory]\nserver_time = '1ms'\n", "", "no effect with engine"),
         ("[memory]\nper_satellite = 64\n", "", "hold no chunk"),
         ("[[ground]]\nname = 'berlin'\n", "", "two hosts share a name"),
         ("[[ground]]\nname = 'x'\n", "", "x: expected lat and lon"),

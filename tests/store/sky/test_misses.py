@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
+from itertools import combinations
 
 import pytest
 from tests.store.conftest import simulated, store_over
@@ -427,3 +428,25 @@ def test_fresh_clients_delete_nothing_that_is_intact(seed: int, faults: dict[str
 def test_fresh_clients_delete_none_of_a_thousand_values(faults: dict[str, float]) -> None:
     outcomes, lost = fresh_reads(4, faults, values=1000, reads=1000, size=61_440, per_move=25)
     assert lost == 0 and outcomes["hit"] >= 0.995 * 1000
+
+
+def test_a_deletion_is_done_once_all_holders_of_one_servers_share_have_confirmed_it() -> None:
+    """Some have confirmed and some are silent, which have a copy of each share: they give it to whoever asks later."""
+    sky, servers = simulated(), 4
+    writer = store_over(sky, 1, SharedIndex(), servers=servers, replicas=2)
+    assert writer.put_many([(KEY, VALUE)]) == [True]
+    shares = {
+        here: {name[1] % servers for name, _ in machine.store.items() if name[0] == KEY}
+        for here, machine in sky.satellites.items()
+        if machine.store.shares.get(KEY)
+    }
+    silent = next(two for two in combinations(shares, 2) if set().union(*map(shares.get, two)) == set(range(servers)))
+    for satellite in silent:
+        sky.cut(("ground", 1), satellite)
+    assert writer.delete([KEY]) == [None]
+    assert [here for here in shares if sky.satellites[here].store.shares.get(KEY)] == list(silent)
+    for satellite in silent:
+        sky.mend(("ground", 1), satellite)
+    sky.settle(sky.now_s + 10.0)
+    assert read(writer) == (VALUE, "")
+    assert writer.delete([KEY]) == [True] and read(writer) == (None, "absent")

@@ -346,8 +346,8 @@ def check_macs(
     """Per packet of a run, when it was sent, in microseconds (0 for telemetry); None for one that is not authentic.
 
     A packet is not authentic without a MAC, with a wrong one, one by a key not in ``keys``, or (commands) with a time
-    more than ``skew_us`` from ``now_us``; nor is a chunk that no answer could carry with its MAC. Checksums are not
-    checked.
+    more than ``skew_us`` from ``now_us``; nor is a chunk that no answer could carry with its MAC. So is none whose
+    headers are not sound: without its MAC it has another length and another CRC. The payload's CRC is not checked.
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]
@@ -355,7 +355,7 @@ def check_macs(
 
 def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: int, skew_us: int) -> int | None:
     end = _mac_end(packet, sky)
-    if not end:
+    if not end or check_packet(packet)[0] != OK:
         return None
     sent_us = 0
     if sky == COMMAND_BYTES:

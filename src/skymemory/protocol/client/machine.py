@@ -809,8 +809,9 @@ class ClientMachine:
             round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
             self._peers.peer(speaker).heard(None, now_s)
         self._clock.report(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
-        if header.op is Op.PONG:
+        if header.op is Op.PONG or header.status is Status.REFUSED:
             request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
+        if header.op is Op.PONG:
             request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
         self._receive_answer(request, header, packet.body, now_s)
 

@@ -61,6 +61,16 @@ from skymemory.testbed.plan import (
 Engine = Literal["machines", "model"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 """``machines``: the satellites' and clients' own state machines over virtual time. ``model``: the physical model."""
+NOT_OF: dict[Engine, tuple[str, ...]] = {
+    "machines": ("memory.server_time",),
+    "model": (
+        *(f"links.{key}" for key in ("buffer", "handover_gap", "outage", "elevations", "rain", "seed")),
+        *(f"memory.{key}" for key in ("per_satellite", "replacement", "eviction")),
+    ),
+}
+"""Keys that an engine does not implement: it refuses them, whatever their values."""
+_OF_A_MIX = ("rate", "put", "keys", "zipf", "seed")
+"""Of a workload without a trace, which has these itself."""
 MOST_CELLS = 100_000
 ENDS_WITHIN_S = 120.0
 """What has begun ends within this time after the last operation has begun."""
@@ -283,7 +293,9 @@ class Scenario:
         if "ground" in found:
             more["ground"] = _ground(found["ground"], where)
         own = {key: value for key, value in found.items() if key not in names}
-        return filled(cls, own, where, names, **more)
+        scenario = filled(cls, own, where, names, **more)
+        _check_obeyed(scenario, found, where)
+        return scenario
 
     def __post_init__(self) -> None:
         if not 0 < self.duration_s <= 30 * 86400:
@@ -292,8 +304,6 @@ class Scenario:
         names = [host.name for host in self.ground]
         if len(set(names)) != len(names):
             raise InvalidInput(f"ground: two hosts share a name: {', '.join(names)}")
-        if self.memory.server_s and self.engine == "machines":
-            raise InvalidInput('memory: server_time is of the model: leave it out, or use engine = "model"')
         # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep. (Of a file with
         # element sets later: to read it takes seconds.)
         if not self.shell.tle:
@@ -633,6 +643,26 @@ def scenario_named(name: str) -> Scenario:
 
 
 # --- Parts ---
+
+
+def _check_obeyed(scenario: Scenario, found: Mapping[str, Any], where: str) -> None:
+    """Raise ``InvalidInput`` for keys that would have no effect."""
+    engine = scenario.engine
+    given = {f"{section}.{key}" for section, own in found.items() if isinstance(own, Mapping) for key in own}
+    unused = [path for path in NOT_OF[engine] if path in given]
+    if unused:
+        other = next(name for name in ENGINES if name != engine)
+        raise InvalidInput(
+            f"{where}: {', '.join(unused)}: no effect with engine = {json.dumps(engine)}; leave "
+            f"{'it' if len(unused) == 1 else 'them'} out, or use engine = {json.dumps(other)}"
+        )
+    workload = found.get("workload", {})
+    if scenario.workload.trace:
+        unused, expected = [key for key in _OF_A_MIX if key in workload], "leave out what the trace says by itself"
+    else:
+        unused, expected = [key for key in ("requests",) if key in workload], "expected a trace with it"
+    if unused:
+        raise InvalidInput(f"{where}: workload: {', '.join(unused)}: no effect; {expected}")
 
 
 def _table(value: object, where: str) -> dict[str, Any]:
