@@ -469,7 +469,7 @@ class SharedIndex:
             if fd >= 0:
                 os.close(fd)
         if torn:
-            self._append(self._record_state(Record(RecordOp.LOST)))
+            self._append_lost()
 
     def _repeat(self, record: Record) -> bytes:
         """Apply a record of another journal; returns what to append to ours."""
@@ -632,6 +632,9 @@ class SharedIndex:
         """Remove what cannot be replayed, and append that records were lost."""
         os.ftruncate(self._fd, self._replayed_bytes)
         self._shortened = False
+        self._append_lost()
+
+    def _append_lost(self) -> None:
         self._append(self._record_state(Record(RecordOp.LOST)))
 
 
