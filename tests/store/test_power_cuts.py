@@ -128,10 +128,10 @@ def test_a_disk_store_keeps_what_it_acknowledged(tmp_path: Path, sync: str) -> N
 @pytest.mark.parametrize("sync", ["each", "never"])
 def test_a_disk_store_keeps_what_it_acknowledged_at_every_moment(tmp_path: Path, sync: str) -> None:
     total = 0
-    for story in range(10):
+    for story in range(20):
         (tmp_path / str(story)).mkdir()
-        total += cut_disk(tmp_path / str(story), sync, range(100 * story, 100 * story + 3), 0)
-    assert total > 3000
+        total += cut_disk(tmp_path / str(story), sync, range(100 * story, 100 * story + 5), 0)
+    assert total > (10_000 if sync == "each" else 5_000)
 
 
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
