@@ -197,12 +197,12 @@ class Recorder:
             elif change.what == "sync":
                 for earlier in pending.pop(change.file, ()):
                     _apply(contents.setdefault(change.file, bytearray()), earlier)
-        mood = dice.choice(("none", "all", "each", "torn"))
+        mood = dice.choice(("none", "all", "first", "each", "torn"))
         for number, changes in pending.items():
             content = contents.setdefault(number, bytearray())
-            for change in changes:
-                there = dice.random() < {"none": 0.0, "all": 1.0, "each": 0.5, "torn": 0.5}[mood]
-                if there:
+            first = {"none": 0, "all": len(changes), "first": dice.randint(0, len(changes))}.get(mood)
+            for at, change in enumerate(changes):
+                if at < first if first is not None else dice.random() < 0.5:
                     _apply(content, change)
                 elif mood == "torn" and change.what == "write":
                     _tear(content, change, dice)

@@ -52,6 +52,8 @@ LOCK_WAIT_S = 0.5
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
 """Between two tries to get it."""
 _BESIDE = ".late"
+_LOOKS = 50
+"""Looks at a torn record beside the journal, that another process may just be writing."""
 COMPACT_BYTES = 1 << 20
 """A smaller journal is not compacted: it is replayed in a tenth of a second."""
 _COMPACT_TIMES = 4
@@ -443,7 +445,7 @@ class SharedIndex:
         incomplete. A process that is killed meanwhile leaves the file to the next.
         """
         torn, self._lost = self._lost, False
-        fd, taken_bytes, removed = -1, 0, False
+        fd, taken_bytes, removed, looks = -1, 0, False, _LOOKS
         try:
             if self._beside is not None:
                 with suppress(FileNotFoundError):
@@ -454,6 +456,10 @@ class SharedIndex:
                     records, whole_bytes = decode_records(data)
                 except MalformedPacket:
                     records, whole_bytes = [], 0
+                if whole_bytes < len(data) and looks:
+                    looks -= 1
+                    time.sleep(_LEAST_PAUSE_S)
+                    continue
                 if not self._append(b"".join(self._repeat(record) for record in records)):
                     return  # no room: the journal has a torn tail now, and the file stays
                 taken_bytes += whole_bytes
