@@ -96,7 +96,7 @@ class SharedIndex:
         self._fd = -1
         self._replayed_bytes = 0
         self._compact_at_bytes = COMPACT_BYTES
-        self._beside = None if path is None else path.with_name(path.name + _BESIDE)
+        self._beside = "" if path is None else f"{path}{_BESIDE}"
         self.unwritten = 0
         """Records that the disk had no room for."""
         self.written_beside = 0
@@ -142,13 +142,13 @@ class SharedIndex:
         """Whether keys that the last lookup did not find are absent: the journal is complete, and no record is kept
         beside it.
         """
-        if not self._state.complete or self._beside is None:
+        if not self._state.complete or not self._beside:
             return self._state.complete
-        if not (self._unread or self._lost or self._beside.exists()):
+        if not (self._unread or self._lost or os.path.exists(self._beside)):
             return True
         with self._lock:
             self._try_write(lambda: b"")  # moves them into the journal, if the lock is free again
-            return self._state.complete and not (self._unread or self._lost or self._beside.exists())
+            return self._state.complete and not (self._unread or self._lost or os.path.exists(self._beside))
 
     @property
     def unknown_records(self) -> int:
@@ -388,7 +388,7 @@ class SharedIndex:
         if size_bytes != self._replayed_bytes and not self._replay(size_bytes):
             self._cut_off()
         self._unread = False
-        if self._lost or (self._beside is not None and self._beside.exists()):
+        if self._lost or os.path.exists(self._beside):
             self._take_in()
         record, whole = change(), False
         try:
@@ -407,7 +407,7 @@ class SharedIndex:
         state = copy.copy(self._state)
         record = change()
         self._state = state  # a record about the journal counts once it is in it
-        if not record or self._beside is None:
+        if not record or not self._beside:
             return True
         self._ahead = True
         self.written_beside += 1
@@ -422,7 +422,7 @@ class SharedIndex:
         return False
 
     @staticmethod
-    def _append_beside(record: bytes, path: Path) -> bool:
+    def _append_beside(record: bytes, path: str) -> bool:
         """Returns whether there was room for it; if not, the file gets a torn tail. OSError where not even that can be
         written.
         """
@@ -447,9 +447,8 @@ class SharedIndex:
         torn, self._lost = self._lost, False
         fd, taken_bytes, removed, looks = -1, 0, False, _LOOKS
         try:
-            if self._beside is not None:
-                with suppress(FileNotFoundError):
-                    fd = os.open(self._beside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with suppress(FileNotFoundError):
+                fd = os.open(self._beside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             while fd >= 0:
                 data = os.pread(fd, os.fstat(fd).st_size - taken_bytes, taken_bytes)
                 try:
@@ -467,7 +466,7 @@ class SharedIndex:
                 if removed:  # what others appended between our last look and the removal is in the journal, too
                     break
                 if not data or torn:
-                    self._beside.unlink(missing_ok=True)  # type: ignore[union-attr]
+                    os.unlink(self._beside)
                     removed = True
         except OSError:
             torn = True
