@@ -330,7 +330,7 @@ def _stored_bytes(path: Path) -> int:
 
 @pytest.mark.parametrize("fault", ["ENOSPC", "EDQUOT", "EIO", "EROFS"])
 def test_a_write_that_fails_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Of a disk that others have filled: what would go for it does not make room for it."""
+    """Of a disk that others have filled: all that could go for it does not make room for it."""
     store = DiskStore(tmp_path, 100_000)
     keys = _fill(store, 8, 10_000)
     with monkeypatch.context() as patch:
@@ -338,10 +338,10 @@ def test_a_write_that_fails_evicts_nothing(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(
             disk_files.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
         )
-        assert store.put_many([(key(99), value(99, 75_000))]) == [False]
+        assert store.put_many([(key(99), value(99, 85_000))]) == [False]
     assert store.lookup(keys) == [Presence.HIT] * 8 and store.stats().get("evicted_total", 0) == 0
     assert store.get_many(keys) == [value(n, 10_000) for n in range(8)]
-    assert store.put_many([(key(99), value(99, 75_000))]) == [True]
+    assert store.put_many([(key(99), value(99, 85_000))]) == [True]
     assert store.stats()["used_bytes"] == _stored_bytes(tmp_path) <= 100_000
     store.close()
 

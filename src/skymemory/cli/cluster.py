@@ -235,16 +235,26 @@ def _check_ports(services: Sequence[Service]) -> None:
                 ) from error
 
 
+_CONSTELLATION_S = 600.0
+"""For `constellation up` and `down`, which have shorter deadlines of their own."""
+
+
 def _constellation(*words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "skymemory.cli.main", "constellation", *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        start_new_session=True,  # Ctrl-C ends us, and we end it
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "skymemory.cli.main", "constellation", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+            start_new_session=True,  # Ctrl-C ends us, and we end it
+            check=False,
+            timeout=_CONSTELLATION_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise SkyMemoryError(
+            f"`skymemory constellation {words[0]}` has not ended within {_CONSTELLATION_S:g} s, and was killed"
+        ) from None
     if done.returncode:
         last = done.stderr.strip().removeprefix("skymemory: ")
         raise SkyMemoryError(f"`skymemory constellation {words[0]}` failed: {last or f'exit code {done.returncode}'}")

@@ -92,6 +92,9 @@ def _print(answers: list[list[dict[str, Any]]]) -> None:
     write("The second server's first answer begins with what the first one stored in the sky.")
 
 
+_ANSWERS_S = 600.0
+
+
 def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
     """One answer after the other, by the openai client."""
     asked = json.dumps([f"{document}\n\nQuestion: {question}\nAnswer:" for question in _QUESTIONS])
@@ -102,6 +105,7 @@ def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
         text=True,
         env=os.environ | {"PYTHONPATH": our_package()},
         start_new_session=True,
+        timeout=_ANSWERS_S,
     )
     if done.returncode:
         raise SkyMemoryError(f"the openai client: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")

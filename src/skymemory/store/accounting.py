@@ -476,6 +476,10 @@ class Inventory:
                 return count, victims
         return 0, []
 
+    def victims_for(self, size_bytes: int) -> list[bytes] | None:
+        """Victims to ``evict``, in this order, that free ``size_bytes``, whatever the budget; None if too few do."""
+        return self._victims(size_bytes)
+
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
         """Victims to ``evict`` for one value that is put right afterwards, and freed by ``order.free`` then; None where
         that takes a ticket: there is no room, or others have reserved some.

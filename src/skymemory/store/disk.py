@@ -57,8 +57,15 @@ of what was used since.
 """
 
 
+_ROOM_S = 60.0
+"""How long to believe that the disk has no more room than it had when it was full: others may free some."""
+_ROOM_TRIES = 3
+"""How often values are evicted for one that the disk has no room for: what is freed is not always free at once."""
+
+
 class DiskStore(BudgetedStore):
-    """Values in files under ``path``, at most ``budget_bytes`` of them (without 64 bytes and a name each).
+    """Values in files under ``path``, at most ``budget_bytes`` of them (without 64 bytes and a name each), and no more
+    than the disk has room for: where it is full, values are evicted for new ones.
 
     One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins are forgotten with
     the process. ``clock`` gives seconds, compared only with itself.
@@ -92,7 +99,9 @@ class DiskStore(BudgetedStore):
         self._unstamped: dict[bytes, None] = {}
         """In the order of their use."""
         self._stamp_again_s = -math.inf
-        self._directory = StoreDirectory(path)
+        self._room_bytes, self._room_until_s = budget_bytes, -math.inf
+        """What the disk had room for when it was full, and until when that is believed."""
+        self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
         except BaseException:
@@ -233,19 +242,24 @@ class DiskStore(BudgetedStore):
             started_s = self._clock()
             given = self._inventory.take_store(ticket, started_s)
             items = [item for item, yes in zip(ticket.items, given, strict=True) if yes]
+            sizes = {key: memoryview(value).nbytes for key, value in items}
+            self._evict_for_disk(sum(sizes.values()), started_s)
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
         # Written without the lock, so that loads go on; evicted and renamed into place with it.
         parts = Parts(self._directory, self._synced, lambda error: self._failed(ticket, error))
-        sizes = {key: memoryview(value).nbytes for key, value in items}
         try:
-            written = parts.write(items, lambda size_bytes: self._make_room(ticket, list(sizes.items()), size_bytes))
+            written = parts.write(
+                items, lambda size_bytes, error, tries: self._make_room(ticket, size_bytes, error, tries)
+            )
             with self._lock:
                 if not self._closed and self._inventory.has_room(ticket, self._clock()):
                     for key, size_bytes in parts.settle(self._evict_for(written)):
                         self._inventory.put(key, size_bytes, places[key])
                         done.add(key)
                     self._stamp(self._inventory.touch([key for key, _ in ticket.items]))
+                if parts.evicted:
+                    self._room_bytes, self._room_until_s = self._inventory.used_bytes, self._clock() + _ROOM_S
             if self._synced and done:
                 self._directory.sync()
         except OSError as error:  # the names could not be synced, so nothing is acknowledged
@@ -269,18 +283,26 @@ class DiskStore(BudgetedStore):
         self._counters.add("refused", len(written) - count)
         return [key for key, _ in written[:count]] if self._evict(victims) else []
 
-    def _make_room(self, ticket: StoreTicket, items: Sequence[tuple[bytes, int]], size_bytes: int) -> bool:
-        """On a full disk: evict the victims of these before they are written, if that frees ``size_bytes``; returns
-        whether it did. Else they stay: nothing is evicted without need.
+    def _evict_for_disk(self, size_bytes: int, now_s: float) -> None:
+        """Evict before ``size_bytes`` are written what the disk had no room beside, as far as is known. With the lock
+        held.
+        """
+        if now_s < self._room_until_s:
+            excess_bytes = self._inventory.used_bytes + size_bytes - self._room_bytes
+            self._evict(self._inventory.victims_for(excess_bytes) or [])
+
+    def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
+        """The disk is full: evict for a value of ``size_bytes``; returns whether it may fit now. Where not enough can
+        be evicted, nothing is. ``tries``: how often that was done for it.
         """
         with self._lock:
-            if self._closed or not self._inventory.has_room(ticket, self._clock()):
+            if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False
-            _, victims = self._inventory.in_the_way(items)
-            if not victims:
-                return False
-            freed_bytes = sum(self._inventory.entries[key].size_bytes for key in victims)
-            return freed_bytes + self._directory.free_bytes() >= size_bytes and self._evict(victims)
+            # A quota is not seen in what the file system has left, nor are inodes; and what is left may be reserved.
+            seen = tries == 0 and error.errno != errno.EDQUOT
+            needed_bytes = size_bytes - self._directory.free_bytes() if seen else size_bytes
+            victims = self._inventory.victims_for(max(1, needed_bytes))
+            return victims is not None and self._evict(victims)
 
     # --- keeping ---
 
@@ -293,7 +315,14 @@ class DiskStore(BudgetedStore):
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         keys = check_keys(keys)
         with self._open():
-            return [self._drop(key) for key in keys]
+            outcomes = [self._drop(key) for key in keys]
+        if self._synced and True in outcomes:
+            try:
+                self._directory.sync()
+            except OSError as error:  # after a power cut they may be back
+                self._counters.add("failed", label=name_of(error))
+                return [outcome and None for outcome in outcomes]
+        return outcomes
 
     def _drop(self, key: bytes) -> bool | None:
         """Whether it was here and is removed; None where its file cannot be removed, and stays."""
@@ -355,7 +384,9 @@ class DiskStore(BudgetedStore):
         self._unstamped.clear()
 
     def stats(self) -> dict[str, int | float]:
-        return {**super().stats(), "later_version": len(self._inventory.kept)}
+        full = self._clock() < self._room_until_s
+        room_bytes = min(self._room_bytes, self._inventory.budget_bytes) if full else self._inventory.budget_bytes
+        return {**super().stats(), "later_version": len(self._inventory.kept), "room_bytes": room_bytes}
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         keys = check_keys(keys)
@@ -435,6 +466,10 @@ def whole_value(path: str, key: bytes) -> bytes | None:
 
 _NUMBERS = itertools.count()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+MakeRoom = Callable[[int, OSError, int], bool]
+"""On a full disk: may free bytes for a value of this size, and returns whether it did; with the error, and how often it
+was called for this value before.
+"""
 
 
 class Parts:
@@ -447,10 +482,12 @@ class Parts:
         self._synced = synced
         self._failed = failed
         self._parts: dict[bytes, tuple[Path, int]] = {}
+        self.evicted = False
+        """The disk was full, and ``make_room`` has freed bytes."""
 
-    def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: Callable[[int], bool]) -> list[tuple[bytes, int]]:
+    def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: MakeRoom) -> list[tuple[bytes, int]]:
         """Write values; returns key and size of each that was written. Stops at the first failure: what follows in a
-        chain is useless without it. Where the disk is full, ``make_room`` may free bytes, and returns whether it did.
+        chain is useless without it.
         """
         for key, value in items:
             data = memoryview(value).cast("B")
@@ -464,16 +501,21 @@ class Parts:
             self._parts[key] = part, data.nbytes
         return [(key, size_bytes) for key, (_, size_bytes) in self._parts.items()]
 
-    def _write(self, key: bytes, data: memoryview, make_room: Callable[[int], bool]) -> Path:
+    def _write(self, key: bytes, data: memoryview, make_room: MakeRoom) -> Path:
         part = self._directory.part_of(key, next(_NUMBERS))
-        try:
-            write_part(part, key, data, synced=self._synced)
-        except OSError as error:
-            again = error.errno in _FULL and make_room(data.nbytes)
-            if not again and not (error.errno == errno.ENOENT and self._directory.restore_values()):
-                raise
-            write_part(part, key, data, synced=self._synced)
-        return part
+        evictions = restored = 0
+        while True:
+            try:
+                write_part(part, key, data, synced=self._synced)
+                return part
+            except OSError as error:
+                if error.errno in _FULL and make_room(data.nbytes, error, evictions):
+                    evictions += 1
+                    self.evicted = True
+                elif error.errno == errno.ENOENT and not restored and self._directory.restore_values():
+                    restored += 1
+                else:
+                    raise
 
     def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """Rename these into place, in this order, up to the first failure; returns key and size of each."""

@@ -6,7 +6,9 @@ Other users may have placed links or pipes there: only plain files are opened.
 
 A value's file is a header of 64 bytes, then the value. It is written once as a ``.part``, renamed into place, and never
 changed. So a process that dies while it writes leaves only a part behind. A power cut may tear a file all the same,
-renamed before its bytes were on the disk: it fails its checksum and is a miss.
+renamed before its bytes were on the disk: it fails its checksum and is a miss. Where the store is ``synced``, bytes are
+on the disk before a name stands for them, and every name down to the file before it is relied on. A ``format`` torn by
+a power cut is written again where the headers in ``values/`` are ours.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import math
 import os
 import stat
@@ -26,6 +29,8 @@ from skymemory.errors import InvalidInput, LaterFile, LaterVersion
 from skymemory.forks import Owner
 from skymemory.native import crc32, read_cached
 from skymemory.store.base import KEY_BYTES
+
+_log = logging.getLogger(__name__)
 
 _FORMAT = "skymemory disk store 1\n"
 _OURS = {"format", "lock", "values"}
@@ -45,13 +50,15 @@ class FoundValue:
 
 
 class StoreDirectory:
-    """The directory at ``path``, created if it does not exist, and locked until ``close``.
+    """The directory at ``path``, created if it does not exist, and locked until ``close``. ``synced``: its files and
+    their names are on the disk before they are relied on.
 
     Raises:
         InvalidInput: it cannot be created or written, is open in another process, or holds other files.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, synced: bool = False) -> None:
+        self._synced = synced
         self.path = path.absolute()
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
@@ -62,11 +69,8 @@ class StoreDirectory:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
-            strangers = sorted(set(os.listdir(self.path)) - _OURS)
-            if strangers and not (self.path / "format").exists():
-                raise InvalidInput(
-                    f"{self.path} holds other files ({strangers[0]} …): a disk store needs a directory of its own"
-                )
+            if not (self.path / "format").exists():
+                self._check_strangers()
             self._lock()
             self._check_format()
             if self.values.is_symlink():
@@ -74,6 +78,8 @@ class StoreDirectory:
             self.values.mkdir(mode=0o700, exist_ok=True)
             _close_to_others(self.path)
             _close_to_others(self.values)
+            if synced:
+                self._sync_names()
         except OSError as error:
             self.close()
             raise InvalidInput(
@@ -97,24 +103,67 @@ class StoreDirectory:
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the process id
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
+    def _check_strangers(self) -> None:
+        strangers = sorted(set(os.listdir(self.path)) - _OURS)
+        if strangers:
+            raise InvalidInput(
+                f"{self.path} holds other files ({strangers[0]} …): a disk store needs a directory of its own"
+            )
+
     def _check_format(self) -> None:
         path = self.path / "format"
         fd = _open_own(path, os.O_RDWR | os.O_CREAT)
         try:
-            found = os.pread(fd, 2 * len(_FORMAT), 0).decode(errors="replace")
-            if found.startswith(_FORMAT[:-2]) and found[len(_FORMAT) - 2 :].strip() > _FORMAT[-2]:
-                raise LaterFile(
-                    f"{path} says {found.strip()[:40]!r}, written by a later release, expected {_FORMAT.strip()!r}: "
-                    "use that release, or another directory"
-                )
-            if found and found != _FORMAT:
-                raise InvalidInput(
-                    f"{path} says {found.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory"
-                )
-            if not found:
+            found = os.pread(fd, 2 * len(_FORMAT), 0)
+            if found != _FORMAT.encode():
+                self._check_torn_format(path, found)
+                if found:
+                    _log.warning("%s was damaged (%r), and is written again: the values are this store's", path, found)
                 os.pwrite(fd, _FORMAT.encode(), 0)
+                os.ftruncate(fd, len(_FORMAT))
+            if self._synced:
+                os.fsync(fd)
         finally:
             os.close(fd)
+
+    def _check_torn_format(self, path: Path, found: bytes) -> None:
+        """Raises InvalidInput unless this was our ``format`` once, as far as it and the values show."""
+        text = found.decode(errors="replace")
+        version = text[len(_FORMAT) - 2 :].strip()
+        if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
+            raise LaterFile(
+                f"{path} says {text.strip()[:40]!r}, written by a later release, expected {_FORMAT.strip()!r}: "
+                "use that release, or another directory"
+            )
+        try:
+            ours, others = self._examine_values()
+        except LaterVersion as error:
+            raise LaterFile(f"{path} is damaged, and a later release wrote here: {error}; use that release") from error
+        torn = all(byte in (0, expected) for byte, expected in zip(found, _FORMAT.encode(), strict=False))
+        torn = torn and not any(found[len(_FORMAT) :])
+        if (torn and not others) or (ours and not text.strip().isprintable()):
+            if not ours and found:
+                self._check_strangers()
+            return
+        raise InvalidInput(f"{path} says {text.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory")
+
+    def _examine_values(self) -> tuple[bool, bool]:
+        """Whether a file in ``values/`` is proved ours by its header; and whether one under the name of a key is none
+        of ours. A torn one, of zeros or cut in its header, shows nothing.
+
+        Raises:
+            LaterVersion: a later release wrote one.
+        """
+        ours = others = False
+        for entry in os.scandir(self.values) if self.values.is_dir() else ():
+            key = key_of(entry.name)
+            if key is None or not entry.is_file(follow_symlinks=False):
+                continue
+            if stored_bytes(Path(entry.path), key) is not None:
+                ours = True
+            elif any(head := _head_of(entry.path)) and head[: len(_MAGIC)] != _MAGIC[: len(head)]:
+                others = True
+        return ours, others and not ours
 
     def scan(self) -> Iterator[FoundValue]:
         """The values here, in no order. Parts and incomplete files are removed; folders, foreign names and files of a
@@ -154,6 +203,8 @@ class StoreDirectory:
             if not os.path.samestat(held, os.lstat(self.path / "lock")):
                 return False  # the whole directory was replaced, perhaps by another user
             self.values.mkdir(mode=0o700)
+            if self._synced:
+                self._sync_names()
         except OSError:
             return False
         return True
@@ -214,11 +265,24 @@ class StoreDirectory:
 
     def sync(self) -> None:
         """Flush names to the disk: renames and removals so far survive a power cut."""
-        fd = os.open(self.values, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync_directory(self.values)
+
+    def _sync_names(self) -> None:
+        """Flush the names that lead to the values, down from the root of the file system: also where another process
+        has just made a directory.
+        """
+        for folder in (self.values, self.path):
+            _sync_directory(folder)
+        resolved = self.path.resolve()
+        device = resolved.stat().st_dev
+        for folder in resolved.parents:
+            if folder.stat().st_dev != device:
+                break
+            try:
+                _sync_directory(folder)
+            except OSError as error:
+                if error.errno not in _NO_SYNC:
+                    raise
 
     def close(self) -> None:
         """Release the lock. May be repeated. A forked child closes its copy, too: the parent keeps the lock, and the
@@ -227,6 +291,18 @@ class StoreDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+_NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
+"""A directory that we may not read was not made by us, and on some file systems directories need no sync."""
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _close_to_others(path: Path) -> None:
@@ -323,6 +399,15 @@ def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
             written -= left.pop(0).nbytes
         if written:
             left[0] = left[0][written:]
+
+
+def _head_of(path: str) -> bytes:
+    """As much of a file as a header has."""
+    fd = os.open(path, os.O_RDONLY | PLAIN)
+    try:
+        return os.pread(fd, HEADER_BYTES, 0)
+    finally:
+        os.close(fd)
 
 
 def beginning_of(path: str, size_bytes: int) -> bytes:

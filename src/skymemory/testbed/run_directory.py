@@ -75,8 +75,15 @@ def process_start(pid: int) -> str | None:
     return None if state in ("Z", "X") else f"{boot}/{start_ticks}"
 
 
+_PS_S = 10.0
+
+
 def _process_start_by_ps(pid: int) -> str | None:
-    answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PS_S)
+    except subprocess.TimeoutExpired:
+        raise ConstellationError(f"`{' '.join(command)}` has not answered for {_PS_S:g} s: try again") from None
     state, _, start = answer.stdout.strip().partition(" ")
     return None if not start or state.startswith("Z") else start.strip()
 
@@ -420,7 +427,7 @@ def temporary_run_directory(kind: str = "") -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
     handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # released when this process ends
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has it: released when this process ends
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -43,6 +43,25 @@ class TestOurClientThroughIt(StoreContract):
             yield Tier(store, pins=False, leases=False, another=lambda: RedisStore(f"unix://{running}"))
 
 
+def test_a_daemon_that_takes_no_more_connections_is_not_waited_for(short: Path) -> None:
+    """It is stopped, and its queue is full: its socket is in use all the same."""
+    path = short / "stopped"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = []
+        with pytest.raises(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(path))
+        with pytest.raises(OSError, match="in use"):
+            listen_at(ListenAddress(path=str(path)))
+        for client in waiting:
+            client.close()
+    listen_at(ListenAddress(path=str(path))).close()
+
+
 def test_blocks_are_the_store_s_own(short: Path) -> None:
     """What one process stores in the daemon another finds in the store itself, and the other way round."""
     with MemoryStore(1 << 24) as memory, serving(memory, short) as (path, _, _), RedisStore(f"unix://{path}") as client:

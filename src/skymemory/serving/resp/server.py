@@ -590,9 +590,12 @@ def _remove_stale(path: Path) -> None:
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a daemon that is stopped, with a full queue, would let us wait
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
+        except BlockingIOError:
+            pass
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), str(path))

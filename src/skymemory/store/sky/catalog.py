@@ -115,12 +115,14 @@ class Catalog:
 
     def probing(self) -> dict[str, int]:
         """Figures for ``stats``: HAS packets, keys probed and values adopted by this process; writes of the index that
-        found no room.
+        found no room, and those that found its lock held.
         """
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilder is not None and self.index is not None:
             figures["index_complete"] = int(self.index.complete)
             figures["index_unwritten"] = self.index.unwritten
+            figures["index_locked_out"] = int(self.index.locked_out)
+            figures["index_written_beside"] = self.index.written_beside
             figures["index_keys_probed"] = self._rebuilder.keys_probed
             figures["index_values_adopted"] = self._rebuilder.values_adopted
         return figures
@@ -219,11 +221,20 @@ class Catalog:
                 self._known.pop(info.key, None)  # it was of the previous value
         elif infos:
             if not (record and self.index is not None and self.index.add_record(record)):
-                self._enter(infos, now_s, places)
+                self._enter(infos, now_s, places, patient=True)
             self._rebuilder.present(info.key for info in infos)
 
-    def _enter(self, infos: Iterable[ValueInfo], now_s: float, places: Mapping[bytes, Place] = _NO_PLACES) -> None:
-        """Enter values in the index: runs of one chain as one record each, those without a place one by one."""
+    def _enter(
+        self,
+        infos: Iterable[ValueInfo],
+        now_s: float,
+        places: Mapping[bytes, Place] = _NO_PLACES,
+        *,
+        patient: bool = False,
+    ) -> None:
+        """Enter values in the index: runs of one chain as one record each, those without a place one by one.
+        ``patient``: wait for its lock, which no read does.
+        """
         if self.index is None:
             return
         unplaced: dict[bytes, BlockInfo] = {}
@@ -237,14 +248,14 @@ class Catalog:
                 unplaced[info.key] = entry
                 continue
             if run and place != Place(first.depth + len(run), last):
-                self.index.add(list(run), list(run.values()), first.depth, first.parent)
+                self.index.add(list(run), list(run.values()), first.depth, first.parent, patient=patient)
                 run = {}
             first = first if run else place
             run[info.key], last = entry, info.key
         if run:
-            self.index.add(list(run), list(run.values()), first.depth, first.parent)
+            self.index.add(list(run), list(run.values()), first.depth, first.parent, patient=patient)
         if unplaced:
-            self.index.add_unplaced(list(unplaced), list(unplaced.values()))
+            self.index.add_unplaced(list(unplaced), list(unplaced.values()), patient=patient)
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
         """Make ``new`` the entry of a value that has been copied elsewhere; False if the entry is no longer ``old``."""
@@ -264,12 +275,14 @@ class Catalog:
             ),
         )
 
-    def remove(self, keys: Sequence[bytes], gone: bool = True) -> None:
-        """Drop the entries of keys. ``gone`` False: another value may be there in its place."""
+    def remove(self, keys: Sequence[bytes], gone: bool = True, patient: bool = False) -> None:
+        """Drop the entries of keys. ``gone`` False: another value may be there in its place. ``patient``: as in
+        ``_enter``.
+        """
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilder is not None:
-            self.index.remove(keys)
+            self.index.remove(keys, patient=patient)
             if gone:
                 self._rebuilder.gone(keys)
 

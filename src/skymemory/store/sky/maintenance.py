@@ -113,7 +113,7 @@ class Evictor:
             for info in infos
             if any(confirmed.get(info.key, set()).issuperset(share) for share in self._holders.shares(info, True))
         }
-        self._catalog.remove(list(gone))
+        self._catalog.remove(list(gone), patient=True)
         return gone
 
 

@@ -4,6 +4,11 @@
 what others have appended (``_follow``). Without a path the index lives in this process only. Where the journal was
 removed, because the constellation was started again, the index starts empty, too.
 
+**Waiting.** No read waits for the file lock, and a put waits ``LOCK_WAIT_S`` at most: its holder may be a stopped
+process. What cannot be written then is appended to a file beside the journal, which takes no lock. While that file
+exists the index counts as incomplete, so that satellites are asked for what it does not name; whoever gets the lock
+next moves its records into the journal and removes it. Earlier releases do not read it.
+
 **Damage.** A journal records whether it is complete (``index.journal``). The first process that sees a torn or damaged
 record cuts the journal off there, and appends that records were lost. So it does where a disk is full.
 
@@ -15,7 +20,9 @@ after: what it still appends to the old journal, the process that replaced it co
 
 from __future__ import annotations
 
+import copy
 import fcntl
+import logging
 import os
 import time
 from collections import deque
@@ -24,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.forks import OwnLock
 from skymemory.index.journal import (
     JournalState,
@@ -38,6 +45,15 @@ from skymemory.index.journal import (
 from skymemory.index.radix import BlockInfo, RadixIndex
 from skymemory.kv.block import Place
 
+_log = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 0.5
+"""A put waits for the lock this long, once. It is held for about a millisecond at a time, longer on a busy computer."""
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
+"""Between two tries to get it."""
+_BESIDE = ".late"
+_LOOKS = 50
+"""Looks at a torn record beside the journal, that another process may just be writing."""
 COMPACT_BYTES = 1 << 20
 """A smaller journal is not compacted: it is replayed in a tenth of a second."""
 _COMPACT_TIMES = 4
@@ -45,9 +61,9 @@ _COMPACT_TIMES = 4
 _BLOCK_BYTES = 68
 _NEW = ".new"
 _LOCKS = Path("/proc/locks")
-_LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 2.0
-"""How long to wait for writers that were waiting for the lock of a journal that was replaced. Each holds it for about a
-millisecond; but one that has just been woken is no longer seen waiting.
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 0.5
+"""How long to wait for writers of earlier releases that were waiting for the lock of a journal that was replaced. Each
+holds it for about a millisecond; but one that has just been woken is no longer seen waiting.
 """
 _KEPT_JOURNALS = 4
 _PIECE_BYTES = 8 << 20
@@ -80,8 +96,19 @@ class SharedIndex:
         self._fd = -1
         self._replayed_bytes = 0
         self._compact_at_bytes = COMPACT_BYTES
+        self._beside = "" if path is None else f"{path}{_BESIDE}"
         self.unwritten = 0
-        """Records that the journal had no room for."""
+        """Records that the disk had no room for."""
+        self.written_beside = 0
+        """Records that were not written into the journal, because another process held its lock."""
+        self.locked_out = False
+        """Another process has held the lock for longer than ``LOCK_WAIT_S``, as of the last write."""
+        self._ahead = False
+        """We know records that are not in the journal yet."""
+        self._lost = False
+        """We knew such records, and could not write them anywhere."""
+        self._unread = False
+        """The journal has a torn tail, and a process that holds the lock: perhaps it is only being written."""
         self._shortened = False
         """The journal was cut off before records that we have replayed: not by this program, which never does that."""
         self._old: deque[_Replaced] = deque()
@@ -99,19 +126,29 @@ class SharedIndex:
                     "write; ?index=no in an address does without it"
                 ) from error
             if born:
-                self._write(lambda: b"" if self._replayed_bytes else self._record_state(Record(RecordOp.BORN)))
+                self._write(lambda: b"" if self._replayed_bytes else self._record_state(Record(RecordOp.BORN)), True)
 
     @property
     def journal_state(self) -> JournalState:
         """Whether the journal is complete, and what probing has added to it; as of now."""
         with self._lock:
             self._follow()
-            return self._state
+            state = copy.copy(self._state)
+            state.complete = self.complete
+            return state
 
     @property
     def complete(self) -> bool:
-        """``journal_state.complete`` as of the last lookup."""
-        return self._state.complete
+        """Whether keys that the last lookup did not find are absent: the journal is complete, and no record is kept
+        beside it.
+        """
+        if not self._state.complete or not self._beside:
+            return self._state.complete
+        if not (self._unread or self._lost or os.path.exists(self._beside)):
+            return True
+        with self._lock:
+            self._try_write(lambda: b"")  # moves them into the journal, if the lock is free again
+            return self._state.complete and not (self._unread or self._lost or os.path.exists(self._beside))
 
     @property
     def unknown_records(self) -> int:
@@ -160,27 +197,39 @@ class SharedIndex:
             self._follow()
             return self._index.infos(keys)
 
-    def add(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> None:
+    def add(
+        self,
+        keys: Sequence[bytes],
+        infos: Sequence[BlockInfo],
+        start: int,
+        parent: bytes | None,
+        *,
+        patient: bool = True,
+    ) -> None:
         """Add a chain with the places that its writer gives, which replace older entries of the same blocks. Blocks
-        whose places contradict those of other blocks are added without places.
+        whose places contradict those of other blocks are added without places. ``patient``: as in ``_write``.
         """
+        self._write(lambda: self._enter_chain(keys, infos, start, parent), patient)
 
-        def change() -> bytes:
-            with suppress(InvalidInput):
-                return self._enter(keys, infos, start, parent)
-            # A contradiction: drop what is known of these blocks, and try again; then block by block.
-            gone = [key for key in keys if self._index.remove(key)]
-            record = encode_record(RecordOp.REMOVE, gone) if gone else b""
-            with suppress(InvalidInput):
-                return record + self._enter(keys, infos, start, parent)
-            for at, (key, info) in enumerate(zip(keys, infos, strict=True)):
-                try:
-                    record += self._enter([key], [info], start + at, keys[at - 1] if at else parent)
-                except InvalidInput:
-                    record += self._enter_unplaced(key, info)
-            return record
+    def _enter_chain(
+        self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None
+    ) -> bytes:
+        with suppress(InvalidInput):
+            return self._enter(keys, infos, start, parent)
+        # A contradiction: drop what is known of these blocks, and try again; then block by block.
+        record = self._drop(keys)
+        with suppress(InvalidInput):
+            return record + self._enter(keys, infos, start, parent)
+        for at, (key, info) in enumerate(zip(keys, infos, strict=True)):
+            try:
+                record += self._enter([key], [info], start + at, keys[at - 1] if at else parent)
+            except InvalidInput:
+                record += self._enter_unplaced(key, info)
+        return record
 
-        self._write(change)
+    def _drop(self, keys: Sequence[bytes]) -> bytes:
+        gone = [key for key in keys if self._index.remove(key)]
+        return encode_record(RecordOp.REMOVE, gone) if gone else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
         """The record that adds one value, at the place that its writer gives, or that the index now has for it; empty
@@ -204,14 +253,14 @@ class SharedIndex:
             return record
 
         try:
-            self._write(change)
+            self._write(change, patient=True)
         except InvalidInput:
             return False
         return True
 
-    def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo]) -> None:
-        """Add values without their places. Places that are known stay."""
-        self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)))
+    def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], *, patient: bool = True) -> None:
+        """Add values without their places. Places that are known stay. ``patient``: as in ``_write``."""
+        self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)), patient)
 
     def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
@@ -239,28 +288,23 @@ class SharedIndex:
             done = True
             return record
 
-        return self._write(change) and done
+        return self._write(change, patient=True) and done
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        def change() -> bytes:
-            gone = [key for key in keys if self._index.remove(key)]
-            return encode_record(RecordOp.REMOVE, gone) if gone else b""
-
-        self._write(change)
+    def remove(self, keys: Sequence[bytes], *, patient: bool = True) -> None:
+        self._write(lambda: self._drop(keys), patient)
 
     def clear(self) -> None:
         """Remove everything: the constellation was started again, empty."""
+        self._write(self._clear, patient=True)
 
-        def change() -> bytes:
-            self._index.clear()
-            return encode_record(RecordOp.CLEAR)
-
-        self._write(change)
+    def _clear(self) -> bytes:
+        self._index.clear()
+        return encode_record(RecordOp.CLEAR)
 
     def close(self) -> None:
         if self._old and not self._lock.owner.elsewhere:
             with self._lock:
-                self._copy_late_records()
+                self._copy_from_replaced()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -271,47 +315,180 @@ class SharedIndex:
         self._state.apply(record)
         return encode_record(record.op, probed=record.probed)
 
-    def _write(self, change: Callable[[], bytes]) -> bool:
-        """Apply a change and append its records, while no other process writes. False: the disk is full, and the
-        journal is incomplete from now on.
+    def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
+        """Apply a change and append its records, while no other process writes; beside the journal if its lock is not
+        free. ``patient``: wait for it first, ``LOCK_WAIT_S``. False: the disk is full, and the journal is incomplete
+        from now on.
         """
-        with self._lock:
-            if self._fd < 0:
-                change()
-                return True
-            # 1. Lock the current journal; 2. replay what others wrote; 3. change and append; 4. compact, perhaps.
-            while True:
-                if self._old:
-                    self._copy_late_records()
-                fcntl.flock(self._fd, fcntl.LOCK_EX)
-                try:
-                    now = os.fstat(self._fd)
-                    removed = not now.st_nlink and self._path is not None and self._path.exists()
-                    if not removed:
-                        others_wait, whole = self._write_locked(change, now.st_size)
-                finally:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
-                if removed:  # while we waited for the lock, or before
-                    self._reopen()
-                    continue
+        give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
+        while True:
+            with self._lock:
+                if self._fd < 0:
+                    change()
+                    return True
+                written = self._try_write(change)
+                if written is None and (self.locked_out or time.monotonic() >= give_up_s):
+                    if patient:
+                        self._note_lock(held=True)
+                    return self._write_beside(change)
+            if written is not None:
+                others_wait, whole = written
                 if others_wait:
                     self._wait_for_writers_of_old()
                 return whole
+            time.sleep(pause_s)  # without our lock: other threads go on reading
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
+        """As ``_write_locked``; None, and no change, where another process holds the lock."""
+        if self._fd < 0:
+            return None
+        # 1. Lock the current journal; 2. replay what others wrote; 3. change and append; 4. compact, perhaps.
+        while True:
+            if self._old:
+                self._copy_from_replaced()
+            if not self._lock_now():
+                return None
+            try:
+                now = os.fstat(self._fd)
+                removed = not now.st_nlink and self._path is not None and self._path.exists()
+                if not removed:
+                    self._note_lock(held=False)
+                    return self._write_locked(change, now.st_size)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._reopen()  # it was replaced before we had the lock
+
+    def _lock_now(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _note_lock(self, *, held: bool) -> None:
+        """Log once that writers are locked out, and once that they are not any more."""
+        if held and not self.locked_out:
+            _log.warning(
+                "another process has held the lock of the index %s for more than %g s (is it stopped?): until it is "
+                "free, satellites are asked for what the index does not name",
+                self._path,
+                LOCK_WAIT_S,
+            )
+        elif self.locked_out and not held:
+            _log.warning("the lock of the index %s is free again", self._path)
+        self.locked_out = held
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
         """With the file lock held, of a journal of this size: whether processes wait for the lock of a journal that was
         replaced here, and whether the change is in the journal.
         """
+        if self._ahead:  # what is appended must follow from what is in the journal
+            self._reset()
         if size_bytes != self._replayed_bytes and not self._replay(size_bytes):
             self._cut_off()
+        self._unread = False
+        if self._lost or os.path.exists(self._beside):
+            self._take_in()
         record, whole = change(), False
         try:
-            whole = self._append(record)
+            whole = not record or self._append(record)
         finally:
             if not whole:  # other processes cannot read it, so it must not be known here either
                 self._reset()
         compacted = self._replayed_bytes >= self._compact_at_bytes and self._compact()
         return compacted and _lock_is_awaited(self._fd), whole
+
+    # --- records beside the journal ---
+
+    def _write_beside(self, change: Callable[[], bytes]) -> bool:
+        """Apply a change, and append its records to the file beside the journal. False: the disk is full."""
+        self._follow()
+        state = copy.copy(self._state)
+        record = change()
+        self._state = state  # a record about the journal counts once it is in it
+        if not record or not self._beside:
+            return True
+        self._ahead = True
+        self.written_beside += 1
+        try:
+            if self._append_beside(record, self._beside):
+                return True
+        except FileNotFoundError:  # the folder was removed: no constellation runs there
+            return True
+        except OSError:
+            self._lost = True
+        self.unwritten += 1
+        return False
+
+    @staticmethod
+    def _append_beside(record: bytes, path: str) -> bool:
+        """Returns whether there was room for it; if not, the file gets a torn tail. OSError where not even that can be
+        written.
+        """
+        while True:
+            fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
+            try:
+                try:
+                    whole = os.write(fd, record) == len(record)
+                except OSError:
+                    os.ftruncate(fd, os.fstat(fd).st_size + 1)
+                    whole = False
+                # Removed before we wrote: whoever did so has not read our record, perhaps. Twice does no harm.
+                if os.fstat(fd).st_nlink:
+                    return whole
+            finally:
+                os.close(fd)
+
+    def _take_in(self) -> None:
+        """Move the records beside the journal into it. With the file lock held. What was lost there makes the journal
+        incomplete. A process that is killed meanwhile leaves the file to the next.
+        """
+        torn, self._lost = self._lost, False
+        fd, taken_bytes, removed, looks = -1, 0, False, _LOOKS
+        try:
+            with suppress(FileNotFoundError):
+                fd = os.open(self._beside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            while fd >= 0:
+                data = os.pread(fd, os.fstat(fd).st_size - taken_bytes, taken_bytes)
+                try:
+                    records, whole_bytes = decode_records(data)
+                except MalformedPacket:
+                    records, whole_bytes = [], 0
+                if whole_bytes < len(data) and looks:
+                    looks -= 1
+                    time.sleep(_LEAST_PAUSE_S)
+                    continue
+                if not self._append(b"".join(self._repeat(record) for record in records)):
+                    return  # no room: the journal has a torn tail now, and the file stays
+                taken_bytes += whole_bytes
+                torn = torn or whole_bytes < len(data)
+                if removed:  # what others appended between our last look and the removal is in the journal, too
+                    break
+                if not data or torn:
+                    os.unlink(self._beside)
+                    removed = True
+        except OSError:
+            torn = True
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        if torn:
+            self._append_lost()
+
+    def _repeat(self, record: Record) -> bytes:
+        """Apply a record of another journal; returns what to append to ours."""
+        if record.op is RecordOp.ADD:
+            return self._enter_chain(record.hashes, record.infos, record.start, record.parent)
+        if record.op is RecordOp.REMOVE:
+            return self._drop(record.hashes)
+        if record.op is RecordOp.CLEAR:
+            return self._clear()
+        if record.op is RecordOp.PROBED:
+            return self._record_state(record)
+        return b""
+
+    # --- the journal's length ---
 
     def _compact(self) -> bool:
         """Replace the journal by one with the fewest records, if that is much smaller; returns whether it was. With the
@@ -333,6 +510,8 @@ class SharedIndex:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                 file.writelines(head)
                 write_records(self._index, file.write)
+                file.flush()
+                os.fsync(file.fileno())  # after a power cut the name must not stand for less than the old one
             new.rename(path)
         except OSError:  # disk full, or no permission: the old one is whole, and keeps growing
             with suppress(OSError):
@@ -345,18 +524,22 @@ class SharedIndex:
 
     def _wait_for_writers_of_old(self) -> None:
         """Copy what processes append to the journal just replaced that were waiting for its lock."""
-        began_s, old = time.monotonic(), self._old[-1].fd
-        ended = False
+        began_s, ended = time.monotonic(), False
         while not ended and time.monotonic() < began_s + _MOST_WAIT_S:
             time.sleep(0.001)
-            if time.monotonic() > began_s + _LEAST_WAIT_S and not _lock_is_awaited(old):
-                with suppress(BlockingIOError):  # the last of them is writing
-                    fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    fcntl.flock(old, fcntl.LOCK_UN)
-                    ended = True
-        self._copy_late_records()
+            with self._lock:
+                if not self._old:  # closed
+                    return
+                old = self._old[-1].fd
+                if time.monotonic() > began_s + _LEAST_WAIT_S and not _lock_is_awaited(old):
+                    with suppress(BlockingIOError):  # the last of them is writing
+                        fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        fcntl.flock(old, fcntl.LOCK_UN)
+                        ended = True
+        with self._lock:
+            self._copy_from_replaced()
 
-    def _copy_late_records(self) -> None:
+    def _copy_from_replaced(self) -> None:
         """Add what was appended to journals since we replaced them."""
         for old in list(self._old):
             since = os.fstat(old.fd).st_size - old.taken_bytes
@@ -365,14 +548,7 @@ class SharedIndex:
             records, taken = decode_records(os.pread(old.fd, since, old.taken_bytes))
             old.taken_bytes += taken
             for record in records:
-                if record.op is RecordOp.ADD:
-                    self.add(record.hashes, record.infos, record.start, record.parent)
-                elif record.op is RecordOp.REMOVE:
-                    self.remove(record.hashes)
-                elif record.op is RecordOp.CLEAR:
-                    self.clear()
-                elif record.op is RecordOp.PROBED:
-                    self.record_probes(*record.probed)
+                self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
         """Returns whether there was room for it. If not, the journal gets a torn tail, which other processes see;
@@ -396,6 +572,7 @@ class SharedIndex:
         fresh.capacity_bytes = self._index.capacity_bytes
         self._index, self._state, self._replayed_bytes = fresh, JournalState(), 0
         self._compact_at_bytes = COMPACT_BYTES
+        self._ahead = False
 
     def _reopen(self) -> None:
         """Open the new journal: ours was removed. If its folder is gone no constellation runs there: keep ours."""
@@ -413,27 +590,37 @@ class SharedIndex:
     def _follow(self) -> None:
         """Replay what others have appended, in the journal that is there now; cut off what is torn or damaged."""
         if self._old:
-            self._copy_late_records()
+            self._copy_from_replaced()
         if self._fd < 0:
             return
         now = os.fstat(self._fd)
         if not now.st_nlink:
             self._reopen()
             now = os.fstat(self._fd)
-        if now.st_size == self._replayed_bytes or self._replay(now.st_size):
-            return
-        fcntl.flock(self._fd, fcntl.LOCK_EX)  # perhaps it was only being written
-        try:
-            if not self._replay(os.fstat(self._fd).st_size):
-                self._cut_off()
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._unread = now.st_size != self._replayed_bytes and not self._replay(now.st_size)
+        if self._unread and self._lock_now():  # else it is only being written, perhaps
+            try:
+                if not self._replay(os.fstat(self._fd).st_size):
+                    self._cut_off()
+                self._unread = False
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _replay(self, size_bytes: int) -> bool:
         """Apply what others have appended, to the end of a journal of this size; False if it is not whole."""
         if size_bytes < self._replayed_bytes:
             self._reset()
             self._shortened = True
+        try:
+            whole = self._replay_on(size_bytes)
+        except InvalidInput:  # it contradicts what is not in the journal yet: that is added to it again, by what fits
+            if not self._ahead:
+                raise
+            self._reset()
+            whole = self._replay_on(size_bytes)
+        return whole and not self._shortened
+
+    def _replay_on(self, size_bytes: int) -> bool:
         piece_bytes = _PIECE_BYTES
         while self._replayed_bytes < size_bytes:
             left_bytes = size_bytes - self._replayed_bytes
@@ -444,12 +631,15 @@ class SharedIndex:
                 if piece_bytes >= left_bytes:
                     break
                 piece_bytes *= 4
-        return not self._shortened and self._replayed_bytes == size_bytes
+        return self._replayed_bytes == size_bytes
 
     def _cut_off(self) -> None:
         """Remove what cannot be replayed, and append that records were lost."""
         os.ftruncate(self._fd, self._replayed_bytes)
         self._shortened = False
+        self._append_lost()
+
+    def _append_lost(self) -> None:
         self._append(self._record_state(Record(RecordOp.LOST)))
 
 
@@ -466,7 +656,8 @@ def _lock_is_awaited(fd: int) -> bool:
 def create_journal(path: Path) -> None:
     """Create the complete journal of a constellation that is about to start, empty."""
     path.unlink(missing_ok=True)  # a client of the previous constellation may have created one
-    path.with_name(path.name + _NEW).unlink(missing_ok=True)
+    for suffix in (_NEW, _BESIDE):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
     SharedIndex(path, born=True).close()
 
 
