@@ -68,7 +68,7 @@ class Terminal:
         self.screen = Emulated(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         self.frames: list[list[str]] = []
-        """The screen whenever the program paused, or was to draw it anew from its top."""
+        """The screen whenever the program paused, or was to draw it again from its top."""
         self.written = b""
         self._ours, theirs = pty.openpty()
         self._set_size(columns, rows)
@@ -109,9 +109,9 @@ class Terminal:
         except OSError:  # the other end is closed
             return False
         self.written += data
-        first, *anew = data.split(_TOP)
+        first, *again = data.split(_TOP)
         self._stream.feed(first)
-        for part in anew:
+        for part in again:
             self._keep()
             self._stream.feed(_TOP + part)
         if not select.select([self._ours], [], [], 0.02)[0]:

@@ -82,7 +82,7 @@ def sky(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sky]:
 
 
 @pytest.mark.slow
-def test_wall_clocks_that_are_set_lock_nobody_out(sky: Sky) -> None:
+def test_wall_clocks_that_are_set_lock_no_host_out(sky: Sky) -> None:
     with open_constellation(sky.run_dir) as store:
 
         def serves_the_old_client() -> None:

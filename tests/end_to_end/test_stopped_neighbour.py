@@ -113,7 +113,7 @@ def test_a_lock_that_is_never_given_back_costs_no_neighbour_more_than_two_second
 
 
 @pytest.mark.slow
-def test_two_hundred_stops_of_a_busy_writer_stop_nobody(run_dir: Path) -> None:
+def test_two_hundred_stops_of_a_busy_writer_stop_no_neighbour(run_dir: Path) -> None:
     neighbour, dice = Neighbour(run_dir, 2), random.Random(3)
     writer = child(_WRITER, f"constellation://{run_dir}")
     try:

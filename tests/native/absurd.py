@@ -429,7 +429,7 @@ class Scene:
             given = (given,)
         if self.dice.random() < 0.02:
             given = given[: self.dice.randrange(len(given) + 1)]
-        if name in _SENDERS:  # to nobody else's port, and from no descriptor that is not a socket of ours
+        if name in _SENDERS:  # to no port of another process, and from no descriptor that is not a socket of ours
             given = tuple(
                 now if at > 2 or (isinstance(now, int) and not 0 <= now < SLOT_BYTES) or now == was else was
                 for at, (now, was) in enumerate(zip(given, sound, strict=False))

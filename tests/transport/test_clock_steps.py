@@ -176,7 +176,7 @@ def test_all_parties_are_served_after_any_steps_and_no_replay_is(steps_s: tuple[
 
 
 @pytest.mark.parametrize("step_s", [40.0, DAY_S])
-def test_hosts_follow_a_wall_clock_set_forward_once_they_hear_nobody_by_the_old_time(step_s: float) -> None:
+def test_hosts_follow_a_wall_clock_set_forward_once_they_hear_no_client_by_the_old_time(step_s: float) -> None:
     """As after the pause of a virtual machine: all others count by the wall clock. One day a host hears both."""
     world = World()
     world.passes(2.0)

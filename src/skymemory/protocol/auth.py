@@ -332,7 +332,7 @@ class SatelliteGate:
         authority, keys = self._authority, self._authority.mac_keys
         by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
         times = by_now
-        # Not by a wall clock from before our start, of which no command can be told from a replay.
+        # Not by a wall clock from before our start, when a new command looks like a replay.
         if authority.wall_shift_s and None in by_now and now_s + authority.wall_shift_s > self._began_s:
             wall_us = microseconds(now_s + authority.wall_shift_s)
             by_wall = native.check_macs(view, size, COMMAND_BYTES, keys, wall_us, _MAX_SKEW_US)

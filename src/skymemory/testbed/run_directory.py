@@ -427,7 +427,7 @@ def temporary_run_directory(kind: str = "") -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
     handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else has it: released when this process ends
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process has it: released when this process ends
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

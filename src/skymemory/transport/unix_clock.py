@@ -1,10 +1,10 @@
-"""Unix time of a process: a running clock that nobody sets, and beside it the wall clock, which can be set.
+"""Unix time of a process: a running clock that is never set, and beside it the wall clock, which can be set.
 
 ``now_s`` never runs backwards and counts the time that the computer sleeps. ``CLOCK_MONOTONIC`` stops in a suspend: a
 process that used it would lag behind those started later. ``CLOCK_BOOTTIME`` counts suspends, but perhaps not the pause
 of a whole virtual machine; then the wall clock is set forward.
 
-A wall clock that is set, by an operator or a time server, is right or wrong, and this computer cannot tell: satellites
+A wall clock that is set, by an operator or a time server, is right or wrong, and this computer cannot know: satellites
 and clients all over the constellation go by what it said when they started. So ``now_s`` goes on as before, and
 ``wall_shift_s`` says by how much the wall clock now differs. Who has a reason to believe the wall clock follows it, but
 only forward (``follow_wall``). Processes of one computer that start at different times agree if they count from the

@@ -147,7 +147,7 @@ def test_a_torn_tail_under_a_held_lock_is_not_waited_for(journal: Path) -> None:
         assert index.infos([key(1)]) == [INFO] and index.complete
         with journal.open("ab") as file:
             file.write(b"torn")
-    assert index.infos([key(1)]) == [INFO] and not index.complete, "nobody was writing it"
+    assert index.infos([key(1)]) == [INFO] and not index.complete, "no process was writing it"
     assert not SharedIndex(journal).journal_state.complete
 
 
@@ -289,7 +289,7 @@ def stop_a_busy_writer(journal: Path, stops: int, seed: int) -> tuple[int, float
     return blocked, longest_s
 
 
-def test_a_stopped_writer_stops_nobody(tmp_path: Path) -> None:
+def test_a_stopped_writer_stops_no_other(tmp_path: Path) -> None:
     create_journal(tmp_path / "index")
     _, longest_s = stop_a_busy_writer(tmp_path / "index", 5, 1)
     assert longest_s < 2.0

@@ -431,7 +431,7 @@ def test_fresh_clients_delete_none_of_a_thousand_values(faults: dict[str, float]
 
 
 def test_a_deletion_is_done_once_all_holders_of_one_servers_share_have_confirmed_it() -> None:
-    """Some have confirmed and some are silent, which have a copy of each share: they give it to whoever asks later."""
+    """Some have confirmed and some are silent, which have a copy of each share: they give it to later readers."""
     sky, servers = simulated(), 4
     writer = store_over(sky, 1, SharedIndex(), servers=servers, replicas=2)
     assert writer.put_many([(KEY, VALUE)]) == [True]

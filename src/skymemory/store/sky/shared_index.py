@@ -6,8 +6,8 @@ removed, because the constellation was started again, the index starts empty, to
 
 **Waiting.** No read waits for the file lock, and a put waits ``LOCK_WAIT_S`` at most: its holder may be a stopped
 process. What cannot be written then is appended to a file beside the journal, which takes no lock. While that file
-exists the index counts as incomplete, so that satellites are asked for what it does not name; whoever gets the lock
-next moves its records into the journal and removes it. Earlier releases do not read it.
+exists the index counts as incomplete, so that satellites are asked for what it does not name; the next process that
+gets the lock moves its records into the journal and removes it. Earlier releases do not read it.
 
 **Damage.** A journal records whether it is complete (``index.journal``). The first process that sees a torn or damaged
 record cuts the journal off there, and appends that records were lost. So it does where a disk is full.
@@ -434,7 +434,7 @@ class SharedIndex:
                 except OSError:
                     os.ftruncate(fd, os.fstat(fd).st_size + 1)
                     whole = False
-                # Removed before we wrote: whoever did so has not read our record, perhaps. Twice does no harm.
+                # Removed before we wrote: the process that did so has not read our record, perhaps. Twice does no harm.
                 if os.fstat(fd).st_nlink:
                     return whole
             finally:
