@@ -113,7 +113,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_the_replies_are_those_of_redis(both: Paths, case: str) -> None:
     compare(both, *(line(step) for step in case.split("; ")))
     compare(both, b"".join(line(step) for step in case.split("; ")))  # in one packet
