@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from skymemory.router.api_error import ApiError
 from skymemory.router.apis import messages, responses
 from skymemory.router.apis.chat import UnreadableAnswer
+from skymemory.router.apis.translation import COUNT_TOKENS, MESSAGES, Translation
 
 APIS = [messages, responses]
 
@@ -17,6 +19,12 @@ APIS = [messages, responses]
 def test_an_answer_without_an_id_gets_one_of_its_own(api: ModuleType) -> None:
     answer: dict[str, Any] = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
     assert len({api.whole({"model": "m"}, answer)["id"] for _ in range(3)}) == 3
+
+
+def test_messages_without_a_limit_are_refused() -> None:
+    with pytest.raises(ApiError, match="`max_tokens` is missing"):
+        Translation(MESSAGES, b'{"model":"m","messages":[{"role":"user","content":"x"}]}')
+    Translation(COUNT_TOKENS, b'{"model":"m","messages":[{"role":"user","content":"x"}]}')
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -78,13 +78,8 @@ def test_requests_that_kill_take_no_server_from_other_clients(schedule: list[tup
 def test_long_answers_among_short_ones_are_no_silence(have_metrics: bool) -> None:
     fleet = VirtualFleet(3, have_metrics=have_metrics)
     drive(fleet, 100, per_s=4.0)
-    if not have_metrics:  # the first long one may be taken for lost, as nothing says how long answers take
-        fleet.send("batch", service_s=60.0)
-        drive(fleet, 800, per_s=4.0)
-        fleet.ejections.clear()
-    long_ones = [
-        fleet.send(f"b{number}", service_s=60.0) for number in range(4)
-    ]  # two at one server, which gets no short ones
+    # Two of them are at one server, which gets no short ones meanwhile.
+    long_ones = [fleet.send(f"b{number}", service_s=60.0) for number in range(4)]
     drive(fleet, 320, per_s=4.0)
     assert [each.sends for each in long_ones] == [1, 1, 1, 1] and not fleet.ejections
     assert all(each.answered_s is not None for each in long_ones)

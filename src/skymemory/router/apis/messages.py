@@ -54,16 +54,19 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
-def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
+def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False) -> dict[str, Any]:
     """The body of the same chat completion.
 
     Args:
         strict: refuse what a chat completion cannot say. False: only the prompt matters, to be compared with others;
             what has no counterpart stays in it as it is.
+        needs_limit: refuse a request without ``max_tokens``, which the API demands.
 
     Raises:
         ApiError: 400.
     """
+    if needs_limit and fields.get("max_tokens") is None:
+        refuse("max_tokens", "is missing: how many tokens the answer may have")
     body: dict[str, Any] = further(fields, _KNOWN)
     body |= given(model=fields.get("model"), max_tokens=fields.get("max_tokens"), stop=fields.get("stop_sequences"))
     body["messages"] = _Turns(strict).read(fields)

@@ -48,7 +48,7 @@ class Translation:
         if path == RESPONSES:
             chat = responses.chat_request(self._fields)
         elif path == MESSAGES:
-            chat = messages.chat_request(self._fields)
+            chat = messages.chat_request(self._fields, needs_limit=True)
         else:
             chat = messages.counting_request(self._fields)
         self.body = _encoded(chat)

@@ -20,7 +20,7 @@ UNKNOWN_S = 5.0
 """Assumed as the usual wait until the first answer."""
 SILENT = 5.0
 """After so many usual waits without a sign of life a request counts as unanswered, a failure of its server."""
-LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 10.0
+LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 120.0
 """The second for whole answers of servers without metrics, which show no work before the end."""
 STALLED, LEAST_STALLED_S = 10.0, 1.0
 """After so many usual gaps between its pieces a stream stalls. A server of which half of the streams do is quiet."""

@@ -400,7 +400,12 @@ class Exchange:
             if head.status not in MISSING_STATUSES:
                 self._of.missing_apis.learn(account.decision.server, incoming.path, time.monotonic())
             return False
+        server, apis = account.decision.server, self._of.missing_apis
         if head.status not in MISSING_STATUSES:
+            if head.status < 400:
+                apis.on_answer(server, incoming.path)
+            return False
+        if apis.is_there(server, incoming.path):
             return False
         call, self._call = self._call, None  # the same attempt: nothing was executed
         if call is not None:

@@ -24,6 +24,8 @@ class MissingApis:
 
     def __init__(self) -> None:
         self._until_s: dict[tuple[str, str], float] = {}
+        self._there: set[tuple[str, str]] = set()
+        """Those that have answered: a 404 there is about a model, say."""
 
     def is_missing(self, server: str, path: str, now_s: float) -> bool:
         until_s = self._until_s.get((server, path))
@@ -32,6 +34,12 @@ class MissingApis:
         del self._until_s[server, path]
         return False
 
+    def is_there(self, server: str, path: str) -> bool:
+        return (server, path) in self._there
+
+    def on_answer(self, server: str, path: str) -> None:
+        self._there.add((server, path))
+
     def learn(self, server: str, path: str, now_s: float) -> None:
         self._until_s[server, path] = now_s + FORGET_S
 
@@ -39,6 +47,7 @@ class MissingApis:
         """It has left, or is another one."""
         for known in [known for known in self._until_s if known[0] == server]:
             del self._until_s[known]
+        self._there = {known for known in self._there if known[0] != server}
 
 
 class TranslatedResponse:
