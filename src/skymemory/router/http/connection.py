@@ -622,12 +622,29 @@ class Connection(asyncio.Protocol):
         Raises:
             ApiError: 503, the memory for bodies is full.
         """
+        if self.closing:
+            return  # nothing of it is counted any more
         limit, more_bytes = self._app.arriving.limit, len(body) - request.body_bytes
         has_room = limit.has_room(request.holder, more_bytes)
         limit.change(request.holder, more_bytes)
         request.body, request.body_bytes = body, len(body)
         if not has_room and not self._make_room(request, request.holder):
             raise _bodies_too_large()
+
+    def hold(self, request: Incoming, more_bytes: int) -> None:
+        """Count memory that a complete request takes beside its body, until its end."""
+        self._app.arriving.limit.change(request.holder, more_bytes)
+        request.body_bytes += more_bytes
+
+    @contextlib.contextmanager
+    def held_for(self, request: Incoming, more_bytes: int) -> Iterator[None]:
+        """Count memory that is needed for a while."""
+        limit, holder = self._app.arriving.limit, request.holder
+        limit.change(holder, more_bytes)
+        try:
+            yield
+        finally:
+            limit.change(holder, -more_bytes)
 
     # -- time
 
