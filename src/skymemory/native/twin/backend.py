@@ -322,8 +322,8 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 
 def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
-    """What a JSON text holds: lists and objects, texts (names, too), commas, commas of the outermost list, and where the
-    first item of that one ends (0: there is none).
+    """What a JSON text holds: lists and objects, texts (names, too), commas, commas of the outermost list, and where
+    the first item of that one ends (0: there is none).
 
     Nothing is decoded, and what is no JSON is counted all the same. A long text is counted while other threads run.
     """

@@ -893,9 +893,8 @@ class Exchange:
             translating.cancel()
         if call is not None:
             call.close()
-        if call is not None or translating is not None:
-            if not self._streaming and self._account is not None:
-                self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
+        if (call is not None or translating is not None) and not self._streaming and self._account is not None:
+            self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:
         """An exception of the router's own. A response that has begun is cut: an error page behind it would be read as

@@ -156,7 +156,7 @@ class PromptReader:
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
-        """Bytes of the first prompt, which alone is matched, and the tokens of all; of many or long ones an estimate."""
+        """Bytes of the first prompt, which alone is matched, and the tokens of all, estimated where they are long."""
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
             first, more = first_prompt(body, self._max_blocks * self._block_bytes // TOKEN_BYTES)
@@ -460,7 +460,9 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
     if not raw or raw == b"null":
         if bytes(body.prompt_embeds):
             return [""]
-        raise ApiError(400, "the body has no `prompt`: expected a text, or a list of texts or of token numbers", "prompt")
+        raise ApiError(
+            400, "the body has no `prompt`: expected a text, or a list of texts or of token numbers", "prompt"
+        )
     if raw[:1] == b'"':
         return [_decoded(_text, raw, "prompt")]
     if STARTS_WITH_NUMBER.match(raw):
