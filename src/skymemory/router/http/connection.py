@@ -57,6 +57,8 @@ UNREAD_S = 0.05
 """For the event loop to deliver bytes that arrived while it was busy."""
 _LENGTH_DIGITS = 20
 """Of a Content-Length: 64 bits."""
+LONG_BODY_BYTES = 1 << 20
+"""Pieces of longer bodies are joined by a thread: new memory for 16 MB may take the event loop's time for 50 ms."""
 MAX_PIPELINED = 64
 """Requests that may wait on one connection."""
 SLICE_BYTES = 16_384
@@ -243,9 +245,20 @@ class Incoming:
         self.body, self._pieces, self.body_bytes = b"", None, 0
 
     def close_body(self) -> None:
-        if self._pieces is not None:
-            self.body, self._pieces = b"".join(self._pieces), None
+        if self._pieces is not None and self.body_bytes < LONG_BODY_BYTES:
+            self.set_body(self.joined())
         self.has_come = True
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """``body`` has to be ``joined``, and set, before it is read: that takes too long for the event loop."""
+        return self._pieces is not None
+
+    def joined(self) -> bytes:
+        return b"".join(self._pieces or ())
+
+    def set_body(self, body: bytes) -> None:
+        self.body, self._pieces = body, None
 
 
 class Connection(asyncio.Protocol):

@@ -204,6 +204,8 @@ class Exchange:
         packed = self.incoming.headers.first.get(b"content-encoding", b"").strip().lower()
         if packed:
             self._read_in_thread(packed)
+        elif self.incoming.is_in_pieces:
+            self._read_in_thread(b"")
         elif self.incoming.path in PROMPT_PATHS and not is_read_in_loop(self.incoming.body):
             self._read_in_thread(b"")
         elif self._has_tokens:
@@ -243,10 +245,12 @@ class Exchange:
         self._reading = asyncio.get_running_loop().create_task(self._read_slowly(packed))
 
     async def _read_slowly(self, packed: bytes) -> None:
-        """Decompress and read in a thread, so that no other request waits for it: what may be large in its turn."""
+        """Join, decompress and read in a thread, so that no other request waits for it: what may be large in its turn."""
         read, incoming = None, self.incoming
         most_bytes = self._of.settings.limits.max_body_bytes
         try:
+            if incoming.is_in_pieces:
+                incoming.set_body(await self._in_thread(incoming.joined, incoming.body_bytes))
             if packed:
                 whole_bytes = min(most_bytes, MOST_EXPANSION * len(incoming.body))
                 unpack = partial(unpacked, incoming.body, packed, most_bytes)
