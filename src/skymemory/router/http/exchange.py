@@ -202,12 +202,10 @@ class Exchange:
 
     def begin(self) -> None:
         packed = self.incoming.headers.first.get(b"content-encoding", b"").strip().lower()
-        if packed:
+        incoming = self.incoming
+        is_long = incoming.is_in_pieces or (incoming.path in PROMPT_PATHS and not is_read_in_loop(incoming.body))
+        if packed or is_long:
             self._read_in_thread(packed)
-        elif self.incoming.is_in_pieces:
-            self._read_in_thread(b"")
-        elif self.incoming.path in PROMPT_PATHS and not is_read_in_loop(self.incoming.body):
-            self._read_in_thread(b"")
         elif self._has_tokens:
             self._tokenize()
         else:
@@ -245,7 +243,7 @@ class Exchange:
         self._reading = asyncio.get_running_loop().create_task(self._read_slowly(packed))
 
     async def _read_slowly(self, packed: bytes) -> None:
-        """Join, decompress and read in a thread, so that no other request waits for it: what may be large in its turn."""
+        """Join, decompress and read in a thread, so that no others wait for it: what may be large in its turn."""
         read, incoming = None, self.incoming
         most_bytes = self._of.settings.limits.max_body_bytes
         try:
