@@ -62,7 +62,7 @@ LONG_BODY_BYTES = 1 << 20
 MAX_PIPELINED = 64
 """Requests that may wait on one connection."""
 SLICE_BYTES = 16_384
-"""Heads, and bodies in chunks, are parsed in slices of this size."""
+"""Of a read of ``YIELD_BYTES`` and more, heads, and bodies in chunks, are parsed in slices of this size."""
 DENSE_CHUNKS = 256
 """A slice with more chunks, or with several requests, takes long to parse: the next one waits for the next turn."""
 CHUNK_FRAMING_BYTES = 12
@@ -366,7 +366,7 @@ class Connection(asyncio.Protocol):
         self._started = False
         if self._rest is not None:  # nothing should come while reading is paused
             data = bytes(self._take_rest()) + data
-        self._parse_slices(memoryview(data))
+        self._parse_slices(memoryview(data), SLICE_BYTES if len(data) >= YIELD_BYTES else len(data))
 
     def _yield(self) -> None:
         """Read on in the next turn: an event loop may read megabytes of one connection before it serves another."""
@@ -379,15 +379,15 @@ class Connection(asyncio.Protocol):
         self._yields = False
         if self._rest is not None:
             self._started = False
-            self._parse_slices(self._take_rest())
+            self._parse_slices(self._take_rest(), SLICE_BYTES)
         if self._rest is None and not self._yields and not self._paused_reading and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _parse_slices(self, data: memoryview) -> None:
+    def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
         """Parse as much as other connections can wait for; the rest in the next turn."""
         while data and not self._discarding:
             reading = self._reading
-            size = len(data) if reading is not None and not reading.is_chunked else SLICE_BYTES
+            size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
             piece, data = data[:size], data[size:]
             waiting = len(self._waiting)
             if (rest := self._parse(piece)) is not None:
