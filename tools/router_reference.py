@@ -18,8 +18,15 @@ from skymemory.router.envoy.ext_proc import PickerService
 from skymemory.router.envoy.metrics import COUNTERS, PREFIX, PickerCollector
 from skymemory.router.failure.budget import FIRST_S, MOST_S
 from skymemory.router.failure.faults import RULES
-from skymemory.router.http.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+from skymemory.router.http.connection import (
+    CHUNK_FRAMING_BYTES,
+    MAX_FRAMING_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+)
 from skymemory.router.http.elastic import ElasticRoles
+from skymemory.router.http.exchange import LARGE_BYTES
 from skymemory.router.http.proxy import MAX_UNREAD_BYTES
 from skymemory.router.http.upstream import MAX_CONNECTING
 from skymemory.router.limits.connections import LATE_S
@@ -28,6 +35,13 @@ from skymemory.router.limits.held_bytes import PROGRESS_BYTES, SLOW_S
 from skymemory.router.limits.rates import GRACE_S
 from skymemory.router.limits.shares import SharedLimit
 from skymemory.router.metrics import OUTCOMES, ProxyMetrics
+from skymemory.router.prompts.item_limits import (
+    MAX_FIELDS,
+    MAX_LISTS,
+    MAX_TEXTS,
+    MAX_TOKEN_NUMBERS,
+    MAX_VALUES,
+)
 from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.settings import SECTIONS, AdmissionSettings, Backend, Settings
 
@@ -113,6 +127,25 @@ def _limits() -> str:
             "429, closed",
         ),
         ("a body: `max_body`", _size(limits.max_body_bytes), "the request", "413"),
+        (
+            "items of a body with a prompt, nested ones too",
+            f"{MAX_LISTS:,} lists and objects, {MAX_TEXTS:,} texts and names, {MAX_VALUES:,} values "
+            f"({MAX_TOKEN_NUMBERS:,} in /v1/completions: tokens), {MAX_FIELDS:,} fields",
+            "the request",
+            "400",
+        ),
+        (
+            "bodies that are read at once (decompressed, decoded)",
+            f"1 of those from {_size(LARGE_BYTES)}, which counts twice towards `max_held` meanwhile",
+            "later requests, in turns between tenants (addresses)",
+            "they wait",
+        ),
+        (
+            "extensions and trailers of a body in chunks",
+            f"{_size(MAX_FRAMING_BYTES)}, beside {CHUNK_FRAMING_BYTES} bytes of each chunk",
+            "the request",
+            "400, closed",
+        ),
         ("a head", f"{_size(MAX_HEAD_BYTES)}, {MAX_HEADERS} lines", "the request", "431"),
         (
             "time for a head, or a TLS handshake: `head`",

@@ -63,6 +63,7 @@ static PyMethodDef methods[] = {
     {"fit_prefills", sky_py_fit_prefills, METH_VARARGS, "fit_prefills(points, bend=0.0) -> (fixed, per token, bend)"},
     {"fit_whole", sky_py_fit_whole, METH_O, "fit_whole(points) -> (0.0, per token, bend) or None"},
     {"first_values", sky_py_first_values, METH_O, "first_values(headers) -> dict of bytes"},
+    {"json_counts", sky_py_json_counts, METH_O, "json_counts(text) -> (lists, texts, commas, items, first_end)"},
     {"header_lines", (PyCFunction)(void (*)(void))sky_py_header_lines, METH_FASTCALL, "header_lines(headers, left_out) -> bytes"},
     {"chain_sha256", sky_py_chain_sha256, METH_VARARGS, "chain_sha256(data, block_bytes, seed) -> list of bytes"},
     {"pack_tokens", sky_py_pack_tokens, METH_O, "pack_tokens(tokens) -> bytes of uint32, or None"},

@@ -11,6 +11,8 @@ from skymemory.errors import SkyMemoryError
 
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
 """OpenAI's ``code`` where a status has one meaning; null for all others."""
+OF_CLIENT = "invalid_request_error"
+"""Type of an error that is the client's, whatever its status."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -58,7 +60,7 @@ def kind_of(status: int) -> str:
     """Default ``type`` of OpenAI's error object."""
     if status == 429:
         return "requests"
-    return "server_error" if status >= 500 else "invalid_request_error"
+    return "server_error" if status >= 500 else OF_CLIENT
 
 
 def error_event(status: int, message: str) -> bytes:

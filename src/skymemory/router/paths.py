@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from skymemory.router.api_error import ApiError
+from skymemory.router.api_error import OF_CLIENT, ApiError
 from skymemory.router.prompts.reader import PROMPT_PATHS
 
 OWN = frozenset(("/health", "/ready", "/metrics", "/v1/models"))
@@ -61,7 +61,9 @@ def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> A
         return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):
         what = "the Realtime API" if path.startswith("/v1/realtime") else "WebSockets"
-        return ApiError(501, f"the router does not serve {what}; send requests by HTTP, with `stream` for pieces")
+        return ApiError(
+            501, f"the router does not serve {what}; send requests by HTTP, with `stream` for pieces", kind=OF_CLIENT
+        )
     if path in PROMPT_PATHS:
         return ApiError(405, f"{path} takes POST, not {method}")
     if path in FORWARDED or (is_own(path) and method in ("GET", "HEAD")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 import ssl
@@ -167,9 +168,44 @@ async def flood(attack: Attack) -> None:
     await each(attack, one)
 
 
+async def many_items(attack: Attack) -> None:
+    """Bodies of 16 KB that unpack to four million prompts."""
+    packed = gzip.compress(b'{"model": "m", "prompt": [' + b"[1]," * 4_000_000 + b"[1]]}")
+    sent = attack.head("Content-Encoding: gzip\r\n", length=len(packed)) + packed
+    await each(attack, lambda attack, number: sent_and_held(attack, sent))
+
+
+async def tiny_chunks(attack: Attack) -> None:
+    """Bodies in chunks of one byte, as fast as they are taken."""
+
+    async def one(attack: Attack, number: int) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
+        try:
+            head = attack.head("Transfer-Encoding: chunked\r\n").replace(b"Content-Length: %d\r\n" % len(BODY), b"")
+            writer.write(head)
+            while not reader.at_eof():
+                writer.write(b"1\r\n \r\n" * 5000)
+                await writer.drain()
+            return status_of(await reader.read(1000))
+        finally:
+            writer.transport.abort()
+
+    await each(attack, one)
+
+
 CAUSES = {
     kind.__name__: kind
-    for kind in (request_of_death, held_bodies, half_heads, idle, slow_readers, half_handshakes, flood)
+    for kind in (
+        request_of_death,
+        held_bodies,
+        half_heads,
+        idle,
+        slow_readers,
+        half_handshakes,
+        flood,
+        many_items,
+        tiny_chunks,
+    )
 }
 
 

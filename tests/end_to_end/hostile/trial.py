@@ -80,6 +80,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("100 slow readers", "the slowest reader", "slow_readers", 100),
     Cause("2,000 half TLS handshakes", "the oldest handshake", "half_handshakes", 2000, tls=True, files=3072),
     Cause("256 files, 400 idle clients", "the longest idle", "idle", 400, files=256),
+    Cause("16 KB that unpack to 4 million prompts", "the request", "many_items", 8),
+    Cause("10 bodies in chunks of a byte", "each by its turn", "tiny_chunks", 10),
     Cause("a tenant beyond its quota", "the tenant", "flood", 1000, keys=True),
 )
 

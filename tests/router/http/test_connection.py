@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import gzip
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 from tests.router.running import PATIENCE_S, Running, until
+
+from skymemory.router.http.connection import SLICE_BYTES, Connection
+from skymemory.router.limits.held_bytes import HeldBytes
 
 Run = Callable[..., Running]
 BODY = json.dumps({"model": "small", "prompt": "abcd" * 40}).encode()
@@ -490,3 +495,138 @@ def test_a_thousand_connections_at_once_are_all_answered(run: Run) -> None:
             raw.sendall(asked)
         statuses = [answers(raw, 1)[0][:12] for raw in sockets]
     assert statuses == [b"HTTP/1.1 200"] * 1000
+
+
+# What is beside the bytes of a body, and what takes long to parse
+
+
+@pytest.mark.parametrize(
+    ("begin", "flood"),
+    [
+        (b"1;a=", b"b" * 100_000),
+        (b"", (b"1;" + b"x" * 3000 + b"\r\n \r\n") * 30),
+        (b"1\r\n \r\n0\r\n", b"X-A: b\r\n" * 10_000),
+        (b"1\r\n \r\n0\r\nX-A: ", b"b" * 100_000),
+        (b"", b"%064x\r\n \r\n" % 1 * 1000),
+    ],
+    ids=["an extension", "extensions", "trailers", "a trailer", "zeros"],
+)
+def test_framing_of_chunks_is_bounded_by_its_bytes(plain: Running, begin: bytes, flood: bytes) -> None:
+    with connected(plain) as raw:
+        raw.settimeout(PATIENCE_S)
+        raw.sendall(CHUNKED + begin)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 8 << 20:
+                raw.sendall(flood)
+                sent += len(flood)
+                if select.select([raw], [], [], 0)[0]:
+                    break
+            came = raw.recv(65_536)
+            assert came.startswith(b"HTTP/1.1 400") and sent < 8 << 20
+    assert plain.complete().status == 200
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 4096])
+def test_honest_chunks_of_any_size_are_served(plain: Running, size: int) -> None:
+    body = json.dumps({"model": "small", "prompt": "abcd" * 20_000}).encode()
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    with connected(plain) as raw:
+        raw.sendall(CHUNKED + chunked(*pieces, end=b"0\r\nX-Sum: 1\r\n\r\n"))
+        assert answers(raw, 1)[0].startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /x HTTP/1.1\r\nA: b\r\n"],
+    ids=["unknown", "health", "half"],
+)
+def test_behind_the_end_of_a_connections_output_nothing_is_answered(
+    plain: Running, piece: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many pipelined requests, of which one is refused, with more than the headers of one request behind it."""
+    with connected(plain) as raw:
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(piece * 600 + b"GET /x HT")
+        came = all_of(raw)
+    assert came.startswith(b"HTTP/1.1 ")
+    last = came.rpartition(b"HTTP/1.1 ")[2]
+    assert last[:3] in (b"400", b"404", b"429", b"431") and b"Connection: close\r\n" in last
+    assert came.count(b"Connection: close\r\n") == 1
+    assert plain.metric("faults_total", where="connection") == 0 and "Traceback" not in caplog.text
+
+
+def test_a_fault_of_a_connection_is_counted(plain: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plain.server is not None
+    before = plain.metric("faults_total", where="connection")
+    monkeypatch.setattr(plain.server.proxy, "refusal", lambda request: 1 // 0)
+    with connected(plain) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert all_of(raw) == b""
+    assert plain.metric("faults_total", where="connection") == before + 1
+
+
+class _Later:
+    """An event loop whose callbacks run when the test says."""
+
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], None]] = []
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self.soon.append(call)
+
+    def call_at(self, when_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.TimerHandle(when_s, call, (), self)  # type: ignore[arg-type]
+
+    def time(self) -> float:
+        return 0.0
+
+    def get_debug(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: object) -> None: ...
+
+    def turn(self) -> None:
+        calls, self.soon = self.soon, []
+        for call in calls:
+            call()
+
+
+def _connection(app: mock.MagicMock, loop: _Later, transport: mock.MagicMock) -> Connection:
+    app.arriving, app.max_body_bytes = HeldBytes(64 << 20), 16 << 20
+    app.client_s = app.head_s = app.keep_alive_s = 60.0
+    app.least_rate, app.refusal.return_value = 1024, None
+    transport.is_closing.return_value = False
+    transport.get_extra_info.return_value = ("127.0.0.1", 1)
+    made = Connection(app, loop)  # type: ignore[arg-type]
+    made.connection_made(transport)
+    return made
+
+
+def test_a_connection_of_tiny_chunks_parses_a_slice_in_each_turn() -> None:
+    """In the order of an event loop: another connection's request, read in the same turn, waits for one slice."""
+    app, loop, transport = mock.MagicMock(), _Later(), mock.MagicMock()
+    chunky = _connection(app, loop, transport)
+    read = CHUNKED + chunked(*[b" "] * 40_000, end=b"")
+    chunky.data_received(read)
+    reading = chunky._reading
+    assert reading is not None and 0 < reading.body_bytes < SLICE_BYTES
+    assert transport.pause_reading.called and not transport.resume_reading.called
+    assert app.arriving.held_bytes > len(read) - SLICE_BYTES, "what waits counts, too"
+    turns = 0
+    while loop.soon:
+        before = reading.body_bytes
+        loop.turn()
+        turns += 1
+        assert reading.body_bytes - before < SLICE_BYTES
+    assert reading.body_bytes == 40_000 == app.arriving.held_bytes and transport.resume_reading.called
+    assert turns >= len(read) // SLICE_BYTES
+    chunky.data_received(b"0\r\n\r\n")
+    assert app.handle.call_args.args[0].body == b" " * 40_000
+
+
+def test_a_large_body_is_parsed_at_once() -> None:
+    app = mock.MagicMock()
+    plain = _connection(app, _Later(), mock.MagicMock())
+    plain.data_received(POST + b"Content-Length: 250000\r\n\r\n" + b"x" * 250_000)
+    assert app.handle.call_args.args[0].body == b"x" * 250_000

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.router.running import PATIENCE_S, Running, until
 from skymemory.router.api_keys import new_key, with_key
 from skymemory.router.limits import connections, held_bytes, rates
 from skymemory.router.limits.connections import State
+from skymemory.router.prompts.reader import PromptReader
 from skymemory.router.tls import self_signed
 
 Run = Callable[..., Running]
@@ -321,3 +324,44 @@ def test_who_shows_a_key_is_not_a_stranger(run: Run, tmp_path: Path) -> None:
     file.write_text(with_key("[tenants.a]\n", "a", key))
     running = run(engines=1, door={"api_keys": str(file)})
     assert running.complete({**EVIL, "Host": "router.example", "Authorization": f"Bearer {key}"}).status == 200
+
+
+def test_what_is_read_counts_while_it_is_read_and_one_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes, and as many again for what they decode to; plain, compressed, and for a server without the API."""
+    running = run(engines=1)
+    assert running.server is not None
+    arriving = running.server.proxy.arriving
+    at_once, most, held = 0, 0, []
+    read = PromptReader.read
+
+    def watched(self: PromptReader, *args: object) -> object:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        held.append(arriving.held_bytes)
+        time.sleep(0.05)
+        try:
+            return read(self, *args)  # type: ignore[arg-type]
+        finally:
+            at_once -= 1
+
+    monkeypatch.setattr(PromptReader, "read", watched)
+    body = json.dumps({"model": "small", "prompt": "abcd" * 400_000}).encode()
+    packed = gzip.compress(body)
+    with ThreadPoolExecutor(4) as clients:
+        plain = [clients.submit(running.ask, "POST", "/v1/completions", body) for _ in range(2)]
+        headers = {"Content-Encoding": "gzip"}
+        plain += [clients.submit(running.ask, "POST", "/v1/completions", packed, headers) for _ in range(2)]
+        assert [each.result(PATIENCE_S).status for each in plain] == [200] * 4
+    assert most == 1 and min(held) >= 2 * len(body)
+    until(lambda: arriving.held_bytes == 0)
+
+
+def test_a_small_body_of_many_items_is_refused_and_gives_all_back(run: Run) -> None:
+    running = run(engines=1)
+    packed = gzip.compress(b'{"model": "small", "prompt": [' + b"[1]," * 1_000_000 + b"[1]]}")
+    assert len(packed) < 8192
+    answer = running.ask("POST", "/v1/completions", packed, {"Content-Encoding": "gzip"})
+    assert answer.status == 400 and "at most 32,768 are allowed" in answer.json["error"]["message"]
+    assert not running.engines[0].seen
+    until(lambda: running.server is not None and running.server.proxy.arriving.held_bytes == 0)

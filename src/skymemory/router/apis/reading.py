@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from skymemory.router.api_error import ApiError
 
 Fields = Mapping[str, Any]
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+_TAIL_BYTES = 24
 
 
 def refuse(param: str, why: str) -> NoReturn:
     raise ApiError(400, f"`{param}` {why}", param)
 
 
+def reason_of(error: Exception, raw: bytes | memoryview) -> str:
+    """Why a decoder refused JSON. Of a lone surrogate near the end msgspec says that the data was truncated."""
+    words = str(error)
+    if "truncated" in words and _HALF_PAIR.search(bytes(raw[-_TAIL_BYTES:])):
+        return "a text has one half of a surrogate pair (\\ud800 to \\udfff) without the other"
+    return words
+
+
 def text_of(value: object, param: str) -> str:
+    if value is None:
+        refuse(param, "is missing: expected a text")
     if not isinstance(value, str):
         refuse(param, "is not a text")
     return value
 
 
 def list_of(value: object, param: str) -> list[Any]:
+    if value is None:
+        refuse(param, "is missing: expected a list")
     if not isinstance(value, list):
         refuse(param, "is not a list")
     return value
 
 
 def object_of(value: object, param: str) -> dict[str, Any]:
+    if value is None:
+        refuse(param, "is missing: expected an object")
     if not isinstance(value, dict):
         refuse(param, "is not an object")
     return value

@@ -15,13 +15,17 @@ import msgspec
 from skymemory.router.api_error import ApiError
 from skymemory.router.apis import messages, responses
 from skymemory.router.apis.chat import EventLines, UnreadableAnswer, as_object, error_in
-from skymemory.router.apis.reading import Fields
+from skymemory.router.apis.reading import Fields, reason_of
 
 RESPONSES = responses.PATH
 MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
 API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
 """Their prompts are read, and where an engine has not the API, they are translated."""
+PIECE_BYTES = 65_536
+"""Of a field: the items of a longer list are decoded one by one."""
 _DONE = b"[DONE]"
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Stream(Protocol):
@@ -147,12 +151,18 @@ def read_fields(body: bytes) -> Fields:
         ApiError: 400, no JSON object.
     """
     try:
-        fields = msgspec.json.decode(body)
+        return {name: _decoded_in_pieces(value) for name, value in _fields.decode(body).items()}
+    except msgspec.ValidationError as error:
+        raise ApiError(400, "the body is not a JSON object") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    return fields
+        raise ApiError(400, f"the body is not JSON: {reason_of(error, body)}") from error
+
+
+def _decoded_in_pieces(raw: msgspec.Raw) -> Any:
+    """A value; of a long list each item by itself, since each call of the decoder keeps all other threads waiting."""
+    if len(raw) < PIECE_BYTES or bytes(memoryview(raw)[:1]) != b"[":
+        return msgspec.json.decode(raw)
+    return [msgspec.json.decode(each) for each in _items.decode(raw)]
 
 
 def _encoded(chat: dict[str, Any]) -> bytes:

@@ -33,7 +33,7 @@ import httptools
 
 from skymemory import native
 from skymemory.native.twin.backend import RawHeaders
-from skymemory.router.api_error import ApiError
+from skymemory.router.api_error import OF_CLIENT, ApiError
 from skymemory.router.api_keys import Tenant
 from skymemory.router.http.codings import CHUNKED, transfer_codings
 from skymemory.router.limits.connections import ConnectionTable, Seat, State
@@ -57,10 +57,18 @@ UNREAD_S = 0.05
 """For the event loop to deliver bytes that arrived while it was busy."""
 _LENGTH_DIGITS = 20
 """Of a Content-Length: 64 bits."""
+LONG_BODY_BYTES = 1 << 20
+"""Pieces of longer bodies are joined by a thread: new memory for 16 MB may take the event loop's time for 50 ms."""
 MAX_PIPELINED = 64
-"""Requests that may wait on one connection. Event loops deliver at most 256 KiB at once, so this bounds what is parsed
-in one turn, too.
-"""
+"""Requests that may wait on one connection."""
+SLICE_BYTES = 16_384
+"""Of a read of ``YIELD_BYTES`` and more, heads, and bodies in chunks, are parsed in slices of this size."""
+DENSE_CHUNKS = 256
+"""A slice with more chunks, or with several requests, takes long to parse: the next one waits for the next turn."""
+CHUNK_FRAMING_BYTES = 12
+"""Of a chunk: eight digits of its size, and two line ends."""
+MAX_FRAMING_BYTES = 16_384
+"""Of a chunked body, beside ``CHUNK_FRAMING_BYTES`` of each chunk: extensions and trailers, in all."""
 
 
 class Headers(Mapping[str, str]):
@@ -156,6 +164,10 @@ class Application(Protocol):
 
     def closed(self, connection: Connection) -> None: ...
 
+    def fault(self, what: str, error: BaseException | None) -> None:
+        """Log and count an exception of the router's own."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Incoming:
@@ -175,6 +187,10 @@ class Incoming:
     body_bytes: int = 0
     expects: bool = False
     """The client sends its body after "100 Continue"."""
+    is_chunked: bool = False
+    chunks: int = 0
+    framing_bytes: int = 0
+    """Of its chunks: their sizes, extensions and trailers, as far as they came after the read that had its head."""
     has_come: bool = False
     response_headers: bytes = b""
     """Further header lines of its response, whatever that is."""
@@ -214,6 +230,9 @@ class Incoming:
         return self.connection.remote
 
     def add(self, piece: bytes) -> None:
+        """``piece``: all that one turn has parsed. Chunks are not kept apart: tiny ones would take many times their
+        bytes.
+        """
         self.body_bytes += len(piece)
         if self._pieces is not None:
             self._pieces.append(piece)
@@ -226,16 +245,32 @@ class Incoming:
         self.body, self._pieces, self.body_bytes = b"", None, 0
 
     def close_body(self) -> None:
-        if self._pieces is not None:
-            self.body, self._pieces = b"".join(self._pieces), None
+        if self._pieces is not None and self.body_bytes < LONG_BODY_BYTES:
+            self.set_body(self.joined())
         self.has_come = True
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """``body`` has to be ``joined``, and set, before it is read: that takes too long for the event loop."""
+        return self._pieces is not None
+
+    def joined(self) -> bytes:
+        return b"".join(self._pieces or ())
+
+    def set_body(self, body: bytes) -> None:
+        self.body, self._pieces = body, None
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
         self._app = app
         self._loop = loop
+        self._pieces: list[bytes] = []
+        """Of a body, as the parser found them, until they are added to it."""
+        self.on_body = self._pieces.append  # without a step in Python for each chunk
         self._parser = httptools.HttpRequestParser(self)
+        self._rest: memoryview | None = None
+        """Received, but not yet parsed: for the next turn."""
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._partial_bytes = 0
@@ -265,6 +300,8 @@ class Connection(asyncio.Protocol):
         self._seat: Seat[Connection] | None = None
         self._head_bytes = 0
         """Of an incomplete head, counted in ``arriving``."""
+        self._parsed_chunks = self._parsed_bytes = 0
+        """Of bodies, in the slice that is being parsed."""
         self._unread_bytes = 0
         """Counted in ``unread``, for ``_unread_by``."""
         self._unread_by = ""
@@ -291,10 +328,10 @@ class Connection(asyncio.Protocol):
         self.leave()
         self._release_head()
         self._release_unread()
-        for request in (self._reading, *self._waiting):
-            self._release(request)
+        self._release(self._reading)
         self._reading = None
-        self._waiting.clear()
+        self._release_waiting()
+        self._take_rest()
         current, self._current = self._current, None
         self._release(current)
         if current is not None and current.listener is not None:
@@ -327,7 +364,9 @@ class Connection(asyncio.Protocol):
         if self._discarding:
             return
         self._started = False
-        self._parse(data)
+        if self._rest is not None:  # nothing should come while reading is paused
+            data = bytes(self._take_rest()) + data
+        self._parse_slices(memoryview(data), SLICE_BYTES if len(data) >= YIELD_BYTES else len(data))
 
     def _yield(self) -> None:
         """Read on in the next turn: an event loop may read megabytes of one connection before it serves another."""
@@ -338,45 +377,83 @@ class Connection(asyncio.Protocol):
 
     def _read_on(self) -> None:
         self._yields = False
-        if not self._paused_reading and not self._transport.is_closing():
+        if self._rest is not None:
+            self._started = False
+            self._parse_slices(self._take_rest(), SLICE_BYTES)
+        if self._rest is None and not self._yields and not self._paused_reading and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _parse(self, data: bytes) -> None:
+    def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
+        """Parse as much as other connections can wait for; the rest in the next turn."""
+        while data and not self._discarding:
+            reading = self._reading
+            size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
+            piece, data = data[:size], data[size:]
+            waiting = len(self._waiting)
+            if (rest := self._parse(piece)) is not None:
+                data = memoryview(bytes(rest) + bytes(data))
+            is_dense = self._parsed_chunks > DENSE_CHUNKS or len(self._waiting) > waiting
+            if data and is_dense and not self._discarding:
+                self._rest = data
+                self._app.arriving.limit.change(self.holder, len(data))
+                self._yield()
+                return
+
+    def _take_rest(self) -> memoryview:
+        rest, self._rest = self._rest or memoryview(b""), None
+        self._app.arriving.limit.change(self.holder, -len(rest))
+        return rest
+
+    def _parse(self, data: memoryview) -> bytes | None:
+        """Parse a slice. Returns what has to be parsed again, instead of what is behind a declined upgrade."""
+        before = self._reading
+        self._parsed_chunks = 0
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-            return
+            self._take_pieces(self._reading)
+            return self._decline_upgrade(bytes(data[upgrade.args[0] :]))
         except httptools.HttpParserCallbackError as error:
-            log.error("connection aborted: fault while parsing", exc_info=error.__context__)
+            self._app.fault("connection aborted: fault while parsing", error.__context__)
             self.abort()
-            return
+            return None
         except httptools.HttpParserError as error:
+            self._pieces.clear()
             if not self._discarding:  # after "Connection: close" anything may follow
                 self._refuse(ApiError(400, f"malformed or ambiguous HTTP request: {error}"))
-            return
+            return None
+        self._take_pieces(self._reading)
+        if self._discarding:
+            return None
         if self._in_head:
             self._partial_bytes += len(data)
             if self._partial_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
                 self._refuse(_head_too_long())
-                return
+                return None
             if self._partial_bytes == len(data):
                 self._await_rest()
             self._hold_head(len(data))
-        elif self._reading is not None:
-            self._hold_body(self._reading)
+        elif (request := self._reading) is not None:
+            if request is before and request.is_chunked:
+                request.framing_bytes += len(data) - self._parsed_bytes
+                if request.framing_bytes > MAX_FRAMING_BYTES + CHUNK_FRAMING_BYTES * request.chunks:
+                    self._refuse(_framing_too_long())
+                    return None
+            self._hold_body(request)
             self._await_rest()
+        return None
 
     # -- from the parser
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._in_head = not self._discarding
 
     def on_url(self, target: bytes) -> None:
-        self._target += target
+        if not self._discarding:
+            self._target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is None:  # else it is a trailer: no known API uses them
+        if self._reading is None and not self._discarding:  # else it is a trailer: no known API uses them
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -403,6 +480,7 @@ class Connection(asyncio.Protocol):
             if head_bytes > MAX_HEAD_BYTES or len(raw) > MAX_HEADERS
             else _check_head(request, self._app.max_body_bytes) or self._app.refusal(request)
         )
+        request.is_chunked = b"transfer-encoding" in headers.first
         if request.tenant is not None:
             request.holder = request.tenant.name
         if refusal is not None:
@@ -412,14 +490,24 @@ class Connection(asyncio.Protocol):
             if self._current is None:
                 self._say_continue(request)
 
-    def on_body(self, piece: bytes) -> None:
-        request = self._reading
+    def _take_pieces(self, request: Incoming | None) -> None:
+        """Add to a body what the parser has found of it."""
+        pieces = self._pieces
+        self._parsed_chunks += len(pieces)
+        if not pieces:
+            self._parsed_bytes = 0
+            return
+        whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        count = len(pieces)
+        pieces.clear()
+        self._parsed_bytes = size_bytes = len(whole)
         if request is None or self._discarding:
             return
-        app, size_bytes = self._app, len(piece)
+        app = self._app
         limit = app.arriving.limit
         has_room = limit.has_room(request.holder, size_bytes)
-        request.add(piece)
+        request.add(whole)
+        request.chunks += count
         limit.change(request.holder, size_bytes)
         if request.body_bytes > app.max_body_bytes:
             self._refuse(too_large(app.max_body_bytes))
@@ -432,6 +520,9 @@ class Connection(asyncio.Protocol):
             return
         if request.headers.first.get(b"upgrade") and self._parser.should_upgrade():
             return  # `_decline_upgrade` reads it again
+        self._take_pieces(request)
+        if self._reading is not request:
+            return  # it was refused
         self._reading = None
         if request.tracked:
             request.tracked = False
@@ -580,6 +671,8 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer the incomplete request with an error, in its turn, and read nothing further."""
+        if self._discarding:
+            return  # nothing that comes now is answered
         request = self._reading
         if request is None:
             request = Incoming(self, "", "", "1.1", Headers(()), False)
@@ -590,17 +683,17 @@ class Connection(asyncio.Protocol):
         request.keep_alive = False
         self._enqueue(request)
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Serve a request that offers an upgrade as plain HTTP/1.1: parse it again without the offer."""
+    def _decline_upgrade(self, rest: bytes) -> bytes | None:
+        """Serve a request that offers an upgrade as plain HTTP/1.1: return it without the offer, to be parsed again."""
         request, self._reading = self._reading, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # it was refused
-            return
+            return None
         lines = [f"{request.method} {request.target} HTTP/{request.version}\r\n".encode()]
         for name, value in request.headers.raw:
             if name.lower() not in (b"upgrade", b"http2-settings"):
                 lines += (name, b": ", value, b"\r\n")
-        self._parse(b"".join((*lines, b"\r\n", rest)))
+        return b"".join((*lines, b"\r\n", rest))
 
     def _say_continue(self, request: Incoming) -> None:
         request.expects = False
@@ -622,12 +715,29 @@ class Connection(asyncio.Protocol):
         Raises:
             ApiError: 503, the memory for bodies is full.
         """
+        if self.closing:
+            return  # nothing of it is counted any more
         limit, more_bytes = self._app.arriving.limit, len(body) - request.body_bytes
         has_room = limit.has_room(request.holder, more_bytes)
         limit.change(request.holder, more_bytes)
         request.body, request.body_bytes = body, len(body)
         if not has_room and not self._make_room(request, request.holder):
             raise _bodies_too_large()
+
+    def hold(self, request: Incoming, more_bytes: int) -> None:
+        """Count memory that a complete request takes beside its body, until its end."""
+        self._app.arriving.limit.change(request.holder, more_bytes)
+        request.body_bytes += more_bytes
+
+    @contextlib.contextmanager
+    def held_for(self, request: Incoming, more_bytes: int) -> Iterator[None]:
+        """Count memory that is needed for a while."""
+        limit, holder = self._app.arriving.limit, request.holder
+        limit.change(holder, more_bytes)
+        try:
+            yield
+        finally:
+            limit.change(holder, -more_bytes)
 
     # -- time
 
@@ -759,9 +869,16 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self._unpause()
+        self._release_waiting()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self.deadline.set(LINGER_S, self.close)
+
+    def _release_waiting(self) -> None:
+        """No further request is answered."""
+        for request in self._waiting:
+            self._release(request)
+        self._waiting.clear()
 
     def close(self) -> None:
         """Close when the write buffer is empty."""
@@ -818,7 +935,7 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
     """Refuse what the parser lets pass but the router does not serve."""
     headers, first = request.headers, request.headers.first
     if request.version not in ("1.1", "1.0"):
-        return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0")
+        return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0", kind=OF_CLIENT)
     if request.method == "CONNECT":
         return ApiError(405, "CONNECT is not supported: this is not a forward proxy")
     target = request.target
@@ -836,7 +953,7 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
             shown = b", ".join(codings)[:100].decode("latin-1")
             is_readable = codings[-1:] == [CHUNKED] and codings.count(CHUNKED) == 1 and request.version == "1.1"
             status = 501 if is_readable else 400  # it says where it ends, but is coded; or not even that
-            return ApiError(status, f"Transfer-Encoding {shown!r} is not supported; expected chunked")
+            return ApiError(status, f"Transfer-Encoding {shown!r} is not supported; expected chunked", kind=OF_CLIENT)
     hosts = headers.all_of(b"host")
     if len(hosts) > 1 or (not hosts and request.version == "1.1"):
         return ApiError(400, f"expected one Host header, got {len(hosts)}")
@@ -864,6 +981,14 @@ def _is_readable(transport: asyncio.Transport) -> bool:
 def _head_too_long() -> ApiError:
     return ApiError(
         431, f"request line and headers are too long; at most {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} are allowed"
+    )
+
+
+def _framing_too_long() -> ApiError:
+    return ApiError(
+        400,
+        f"the body's chunks have too much beside its bytes; at most {MAX_FRAMING_BYTES} bytes of extensions and "
+        "trailers are allowed",
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import TypeVar
 
 from skymemory import native
 from skymemory.conductor.admission.named import weights_of
@@ -47,8 +48,10 @@ from skymemory.router.http.connection import Headers, Incoming, connection_line,
 from skymemory.router.http.translated import MISSING_STATUSES, MissingApis, TranslatedResponse
 from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
 from skymemory.router.http.via import Via
+from skymemory.router.limits.turns import Turns
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prompts.continuation import ENGINES, Rest, StreamContinuation
+from skymemory.router.prompts.item_limits import is_read_in_loop
 from skymemory.router.prompts.reader import (
     BYTES_PER_TOKEN,
     CHAT_COMPLETIONS,
@@ -64,6 +67,7 @@ from skymemory.router.settings import Settings
 from skymemory.router.waiting_room import WaitingRoom
 
 log = logging.getLogger("skymemory.router")
+T = TypeVar("T")
 
 _DECISION = DECISION_HEADER.encode()
 
@@ -86,6 +90,10 @@ IN_THREAD_BYTES = 32_768
 """With a tokenizer, longer bodies are read in a thread: in the event loop they would delay others by milliseconds."""
 MAX_NEW_LETTERS = 1024
 """A body with more letters outside the pieces whose tokens are cached is read in a thread, too."""
+LARGE_BYTES = 1 << 20
+"""Bodies of this size are read one at a time, so that what they decode to is in memory once."""
+MOST_EXPANSION = 1032
+"""Bytes that one byte of deflate can stand for, at most."""
 MOST_BACKOFFS = 5
 """Of a request whose server gave no answer, while the budget of all requests allows no retry; 0.4 s together."""
 _FORBIDDEN = (401, 403)
@@ -133,6 +141,8 @@ class Exchanges:
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
+    turns: Turns = field(default_factory=Turns)
+    """In which large bodies are read."""
     random: Random = field(default_factory=Random)
     """Of back-offs."""
     on_tokens: Callable[[str, int, float], None] | None = None
@@ -176,6 +186,8 @@ class Exchange:
         """Its place in the queue, if it was in it."""
         self._streaming = False
         """The client has the response's head: there is no other attempt."""
+        self._translating: asyncio.Task[None] | None = None
+        """A thread translates it for its server."""
         self._translated: TranslatedResponse | None = None
         """Of a request that goes to its server as a chat completion."""
         self._pieces = 0
@@ -194,7 +206,9 @@ class Exchange:
 
     def begin(self) -> None:
         packed = self.incoming.headers.first.get(b"content-encoding", b"").strip().lower()
-        if packed:
+        incoming = self.incoming
+        is_long = incoming.is_in_pieces or (incoming.path in PROMPT_PATHS and not is_read_in_loop(incoming.body))
+        if packed or is_long:
             self._read_in_thread(packed)
         elif self._has_tokens:
             self._tokenize()
@@ -233,22 +247,31 @@ class Exchange:
         self._reading = asyncio.get_running_loop().create_task(self._read_slowly(packed))
 
     async def _read_slowly(self, packed: bytes) -> None:
-        """Decompress and tokenize in a thread, so that no other request waits for it."""
+        """Join, decompress and read in a thread, so that no others wait for it: what may be large in its turn."""
         read, incoming = None, self.incoming
+        most_bytes = self._of.settings.limits.max_body_bytes
         try:
+            if incoming.is_in_pieces:
+                incoming.set_body(await self._in_thread(incoming.joined, incoming.body_bytes))
             if packed:
-                most_bytes = self._of.settings.limits.max_body_bytes
-                incoming.connection.replace_body(
-                    incoming, await asyncio.to_thread(unpacked, incoming.body, packed, most_bytes)
-                )
-            if self._has_tokens:
-                read = await asyncio.to_thread(self._read)
+                whole_bytes = min(most_bytes, MOST_EXPANSION * len(incoming.body))
+                unpack = partial(unpacked, incoming.body, packed, most_bytes)
+                incoming.connection.replace_body(incoming, await self._in_thread(unpack, whole_bytes))
+            if incoming.path in PROMPT_PATHS:
+                read = await self._in_thread(self._read, len(incoming.body))
         except ApiError as error:
             self._fail(error)
         except Exception:
             self._fault()
         else:
             self._start(read)
+
+    async def _in_thread(self, work: Callable[[], T], size_bytes: int) -> T:
+        """Do it in a thread; ``size_bytes``: of what it makes. If that is large, one after the other, and counted."""
+        if size_bytes < LARGE_BYTES:
+            return await asyncio.to_thread(work)
+        with self.incoming.connection.held_for(self.incoming, size_bytes):
+            return await self._of.turns.run(self.incoming.holder, work)
 
     # -- picking and sending
 
@@ -385,8 +408,28 @@ class Exchange:
         Raises:
             ApiError: 400, it asks for what a chat completion cannot do.
         """
-        incoming, pool = self.incoming, self._of.pools[server]
-        translation, left_out = Translation(incoming.path, incoming.body), self._left_out | _READ_HERE
+        incoming = self.incoming
+        if is_read_in_loop(incoming.body):
+            self._ask_translated(server, Translation(incoming.path, incoming.body))
+        else:
+            self._translating = asyncio.get_running_loop().create_task(self._translate_in_thread(server))
+
+    async def _translate_in_thread(self, server: str) -> None:
+        incoming = self.incoming
+        size_bytes = 2 * len(incoming.body)  # its fields, and what is sent
+        try:
+            incoming.connection.hold(incoming, size_bytes)
+            translation = await self._in_thread(partial(Translation, incoming.path, incoming.body), size_bytes)
+            self._translating = None
+            self._ask_translated(server, translation)
+        except ApiError as error:
+            self._translating = None
+            self._fail(error)
+        except Exception:
+            self._fault()
+
+    def _ask_translated(self, server: str, translation: Translation) -> None:
+        incoming, pool, left_out = self.incoming, self._of.pools[server], self._left_out | _READ_HERE
         head = request_head(incoming, pool, len(translation.body), self._of.via, left_out, CHAT_COMPLETIONS)
         receiver = self._translated = TranslatedResponse(self, translation)
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
@@ -521,7 +564,9 @@ class Exchange:
     def move_on(self, server: str, why: str) -> None:
         """Its server is ejected. What was sent there goes elsewhere, if that is allowed: a stream goes on there."""
         account = self._account
-        if self._done is None or self._call is None or account is None or account.decision.server != server:
+        if self._done is None or account is None or account.decision.server != server:
+            return
+        if self._call is None and self._translating is None:
             return
         try:
             if self._streaming:
@@ -614,7 +659,8 @@ class Exchange:
     def _is_no_answer(self, piece: bytes, ended: bool) -> str:
         """Why a response that says 200 is none to a prompt; empty: it may be one."""
         head = self._head
-        if head is None or self.incoming.path not in PROMPT_PATHS or not 200 <= head.status < 300:
+        is_prompt = self.incoming.method == "POST" and self.incoming.path in PROMPT_PATHS
+        if head is None or not is_prompt or not 200 <= head.status < 300:
             return ""
         if ended and not piece:
             return "its answer is empty"
@@ -911,10 +957,13 @@ class Exchange:
         if self._pause is not None:
             self._pause.cancel()
             self._pause = None
+        translating, self._translating = self._translating, None
+        if translating is not None:
+            translating.cancel()
         if call is not None:
             call.close()
-            if self._account is not None:
-                self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
+        if (call is not None or translating is not None) and self._account is not None:
+            self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:
         """An exception of the router's own. A response that has begun is cut: an error page behind it would be read as

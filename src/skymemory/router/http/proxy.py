@@ -212,7 +212,15 @@ class Proxy:
         if self._goes_to_server(request.path):
             result = RequestLog(request.began_s, outcome_of(error.status), error.status, why=error.message)
             self._ended(request, result)
-        send_error(request, error)
+        try:
+            send_error(request, error)
+        except Exception as fault:
+            self.fault(f"{request.method} {request.path}", fault)
+            request.connection.abort()
+
+    def fault(self, what: str, error: BaseException | None) -> None:
+        log.error(what, exc_info=error)
+        self.metrics.faults.labels("connection").inc()
 
     def handle(self, request: Incoming) -> None:
         try:

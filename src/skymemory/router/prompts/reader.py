@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -27,7 +28,9 @@ from skymemory.conductor.request import HEAD_BYTES, Prompt, Request, Slo
 from skymemory.errors import quoted
 from skymemory.router.api_error import ApiError
 from skymemory.router.api_keys import MOST_PRIORITY
+from skymemory.router.apis.reading import reason_of
 from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, prompt_body
+from skymemory.router.prompts.item_limits import check_items
 from skymemory.router.settings import AdmissionSettings, Settings
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ MAX_OUTPUT_TOKENS = 1 << 24
 """Counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
 IMAGE_BYTES = 2048
 """Counted for an image, or any other part of a chat that is not text: 512 tokens, by a rough guess."""
+LONG_PROMPTS_BYTES = 131_072
+"""Of the prompts of a completion, as JSON: of longer ones only the beginning of the first is decoded."""
 _NO_HASHES = np.empty(0, dtype=np.uint64)
 _seed = lru_cache(maxsize=1024)(request.seed)
 
@@ -94,7 +99,8 @@ class PromptReader:
             client: its address, which identifies its session where nothing better does.
 
         Raises:
-            ApiError: a path without prompts (404), a body too large (413), or one that cannot be read (400).
+            ApiError: a path without prompts (404), a body too large (413), or one that cannot be read or holds too many
+                items (400).
             TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
         """
         path = path.partition("?")[0]
@@ -104,6 +110,7 @@ class PromptReader:
             )
         if len(body) > self.max_body_bytes:
             raise ApiError(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are allowed")
+        check_items(body, path == COMPLETIONS)
         if path in API_PATHS:
             path, body = CHAT_COMPLETIONS, prompt_body(path, body)
         read = read_body(body)
@@ -149,7 +156,15 @@ class PromptReader:
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
-        """Bytes of the first prompt, which alone is matched, and the tokens of all."""
+        """Bytes of the first prompt, which alone is matched, and the tokens of all, estimated where they are long."""
+        raw = bytes(body.prompt)
+        if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
+            first, more = first_prompt(body, self._max_blocks * self._block_bytes // TOKEN_BYTES)
+            if not isinstance(first, str) or self._tokenizer is None:
+                data = text_bytes(first) if isinstance(first, str) else token_bytes(first)
+                return data, more + (_tokens(data) if isinstance(first, str) else len(first))
+            data = self._tokenizer.text_tokens(first, True, salt, most_new)
+            return data, more + len(data) // TOKEN_BYTES
         if self._tokenizer is None:
             prompts = prompts_of(body)
             return prompts[0], sum(map(_tokens, prompts))
@@ -161,8 +176,8 @@ class PromptReader:
 
     def _chat(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
         if self._tokenizer is None:
-            data = chat_bytes(body)
-            return data, _tokens(data)
+            data, size_bytes = chat_bytes(body, max(HEAD_BYTES, self._max_blocks * self._block_bytes))
+            return data, -(-size_bytes // BYTES_PER_TOKEN)
         data = self._chat_tokens(body, self._tokenizer, salt, most_new)
         return data, len(data) // TOKEN_BYTES
 
@@ -176,7 +191,7 @@ class PromptReader:
         more = anything(body.chat_template_kwargs, "chat_template_kwargs") if bytes(body.chat_template_kwargs) else None
         text = tokenizer.chat_text(messages, tools or None, more if isinstance(more, dict) else None)
         if text is None:
-            return tokenizer.text_tokens(chat_bytes(body).decode("utf-8", "replace"), True, salt, most_new)
+            return tokenizer.text_tokens(chat_bytes(body)[0].decode("utf-8", "replace"), True, salt, most_new)
         return tokenizer.text_tokens(text, False, salt, most_new)
 
     def _model_and_adapter(self, body: Body) -> tuple[str, str]:
@@ -368,6 +383,14 @@ class Message(msgspec.Struct):
     tool_calls: msgspec.Raw = msgspec.Raw()
 
 
+class LongMessage(msgspec.Struct):
+    """A message of a long chat, of whose content only the beginning is decoded."""
+
+    role: str = ""
+    content: msgspec.Raw = msgspec.Raw()
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
 class Body(msgspec.Struct):
     """The fields of /v1/completions and /v1/chat/completions that matter to a router."""
 
@@ -393,6 +416,8 @@ class _Part(msgspec.Struct):
 
 _body = msgspec.json.Decoder(Body)
 _messages = msgspec.json.Decoder(list[Message])
+_long_messages = msgspec.json.Decoder(list[LongMessage])
+_content = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
 _part = msgspec.json.Decoder(_Part)
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
@@ -401,6 +426,11 @@ _ids_lists = msgspec.json.Decoder(list[TokenIds])
 _anything = msgspec.json.Decoder()
 STARTS_WITH_NUMBER = re.compile(rb"\s*\[\s*[-\d]")
 _STARTS_WITH_LIST = re.compile(rb"\s*\[\s*\[")
+_NUMBER_BYTES = 12
+"""Of a token in a list, with its comma and a space."""
+_ESCAPE_BYTES = 6
+"""Of the longest escape of a letter in JSON."""
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
 
@@ -430,7 +460,9 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
     if not raw or raw == b"null":
         if bytes(body.prompt_embeds):
             return [""]
-        raise ApiError(400, "the body has no `prompt`", "prompt")
+        raise ApiError(
+            400, "the body has no `prompt`: expected a text, or a list of texts or of token numbers", "prompt"
+        )
     if raw[:1] == b'"':
         return [_decoded(_text, raw, "prompt")]
     if STARTS_WITH_NUMBER.match(raw):
@@ -443,28 +475,96 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
     return prompts
 
 
+def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int]:
+    """The first of a list of prompts, or the list where it is one of token numbers, of which at least about
+    ``most_tokens`` are read; and an estimate of the tokens of all else, of which nothing is decoded.
+    """
+    raw = bytes(body.prompt)
+    _, texts, commas, others, first_end = native.json_counts(raw)
+    if STARTS_WITH_NUMBER.match(raw):
+        first = _first_tokens(raw, most_tokens)
+        return first, commas + 1 - len(first)
+    whole = raw[1:first_end].strip()
+    if _STARTS_WITH_LIST.match(raw):
+        first = _first_tokens(whole, most_tokens)
+        return first, commas + 1 - len(first)
+    if texts != others + 1:
+        return read_prompts(body)[0], 0  # it is no list of texts: the decoder says what it is
+    rest_bytes = max(0, len(raw) - first_end - 3 * others)
+    return _decoded(_text, whole, "prompt"), -(-rest_bytes // BYTES_PER_TOKEN)
+
+
+def _first_tokens(raw: bytes, most_tokens: int) -> list[int]:
+    """The first numbers of a list, at least ``most_tokens`` where it has as many, each of at most ten digits."""
+    cut = most_tokens * _NUMBER_BYTES
+    if len(raw) > cut and (end := raw.rfind(b",", 0, cut)) > 0:
+        raw = raw[:end] + b"]"
+    return _decoded(_ids, raw, "prompt")
+
+
 def read_messages(body: Body) -> list[Message]:
     if not bytes(body.messages):
-        raise ApiError(400, "the body has no `messages`", "messages")
+        also = "; `prompt` is of /v1/completions" if bytes(body.prompt) else ""
+        raise ApiError(400, f"the body has no `messages`: expected a list of them{also}", "messages")
     return _decoded(_messages, bytes(body.messages), "messages")
 
 
-def chat_bytes(body: Body) -> bytes:
-    """A chat as one string of bytes, of which each earlier state of the conversation is a prefix.
+def chat_bytes(body: Body, most_bytes: int = sys.maxsize) -> tuple[bytes, int]:
+    """A chat as one string of bytes, of which each earlier state of the conversation is a prefix; and its whole length,
+    of which at least ``most_bytes`` are made.
 
     Tools come first, as in templates; then each turn's role and content, separated by control characters, which JSON
     text cannot hold unescaped. Images, and all else that is not text, are digests of ``IMAGE_BYTES``.
     """
     parts = [b"\x02tools\x03", bytes(body.tools)] if bytes(body.tools) not in (b"", b"null", b"[]") else []
-    for message in read_messages(body):
-        parts += (b"\x02", text_bytes(message.role), b"\x03")
-        if isinstance(message.content, str):
-            parts.append(text_bytes(message.content))
-        elif message.content is not None:
-            parts += [part_bytes(part) for part in message.content]
-        if bytes(message.tool_calls) not in (b"", b"null", b"[]"):
-            parts += (b"\x04", bytes(message.tool_calls))
-    return b"".join(parts)
+    size_bytes = sum(map(len, parts))
+    for message in _long_messages_of(body) if len(body.messages) > LONG_PROMPTS_BYTES else read_messages(body):
+        for piece, undecoded_bytes in _message_bytes(message, most_bytes):
+            if size_bytes < most_bytes:
+                parts.append(piece)
+            size_bytes += len(piece) + undecoded_bytes
+    return b"".join(parts), size_bytes
+
+
+def _long_messages_of(body: Body) -> list[LongMessage]:
+    return _decoded(_long_messages, memoryview(body.messages), "messages")
+
+
+def _message_bytes(message: Message | LongMessage, most_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Pieces of a message; with each the number of bytes of its text that are not decoded."""
+    yield b"\x02" + text_bytes(message.role) + b"\x03", 0
+    content = message.content
+    if isinstance(content, msgspec.Raw):
+        raw = bytes(content)
+        if raw[:1] == b'"':
+            yield _text_begin(raw, most_bytes)
+            content = None
+        else:
+            content = _decoded(_content, raw, "messages.content") if raw else None
+    if isinstance(content, str):
+        yield text_bytes(content), 0
+    elif content is not None:
+        for part in content:
+            yield part_bytes(part), 0
+    if bytes(message.tool_calls) not in (b"", b"null", b"[]"):
+        yield b"\x04" + bytes(message.tool_calls), 0
+
+
+def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
+    """The beginning of a text, at least ``most_bytes`` of UTF-8 if it is as long; and how many bytes of ``raw``, its
+    JSON, were not decoded.
+    """
+    end = most_bytes * _ESCAPE_BYTES
+    if len(raw) <= end:
+        return text_bytes(_decoded(_text, raw, "messages.content")), 0
+    while raw[end] & 0xC0 == 0x80:
+        end -= 1  # the letter is cut off as a whole
+    escape = raw.rfind(b"\\", end - 2 * _ESCAPE_BYTES, end)
+    if escape >= 0:
+        before = raw[:escape].rstrip(b"\\")
+        if (escape - len(before)) % 2 == 0:
+            end = escape - _ESCAPE_BYTES if _HIGH_SURROGATE.fullmatch(raw, escape - _ESCAPE_BYTES, escape) else escape
+    return text_bytes(_decoded(_text, raw[:end] + b'"', "messages.content")), len(raw) - end - 1
 
 
 def part_bytes(raw: msgspec.Raw) -> bytes:
@@ -495,7 +595,7 @@ def token_bytes(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype="<u4").tobytes()
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes, param: str | None = None) -> T:
+def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes | memoryview, param: str | None = None) -> T:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -505,6 +605,6 @@ def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes, param: str | None = N
         more = "; expected a number of at most 64 bits" if "out of range" in str(error) else ""
         raise ApiError(400, f"invalid request body: {error}{more}", found) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", param) from error
+        raise ApiError(400, f"the body is not JSON: {reason_of(error, raw)}", param) from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", param) from error

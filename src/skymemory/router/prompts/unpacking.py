@@ -7,6 +7,9 @@ import zlib
 from skymemory.router.api_error import ApiError
 
 _NONE = (b"", b"identity")
+_GZIP = b"\x1f\x8b"
+MAX_MEMBERS = 256
+"""Of a gzip body (RFC 1952, section 2.2): each is decompressed from a copy of the rest."""
 
 
 def is_packed(content_encoding: bytes) -> bool:
@@ -26,13 +29,20 @@ def unpacked(body: bytes, content_encoding: bytes, most_bytes: int) -> bytes:
     if packed not in (b"gzip", b"x-gzip", b"deflate"):
         shown = packed[:40].decode("latin-1")
         raise ApiError(415, f"Content-Encoding {shown!r} is not supported; gzip and deflate are")
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
-    try:
-        data = unpacker.decompress(body, most_bytes + 1)
-    except zlib.error as error:
-        raise ApiError(400, f"the body cannot be decompressed: {error}") from error
-    if len(data) > most_bytes:
-        raise ApiError(413, f"the body is too large; at most {most_bytes} bytes are allowed")
-    if not unpacker.eof:
-        raise ApiError(400, "the body cannot be decompressed: it ends too early")
-    return data
+    parts: list[bytes] = []
+    left_bytes = most_bytes + 1
+    for _ in range(MAX_MEMBERS):
+        unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
+        try:
+            parts.append(unpacker.decompress(body, left_bytes))
+        except zlib.error as error:
+            raise ApiError(400, f"the body cannot be decompressed: {error}") from error
+        left_bytes -= len(parts[-1])
+        if left_bytes <= 0:
+            raise ApiError(413, f"the body is too large; at most {most_bytes} bytes are allowed")
+        if not unpacker.eof:
+            raise ApiError(400, "the body cannot be decompressed: it ends too early")
+        body = unpacker.unused_data
+        if not body.startswith(_GZIP):
+            return b"".join(parts) if len(parts) > 1 else parts[0]
+    raise ApiError(400, f"the body has more than {MAX_MEMBERS} gzip members")

@@ -1,0 +1,71 @@
+"""A thread that works on one large thing at a time, holder by holder: whoever brings many waits for his own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
+        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        """By holder; the next holder is first."""
+        self._is_busy = False
+
+    async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
+        """Do ``work`` in the thread when it is this holder's turn. If the caller is cancelled meanwhile, others wait
+        until the work has ended all the same: it still holds its memory.
+        """
+        loop = asyncio.get_running_loop()
+        await self._wait(holder, loop)
+        try:
+            doing = self._thread.submit(work)
+        except BaseException:
+            self._pass_on()
+            raise
+
+        def ended(_: Future[T]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._pass_on)
+
+        doing.add_done_callback(ended)
+        return await asyncio.wrap_future(doing)
+
+    async def _wait(self, holder: Hashable, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(holder, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()
+            else:
+                self._leave(holder, turn)
+            raise
+
+    def _leave(self, holder: Hashable, turn: asyncio.Future[None]) -> None:
+        mine = self._waiting.get(holder)
+        if mine is not None and turn in mine:
+            mine.remove(turn)
+            if not mine:
+                del self._waiting[holder]
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            holder, theirs = self._waiting.popitem(last=False)
+            turn = theirs.popleft()
+            if theirs:
+                self._waiting[holder] = theirs  # behind the others
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._is_busy = False

@@ -1,0 +1,58 @@
+"""Limits of what a body holds: lists, objects, texts, numbers. They bound the time and the memory of decoding it.
+
+A body of 16 MiB may hold millions of tiny values, each of which becomes an object; and a decoder holds the interpreter
+lock until it is done, so that even in a thread it would stop the event loop. Counting decodes nothing.
+"""
+
+from __future__ import annotations
+
+from skymemory import native
+from skymemory.router.api_error import ApiError
+
+MAX_LISTS = 32_768
+"""Lists and objects: each message, each of its parts, each tool and each object of a tool's schema is one."""
+MAX_TEXTS = 65_536
+"""Texts and names of fields. A message has about four, a part of one as many."""
+MAX_VALUES = 131_072
+"""Values in lists and objects, of any kind."""
+MAX_TOKEN_NUMBERS = 4 << 20
+"""Such values where a prompt may be tokens: more than the longest context."""
+MAX_FIELDS = 1024
+"""Of the body itself."""
+UNCOUNTED_BYTES = 8192
+"""Shorter bodies are read in well under the time of a turn of the event loop, whatever they hold."""
+IN_LOOP_BYTES = 131_072
+IN_LOOP_LISTS = 1024
+IN_LOOP_VALUES = 8192
+
+
+def check_items(body: bytes, takes_tokens: bool) -> None:
+    """
+    Args:
+        takes_tokens: the path's prompts may be lists of token numbers.
+
+    Raises:
+        ApiError: 400, the body holds more than the limits allow.
+    """
+    if len(body) < UNCOUNTED_BYTES:
+        return
+    lists, texts, commas, fields, _ = native.json_counts(body)
+    most_values = MAX_TOKEN_NUMBERS if takes_tokens else MAX_VALUES
+    for count, most, what in (
+        (lists, MAX_LISTS, "lists and objects"),
+        (texts, MAX_TEXTS, "texts and names"),
+        (commas, most_values, "values"),
+        (fields, MAX_FIELDS, "fields"),
+    ):
+        if count > most:
+            raise ApiError(400, f"the body has {count:,} {what}; at most {most:,} are allowed")
+
+
+def is_read_in_loop(body: bytes) -> bool:
+    """Whether reading it takes so little time that the event loop may do it; else a thread should."""
+    if len(body) < UNCOUNTED_BYTES:
+        return True
+    if len(body) >= IN_LOOP_BYTES:
+        return False
+    lists, _, commas, _, _ = native.json_counts(body)
+    return lists <= IN_LOOP_LISTS and commas <= IN_LOOP_VALUES
