@@ -22,7 +22,7 @@ def test_others_are_answered_beside_and_after_it(cause: Cause) -> None:
     assert met.asked > 50 and met.after_share == 1.0 and met.mib < 700, met
     assert met.most_sends <= MOST_SENDS, met  # how long it takes, `make hostile` says on an idle computer
     if cause.all_engines:
-        assert met.others == {"503": met.asked} and met.sends <= MOST_SENDS_WHERE_ALL_FAIL, met
+        assert met.others["503"] >= 0.98 * met.asked and met.sends <= MOST_SENDS_WHERE_ALL_FAIL, met
     else:
         assert met.share >= LEAST_SHARE, met
         assert met.at_bad_engine is None or met.at_bad_engine <= MOST_AT_BAD_ENGINE, met

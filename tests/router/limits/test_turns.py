@@ -12,7 +12,7 @@ PATIENCE_S = 60.0
 
 
 def test_holders_have_their_turns_one_after_the_other() -> None:
-    """Whoever brings five waits for his own: the other's only one is second."""
+    """A holder that brings five waits for its own: the other's only one is second."""
     done: list[str] = []
 
     async def scenario() -> None:

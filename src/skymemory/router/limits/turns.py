@@ -1,4 +1,4 @@
-"""A thread that works on one large thing at a time, holder by holder: whoever brings many waits for his own."""
+"""A thread that works on one large thing at a time, holder by holder: one that brings many waits for its own."""
 
 from __future__ import annotations
 
