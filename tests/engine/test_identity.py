@@ -18,7 +18,7 @@ from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.identity import model_identity, tokenizer_digest, weights_digest  # noqa: E402
 from skymemory.engine.models import build_small  # noqa: E402
 from skymemory.engine.probe import check_supported, probe_layout  # noqa: E402
-from skymemory.engine.releases import TRIED_TRANSFORMERS
+from skymemory.engine.releases import TRIED_TRANSFORMERS  # noqa: E402
 from skymemory.errors import InvalidInput, UnsupportedModel  # noqa: E402
 
 pytestmark = pytest.mark.engine
