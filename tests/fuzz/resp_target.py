@@ -6,7 +6,9 @@ import random
 
 from tests.fuzz.mutations import mutate
 
-from skymemory.serving.resp.commands import Close, Commands, Session
+from skymemory.errors import InvalidInput
+from skymemory.serving.resp.budget import Claim
+from skymemory.serving.resp.commands import Close, Commands, Refused, Session
 from skymemory.serving.resp.protocol import LARGE_BYTES, Framed, LargeArgument, NeedData, ProtocolError, RequestParser
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis import NAMESPACE, trailer_of
@@ -49,7 +51,7 @@ class RespTarget:
         self._open()
 
     def _open(self) -> None:
-        self._parser, self._session, self._left = RequestParser(1 << 17), Session(1, True), _LIFE
+        self._parser, self._session, self._left = RequestParser(1 << 17), Session(1, True, Claim(lambda: None)), _LIFE
 
     def __call__(self, dice: random.Random) -> None:
         data = b"".join(dice.choices(_SOUND, k=dice.randint(1, 3)))
@@ -69,7 +71,10 @@ class RespTarget:
             if isinstance(step, NeedData):
                 return
             if isinstance(step, LargeArgument):
-                front, end_bytes = self._commands.frame(step.words, step.size_bytes)
+                try:
+                    front, end_bytes = self._commands.frame(step.words, step.size_bytes, 1 << 20)
+                except (Refused, InvalidInput):  # the server then reads over the value: here it is the last
+                    raise Close from None
                 value = step.head + bytes(step.size_bytes - len(step.head))
                 body, end = value[: step.size_bytes - end_bytes], value[step.size_bytes - end_bytes :]
                 self._parser.deliver(Framed(front + body, end) if front or end_bytes else value)

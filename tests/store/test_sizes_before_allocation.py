@@ -43,7 +43,8 @@ LIES = {
     "4 GiB in ordinary chunks": Presence(0, 699_051, 6144, 2**32 - 1, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
     "more chunks than bytes": Presence(0, 2**31, 6144, 10, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
     "chunks that no datagram carries": Presence(0, 2, 70_000, 140_000, 5, 1, PlacementTag(3, 10, 0, 0, 0)),
-    "a strategy that is none": Presence(0, 1, 10, 10, 5, 1, PlacementTag(99, 10, 0, 0, 0)),
+    "a strategy that is none": Presence(0, 1, 10, 10, 5, 1, PlacementTag(9, 10, 0, 0, 0)),
+    "a displacement that is none": Presence(0, 1, 10, 10, 5, 1, PlacementTag(0xF3, 10, 0, 0, 0)),
     "more servers than satellites": Presence(0, 1, 10, 10, 5, 1, PlacementTag(3, 60_000, 0, 0, 0)),
 }
 
