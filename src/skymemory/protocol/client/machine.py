@@ -416,7 +416,7 @@ class ClientMachine:
     def _around_suspects(self, strategy: int, servers: int, moves: Moves, chunks: int, replicas: int = 1) -> int:
         return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
 
-    def displaced_boxes(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
+    def boxes_around_suspects(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
         """The satellites to which values on one server, and on ``servers``, are written now around those that are taken
         for dead. None where all is well.
         """

@@ -260,7 +260,7 @@ class Prober:
             before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
             boxes = [self._placement.box_satellites(at) for at in dict.fromkeys((moves, before))]
             with self._driver.lock:
-                boxes.append(self._driver.machine.displaced_boxes(*self._code, self._driver.now_s()))
+                boxes.append(self._driver.machine.boxes_around_suspects(*self._code, self._driver.now_s()))
             others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
             more, all_answered = self._ask(others, unknown)
             found.update(more)
