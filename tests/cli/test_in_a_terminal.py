@@ -24,6 +24,7 @@ VERBS = [
 ]
 
 
+@pytest.mark.brief("layout --preset starlink-a --servers 81", "passes --lat 50 --lon 8 --hours 1")
 @pytest.mark.parametrize("words", VERBS)
 def test_a_verb_fits_80_columns(words: str) -> None:
     terminal = Terminal([sys.executable, "-m", "skymemory", *words.split()], 80, 24)

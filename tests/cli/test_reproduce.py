@@ -27,6 +27,8 @@ def test_json_has_the_numbers_behind(capsys: pytest.CaptureFixture[str]) -> None
     assert printed[1]["headlines"][0]["deviation"] == "-5.0 %"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_draws_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main(["reproduce", "cake", "--fig", "5", "--fig", "7", "--out", str(tmp_path)]) == 0

@@ -42,6 +42,7 @@ def agree(shell: Shell, host: GroundHost, now_s: float, mask_deg: float, seen: l
     assert len(set(seen)) == len(seen)
 
 
+@pytest.mark.brief("starlink-b-1")
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("name", REAL)
 def test_a_day_over_every_real_preset(name: str, version: int) -> None:

@@ -34,6 +34,7 @@ def words_of(terminal: Terminal) -> str:
     return " ".join(terminal.text.split())
 
 
+@pytest.mark.brief("cells-60x20")
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (60, 20)], ids=["80x24", "60x20"])
 @pytest.mark.parametrize(("words", "head", "end"), DEMOS)
 def test_a_demo_fits_the_terminal(

@@ -28,6 +28,7 @@ def drawing(columns: int = 80, rows: int = 24, **variables: str) -> Terminal:
     return Terminal(DRAWING, columns, rows, PYTHONPATH=f"{ROOT}:{ROOT / 'src'}", **variables)
 
 
+@pytest.mark.brief("60-20")
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (60, 20), (120, 50)])
 def test_every_frame_fits_and_the_last_one_stays(columns: int, rows: int) -> None:
     terminal = drawing(columns, rows)

@@ -89,6 +89,8 @@ def sky(tmp_path: Path) -> Iterator[Sky]:
     assert not made.run_dir.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_up_status_rotate_down(sky: Sky, tmp_path: Path) -> None:
     assert re.search(r"95 satellites in 5 host processes on ports \d+ to \d+", sky.up().stdout)
     status = sky.status()
@@ -138,6 +140,8 @@ def test_up_twice_is_answered_and_harmless(sky: Sky) -> None:
     assert sky.host_pids() == before and sky.status()["healthy"]
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_two_ups_at_once_make_one_constellation(sky: Sky) -> None:
     both = [sky.start("constellation", "up", "--base-port", "auto", "--hosts", "2") for _ in range(2)]
     errors = [process.communicate(timeout=100)[1] for process in both]
@@ -156,6 +160,8 @@ def test_a_port_taken_is_named(sky: Sky) -> None:
     assert sky.processes() == [] and not sky.run_dir.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_dead_host_is_shown_and_down_still_works(sky: Sky) -> None:
     sky.up()
     victim = sky.host_pids()["host-3"]
@@ -176,6 +182,8 @@ def test_a_dead_host_is_shown_and_down_still_works(sky: Sky) -> None:
     assert sky("constellation", "down").stdout == "stopped 4 host processes\n"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_host_whose_port_is_taken_between_check_and_start_stops_all(sky: Sky, tmp_path: Path) -> None:
     """One host started by hand on ports that another holds: it says so in one line and ends."""
     plan = tmp_path / "plan.json"
@@ -211,6 +219,8 @@ def test_a_supervisor_killed_in_the_middle_of_up_leaves_no_process(sky: Sky) -> 
     assert eventually(lambda: sky.processes() == [])
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_foreground_stops_with_ctrl_c_and_with_its_supervisor(sky: Sky) -> None:
     for number, code in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
         foreground = sky.start("constellation", "up", "--base-port", "auto", "--hosts", "2", "--foreground")
@@ -222,6 +232,8 @@ def test_foreground_stops_with_ctrl_c_and_with_its_supervisor(sky: Sky) -> None:
         assert eventually(lambda: sky.processes() == [])
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_run_directory_left_by_a_crash_is_no_obstacle_and_its_numbers_are_not_touched(sky: Sky) -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     try:

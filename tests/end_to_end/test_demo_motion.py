@@ -103,6 +103,7 @@ def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, moment_s: float, 
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.brief("options1", "options2")
 @pytest.mark.parametrize("options", [["--seconds", "1"], ["--seconds", "nan"], ["--seconds", "inf"], ["--speed", "0"]])
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, options: list[str]) -> None:
     answer = subprocess.run([*DEMO, *options], env=environment(tmp_path), capture_output=True, text=True, timeout=240)

@@ -67,6 +67,7 @@ def test_a_dead_endpoint_costs_its_requests_nothing_and_is_left_alone(servers: S
     assert took == int(tried[1])
 
 
+@pytest.mark.brief("500")
 @pytest.mark.parametrize("status", [429, 500])
 def test_an_endpoint_that_answers_errors_at_once_does_not_look_fastest(
     servers: Servers, tmp_path: Path, status: int

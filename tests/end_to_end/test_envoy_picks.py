@@ -226,6 +226,8 @@ def test_a_client_that_hangs_in_its_upload_is_not_routed(world: World) -> None:
     assert world.servers.requests() == before
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_an_upload_that_does_not_end_is_cut_off(world: World) -> None:
     with socket.create_connection(("127.0.0.1", world.envoy.ports["impatient"]), timeout=10) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")

@@ -150,6 +150,8 @@ def test_what_is_no_satellite_is_refused(sky: Sky) -> None:
     assert not (sky.run_dir / "outages.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_packets_go_round_what_is_disabled(sky: Sky) -> None:
     """From the gateway (2, 9) to (4, 9), both ways closed but one."""
     plan = sky.plan

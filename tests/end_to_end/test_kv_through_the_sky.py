@@ -58,6 +58,8 @@ def big() -> bytes:
     return os.urandom(BIG_BYTES)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_one_process_puts_another_gets_with_the_index_and_without(sky: Sky, big: bytes) -> None:
     sky.up("--delay", "real")
     (sky.folder / "big.bin").write_bytes(big)

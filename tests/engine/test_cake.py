@@ -49,6 +49,7 @@ class Turns:
         return 0
 
 
+@pytest.mark.brief("104857600-load", "307200-compute")
 @pytest.mark.parametrize("loading", ["cake", "compute", "load"])
 @pytest.mark.parametrize("rate", [SLOW, FAST])
 def test_the_same_tokens_whichever_end_is_faster(
@@ -93,6 +94,7 @@ def test_both_ends_meet_and_nothing_is_moved_on_the_way(
         assert tokens_of(model, ids, cache) == plain
 
 
+@pytest.mark.brief("load-17", "cake-15", "compute-80", "cake-16")
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1])
 @pytest.mark.parametrize("loading", ["cake", "compute", "load"])
 def test_every_length_leaves_a_token(model: Any, ids: Any, store: MemoryStore, length: int, loading: str) -> None:

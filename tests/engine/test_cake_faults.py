@@ -84,6 +84,7 @@ def files_of(disk: DiskStore) -> list[Path]:
     return sorted((disk.stats() and Path(disk._directory.values)).iterdir())
 
 
+@pytest.mark.brief("0.1-flip", "1.0-truncate", "0.1-swap")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rate", [0.1, 1.0])
 def test_a_lying_store(model: Any, ids: Any, plain: list[int], fault: str, rate: float) -> None:
@@ -240,6 +241,7 @@ def test_a_constellation_whose_values_are_lost_in_mid_load(model: Any, ids: Any,
         assert 0 < kvc.last.cached_tokens < 20 * BLOCK and kvc.last.failed_blocks
 
 
+@pytest.mark.brief("True")
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_redis_that_is_killed_in_mid_load(

@@ -167,6 +167,7 @@ QUICK = {"in place", "half", "an adapter switched off", "in place through numpy"
 """Weights, types, what modules hold, what no version counts, no parameters: all others run with the slow tests."""
 
 
+@pytest.mark.brief("an adapter switched off-False")
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -124,6 +124,8 @@ def test_what_two_computers_differ_in(model: Any, tokenizer: Any, document: str)
     assert "salt alone" in wrong(examine(model, tokenizer, MemoryStore(), document, salted, **other))
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     context = tmp_path / "here.json"
     base = ["doctor", "--dtype", "float32", "--block-tokens", "32"]

@@ -58,6 +58,7 @@ def test_the_example_of_the_disclosure_to_the_letter(short: Any, tokenizer: Any,
     assert names["kvc"].get_cache(document[:2000]).result.cached_tokens > 500
 
 
+@pytest.mark.brief("README")
 @pytest.mark.usefixtures("sky")
 @pytest.mark.parametrize("page", [README, GUIDE], ids=["README", "guide"])
 def test_the_first_example_runs_as_it_is_written(page: Path, short: Any, tokenizer: Any, document: str) -> None:

@@ -91,6 +91,7 @@ def answer(model: Any, ids: Any, cache: Any = None, **options: Any) -> Any:
     return model.generate(ids, past_key_values=cache, **options)
 
 
+@pytest.mark.brief("Llama")
 def test_same_tokens_by_every_use(family: Any, prompt: Any) -> None:
     with KVCManager(family, block_tokens=BLOCK) as kvc:
         kvc.add_blocks_ids(prompt)
@@ -106,6 +107,7 @@ def test_same_tokens_by_every_use(family: Any, prompt: Any) -> None:
         assert not [name for name in kvc.counters.as_dict() if name.startswith("unused_tokens")]
 
 
+@pytest.mark.brief("Llama")
 def test_every_length_and_a_chat_that_goes_on(family: Any, prompt: Any) -> None:
     with KVCManager(family, block_tokens=BLOCK) as kvc:
         kvc.add_blocks_ids(prompt[:, :50])

@@ -15,6 +15,7 @@ from tests.engine.generation import generate, manager
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.brief("False-0.1-truncate", "True-1.0-flip", "False-0.1-extend", "True-1.0-swap")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rate", [0.1, 1.0])
 @pytest.mark.parametrize("in_place", [False, True])

@@ -113,6 +113,8 @@ def expected_blocks(kvc: KVCManager, ids: Any) -> int:
     return 0
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 @settings(max_examples=8)
 @given(
     name=st.sampled_from(WINDOWED[:3]),
@@ -203,6 +205,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.brief("prompt lookup-Mistral 0.1", "sampled-Gemma 3", "several answers-Mistral 0.1")
 @pytest.mark.parametrize("name", WINDOWED[:2])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_decoding_with_holes(name: str, way: str) -> None:
@@ -264,6 +267,7 @@ def test_a_cut_of_unknown_tokens_is_refused() -> None:
             model(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.brief("Mistral 0.1-cake", "Gemma 3-load")
 @pytest.mark.parametrize("loading", ["cake", "compute", "load"])
 @pytest.mark.parametrize("name", WINDOWED[:2])
 def test_both_ends_at_once(name: str, loading: Any) -> None:
@@ -289,6 +293,7 @@ class Losing(MemoryStore):
         return super().prepare_load(keys)
 
 
+@pytest.mark.brief("lost2-Mistral 0.1", "lost0-Gemma 3", "lost4-Mistral 0.1")
 @pytest.mark.parametrize("name", WINDOWED[:2])
 @pytest.mark.parametrize("lost", [(1, 19), (1, 18), (1, 17), (0, 12), (0, 0)])
 def test_a_part_that_is_lost_on_its_way_leaves_a_shorter_hit(name: str, lost: tuple[int, int]) -> None:
@@ -355,6 +360,7 @@ def test_lossy_codecs_go_by_the_true_layers() -> None:
         assert kvc.get_cache_ids(ids).result.cached_tokens == 96
 
 
+@pytest.mark.brief("Mistral 0.1-False")
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("name", WINDOWED[:2])
 def test_by_the_way_of_a_device(name: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:

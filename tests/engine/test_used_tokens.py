@@ -100,6 +100,7 @@ def generating(prepare: Callable[[Any], Any] = lambda ids: ids, **options: Any) 
     return call
 
 
+@pytest.mark.brief("a batch of equal prompts", "by position")
 @pytest.mark.parametrize(
     ("call", "used"),
     [
@@ -337,6 +338,7 @@ def padded_rows(ids: Any, lengths: list[int], common: int) -> tuple[Any, Any]:
     return padded, mask
 
 
+@pytest.mark.brief("0-lengths1-325-320")
 @pytest.mark.parametrize(
     ("lengths", "common", "used"),
     [

@@ -89,6 +89,9 @@ CALLED = pytest.mark.skipif(not FIVE, reason="this transformers runs chunks past
 END = pytest.mark.skipif(not ANNOUNCED, reason="prompt lookup of this transformers fails without an end token")
 
 
+@pytest.mark.brief(
+    "{'do_sample': True}", "{'num_beams': 2, 'num_return_sequences': 2}", "{'prompt_lookup_num_tokens': 3}"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -211,6 +214,7 @@ def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, k
         assert again[0] == 8 and got == [generate(uneven, turn)], "the answer's last token, and what came behind it"
 
 
+@pytest.mark.brief("False-{}")
 @pytest.mark.skipif(not ANNOUNCED, reason="this transformers does not announce to a cache that generate begins")
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
 @pytest.mark.parametrize("masked", [True, False])
@@ -260,6 +264,8 @@ def asked(chatty: Any, messages: list[dict[str, str]]) -> Any:
     return chatty.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_chat_of_five_turns_computes_what_is_new(talker: Any, chatty: Any, document: str) -> None:
     """A second turn computes its own tokens and at most one block."""
     with manager(talker, chatty) as kvc:
@@ -299,6 +305,8 @@ def test_all_forms_of_a_prompt_are_one(talker: Any, chatty: Any, document: str) 
         assert kvc.get_cache(answered).result.prompt_tokens == len(ids)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_text_of_a_template_costs_a_miss_and_says_so(
     talker: Any, chatty: Any, document: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -484,6 +492,7 @@ def test_a_cache_got_in_inference_mode_serves_outside(uneven: Any, ids: Any, kvc
     assert generate(uneven, ids, cache) == generate(uneven, ids)
 
 
+@pytest.mark.brief("Falcon-H1")
 @pytest.mark.parametrize("family", ["Qwen3-Next", "LFM2", "Falcon-H1"])
 def test_states_got_in_inference_mode_serve_outside(ids: Any, family: str) -> None:
     if not known(family):
@@ -701,6 +710,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, layer: Any, call: int) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", failing)
 
 
+@pytest.mark.brief("Llama")
 @pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next", "Llama"])
 def test_a_generate_that_failed_is_tried_again_with_its_cache(
     ids: Any, name: str, monkeypatch: pytest.MonkeyPatch

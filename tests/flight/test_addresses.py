@@ -59,6 +59,7 @@ def store_and_move(folder: Path, satellite: Choice, ips: Sequence[str]) -> None:
         stop(directory)
 
 
+@pytest.mark.brief("c")
 @pytest.mark.parametrize("satellite", ["c", "mixed"])
 def test_other_addresses_of_the_loopback(
     daemon: Path, tmp_path: Path, satellite: Choice, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,8 @@ def header(
     return SkyHeader(op, destination, source, ground, 0x01020304 + sequence, timestamp_us=5)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_golden_packets_are_authentic_and_no_other_bit_is() -> None:
     lib, ring = library(), keys_in_c(RING)
     rng = random.Random(1)

@@ -28,6 +28,7 @@ STOOD_STILL_S = 30.0
 HEALED_S = 60.0
 
 
+@pytest.mark.brief("python")
 @pytest.mark.parametrize("satellite", ["python", "mixed"])
 def test_a_computer_that_slept(
     up: Callable[..., RunDirectory], tmp_path: Path, satellite: Choice, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ CASES = {
 }
 
 
+@pytest.mark.brief("gaps_late", "lfuda", "seam_and_gaps", "copies", "late")
 @pytest.mark.parametrize("name", CASES)
 def test_random_traffic(name: str) -> None:
     Duel(CASES[name], seed=1).run(350)

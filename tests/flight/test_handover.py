@@ -74,6 +74,7 @@ def a_week(seed: int, replicas: int, policies: tuple[str, ...], memory_bytes: in
     return counted
 
 
+@pytest.mark.brief("1-policies0-7000")
 @pytest.mark.parametrize(
     ("replicas", "policies", "memory_bytes"),
     [

@@ -154,6 +154,7 @@ def test_injected_faults(up: Callable[..., RunDirectory], satellite: Any) -> Non
         assert any(found and found["faults_injected"] > 10 for one, found in answers.items() if one.plane == plane)
 
 
+@pytest.mark.brief("faults1")
 @pytest.mark.parametrize("faults", [None, FAULTS])
 def test_strange_datagrams(up: Callable[..., RunDirectory], faults: Faults | None) -> None:
     """Empty, short, long, random, and from one socket to all."""

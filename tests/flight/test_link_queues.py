@@ -71,6 +71,14 @@ def twin_of(plan: ConstellationPlan, places: dict[int, GroundHost]) -> LinkQueue
     return LinkQueues(plan.links, clock.epoch_s, elevation, place, onboard)
 
 
+@pytest.mark.brief(
+    "testbed-19x5-one rate",
+    "onboard-outages",
+    "testbed-19x5-rates",
+    "onboard-elevations",
+    "onboard-rain",
+    "onboard-all",
+)
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("preset", ["testbed-19x5", pytest.param("starlink-a", marks=pytest.mark.slow), "onboard"])
 def test_datagrams_leave_as_in_the_python_host(case: str, preset: str) -> None:

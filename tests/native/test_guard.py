@@ -49,6 +49,7 @@ def worst(times_s: list[float], placed: list[int], servers: int, settings: Least
     return most
 
 
+@pytest.mark.brief("backend-a few-8", "_fast-one burst, then another server-3")
 @pytest.mark.parametrize(
     "servers", [3, pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(16, marks=pytest.mark.slow), 64]
 )

@@ -282,6 +282,7 @@ def test_hostile_bytes_are_judged_alike(fast: ModuleType, data: bytes, segment: 
     assert one.state() == other.state()
 
 
+@pytest.mark.brief("backend")
 @_settings
 @given(hostile_run, st.integers(1, 400))
 def test_a_placed_chunk_always_has_its_own_crc(impl: ModuleType, data: bytes, segment: int) -> None:

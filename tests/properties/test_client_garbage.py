@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties.wire_traffic import (
@@ -81,6 +82,8 @@ def test_damaged_packets_at_a_client(data, segment_bytes):
     end(machine)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 @settings(max_examples=500)
 @given(packets=st.lists(hostile(to_ground=True), min_size=1, max_size=6), batched=st.booleans())
 def test_hostile_packets_at_a_client(packets, batched):

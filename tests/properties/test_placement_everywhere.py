@@ -59,6 +59,9 @@ LARGE_ONES_SLOWLY = [
 """Grids of more than five hundred satellites take a second or more each."""
 
 
+@pytest.mark.brief(
+    "rotation-testbed-19x5", "rotation_hop-paper-15x15", "hop-testbed-19x5", "cost-testbed-19x5", "hop-starlink-b"
+)
 @pytest.mark.parametrize("preset", LARGE_ONES_SLOWLY)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "baseline"])
 def test_every_number_of_servers_is_so_many_distinct_satellites_of_the_torus(
@@ -76,6 +79,14 @@ def test_baseline_is_the_map_of_rotation(preset: Preset) -> None:
         assert fixed.layout.cells == moving.layout.cells
 
 
+@pytest.mark.brief(
+    "hop-testbed-19x5",
+    "baseline-paper-15x15",
+    "rotation_hop-testbed-19x5",
+    "cost-testbed-19x5",
+    "rotation-testbed-19x5",
+    "cost-starlink-b",
+)
 @pytest.mark.parametrize("preset", LARGE_ONES_SLOWLY)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_moving_the_centre_moves_the_map(preset: Preset, strategy: Strategy) -> None:

@@ -63,6 +63,8 @@ def test_damaged_packets_at_a_satellite(data, segment_bytes, source):
     assert answers_ping(machine)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 @settings(max_examples=500)
 @given(packets=st.lists(hostile(), min_size=1, max_size=5), batched=st.booleans(), source=SOURCES)
 def test_hostile_packets_at_a_satellite(packets, batched, source):

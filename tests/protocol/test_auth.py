@@ -187,6 +187,8 @@ def test_a_satellite_that_starts_again_takes_nothing_from_before(world: type[Wor
     assert counted(machine) == (0, 1, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 @given(bit=st.integers(0, 8 * 124 - 1))
 def test_any_changed_bit_that_the_mac_covers_is_refused_even_with_a_right_checksum(bit: int) -> None:
     machine = satellite(World())
@@ -394,6 +396,7 @@ def guarded(by: Authority, access: str = "los", **kwargs) -> tuple[World, Simula
     return world, world.sim
 
 
+@pytest.mark.brief("False-los-True", "True-gateway-False", "True-los-False")
 @pytest.mark.parametrize("every_packet", [False, True])
 @pytest.mark.parametrize("access", ["los", "gateway"])
 @pytest.mark.parametrize("offload", [True, False])
@@ -486,6 +489,8 @@ def test_a_larger_chunk_than_an_answer_can_sign_is_refused(world: type[World]) -
     assert len(machine.store) == 0 and counted(machine) == (1, 0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 @given(st.binary(max_size=400), st.integers(-1, 300))
 def test_garbage_at_the_gate_raises_nothing(data: bytes, segment_bytes: int) -> None:
     machine = satellite(World())
@@ -494,6 +499,8 @@ def test_garbage_at_the_gate_raises_nothing(data: bytes, segment_bytes: int) -> 
     assert machine.counters.get("chunks_set") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 @given(st.data())
 def test_mutilated_authentic_packets_raise_nothing(data) -> None:
     machine = satellite(World(), authority(every_packet=True))

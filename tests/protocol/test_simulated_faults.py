@@ -18,6 +18,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.brief("2-los-loss 5 %", "0-gateway-loss 1 %", "1-los-duplication", "1-los-all of it", "1-los-reordering")
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("access", ["los", "gateway"])
 @pytest.mark.parametrize("seed", range(3))
@@ -41,6 +42,7 @@ def test_twenty_megabytes_through_five_percent_loss(world, value_of):
     assert read.report.retransmitted_chunks < 0.3 * info.chunks
 
 
+@pytest.mark.brief("0.15")
 @pytest.mark.parametrize("round_trip_s", [0.15, 0.5])
 def test_a_far_sky_that_loses_five_percent_each_way_is_not_taken_for_silent(world, value_of, round_trip_s):
     """Found on a busy machine, where answers took 150 ms: after three tries, one of a thousand satellites was dead.
@@ -57,6 +59,8 @@ def test_a_far_sky_that_loses_five_percent_each_way_is_not_taken_for_silent(worl
     assert failed == []
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_what_is_lost_on_the_way_to_satellites_that_answer_is_repeated_without_delay(world, value_of):
     """At 20 % each way. With a back-off that grows although they answer, a write takes 0.53 s, not 0.38."""
     seconds = []

@@ -32,6 +32,7 @@ def migrated_bytes(sky) -> list[int]:
     return sizes
 
 
+@pytest.mark.brief("1-move1-rotation", "9-move3-rotation_hop", "10-move0-cost", "1-move2-rotation")
 @pytest.mark.parametrize("strategy", ["rotation", "rotation_hop", "cost"])
 @pytest.mark.parametrize("move", [(1, 0), (-1, 0), (0, 1), (0, -1)])
 @pytest.mark.parametrize("servers", [1, 9, 10])
@@ -122,6 +123,7 @@ def test_back_and_forth_within_the_grace(world, value_of):
     assert sky.holders(info) == sky.homes(info, (1, 1))
 
 
+@pytest.mark.brief("2", "1")
 @pytest.mark.parametrize("seed", range(3))
 def test_handovers_survive_loss(world, value_of, seed):
     sky = world(faults=FaultInjector(loss=0.05, duplicate=0.05, reorder=0.2, reorder_delay_s=0.01, seed=seed))
@@ -189,6 +191,8 @@ def test_a_dead_target_does_not_hold_up_the_others(world, value_of):
     assert read.ok and out == value
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_clock_at_speed(world, value_of):
     """A slot move each 0.52 s and a plane move each 2.37 s, 500 times as fast as Starlink A: every read is right."""
     clock = MoveClock(epoch_s=-3.3, slot_period_s=260.0, plane_period_s=1184.0, time_scale=500.0)

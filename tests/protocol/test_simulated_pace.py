@@ -59,6 +59,8 @@ def test_an_accelerated_day_loses_nothing(value_of):
     assert ledgers.open_books(books) == {} and together["bytes_evicted"] == together["bytes_deleted"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_what_was_written_between_moves_that_follow_fast_is_found_in_one_round_trip(world, value_of):
     """It is looked for where it was written, not where a handover that has only begun will have brought it."""
     sky = world(clock=MoveClock(slot_period_s=0.12, plane_period_s=1000.0, time_scale=1.0))

@@ -72,6 +72,8 @@ def test_a_dead_plane_is_passed_the_other_way_round(world):
     assert sky.ask(Op.PING, b"", SatelliteId(3, 9)).report.failure == "unreachable"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_revived_are_found_at_once_and_the_way_is_short_again(world):
     sky = world("gateway")
     sky.sim.kill_plane(3)

@@ -32,6 +32,7 @@ def test_what_was_put_comes_back(world, value_of, access, size):
     assert sky.holders(info) == sky.homes(info, (0, 0))
 
 
+@pytest.mark.brief("los-1-hop", "gateway-3-rotation", "los-10-baseline", "los-95-rotation_hop", "los-1-cost")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("servers", [1, 3, 10, 95])
 @pytest.mark.parametrize("access", ["los", "gateway"])

@@ -20,6 +20,8 @@ def listed():
     return all_claims()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_page_is_the_reports_own(listed) -> None:
     assert (ROOT / "docs/reproduce/claims.md").read_text("utf-8") == as_markdown(listed)
 
@@ -58,6 +60,8 @@ def test_a_physical_model_fills_its_column() -> None:
     assert servers.physics == "by 12 %"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DOCS", None)
     of = {one.key: one for one in all_claims()}
@@ -65,6 +69,8 @@ def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of["link"].model == "with 73+ at 550 km"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_as_a_command(capsys: pytest.CaptureFixture[str], listed) -> None:
     assert main(["reproduce", "claims"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == as_text(listed, PIPED_WIDTH)

@@ -86,6 +86,7 @@ def faults(figure) -> Iterator[str]:
             yield f"{text!r} lies outside of the page"
 
 
+@pytest.mark.brief("table-2")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL], ids=str
 )

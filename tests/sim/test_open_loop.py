@@ -21,6 +21,7 @@ _TABLE_2 = {
 }
 
 
+@pytest.mark.brief("l-eval", "simulated-16k", "arxiv", "simulated-32k")
 @pytest.mark.parametrize("name", sorted(OPEN_LOOPS))
 def test_has_the_statistics_of_table_2(name: str) -> None:
     tokens, output, (least, most) = _TABLE_2[name]

@@ -29,6 +29,7 @@ from skymemory.sim.workload import AGENTS, CONVERSATIONS, TENANTS, generate
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.brief("hash-trie", "least-load", "round-robin", "block-cost", "random")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_runs_and_runs_the_same_again(name: str) -> None:
     requests, setup = generate(CONVERSATIONS, 60.0, seed=1), RoutingSetup(cache_blocks=300, seed=3)
@@ -107,6 +108,8 @@ def test_wrong_speeds_leave_the_default_ahead(factor: float, reports_prefills: b
     assert means[0] < min(means[1:]), means
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_where_all_servers_have_long_queues_the_default_leads() -> None:
     """Past saturation caches are worth the same everywhere: the shortest queue's length times the work saved."""
     requests = [replace(one, at_s=one.at_s / 2.5) for one in generate(CONVERSATIONS, 300.0, seed=6)]

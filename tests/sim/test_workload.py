@@ -118,6 +118,7 @@ def test_what_is_popular_moves_on() -> None:
     assert [favourite(at_s) for at_s in (0.0, 9.9, 10.0, 35.0)] == [0, 0, 7, 21]
 
 
+@pytest.mark.brief("conversations")
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_is_seeded_sorted_and_a_true_tree_of_prefixes(name: str) -> None:
     requests = generate(WORKLOADS[name], 200.0, seed=3)

@@ -64,6 +64,8 @@ def _came_again(monkeypatch: pytest.MonkeyPatch, **faults: float) -> tuple[Count
     return counted, sum(machine.handover.retransmitted for machine in soak.sim.satellites.values())
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_without_faults_nothing_is_handed_over_twice(monkeypatch):
     counted, sent_again = _came_again(monkeypatch)
     assert sent_again == 0 and set(counted) == {"all"}
@@ -76,6 +78,8 @@ def test_a_lost_acknowledgement_brings_the_same_request_again_and_nothing_else_d
     assert 0 < counted["same request"] <= sent_again
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_doubled_datagram_comes_twice_without_a_retransmission(monkeypatch):
     counted, sent_again = _came_again(monkeypatch, duplicate=0.02)
     assert sent_again == 0 and set(counted) == {"all", "same request"}

@@ -235,6 +235,7 @@ def _evictions_s(policy: str) -> dict[int, float]:
     return seconds
 
 
+@pytest.mark.brief("lru")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_victim_is_found_without_a_look_at_all_entries(policy: str) -> None:
     """Ten times the entries may not make an eviction ten times as long: the shortest of three, for what else runs takes

@@ -146,6 +146,7 @@ print(json.dumps({"stored": sum(stored), "wrong": wrong, "last": read[-1] is not
 """
 
 
+@pytest.mark.brief("never-1-30000-29")
 @pytest.mark.parametrize(("mib", "size_bytes", "least"), [(16, 512 << 10, 28), (8, 100_000, 58), (1, 30_000, 29)])
 @pytest.mark.parametrize("sync", ["never", "each"])
 def test_on_a_real_file_system_that_is_smaller_than_the_budget(

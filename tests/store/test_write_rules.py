@@ -196,6 +196,7 @@ def crowd(store, first: int, count: int, size: int) -> None:  # type: ignore[no-
         store.get_many([key])
 
 
+@pytest.mark.brief("udp")
 @pytest.mark.parametrize("kind", ["simulated", "udp"])
 def test_pin_and_expire_report_the_truth(kind: str) -> None:
     """Over virtual time, and over real sockets and processes' clocks."""

@@ -73,6 +73,14 @@ def one_way_s(plan: ConstellationPlan, access: str, satellite: SatelliteId) -> f
     return links_s + (0.0 if access == "onboard" else beam_s(first))
 
 
+@pytest.mark.brief(
+    "testbed-19x5-onboard",
+    "testbed-19x5-ideal",
+    "testbed-19x5-gateway",
+    "kuiper-b-ideal",
+    "testbed-19x5-hybrid",
+    "starlink-a-ideal",
+)
 @pytest.mark.parametrize("access", ACCESS_MODES)
 @pytest.mark.parametrize("preset", ["testbed-19x5", "kuiper-b", "starlink-a"])
 def test_every_mode_reads_what_it_wrote(preset: str, access: str) -> None:
@@ -93,6 +101,7 @@ def test_every_mode_reads_what_it_wrote(preset: str, access: str) -> None:
     assert plan.strategy == ("hop" if access == "onboard" else "rotation_hop")
 
 
+@pytest.mark.brief("hybrid")
 @pytest.mark.parametrize("access", ["gateway", "hybrid", "onboard"])
 def test_which_satellites_have_a_beam(access: str) -> None:
     plan = plan_of("kuiper-a", access, servers=25)
@@ -145,6 +154,8 @@ def test_the_gateway_changes_in_the_middle_of_transfers_and_nothing_is_lost() ->
     assert slots >= 10 and planes >= 2, "and the box moved on meanwhile"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_request_in_flight_keeps_its_number_when_the_gateway_changes() -> None:
     plan = plan_of("starlink-a", "gateway", time_scale=1000.0, ground=Ground())
     sky = VirtualConstellation(plan)
@@ -194,6 +205,7 @@ def test_a_gateway_that_dies_in_the_middle_of_a_transfer_is_passed_over_and_used
     assert host.run([number])[number].ok and machine._gateway.current == dead
 
 
+@pytest.mark.brief("hybrid")
 @pytest.mark.parametrize("access", ["gateway", "hybrid"])
 def test_with_nothing_in_sight_nothing_is_sent_until_one_rises(access: str) -> None:
     """At the edge of what Kuiper B reaches, for twenty minutes at 60 times the pace of flight."""

@@ -82,6 +82,8 @@ def test_the_error_of_a_dead_child_has_its_code_and_last_line() -> None:
     assert "exit code 3" in words and "it printed last: no such model" in words
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_without_proc_only_the_log_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> list[str]:
         raise FileNotFoundError

@@ -40,6 +40,8 @@ def test_it_is_gone_at_the_end_with_what_is_in_it(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_that_of_a_killed_demo_goes_with_the_next(temporary: Path) -> None:
     left = left_by_a_killed_process(temporary)
     old_s = time.time() - LATER_S

@@ -190,6 +190,7 @@ _ENDS = {
 }
 
 
+@pytest.mark.brief("is stopped-0", "hangs-1")
 @pytest.mark.parametrize(
     ("behaviour", "forced"),
     [("computes", 0), ("is stopped", 0), ("hangs", 1), pytest.param("spins", 1, marks=pytest.mark.slow)],

@@ -105,6 +105,7 @@ def test_a_socket_that_was_emptied_keeps_nothing_waiting_until_the_next_burst() 
     asyncio.run(scenario())
 
 
+@pytest.mark.brief("1-ideal", "5-hybrid")
 @pytest.mark.parametrize("access", ACCESS_MODES)
 @pytest.mark.parametrize("hosts", [1, 5])
 def test_values_are_the_same_whether_links_are_sockets_or_memory(

@@ -62,6 +62,7 @@ def test_when_the_constellation_is_back_all_suspects_are_asked_at_once(world, va
     assert not len(suspects)
 
 
+@pytest.mark.brief("los")
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_with_a_plane_of_the_box_dead_only_the_first_read_waits(world, value_of, access):
     """Reads of a value on all the box, every 0.1 s for 20 s; before, every second one of them waited for 0.8 s."""

@@ -76,6 +76,7 @@ def test_only_chunks_that_have_not_come_are_asked_of_another_copy():
     assert read.redirect([0], SatelliteId(1, 0)) and not read.redirect([6], SatelliteId(0, 0)), "both have failed"
 
 
+@pytest.mark.brief("plane of the centre-los", "satellite-los", "plane-los")
 @pytest.mark.parametrize("access", ["los", "gateway"])
 @pytest.mark.parametrize("what", ["satellite", "plane", "plane of the centre"])
 def test_a_dead_satellite_or_plane_is_no_miss(world, value_of, access, what):

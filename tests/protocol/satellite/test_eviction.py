@@ -61,6 +61,7 @@ def fill(sky: World, count: int, value_of, size: int = 20_000, **options):
     return values, {name: sky.put(name, value, 1000, **options)[1] for name, value in values.items()}
 
 
+@pytest.mark.brief("cost-los", "hop-gateway")
 @pytest.mark.parametrize("access", ["los", "gateway"])
 @pytest.mark.parametrize("strategy", ["rotation_hop", "hop", "cost"])
 def test_gossip_leaves_nothing_dead_in_the_box_and_stops(world, value_of, access, strategy):
@@ -155,6 +156,7 @@ def test_what_is_stored_again_before_its_notice_goes_out_is_not_announced(world,
     )
 
 
+@pytest.mark.brief("5")
 @pytest.mark.parametrize("lost", [1, 2, 5])
 def test_sweeps_find_a_hole_and_leave_the_rest_alone(world, value_of, lost):
     sky = world(eviction=PERIODIC)
@@ -246,6 +248,7 @@ def test_nothing_dead_is_carried_over(world, value_of):
     assert all(sky.sim.satellites[home].store.presence(infos["v4"].key) is None for home in new_homes)
 
 
+@pytest.mark.brief("steps2", "steps0")
 @pytest.mark.parametrize("steps", [[(1, 0), (2, 0), (3, 0)], [(0, 1), (1, 1), (1, 0)], [(5, 2)]])
 def test_the_look_before_a_handover_loses_nothing_that_lives(world, value_of, steps):
     sky = world(eviction=MIGRATION)

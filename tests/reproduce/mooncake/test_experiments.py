@@ -98,6 +98,8 @@ def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
     assert len(loads.series) == len(loads.rows) == len(experiment.rows)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "QUICK_COUNT", 20)
     monkeypatch.setattr(clusters, "RULES", ("p90",))
@@ -116,6 +118,8 @@ def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeyp
     assert steps_s["arxiv", "vllm", "2P+2D", "p90"] > 0.04
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_real_workload_is_run_with_each_decoding(setting: Setting) -> None:
     experiment = clusters.real(setting)
     rows = {row[:4]: dict(zip(experiment.header, row, strict=True)) for row in experiment.rows if row[2] == "measured"}

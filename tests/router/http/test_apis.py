@@ -395,6 +395,7 @@ WAYS: dict[str, Callable[[Doors, str, str], Answer]] = {
 }
 
 
+@pytest.mark.brief("passed-instructions", "translated-messages")
 @pytest.mark.parametrize("way", WAYS)
 @BOTH
 def test_the_hit_rate_is_that_of_chat(doors: Callable[..., Doors], has: frozenset[str], way: str) -> None:
@@ -404,6 +405,7 @@ def test_the_hit_rate_is_that_of_chat(doors: Callable[..., Doors], has: frozense
     assert expected > 0.7 and hit_rate(other, WAYS[way]) == pytest.approx(expected, abs=0.01)
 
 
+@pytest.mark.brief("passed-/v1/messages-False", "translated-/v1/responses-False", "translated-/v1/messages-True")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 @BOTH

@@ -70,6 +70,7 @@ def share_of_a_bad_server(running: Running, kind: str, stream: bool, worked_befo
     return len(bad.seen)
 
 
+@pytest.mark.brief("500-False")
 @pytest.mark.parametrize(
     ("kind", "stream"), [("500", False), ("429", True), ("hold", True), ("hang", False), ("empty", False)]
 )
@@ -107,6 +108,7 @@ def test_that_holds_for_other_strategies_and_for_a_server_that_turns_bad(
     assert share_of_a_bad_server(running, kind, stream, worked_before) <= MOST + worked_before
 
 
+@pytest.mark.brief("hang")
 @pytest.mark.parametrize("kind", ["429", "hang"])
 def test_a_server_that_is_well_again_has_its_share_within_seconds(run: Run, kind: str) -> None:
     running = start(run)

@@ -96,6 +96,8 @@ def test_a_changed_file_and_sighup_are_taken_up(two_engines: list[int], tmp_path
         assert opened(port, STREAM).headers["X-Engine"] == "e1"
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_router_that_was_killed_starts_again_and_ctrl_c_ends_it_without_a_word(two_engines: list[int]) -> None:
     with router(*urls(two_engines)) as (process, port):
         assert opened(port, STREAM).status == 200

@@ -140,6 +140,7 @@ def assert_same(received: Received, whole: Received) -> None:
         assert received.usage[name] == whole.usage[name], name
 
 
+@pytest.mark.brief("2-more1-engine1-says-chat", "3-more2-engine2-in-completion", "1-more0-engine0-before-chat")
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 @pytest.mark.parametrize("where", ["before", "in", "says"])
 @pytest.mark.parametrize(

@@ -249,6 +249,8 @@ def test_ten_thousand_adapters_do_not_grow_the_metrics(run: Run) -> None:
     assert lines[0] == lines[1]
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_few_bytes_that_hold_gigabytes_delay_no_request(run: Callable[..., Running]) -> None:
     running = run(engines=1)
     bomb = gzip.compress(bytes(200 << 20), 9)

@@ -37,6 +37,7 @@ def streamed(door: Door, path: str, body: dict[str, Any]) -> list[dict[str, Any]
     return [json.loads(block.split("\ndata: ")[1]) for block in blocks]
 
 
+@pytest.mark.brief("/v1/messages")
 @pytest.mark.parametrize("path", SAID)
 def test_the_text_and_the_tokens_are_those_of_a_chat(door: Door, path: str) -> None:
     chat = door.ask(CHATS, {**GREEDY, "messages": TURNS, "max_tokens": 8}).body

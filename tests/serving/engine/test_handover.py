@@ -127,6 +127,7 @@ def text(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
 
 
+@pytest.mark.brief("80")
 @pytest.mark.parametrize("tokens", [5, 5 * BLOCK, LONG])
 def test_one_after_the_other_gives_the_tokens_of_one_engine(pair: Pair, tokens: int) -> None:
     ids = some_ids(tokens, seed=tokens)
@@ -139,6 +140,8 @@ def test_one_after_the_other_gives_the_tokens_of_one_engine(pair: Pair, tokens: 
     assert pair.given_up() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_at_the_same_time_blocks_are_fetched_while_the_prompt_is_computed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ def test_answers_are_kept_too(door: Door, ready: Any) -> None:
     assert door.metric("vllm:num_requests_running") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_salts_share_nothing(door: Door) -> None:
     ids = some_ids(70)
     assert [door.cached(ids, cache_salt=salt) for salt in ("a", "b", "")] == [0, 0, 0]
@@ -129,6 +131,8 @@ def test_an_answer_ends_before_a_stop_text(door: Door) -> None:
     assert door.complete("The file", 40, stop="never said")["choices"][0]["text"] == text
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_several_at_once_are_answered_as_if_alone(door: Door) -> None:
     prompts = [some_ids(50 + 37 * number, seed=number) for number in range(5)]
     alone = [door.complete(prompt, 8)["choices"][0]["text"] for prompt in prompts]

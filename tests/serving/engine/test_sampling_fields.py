@@ -92,6 +92,7 @@ def test_only_allowed_tokens_are_said(door: Door) -> None:
     assert set(answer) <= {tokenizer.decode([700]), tokenizer.decode([701])}
 
 
+@pytest.mark.brief("False")
 @pytest.mark.parametrize("chat", [False, True])
 def test_several_choices_of_one_prompt(door: Door, chat: bool) -> None:
     asked = {"messages": [{"role": "user", "content": "What is git?"}]} if chat else {"prompt": "The file"}

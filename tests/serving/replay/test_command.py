@@ -38,6 +38,7 @@ def reported(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.brief("how2")
 @pytest.mark.parametrize("how", [("--api", "completions"), ("--api", "chat"), ("--prompt-unit", "ids")])
 def test_the_report_agrees_with_the_engines_own_counts(
     door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: tuple[str, ...]

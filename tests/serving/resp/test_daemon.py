@@ -263,6 +263,8 @@ def test_an_address_that_is_none(text: str) -> None:
         ListenAddress.parse(text, unix=True)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_signal_that_does_not_interrupt_the_main_thread_ends_it() -> None:
     """As one does that comes right before it waits; here another thread gets it."""
     with MemoryStore(1 << 20) as store:

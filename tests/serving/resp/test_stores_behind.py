@@ -54,6 +54,8 @@ class TestDisk(Behind):
     def address(self, folder: Path) -> str:
         return f"disk://{folder}/cache?budget=64MiB"
 
+    @pytest.mark.slow
+    @pytest.mark.seeded
     def test_lifetimes_are_kept_by_it(self, path: str) -> None:
         asked = redis.Redis(unix_socket_path=path)
         before = asked.dbsize()
@@ -81,6 +83,8 @@ class TestTiers(Behind):
         with pytest.raises(redis.ResponseError, match="a tiers store does not count its values"):
             asked.dbsize()
 
+    @pytest.mark.slow
+    @pytest.mark.seeded
     def test_names_in_any_tier_are_listed(self, path: str) -> None:
         """Of eight values of 30 KB at most three are in memory."""
         asked = redis.Redis(unix_socket_path=path)

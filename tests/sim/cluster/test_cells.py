@@ -19,6 +19,8 @@ SMALL = ClusterSetup(prefill=2, decode=2, sample_s=1.0)
 POISSON = OpenSource("arxiv", 1.0, 60, seed=1)
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_the_same_numbers_in_processes() -> None:
     cells = [ClusterCell(POISSON, SMALL, scheduler, curves=True) for scheduler in ("random", "kvcache-centric")]
     alone = sweep(run_cell, cells, "sequence")

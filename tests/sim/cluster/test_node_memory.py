@@ -81,6 +81,7 @@ def test_lru_by_the_shelf_is_lru_by_the_fast_path() -> None:
     assert nothing.use([1, 2]) == [2, 1] and nothing.leading([1]) == len(nothing) == 0
 
 
+@pytest.mark.brief("lru")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hits_are_those_of_the_memory_tier(policy: str) -> None:
     """The calls of ``benchmarks/policies.py`` on the tier itself."""

@@ -47,6 +47,8 @@ class TestSimulatedWithIndex(StoreContract):
         store.close()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 class TestSimulatedWithAnIndexOfItsOwn(StoreContract):
     can = frozenset({"clock", "outage"})
 
@@ -84,6 +86,8 @@ class TestSimulatedWithoutIndex(StoreContract):
         store.close()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 class TestSimulatedWithLittleMemory(StoreContract):
     """Ten satellites of 128 KiB: loads are leased there, too."""
 
@@ -104,6 +108,8 @@ class TestSimulatedWithLittleMemory(StoreContract):
         store.close()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 class TestSimulatedBySize(StoreContract):
     """Each value on as many satellites as its size is worth, and with little memory."""
 
@@ -167,6 +173,8 @@ class TestUdpWithIncompleteIndexFile(UdpContract):
     COMPLETE = False
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 class TestUdpWithoutIndex(UdpContract):
     INDEXED = False
 

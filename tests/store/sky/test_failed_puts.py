@@ -40,6 +40,7 @@ def put_in_vain(
     sky.settle(sky.now_s + 5.0)
 
 
+@pytest.mark.brief("moves0-complete index", "moves1-incomplete index", "moves1-no index", "moves2-complete index")
 @pytest.mark.parametrize("kind", INDICES)
 @pytest.mark.parametrize("moves", [(0, 0), (1, 0), (2, 1)])
 def test_the_same_bytes_put_in_vain_leave_what_another_has_stored(kind: str, moves: tuple[int, int]) -> None:

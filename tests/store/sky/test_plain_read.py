@@ -58,6 +58,7 @@ def read(store: ConstellationStore, one: bytes) -> tuple[bytes | None, str]:
     return None if found is None else bytes(found), ticket.report.keys[0].reason
 
 
+@pytest.mark.brief("0", "6144", "6145", "1")
 @pytest.mark.parametrize("size", [0, 1, 6143, 6144, 6145, 64 * 6144, 128 * 6144])
 def test_a_small_value_of_any_size_ends_on_the_short_way(size: int) -> None:
     with udp_sky_and_loop() as (plan, _):
@@ -81,6 +82,7 @@ def test_a_larger_value_or_one_on_several_satellites_takes_the_long_way() -> Non
             one.close()
 
 
+@pytest.mark.brief("1")
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_network_does_to_packets_a_read_gives_the_value(seed: int) -> None:
     faults = Faults(loss=0.03, duplicate=0.05, reorder=0.05, corrupt=0.03, seed=seed)
@@ -100,6 +102,7 @@ def test_whatever_the_network_does_to_packets_a_read_gives_the_value(seed: int) 
         store.close()
 
 
+@pytest.mark.brief("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_said_to_be_written_is_whole(seed: int) -> None:
     faults = Faults(loss=0.05, duplicate=0.05, reorder=0.05, corrupt=0.02, seed=seed)

@@ -249,6 +249,7 @@ def test_a_reader_who_holds_the_old_entry_still_finds_everything() -> None:
             assert outcome.ok and out == value
 
 
+@pytest.mark.brief("1-migration", "2-gossip", "8-migration")
 @pytest.mark.parametrize("policy", ["gossip", "periodic", "migration"])
 @pytest.mark.parametrize("ahead_slots", [1, 2, 8])
 def test_satellites_that_look_for_dead_blocks_take_no_copy_for_one(policy: str, ahead_slots: int) -> None:

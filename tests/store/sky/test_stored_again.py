@@ -19,6 +19,7 @@ def value(version: int, size: int) -> bytes:
     return hashlib.shake_128(bytes([version])).digest(size)
 
 
+@pytest.mark.brief("path0-1", "path1-3", "path2-10", "path3-1", "path0-25")
 @pytest.mark.parametrize("chunks", [1, 3, 10, 25])
 @pytest.mark.parametrize("path", [[(0, 0), (0, 0)], [(1, 0), (2, 0)], [(1, 0), (3, 1)], [(2, 1), (1, 0)]])
 def test_who_probes_finds_the_later_value_or_none(chunks: int, path: list[tuple[int, int]]) -> None:

@@ -76,6 +76,8 @@ def test_reads_of_several_threads_wait_beside_each_other() -> None:
         store.close()
 
 
+@pytest.mark.slow
+@pytest.mark.seeded
 def test_a_read_does_not_wait_for_one_that_waits_for_a_dead_satellite() -> None:
     with udp_store(SharedIndex()) as store:
         large, small, satellite = a_large_and_a_small_value(store)
@@ -147,6 +149,7 @@ def test_closing_ends_nothing_that_is_under_way() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.brief("2")
 @pytest.mark.parametrize("seed", range(3))
 def test_every_thread_finds_what_it_wrote(seed: int) -> None:
     """Drawn calls of six threads, each with keys of its own, beside a dict."""

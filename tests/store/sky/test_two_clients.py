@@ -22,6 +22,9 @@ BY_SIZE = FanOut({1: 0.004, 2: 0.008, 4: 0.009, 10: 0.02}, 0.003, 40_000)
 CALLS = ("put", "put", "get", "get", "lookup", "prefix", "delete", "touch", "pin", "later", "another")
 
 
+@pytest.mark.brief(
+    "1-complete-standing-fixed", "2-complete-moving-by_size", "0-incomplete-standing-fixed", "3-complete-standing-fixed"
+)
 @pytest.mark.parametrize("fan_out", [None, BY_SIZE], ids=["fixed", "by_size"])
 @pytest.mark.parametrize("moving", [False, True], ids=["standing", "moving"])
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
