@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.text import LEAST_WIDTH, PIPED_WIDTH, Table, flowed, is_terminal, width_of, wrapped, write
+from skymemory.text import LEAST_WIDTH, PIPED_WIDTH, Table, command_lines, flowed, is_terminal, width_of, wrapped, write
 
 WORDS = st.lists(st.text("abc█·-", min_size=1, max_size=12), min_size=1, max_size=40)
 
@@ -37,6 +37,28 @@ def test_line_breaks_and_leading_spaces_stay() -> None:
 def test_items_flow_unbroken(items: list[str], width: int) -> None:
     lines = flowed(items, width)
     assert max(map(len, lines)) <= width and [part for line in lines for part in line.split("   ")] == items
+
+
+COMMANDS = {
+    "skymemory constellation up": "",
+    "skymemory demo --tokens 2048": "a longer context: the cache wins by more",
+}
+
+
+def test_notes_stand_beside_commands_where_there_is_room() -> None:
+    assert command_lines(COMMANDS, 80) == [
+        "  skymemory constellation up",
+        "  skymemory demo --tokens 2048   a longer context: the cache wins by more",
+    ]
+
+
+def test_notes_stand_below_commands_that_stay_whole() -> None:
+    assert command_lines(COMMANDS, 28) == [
+        "  skymemory constellation up",
+        "  skymemory demo --tokens 2048",
+        "      a longer context: the",
+        "      cache wins by more",
+    ]
 
 
 ROWS = [["random", "1,833", "17.2 s", "local 10%"], ["kvcache-centric", "895", "5.78 s", "local 13%, node 20%"]]

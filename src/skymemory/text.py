@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -79,6 +79,22 @@ def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
         else:
             found.append(item)
     return found
+
+
+def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
+    """Indented commands, each with its note beside it, or below it if not all fit ``width``.
+
+    Commands are not wrapped: one that is wider than a terminal can still be copied from it, one in two lines cannot.
+    """
+    beside = max((len(command) for command, note in notes.items() if note), default=0)
+    lines = [f"  {command:<{beside}}   {note}".rstrip() for command, note in notes.items()]
+    if max(map(len, lines), default=0) <= width:
+        return lines
+    return [
+        line
+        for command, note in notes.items()
+        for line in (f"  {command}", *(wrapped(f"      {note}", width) if note else ()))
+    ]
 
 
 def shown(text: str, stream: TextIO) -> str:

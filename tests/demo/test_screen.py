@@ -79,6 +79,27 @@ def test_lines_where_no_frame_can_be_drawn(size: tuple[int, int], variables: dic
     assert b"event 35: a value" in terminal.written.replace(b"\r\n" + b" " * 10, b" ")
 
 
+BESIDE_A_BAR = """
+import sys, time
+from skymemory.demo.screen import Screen
+from skymemory.progress import Progress
+
+progress = Progress(sys.stdout)
+screen = Screen(sys.stdout, progress.began_s, progress=progress)
+with progress.wait("a wait", 9.0):
+    time.sleep(2.8)
+    screen.say("an event " * 4)
+"""
+
+
+@pytest.mark.slow
+def test_a_line_erases_the_bar_of_a_wait() -> None:
+    terminal = Terminal([sys.executable, "-c", BESIDE_A_BAR], 60, 8, PYTHONPATH=str(ROOT / "src"))
+    assert terminal.finish(60) == 0
+    terminal.check()
+    assert "a wait" in "".join(map("".join, terminal.frames)) and "a wait" not in terminal.text
+
+
 def test_no_colour_is_obeyed_and_piped_lines_are_short() -> None:
     terminal = drawing(NO_COLOR="1")
     assert terminal.finish(60) == 0

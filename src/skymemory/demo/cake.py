@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -24,10 +24,10 @@ from skymemory.engine.cake import OtherPrompts
 from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama
-from skymemory.progress import Progress
+from skymemory.progress import EVENT_INDENT, Progress
 from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
-from skymemory.text import Table, has_colour, wrapped
+from skymemory.text import Table, has_colour, wrapped, write
 from skymemory.units import format_size
 
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
@@ -144,7 +144,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     if len(ratios) < len(RATIOS):
         left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in ratios)
         progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
-    bars = Bars(progress.stream, progress.began_s, colour=not args.no_color)
+    bars = Bars(progress, colour=not args.no_color)
     try:
         # Bars have the terminal to themselves; elsewhere they are printed when they are full, and a wait between them.
         with progress.wait("the prompt is computed, and loaded", seconds) if not bars.live else nullcontext():
@@ -160,8 +160,9 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     else:
         print()
         _table(rows, tokens).print()
-        print(f"\n{'every way the same next token' if same else 'the ways DIFFER in their next token'}")
-    print(took(progress.seconds, estimate.first_s), file=progress.stream)
+        print()
+        write("every way the same next token" if same else "the ways DIFFER in their next token")
+    write(took(progress.seconds, estimate.first_s), progress.stream)
     return 0 if sound else 1
 
 
@@ -240,8 +241,10 @@ def _table(rows: list[RateRow], tokens: int) -> Table:
     return Table(_HEAD, cells, left=(6,))
 
 
-MOST_WIDTH, _BESIDE = 56, 34
-"""Columns of a bar, and those that its name and words take beside it."""
+LEAST_WIDTH, MOST_WIDTH = 4, 56
+"""Columns of a bar."""
+_NAME, _WORDS = 8, len(" 99.99 s, met at token 8,000")
+"""Columns that a bar's name and words take beside it."""
 COMPUTED, LOADED, NOTHING = "█", "▒", "·"
 _COLOURS = {COMPUTED: "\x1b[38;5;215m", LOADED: "\x1b[38;5;75m", NOTHING: "\x1b[2m"}
 _PLAIN = "\x1b[0m"
@@ -257,9 +260,9 @@ def bar(computed: int, width: int) -> str:
 class Bars:
     """Three bars that fill, drawn in place on a terminal and printed as lines elsewhere. Thread-safe."""
 
-    def __init__(self, stream: TextIO, began_s: float, *, colour: bool) -> None:
-        self._screen = Screen(stream, began_s, line_every_s=float("inf"))
-        self._colour = colour and self._screen.live and has_colour(stream)
+    def __init__(self, progress: Progress, *, colour: bool) -> None:
+        self._screen = Screen(progress.stream, progress.began_s, line_every_s=float("inf"), progress=progress)
+        self._colour = colour and self._screen.live and has_colour(progress.stream)
         self._lock = threading.Lock()
         self._title = ""
         self._chunks: dict[str, list[str]] = {}
@@ -311,7 +314,7 @@ class Bars:
             self._words[self._way] = f"{seconds:.2f} s{met}"
             self._draw()
             if not self._screen.live:
-                self._screen.say(f"{self._way:<8}{self._bar(self._way, MOST_WIDTH)} {self._words[self._way]}")
+                self._screen.say(self._line(self._way, self._words[self._way], self._screen.width - EVENT_INDENT))
 
     def _draw(self) -> None:
         self._drawn_s = time.monotonic()
@@ -325,13 +328,18 @@ class Bars:
             words = self._words.get(way, "")
             if way == self._way and not words:
                 words = f"{time.monotonic() - self._began_s:.2f} s"
-            lines.append(f"{way:<8}{self._bar(way, min(MOST_WIDTH, width - _BESIDE))} {words}")
+            lines.append(self._line(way, words, width))
         return [
             *wrapped(self._title, width),
             "",
             *lines,
             f"{self._paint(COMPUTED)} computed  {self._paint(LOADED)} loaded",
         ]
+
+    def _line(self, way: str, words: str, width: int) -> str:
+        """A way's bar between its name and ``words``, at most ``width`` wide; all bars are equally long."""
+        beside = _NAME + max(_WORDS, *(1 + len(one) for one in [words, *self._words.values()]))
+        return f"{way:<{_NAME}}{self._bar(way, max(LEAST_WIDTH, min(MOST_WIDTH, width - beside)))} {words}"
 
     def _bar(self, way: str, width: int) -> str:
         chunks = self._chunks.get(way) or [NOTHING]

@@ -29,7 +29,6 @@ from skymemory.demo.engines import (
     own_engine,
     random_model,
     router,
-    say,
     store_daemon,
     vllm_server,
 )
@@ -38,7 +37,7 @@ from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.progress import Progress
-from skymemory.text import write
+from skymemory.text import Table, width_of, write
 
 _NEW_TOKENS = 16
 _AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 13.0, 10.0, 60.0, 0.2, 3.0
@@ -106,7 +105,7 @@ def run_disagg(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
         with progress.wait("a model is made"):
-            model = None if own else args.model or random_model(folder / "model")
+            model = None if own else args.model or random_model(folder / "model", progress)
         with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
             stack.enter_context(constellation(folder))
             store = stack.enter_context(store_daemon(folder))
@@ -135,6 +134,7 @@ def run_disagg(args: argparse.Namespace) -> int:
         )
         with progress.wait("a router that refuses early starts"):
             strict.wait()
+        progress.say(f"a burst of {args.burst} requests, each with a promise of {promise_s:.2f} s to its first token")
         with progress.wait(f"a burst of {args.burst} requests", args.burst / 2 * request_s * slow):
             burst = _burst(strict.url, prefill, args.burst, promise_s)
         with progress.wait("all processes end"):
@@ -143,7 +143,7 @@ def run_disagg(args: argparse.Namespace) -> int:
         print(json.dumps({"requests": [asdict(row) for row in rows], "same_words": same, "burst": burst}))
     else:
         _print(len(rows), same, burst)
-    print(took(progress.seconds, estimate_s), file=progress.stream)
+    write(took(progress.seconds, estimate_s), progress.stream)
     free = burst["prefilled_tokens"] <= burst["admitted_tokens"]
     return 0 if same and all(row.moved for row in rows) and burst["failed"] == 0 and free else 1
 
@@ -157,20 +157,28 @@ def _prompts(count: int) -> Iterator[str]:
 
 
 def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
-    """The rows, which are printed as they come; and whether those that were checked have the words of one engine."""
+    """The rows, which are printed, and whether those that were checked have the words of one engine."""
     rows, same = list[Row](), True
     _asked(url, "The first request takes longer. " * 40)
-    progress.write(_line(_HEAD))
-    for number, prompt in enumerate(_prompts(count)):
+    # Rows are printed as they come; where they are too wide for that, at the end, as a table cut between its columns.
+    at_once = len(_line(_HEAD)) <= width_of(progress.stream)
+    if at_once:
+        progress.write(_line(_HEAD))
+    for number, prompt in enumerate(_prompts(count), 1):
         before = _figures(prefill), _figures(decode)
         answer = _asked(url, prompt)
         if answer.status != 200:
-            raise SkyMemoryError(f"request {number + 1} was answered {answer.status}: {answer.text[:200]}")
+            raise SkyMemoryError(f"request {number} was answered {answer.status}: {answer.text[:200]}")
         row = _row(prompt, answer, before, _settled(prefill, decode, before))
         rows.append(row)
-        progress.write(_line(_cells(number + 1, row)))
-        if number < _CHECKED:
+        if at_once:
+            progress.write(_line(_cells(number, row)))
+        if number <= _CHECKED:
             same = same and _asked(prefill, prompt).text == answer.text
+    if not at_once:
+        table = Table(_HEAD, [_cells(number, row) for number, row in enumerate(rows, 1)], left=())
+        for line in table.lines(width_of(progress.stream)):
+            progress.write(line)
     return rows, same
 
 
@@ -204,7 +212,6 @@ def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, fl
     fresh = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
     for prompt in fresh[count:]:  # the router learns how fast the engine prefills
         _asked(url, prompt)
-    say(f"a burst of {count} requests, each with a promise of {promise_s:.2f} s to its first token")
     before = _figures(prefill)
     with ThreadPoolExecutor(count) as pool:
         answers = list(pool.map(lambda prompt: _asked(url, prompt), fresh[:count]))

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from skymemory.engine.vllm.settings import transfer_config
+from skymemory.progress import Progress
 from skymemory.serving.cluster.supervisor import guard
 from skymemory.testbed.liveness import StartWait
 
@@ -26,23 +27,19 @@ _SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def random_model(folder: Path) -> Path:
+def random_model(folder: Path, progress: Progress) -> Path:
     """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays."""
     from transformers.utils import logging as transformers_logging
 
     from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, train_tokenizer
 
-    say("a model of TinyLlama's shape, 6 of its 22 layers, with random weights")
+    progress.say("a model of TinyLlama's shape, 6 of its 22 layers, with random weights")
     transformers_logging.disable_progress_bar()
     tokenizer = train_tokenizer()
     shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
     build_llama(shape, dtype="bfloat16").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from skymemory.testbed.flight import Choice, kinds_for
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, ConstellationPlan, HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Child, SignalGate, Started, end_children, revive, start_on_free_ports
-from skymemory.text import Table, flowed, has_colour, width_of, wrapped
+from skymemory.text import Table, flowed, has_colour, width_of, wrapped, write
 from skymemory.units import format_duration, format_size
 from skymemory.view.layout_map import LEGEND, OrbitFrame, render_frame
 
@@ -593,9 +593,11 @@ def run_motion(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.as_object(), indent=1))
     else:
-        print("\n" + "\n".join(report.lines(width_of(stream))))
-        print("\ndone; the constellation is down again" if report.sound else "\nFAILED: see above")
-    print(took(progress.seconds, estimate_s), file=stream)
+        print()
+        write("\n".join(report.lines(width_of(stream))))
+        print()
+        write("done; the constellation is down again" if report.sound else "FAILED: see above")
+    write(took(progress.seconds, estimate_s), stream)
     return 0 if report.sound else 1
 
 

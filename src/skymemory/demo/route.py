@@ -34,7 +34,7 @@ from skymemory.serving.replay.play import OpenLoop
 from skymemory.serving.replay.prompts import PlannedRequest
 from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
-from skymemory.text import Table, write
+from skymemory.text import Table, write, write_line
 
 # 1. Generate prompts of the workload, scaled to the small model; 2. start four engines and measure what they compute
 # together with nothing cached; 3. offer 85 % of that, so that queues form but do not grow without end; 4. for each
@@ -269,7 +269,7 @@ def run_route(args: argparse.Namespace) -> int:
     write(took(progress.seconds, estimate_s), progress.stream)
     for row in stage.rows:
         for error in sorted({error for one in row.answers if (error := error_of(one))}):
-            print(f"{row.strategy}: {error}", file=sys.stderr)
+            write_line(f"{row.strategy}: {error}", sys.stderr)
     return 0 if sound else 1
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
 
+    from skymemory.progress import Progress
+
 Draw = Callable[[int], Sequence[str]]
 """The picture for a terminal of this width; its lines may have ANSI colours."""
 
@@ -34,10 +36,14 @@ class Screen:
         live: whether frames are drawn.
     """
 
-    def __init__(self, stream: TextIO, began_s: float, line_every_s: float = 2.0) -> None:
+    def __init__(
+        self, stream: TextIO, began_s: float, line_every_s: float = 2.0, progress: Progress | None = None
+    ) -> None:
+        """``progress``: of the same stream, if it may show a wait while lines are printed: they go above its bar."""
         columns, rows = size_of(stream)
         self.live = is_terminal(stream) and columns >= LEAST_COLUMNS and rows >= LEAST_ROWS
         self._stream = stream
+        self._progress = progress
         self._began_s = began_s
         self._line_every_s = line_every_s
         self._next_line_s = 0.0
@@ -87,6 +93,9 @@ class Screen:
         self._print([*events, "", *self._frame(self.width)])
 
     def _print(self, lines: Sequence[str]) -> None:
+        if self._progress is not None and not self.live:
+            self._progress.write("\n".join(lines))
+            return
         self._stream.write("\n".join(lines) + "\n")
         self._stream.flush()
 

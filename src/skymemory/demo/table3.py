@@ -35,11 +35,19 @@ from skymemory.testbed.control import confirm_all_answer
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory, temporary_run_directory
 from skymemory.testbed.supervisor import Started, end_children, start_on_free_ports
-from skymemory.text import write
+from skymemory.text import command_lines, width_of, write
 from skymemory.units import format_duration, format_size
 
 _END_S = 1.0
 """Seconds in which the constellation is ended, on the reference computer."""
+_NEXT = {
+    "skymemory constellation up": "",
+    "skymemory kv put README.md": "",
+    "skymemory kv get README.md -o copy.md": "",
+    "skymemory demo --tokens 2048": "a longer context: the cache wins by more",
+    "skymemory layout --rotations 1": "where the chunks are, and where they go",
+}
+"""Commands to try behind the demo, and what they show."""
 
 
 @contextmanager
@@ -133,10 +141,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         verdict = "done" if sound else "FAILED: see above"
         print()
         write(f"{verdict}; the constellation is down again; {run.took()}. Try next:")
-        print("  skymemory constellation up")
-        print("  skymemory kv put README.md && skymemory kv get README.md -o copy.md")
-        print("  skymemory demo --tokens 2048     a longer context: the cache wins by more")
-        print("  skymemory layout --rotations 1   where the chunks are, and where they go")
+        print("\n".join(command_lines(_NEXT, width_of())))
     return 0 if sound else 1
 
 

@@ -52,7 +52,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
         with progress.wait("a model is made"):
-            model = args.model or random_model(folder / "model")
+            model = args.model or random_model(folder / "model", progress)
         with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
             stack.enter_context(constellation(folder))
             store = stack.enter_context(store_daemon(folder))
@@ -70,7 +70,7 @@ def run_vllm(args: argparse.Namespace) -> int:
         print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))
     else:
         _print(answers)
-    print(took(progress.seconds, estimate_s), file=sys.stderr if args.json else sys.stdout)
+    write(took(progress.seconds, estimate_s), sys.stderr if args.json else sys.stdout)
     same = [one["text"] for one in answers[0]] == [one["text"] for one in answers[1]]
     return 0 if same and answers[1][0]["cached_tokens"] > 0 else 1
 
