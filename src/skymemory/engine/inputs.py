@@ -97,4 +97,4 @@ def check_engine_installed(
         except MissingExtra as error:
             missing.append(str(error))
     if missing:
-        raise MissingExtra("; and ".join(missing))
+        raise MissingExtra("\n".join(missing))  # a command ends each line
