@@ -13,7 +13,8 @@ checks, and what was ejected by requests alone, after its rest. Then one request
 answered.
 
 At most ``max_ejected`` of a fleet's servers are out. Beyond, all are used (Envoy's panic threshold), but for those that
-no check can connect to.
+no check can connect to. Where there is no other, those are used that refuse connections: an attempt costs nothing, and
+they may have started again.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class _Record:
         "is_gone",
         "is_new",
         "is_quiet",
+        "is_refusing",
         "is_unreachable",
         "is_used",
         "name",
@@ -135,8 +137,10 @@ class _Record:
         self.is_check_due = False
         """A check is wanted, but the last one was too short ago."""
         self.failed_checks = self.good_checks = 0
-        self.is_bad = self.is_gone = self.is_unreachable = self.is_ejected = False
-        """By the checks: it is ill, refused a connection since, gave none at the last. By all: it is ejected."""
+        self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
+        """By the checks: it is ill, refused a connection since; gave none at the last, and refused it. By all: it is
+        ejected.
+        """
         self.is_used = True
         self.why = ""
 
@@ -178,6 +182,11 @@ class FailurePolicy:
     def is_ejected(self, name: str) -> bool:
         record = self._records.get(name)
         return record is not None and record.is_ejected
+
+    def is_refusing(self, name: str) -> bool:
+        """Whether the last check was refused a connection."""
+        record = self._records.get(name)
+        return record is not None and record.is_refusing
 
     # -- from requests
 
@@ -339,7 +348,8 @@ class FailurePolicy:
         if record is None:
             return
         if not why:
-            record.failed_checks, record.is_unreachable, record.checked_s = 0, False, began_s
+            record.failed_checks, record.checked_s = 0, began_s
+            record.is_unreachable = record.is_refusing = False
             record.good_checks += 1
             record.evidence.acquit(began_s)
             if record.is_bad and record.good_checks >= self.limits.successes:
@@ -349,7 +359,7 @@ class FailurePolicy:
         else:
             record.good_checks = 0
             record.failed_checks += 1
-            record.why, record.is_unreachable = why, is_refused or not is_reached
+            record.why, record.is_unreachable, record.is_refusing = why, is_refused or not is_reached, is_refused
             requests_agree = record.evidence.has_accusation or record.refused_until_s > began_s or record.is_quiet
             if is_refused and record.failed_checks > 1:
                 requests_agree = True
@@ -604,8 +614,10 @@ class FailurePolicy:
         """Say which servers of a fleet get requests: all that are not ejected; all where too many are."""
         records = list(self._of(group))
         is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
+        used = {record for record in records if not record.is_ejected or (is_panic and not record.is_unreachable)}
+        used = used or {record for record in records if record.is_refusing}
         for record in records:
-            is_used = not record.is_ejected or (is_panic and not record.is_unreachable)
+            is_used = record in used
             if is_used != record.is_used:
                 record.is_used = is_used
                 self._decisions.append(Decision("use" if is_used else "leave", record.name, record.why))

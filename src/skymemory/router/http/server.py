@@ -62,7 +62,9 @@ class ProxyServer:
         self.scheduler = Scheduler(self.picker, decode, rule_of(settings), forecast_of(decode))
         self.pools = Pools()
         self.backends = Backends(self.picker, settings.health, decode=decode)
-        self.metrics = ProxyMetrics(fleet, decode.fleet if decode else None, self.backends.role_of)
+        self.metrics = ProxyMetrics(
+            fleet, decode.fleet if decode else None, self.backends.role_of, self.backends.policy.is_ejected
+        )
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
         self.reader = PromptReader(settings, self.backends.adapters)
         self.events = EventsWatch(self.prefix_state.scorer, self.backends)
