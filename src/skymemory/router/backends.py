@@ -323,13 +323,13 @@ class Backends:
     ) -> None:
         """See ``FailurePolicy.on_answer``."""
         self.policy.on_answer(attempts, name, now_s, is_good, is_whole)
-        if self.policy.has_decisions:
+        if self.policy.decisions:
             self._apply()
 
     def on_complete(self, attempts: Attempts, name: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
         """See ``FailurePolicy.on_complete``."""
         self.policy.on_complete(attempts, name, now_s, pieces, is_good)
-        if self.policy.has_decisions:
+        if self.policy.decisions:
             self._apply()
 
     def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
@@ -362,7 +362,7 @@ class Backends:
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
         """Servers that a client's request should not go to, if there are others."""
         avoided = self.policy.avoided(client, now_s, is_retry=is_retry)
-        if self.policy.has_decisions:
+        if self.policy.decisions:
             self._apply()
         return avoided
 
@@ -371,7 +371,7 @@ class Backends:
             return  # a request that moves on reports here: its decisions come in their turn
         self._is_applying = True
         try:
-            while self.policy.has_decisions:
+            while self.policy.decisions:
                 for decision in self.policy.take_decisions():
                     if (known := self.known.get(decision.server)) is not None:
                         self._apply_to(known, decision)
@@ -396,8 +396,7 @@ class Backends:
                 known.server.healthy = decision.kind == "use"
             case "move":
                 for attempts in decision.attempts:
-                    if attempts.owner is not None:
-                        attempts.owner.move_on(name, decision.why)
+                    attempts.move_on(name, decision.why)
 
     # Models and adapters
 

@@ -163,7 +163,8 @@ class FailurePolicy:
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self._sweep_s = 0.0
-        self._decisions: list[Decision] = []
+        self.decisions: list[Decision] = []
+        """Since they were last taken."""
 
     # -- membership
 
@@ -454,12 +455,8 @@ class FailurePolicy:
         return has_pressure and now_s < record.evidence.rests_until_s(None, self._clients(now_s))
 
     def take_decisions(self) -> list[Decision]:
-        decisions, self._decisions = self._decisions, []
+        decisions, self.decisions = self.decisions, []
         return decisions
-
-    @property
-    def has_decisions(self) -> bool:
-        return bool(self._decisions)
 
     def sweep(self, now_s: float) -> None:
         """Look for silent servers and rests that have ended; ``avoided`` does it, too."""
@@ -574,7 +571,7 @@ class FailurePolicy:
         record.is_check_due = self._are_checked and now_s - record.asked_s < CHECK_S
         if self._are_checked and not record.is_check_due:
             record.asked_s = now_s
-            self._decisions.append(Decision("check", record.name))
+            self.decisions.append(Decision("check", record.name))
 
     def _of(self, group: object) -> Iterable[_Record]:
         return (record for record in self._records.values() if record.group == group)
@@ -594,11 +591,11 @@ class FailurePolicy:
         if is_ejected and not record.is_ejected:
             record.why = record.why if record.is_bad else why
             record.is_ejected = True
-            self._decisions.append(Decision("eject", record.name, record.why))
+            self.decisions.append(Decision("eject", record.name, record.why))
             self._use(record.group)
         elif not is_ejected and record.is_ejected:
             record.is_ejected = False
-            self._decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
+            self.decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
             record.is_gone = False
             self._use(record.group)
         elif record.is_ejected:
@@ -620,7 +617,7 @@ class FailurePolicy:
             is_used = record in used
             if is_used != record.is_used:
                 record.is_used = is_used
-                self._decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
+                self.decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
                 waiting = (*record.unanswered, *record.streams)
                 if not is_used and waiting:
-                    self._decisions.append(Decision("move", record.name, record.why, waiting))
+                    self.decisions.append(Decision("move", record.name, record.why, waiting))

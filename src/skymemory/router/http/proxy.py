@@ -241,7 +241,7 @@ class Proxy:
         return paths.goes_to_server(path, self.settings.unknown_paths == BY_LOAD)
 
     def _forward(self, request: Incoming) -> None:
-        if (looped := self._exchanges.via.refusal(request.headers)) is not None:
+        if b"via" in request.headers.first and (looped := self._exchanges.via.refusal(request.headers)) is not None:
             self.refuse(request, looped)
             return
         slots, holder = self._slots, request.holder

@@ -65,8 +65,9 @@ class ResponseHead:
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
-        codings = transfer_codings(headers.all_of(b"transfer-encoding"))
-        if codings not in ([], [CHUNKED]):
+        is_coded = b"transfer-encoding" in headers.first
+        codings = transfer_codings(headers.all_of(b"transfer-encoding")) if is_coded else []
+        if codings and codings != [CHUNKED]:
             # The router asks for no other one, and a client must not get a body whose coding no header names any more.
             shown = b", ".join(codings)[:100].decode("latin-1")
             raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
@@ -169,7 +170,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self._head_bytes = 0
         self._pieces: list[bytes] = []
-        self._begun = self._ended = self._is_at_eof = self._ends_at_eof = False
+        self._begun = self._ended = self._is_at_eof = self._ends_at_eof = self._is_old = False
         if len(call.body) <= JOIN_BYTES:
             transport.write(call.head + call.body)
         else:
@@ -271,8 +272,10 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
         reason, self._reason = self._reason, b""
-        if self._parser.get_http_version() not in ("1.0", "1.1"):
-            raise UpstreamError(f"it speaks HTTP/{self._parser.get_http_version()}; expected 1.0 or 1.1")
+        version = self._parser.get_http_version()
+        if version != "1.1" and version != "1.0":
+            raise UpstreamError(f"it speaks HTTP/{version}; expected 1.0 or 1.1")
+        self._is_old = version == "1.0"
         if 100 <= status < 200:
             return  # informational
         self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
@@ -290,7 +293,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._ended = True
         if not self._parser.should_keep_alive() or (
-            self._parser.get_http_version() == "1.0" and b"transfer-encoding" in self._head.headers.first
+            self._is_old and b"transfer-encoding" in self._head.headers.first
         ):
             self.gone = True  # HTTP/1.0 has no chunks: what follows is not to be trusted (RFC 9112, section 6.1)
 
