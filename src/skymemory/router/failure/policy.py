@@ -222,10 +222,12 @@ class FailurePolicy:
         sent = record.unanswered.pop(attempts, None)
         record.alive_s, record.is_new, record.is_quiet = now_s, False, False
         if sent is not None and is_good:
-            wait_s, usual_s = now_s - sent.sent_s, self._usual_s[sent.kind]
-            self._waits[sent.kind].add(wait_s)
+            sent_s, estimate_s, kind = sent
+            wait_s, usual_s = now_s - sent_s, self._usual_s[kind]
+            self._waits[kind].add(wait_s)
             record.answers += 1
-            record.slowness += wait_s / max(sent.estimate_s, usual_s, 1e-3)
+            least_s = usual_s if usual_s > 1e-3 else 1e-3
+            record.slowness += wait_s / (estimate_s if estimate_s > least_s else least_s)
         if server in self._doubted:
             record.evidence.take_back(attempts)  # late, but not without an answer
             attempts.remove_failure(server)

@@ -146,6 +146,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._call: Call | None = None
         self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._reason = b""
+        self._head: ResponseHead | None = None
+        self._pieces: list[bytes] = []
         self._paused = False
         self.gone = False
         """No further request can be sent on it."""
@@ -164,12 +169,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._call = call
         self._fresh = fresh
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._reason = b""
-        self._head: ResponseHead | None = None
+        self._head = None
         self._head_bytes = 0
-        self._pieces: list[bytes] = []
         self._begun = self._ended = self._is_at_eof = self._ends_at_eof = self._is_old = False
         if len(call.body) <= JOIN_BYTES:
             transport.write(call.head + call.body)

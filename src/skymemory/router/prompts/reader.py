@@ -128,7 +128,7 @@ class PromptReader:
         data, tokens = (
             self._completion(read, salt, most_new) if path == COMPLETIONS else self._chat(read, salt, most_new)
         )
-        clients, user = self._clients, _name_of(read.user)
+        clients = self._clients
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
             model=model,
@@ -136,7 +136,7 @@ class PromptReader:
             salt=salt,
             session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
             output_tokens=output_limit(read),
-            tenant="" if clients is None else clients.tenant(headers, user),
+            tenant="" if clients is None else clients.tenant(headers, _name_of(read.user)),
             streams=bytes(read.stream).strip() == b"true",
             priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
             slo=promised(headers, self._slo) if self._promises else None,
