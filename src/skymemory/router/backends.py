@@ -131,7 +131,7 @@ class Backends:
                 )
                 known.server.healthy, known.server.reported = True, None
                 self.policy.remove(name)
-                self.policy.add(name, known.answers)
+                self._judge(known)
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
             known.next_backend = None
         self.remove_drained()
@@ -144,7 +144,11 @@ class Backends:
         known.answers = self._decode is None or picker is self._decode
         known.server.draining = backend.drain
         self.known[backend.name] = known
-        self.policy.add(backend.name, known.answers)
+        self._judge(known)
+
+    def _judge(self, known: KnownServer) -> None:
+        # Where prefill and decode are apart, another server does the work: with none for prefills, one that decodes.
+        self.policy.add(known.backend.name, known.answers, is_last_resort=self._decode is None)
 
     def remove_drained(self) -> bool:
         """Remove leaving servers without requests, and put those with a new role into its fleet; whether there were
@@ -199,7 +203,7 @@ class Backends:
         server.healthy, server.draining, server.reported = before.healthy, backend.drain, before.reported
         known.backend, known.answers = backend, picker is self._decode
         known.leaving, known.next_backend = False, None
-        self.policy.add(backend.name, known.answers)
+        self._judge(known)
 
     def _picker_for(self, backend: Backend) -> Picker:
         return self._picker if self._decode is None or backend.role == PREFILL else self._decode

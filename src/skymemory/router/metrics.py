@@ -266,7 +266,9 @@ class _FleetGauges:
 
     def collect(self) -> Iterator[Metric]:
         servers, now_s = self._servers(), time.monotonic()
-        yield self._gauge("healthy", "1: it is not ejected", ((at, not self._is_ejected(each.name)) for each, at in servers))
+        yield self._gauge(
+            "healthy", "1: it is not ejected", ((at, not self._is_ejected(each.name)) for each, at in servers)
+        )
         yield self._gauge("draining", "1: it gets no new requests", ((at, each.draining) for each, at in servers))
         yield self._gauge("in_flight", "Requests in flight at it", ((at, each.in_flight) for each, at in servers))
         prefilling = "Of in_flight, those without a first byte"

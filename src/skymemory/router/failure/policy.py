@@ -98,6 +98,7 @@ class _Record:
         "is_check_due",
         "is_ejected",
         "is_gone",
+        "is_last_resort",
         "is_new",
         "is_quiet",
         "is_refusing",
@@ -127,7 +128,7 @@ class _Record:
         """When it last answered; when a check that found it well began."""
         self.has_metrics, self.working_s = False, -math.inf
         """Whether its metrics are read, and when they last showed that it works."""
-        self.is_new = True
+        self.is_new = self.is_last_resort = True
         self.is_quiet = False
         self.probe: Attempts | None = None
         """The one request that tries it after a rest."""
@@ -168,13 +169,16 @@ class FailurePolicy:
 
     # -- membership
 
-    def add(self, name: str, group: object = None) -> None:
-        """``group``: servers of one fleet, of which a share may be ejected."""
+    def add(self, name: str, group: object = None, *, is_last_resort: bool = True) -> None:
+        """
+        Args:
+            group: servers of one fleet, of which a share may be ejected.
+            is_last_resort: where all refuse connections it is tried; False: an attempt at it costs another's work.
+        """
         record = self._records.get(name)
         if record is None:
-            self._records[name] = _Record(name, group)
-        else:
-            record.group = group
+            record = self._records[name] = _Record(name, group)
+        record.group, record.is_last_resort = group, is_last_resort
 
     def remove(self, name: str) -> None:
         self._records.pop(name, None)
@@ -185,9 +189,9 @@ class FailurePolicy:
         return record is not None and record.is_ejected
 
     def is_refusing(self, name: str) -> bool:
-        """Whether the last check was refused a connection."""
+        """Whether it is ejected, and refused the last check a connection."""
         record = self._records.get(name)
-        return record is not None and record.is_refusing
+        return record is not None and record.is_ejected and record.is_refusing
 
     # -- from requests
 
@@ -614,7 +618,7 @@ class FailurePolicy:
         records = list(self._of(group))
         is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
         used = {record for record in records if not record.is_ejected or (is_panic and not record.is_unreachable)}
-        used = used or {record for record in records if record.is_refusing}
+        used = used or {record for record in records if record.is_refusing and record.is_last_resort}
         for record in records:
             is_used = record in used
             if is_used != record.is_used:

@@ -101,8 +101,8 @@ connections; 0.4 s together.
 UNANSWERED = frozenset(
     ("unreachable", "no-server", "server-error", "client-error", "refused", "limited", "bad-request", "failed")
 )
-"""Outcomes of requests without an answer: they cost no tokens of a quota. What timed out, or was left by its client, may
-have been computed.
+"""Outcomes of requests without an answer: they cost no tokens of a quota. What timed out, or was left by its client,
+may have been computed.
 """
 _FORBIDDEN = (401, 403)
 _EVENT_STREAM = b"text/event-stream"

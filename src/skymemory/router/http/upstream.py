@@ -293,9 +293,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head is None:
             return
         self._ended = True
-        if not self._parser.should_keep_alive() or (
-            self._is_old and b"transfer-encoding" in self._head.headers.first
-        ):
+        if not self._parser.should_keep_alive() or (self._is_old and b"transfer-encoding" in self._head.headers.first):
             self.gone = True  # HTTP/1.0 has no chunks: what follows is not to be trusted (RFC 9112, section 6.1)
 
     # -- from the caller
