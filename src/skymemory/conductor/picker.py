@@ -352,9 +352,9 @@ class Picker:
             available = [server for server in available if server.name in among]
         if not available:
             raise NoServer(self._why_none(among))
-        servers, adapter_reason = (
-            _with_adapter(request.adapter, available, now_s) if request.adapter else (available, "")
-        )
+        servers, adapter_reason = available, ""
+        if request.adapter:
+            servers, adapter_reason = _with_adapter(request.adapter, available, now_s)
         ranking = self.scorer.rank(request, servers, now_s)
         tied = ranking.best()
         at = tied[0] if len(tied) == 1 else tied[self._next_random() % len(tied)]
@@ -398,7 +398,8 @@ class Picker:
         """The request ended without a first byte."""
         server = self._prefilled(decision)
         if server is not None:
-            server.in_flight = max(0, server.in_flight - 1)
+            if server.in_flight:
+                server.in_flight -= 1
             self.scorer.failed(decision.request, server, now_s)
 
     def ended(
@@ -410,7 +411,8 @@ class Picker:
         """
         server = self.fleet.servers.get(decision.server)
         if server is not None:
-            server.in_flight = max(0, server.in_flight - 1)
+            if server.in_flight:
+                server.in_flight -= 1
             self.scorer.ended(decision.request, server, now_s, output_tokens)
             if cached_tokens is not None:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)

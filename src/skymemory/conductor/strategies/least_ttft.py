@@ -88,20 +88,16 @@ def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
 class _Ranked(Ranking):
     """The packed result of ``native.TtftRanker``, decoded on access."""
 
-    __slots__ = ("_best", "_packed", "figures")
+    __slots__ = ("_best", "figures", "packed")
 
     def __init__(self, best: tuple[int, ...], packed: bytes, figures: bytes, reasons: tuple[str, ...]) -> None:
-        self._best, self._packed, self.figures = best, packed, figures
+        self._best, self.packed, self.figures = best, packed, figures
         self.reasons = reasons
         self.estimated_tbt_s = self.plan_at = None
 
     @property
-    def packed(self) -> bytes:
-        return self._packed
-
-    @property
     def scores(self) -> Sequence[float]:
-        return struct.unpack(f"={len(self._packed) // 8}d", self._packed)
+        return struct.unpack(f"={len(self.packed) // 8}d", self.packed)
 
     @property
     def matched_tokens(self) -> Sequence[int]:
@@ -124,13 +120,14 @@ class _Ranked(Ranking):
         return self._best
 
     def entry(self, at: int) -> RankedServer:
-        wait_s, work_s, matched, _ = FIGURES.unpack_from(self.figures, FIGURES.size * at)
-        (score,) = _SCORE.unpack_from(self._packed, 8 * at)
+        wait_s, work_s, matched, _ = _figures_at(self.figures, _ROW_BYTES * at)
+        (score,) = _score_at(self.packed, 8 * at)
         figures = (_HELD, matched), (_WAITING, wait_s), (_COMPUTING, work_s)
         return score, matched, wait_s + work_s, None, None, work_s, figures
 
 
-_SCORE = struct.Struct("=d")
+_figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
+_score_at = struct.Struct("=d").unpack_from
 _Estimated = tuple[int, int, float, float, "Load"]
 """Estimates when a request was sent: the prefill's ticket in the queue, cached tokens, the time of sending, the seconds
 until its prefill, and the loading of the cached part. A plain tuple, since every request makes one.
@@ -295,7 +292,7 @@ class LeastTtft(Indexed):
         asked, servers, figures, unworthy, changes = last
         if asked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
-        _, work_s, matched, held = FIGURES.unpack_from(figures, FIGURES.size * servers.index(server))
+        _, work_s, matched, held = _figures_at(figures, _ROW_BYTES * servers.index(server))
         if unworthy or not matched:
             return held, 0, work_s
         # A ranking asks whether the best match of all servers is worth following, booking whether this server's is.
