@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class RequestNotes(Generic[Note]):
             self._further.pop(key, None)
 
 
-Sent = tuple[int, int, object]
+Sent = tuple[int, int, Any]
 """Recorded when a request is sent: leading blocks by the index, the ticket of the prompt in flight (0: none), and the
 strategy's own note. A plain tuple, since every request makes one.
 """

@@ -17,7 +17,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
 
 from skymemory import native
 from skymemory.conductor.picker import RankedServer, Ranking, Server, Weights
@@ -88,7 +87,8 @@ def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
 class _Ranked(Ranking):
     """The packed result of ``native.TtftRanker``, decoded on access."""
 
-    __slots__ = ("_best", "figures", "packed")
+    __slots__ = ("_best", "figures")
+    packed: bytes
 
     def __init__(self, best: tuple[int, ...], packed: bytes, figures: bytes, reasons: tuple[str, ...]) -> None:
         self._best, self.packed, self.figures = best, packed, figures
@@ -305,7 +305,7 @@ class LeastTtft(Indexed):
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            self._observe(request, server, now_s, cached_tokens, cast("_Estimated", sent[2]))
+            self._observe(request, server, now_s, cached_tokens, sent[2])
         self.learn(request, server, sent, cached_tokens)
 
     def _observe(
@@ -337,7 +337,7 @@ class LeastTtft(Indexed):
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            self._queues.remove(server.slot, cast("_Estimated", sent[2])[0], now_s)
+            self._queues.remove(server.slot, sent[2][0], now_s)
 
     def forget(self, server: Server) -> None:
         slot = server.slot
