@@ -238,8 +238,10 @@ class Indexed(Scorer):
     def arrived(self, request: Request, server: Server) -> Sent | None:
         """The prompt is no longer under way; returns its note, if any."""
         sent = self._notes.take(request, server)
-        if sent is not None and sent[1]:
-            self._under_way.drop(sent[1])
+        if sent is not None:
+            _, ticket, _ = sent
+            if ticket:
+                self._under_way.drop(ticket)
         return sent
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:

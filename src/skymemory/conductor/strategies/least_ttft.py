@@ -305,7 +305,8 @@ class LeastTtft(Indexed):
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            self._observe(request, server, now_s, cached_tokens, sent[2])
+            _, _, estimated = sent
+            self._observe(request, server, now_s, cached_tokens, estimated)
         self.learn(request, server, sent, cached_tokens)
 
     def _observe(
@@ -313,12 +314,12 @@ class LeastTtft(Indexed):
     ) -> None:
         """Learns the server's speed from the first byte."""
         # None where its begin or end did not show: it, or one before it in the queue, was not streamed.
-        prefill, estimated, routed_s, wait_s, load = sent
+        prefill, matched, routed_s, wait_s, load = sent
         seconds = self._queues.remove(server.slot, prefill, now_s)
-        saved = estimated if cached_tokens is None else cached_tokens  # The engine's own count, if it gives one.
+        saved = matched if cached_tokens is None else cached_tokens  # The engine's own count, if it gives one.
         if load is not NOTHING:
             if cached_tokens is not None:  # Of a prefix evicted in part only that part was loaded, too.
-                load = load.part(cached_tokens / estimated if estimated else 0.0)
+                load = load.part(cached_tokens / matched if matched else 0.0)
             saved = saved_tokens(request.prompt, saved, load)
         if seconds is not None and seconds > load.seconds:
             self.speeds.observe(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
@@ -337,7 +338,8 @@ class LeastTtft(Indexed):
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            self._queues.remove(server.slot, sent[2][0], now_s)
+            _, _, (prefill, *_) = sent
+            self._queues.remove(server.slot, prefill, now_s)
 
     def forget(self, server: Server) -> None:
         slot = server.slot
