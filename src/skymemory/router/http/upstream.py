@@ -44,11 +44,15 @@ JOIN_BYTES = 65_536
 class UpstreamError(Exception):
     """No response, or an incomplete one.
 
-    ``connected``: there was a connection. ``refused``: the server's address refused one.
+    ``connected``: there was a connection. ``refused``: the server's address refused one. ``cause``: becomes
+    ``__cause__``, as the error is seldom raised.
     """
 
-    def __init__(self, why: str, *, connected: bool = True, refused: bool = False) -> None:
+    def __init__(
+        self, why: str, *, connected: bool = True, refused: bool = False, cause: BaseException | None = None
+    ) -> None:
         super().__init__(why)
+        self.__cause__ = cause
         self.connected = connected
         self.refused = refused
 
@@ -250,7 +254,8 @@ class UpstreamConnection(asyncio.Protocol):
         why = f"it {how} the connection {when}"
         if error is not None and how != "reset":
             why += f": {error}"
-        self._failed(call, self._fresh or self._begun, UpstreamError(why))
+        cause = error or ConnectionResetError() if head is None else None
+        self._failed(call, self._fresh or self._begun, UpstreamError(why, cause=cause))
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
         # A kept connection may have been closed while it was idle, which servers do. Whether the request was read is
@@ -443,11 +448,11 @@ class Pool:
         try:
             async with asyncio.timeout(self.connect_s):
                 connection = await self._open()
-        except TimeoutError:
-            call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False))
+        except TimeoutError as error:
+            call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False, cause=error))
         except OSError as error:
-            refused = refuses_connections(error)
-            call.lost(UpstreamError(f"no connection: {os_reason(error)}", connected=False, refused=refused))
+            why, refused = f"no connection: {os_reason(error)}", refuses_connections(error)
+            call.lost(UpstreamError(why, connected=False, refused=refused, cause=error))
         else:
             if call.receiver is None:
                 self.give_back(connection)
