@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from skymemory.errors import connection_reason
@@ -22,14 +23,16 @@ class Pages:
     """Gets pages over connections that are kept, for each page its own: a slow one delays no other."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, tuple[Access, Pool]] = {}
-        """By URL of the page."""
+        self._known: dict[str, _Page] = {}
+        """By URL."""
 
     async def fetch(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
         """See ``engines.metrics.Fetch``."""
         response = _Response(max_bytes)
         try:
-            await _get(self._pool(url, access, timeout_s), url, response, timeout_s)
+            page = self._page(url, access)
+            page.pool.connect_s = timeout_s
+            await _get(page, response, timeout_s)
         except TimeoutError as error:
             raise NoAnswer(f"did not answer within {timeout_s:g} s") from error
         except UpstreamError as error:
@@ -44,21 +47,19 @@ class Pages:
             raise NoAnswer(f"answered more than {max_bytes} B")
         return bytes(response.body)
 
-    def _pool(self, url: str, access: Access, connect_s: float) -> Pool:
-        known, pool = self._pools.get(url, (None, None))
-        if pool is None or known != access:
-            if pool is not None:
-                pool.close()
-            pool = Pool(url, connect_s, access)
-            self._pools[url] = access, pool
-        pool.connect_s = connect_s
-        return pool
+    def _page(self, url: str, access: Access) -> _Page:
+        page = self._known.get(url)
+        if page is None or page.access != access:
+            if page is not None:
+                page.pool.close()
+            page = self._known[url] = _page(url, access)
+        return page
 
     def keep_only(self, servers: Collection[str]) -> None:
         """Drop the connections to all servers but those at these URLs."""
         kept = tuple(f"{server}/" for server in servers)
-        for url in [url for url in self._pools if not url.startswith(kept)]:
-            self._pools.pop(url)[1].close()
+        for url in [url for url in self._known if not url.startswith(kept)]:
+            self._known.pop(url).pool.close()
 
     def close(self) -> None:
         self.keep_only(())
@@ -72,11 +73,11 @@ async def get_status(url: str, access: Access, timeout_s: float) -> int:
         UpstreamError: no connection, or no response.
         ValueError: a malformed URL.
     """
-    pool, response = Pool(url, timeout_s, access), _Response(0)
+    page, response = _page(url, access, timeout_s, _CLOSE), _Response(0)
     try:
-        await _get(pool, url, response, timeout_s, _CLOSE)
+        await _get(page, response, timeout_s)
     finally:
-        pool.close()
+        page.pool.close()
     return response.status
 
 
@@ -84,29 +85,45 @@ def reason_of(error: UpstreamError) -> str:
     return str(error) if error.__cause__ is None else connection_reason(error.__cause__)
 
 
-async def _get(pool: Pool, url: str, response: _Response, timeout_s: float, more: bytes = b"") -> None:
-    """Get a page; ``more``: further header lines.
+class _Page(NamedTuple):
+    access: Access
+    pool: Pool
+    head: bytes
+    """The request."""
+
+
+def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -> _Page:
+    """
+    Args:
+        more: further header lines of the request.
 
     Raises:
-        TimeoutError: it took longer.
-        UpstreamError: no connection, or no whole response.
         ValueError: a malformed URL.
     """
     parts = urlsplit(url)
     target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
     if not _TARGET.fullmatch(target):
         raise ValueError(f"its path is {target!r}; expected printable ASCII without spaces, from a slash on")
-    head = _HEAD % (target.encode("ascii"), pool.host, pool.authorization, more)
-    call = pool.ask(response, head, b"")
+    pool = Pool(url, connect_s, access)
+    return _Page(access, pool, _HEAD % (target.encode("ascii"), pool.host, pool.authorization, more))
+
+
+async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
+    """
+    Raises:
+        TimeoutError: it took longer.
+        UpstreamError: no connection, or no whole response.
+    """
+    call = page.pool.ask(response, page.head, b"")
+    timeout = asyncio.get_running_loop().call_later(timeout_s, response.expire)
     try:
-        async with asyncio.timeout(timeout_s):
-            await response.ended
+        await response.ended
     finally:
+        timeout.cancel()
         call.close()
     if response.error is not None:
-        if isinstance(response.error.__cause__, TimeoutError):
-            raise TimeoutError
-        raise response.error
+        # It may be the time to connect that was over first: both are the same.
+        raise TimeoutError if isinstance(response.error.__cause__, TimeoutError) else response.error
 
 
 class _Response:
@@ -118,7 +135,7 @@ class _Response:
         """``max_bytes`` 0: the head is all that is wanted."""
         self._max_bytes = max_bytes
         self.ended = asyncio.get_running_loop().create_future()
-        self.error: UpstreamError | None = None
+        self.error: UpstreamError | TimeoutError | None = None
         self.status = 0
         self.is_good = self.is_coded = False
         """Its status is from 200 to 299; its body is compressed."""
@@ -138,6 +155,11 @@ class _Response:
     def response_failed(self, error: UpstreamError) -> None:
         self.error = error
         self._end()
+
+    def expire(self) -> None:
+        if not self.ended.done():
+            self.error = TimeoutError()
+            self._end()
 
     def _end(self) -> None:
         if not self.ended.done():
