@@ -87,7 +87,7 @@ class VirtualFleet:
             if due_s >= end_s:
                 return
             if due_s == review_s:
-                assert self._is_watching or self.policy.is_idle, "nobody would look for silent servers"
+                assert self._is_watching or self.policy.is_idle, "nothing would look for silent servers"
                 if self._is_watching:
                     self.policy.sweep(self.now_s)
                     self._is_watching = not self.policy.is_idle
