@@ -153,14 +153,12 @@ class _Response:
             self._end()
 
     def response_failed(self, error: UpstreamError) -> None:
-        self.error = error
-        self._end()
+        self._end(error)
 
     def expire(self) -> None:
-        if not self.ended.done():
-            self.error = TimeoutError()
-            self._end()
+        self._end(TimeoutError())
 
-    def _end(self) -> None:
+    def _end(self, error: UpstreamError | TimeoutError | None = None) -> None:
         if not self.ended.done():
+            self.error = error
             self.ended.set_result(None)
