@@ -59,9 +59,6 @@ class VirtualFleet:
     ) -> None:
         self.servers = {f"s{number}": VirtualServer(f"s{number}") for number in range(servers)}
         self.policy = FailurePolicy(limits, are_checked=are_checked)
-        self.policy.on_waiting = self._watch
-        self._is_watching = False
-        """Sweeps are due, as in ``HealthWatch``: since the policy was idle, something was sent or a check failed."""
         for name in self.servers:
             self.policy.add(name)
         self.now_s = 0.0
@@ -87,10 +84,7 @@ class VirtualFleet:
             if due_s >= end_s:
                 return
             if due_s == review_s:
-                assert self._is_watching or self.policy.is_idle, "nothing would look for silent servers"
-                if self._is_watching:
-                    self.policy.sweep(self.now_s)
-                    self._is_watching = not self.policy.is_idle
+                self.policy.sweep(self.now_s)
                 review_s += 0.1
             else:
                 heapq.heappop(self._events)[2]()
@@ -162,20 +156,12 @@ class VirtualFleet:
     def _check(self, name: str) -> None:
         server, began_s = self.servers[name], self.now_s
         if server.state == HANGS and not server.is_healthy:
-            self.after(2.0, lambda: self._on_check(name, "no answer within 2 s", began_s))
+            self.after(2.0, lambda: self.policy.on_check(name, "no answer within 2 s", began_s, self.now_s))
         elif server.state is Fault.REFUSED:
-            self._on_check(name, "refused", began_s, is_refused=True)
+            self.policy.on_check(name, "refused", began_s, self.now_s, is_refused=True, is_reached=False)
         else:
             why = "" if server.is_healthy else "503"
-            self.after(0.002, lambda: self._on_check(name, why, began_s))
-
-    def _on_check(self, name: str, why: str, began_s: float, is_refused: bool = False) -> None:
-        self.policy.on_check(name, why, began_s, self.now_s, is_refused=is_refused, is_reached=not is_refused)
-        if why:
-            self._watch()
-
-    def _watch(self) -> None:
-        self._is_watching = True
+            self.after(0.002, lambda: self.policy.on_check(name, why, began_s, self.now_s))
 
     def _apply(self) -> None:
         while self.policy.decisions:

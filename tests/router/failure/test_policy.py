@@ -422,29 +422,3 @@ def test_a_fleet_that_resets_every_request_has_no_free_retry() -> None:
             policy.on_fault(attempts, server, Fault.RESET, 1.01 + number)
             assert not policy.is_free_retry(server)
         policy.on_end(attempts, 1.1 + number)
-
-
-def test_sweeps_rest_only_once_all_is_answered_and_compared() -> None:
-    policy, attempts, wanted = FailurePolicy(), Attempts("c"), []
-    policy.on_waiting = lambda: wanted.append(1)
-    policy.add("a")
-    policy.sweep(0.0)
-    assert policy.is_idle
-    policy.on_sent(attempts, "a", 1.0, 0.0, FIRST_TOKEN)
-    policy.on_sent(Attempts("c"), "a", 1.0, 0.0, FIRST_TOKEN)
-    assert wanted == [1] and not policy.is_idle
-    policy.sweep(3.0)
-    policy.on_answer(attempts, "a", 3.0, is_whole=False)
-    assert not policy.is_idle, "the second is unanswered, and the first goes on"
-    policy.remove("a")
-    assert policy.is_idle
-    policy.add("a")
-    policy.on_sent(attempts, "a", 4.0, 0.0, FIRST_TOKEN)
-    policy.on_answer(attempts, "a", 4.5, is_whole=False)
-    policy.on_complete(attempts, "a", 4.6)
-    assert wanted == [1, 1] and not policy.is_idle, "it was not compared with the others yet"
-    policy.sweep(5.1)
-    assert policy.is_idle
-    policy.on_check("a", "503", 6.0, 6.1, is_refused=True)
-    policy.on_check("a", "503", 8.0, 8.1, is_refused=True)
-    assert not policy.is_idle, "it is ejected"

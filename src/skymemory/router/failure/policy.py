@@ -20,7 +20,7 @@ they may have started again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -164,8 +164,6 @@ class FailurePolicy:
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self._sweep_s = 0.0
-        self.on_waiting: Callable[[], None] = lambda: None
-        """Is called when a request is sent to a server that has answered all others: ``sweep`` has to look again."""
         self.decisions: list[Decision] = []
         """Since they were last taken."""
 
@@ -207,8 +205,6 @@ class FailurePolicy:
         record = self._records.get(server)
         if record is None:
             return
-        if not record.unanswered:
-            self.on_waiting()
         record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
         if record.is_new:
             self._doubted[server] = record
@@ -486,15 +482,6 @@ class FailurePolicy:
                 if evidence and now_s - evidence.last_s > MOST_AGE_S and record.probe is None:
                     evidence.clear(now_s)
                 self._review(record, now_s)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether sweeps change nothing until a request is sent or a check fails."""
-        compared_s = self._slow_s - SLOW_EVERY_S
-        return not self._doubted and not any(
-            record.unanswered or record.streams or record.is_check_due or record.alive_s >= compared_s
-            for record in self._records.values()
-        )
 
     def _find_slow(self, now_s: float) -> None:
         """Leave servers alone for a while whose answers took ``SLOW`` times as long as the median server's, in terms of

@@ -22,7 +22,7 @@ log = logging.getLogger("skymemory.router")
 
 MAX_MODELS_BYTES = 4 << 20
 REVIEW_S = 0.1
-"""Period of looking for servers that answer nothing, where no request looks, while any server might."""
+"""Period of looking for servers that answer nothing, where no request looks."""
 
 
 class _ModelList(msgspec.Struct):
@@ -57,8 +57,6 @@ class HealthWatch:
         self._wanted: dict[str, asyncio.Event] = {}
         """By server: its next check is wanted now."""
         self._reviewing: asyncio.TimerHandle | None = None
-        """The next look for servers that answer nothing; None: there is nothing to look at."""
-        backends.policy.on_waiting = self._schedule_review
 
     def check_now(self, name: str) -> None:
         """Check a server at once: requests failed there. A check under way began before, and is followed by another."""
@@ -67,6 +65,8 @@ class HealthWatch:
 
     def follow(self) -> None:
         """Watch the present servers, and no others."""
+        if self._reviewing is None:
+            self._schedule_review()
         wanted = set(self._backends.known.values())
         self._pages.keep_only([known.backend.url for known in wanted])
         for name in self._wanted.keys() - self._backends.known.keys():
@@ -101,18 +101,15 @@ class HealthWatch:
         self._pages.close()
 
     def _schedule_review(self) -> None:
-        if self._reviewing is None:
-            self._reviewing = asyncio.get_running_loop().call_later(REVIEW_S, self._review)
+        self._reviewing = asyncio.get_running_loop().call_later(REVIEW_S, self._review)
 
     def _review(self) -> None:
-        self._reviewing = None
+        self._schedule_review()
         try:
             self._backends.review(time.monotonic())
         except Exception:
             self._on_fault()
             log.exception("review of servers")
-        if not self._backends.policy.is_idle:
-            self._schedule_review()
 
     async def _check_forever(self, known: KnownServer) -> None:
         models_due_s = 0.0
@@ -140,8 +137,6 @@ class HealthWatch:
         name, began_s = known.backend.name, time.monotonic()
         why, is_reached, is_refused = await self._check(known)
         self._backends.on_check(name, why, began_s, time.monotonic(), is_refused=is_refused, is_reached=is_reached)
-        if why:
-            self._schedule_review()
         return not why
 
     async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
