@@ -95,17 +95,17 @@ def test_a_failed_request_asks_for_a_check_and_moves_none() -> None:
 
 
 def test_requests_at_an_ejected_server_are_moved() -> None:
-    class Owner:
-        moved: ClassVar[list[tuple[str, str]]] = []
+    class Moved(Attempts):
+        by: ClassVar[list[tuple[str, str]]] = []
 
         def move_on(self, server: str, why: str) -> None:
-            self.moved.append((server, why))
+            self.by.append((server, why))
 
     backends, _, _ = some("a", "b", failures=1)
-    backends.policy.on_sent(Attempts("client", Owner()), "a", 0.0, 0.0, FIRST_TOKEN)
-    backends.policy.on_sent(Attempts("client", Owner()), "b", 0.0, 0.0, FIRST_TOKEN)
+    backends.policy.on_sent(Moved("client"), "a", 0.0, 0.0, FIRST_TOKEN)
+    backends.policy.on_sent(Moved("client"), "b", 0.0, 0.0, FIRST_TOKEN)
     check(backends, "a", "no answer within 2 s")
-    assert Owner.moved == [("a", "no answer within 2 s")]
+    assert Moved.by == [("a", "no answer within 2 s")]
 
 
 @pytest.mark.parametrize("works", [True, False])

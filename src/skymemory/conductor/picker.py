@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from skymemory.conductor.request import Decision, Plan, Request
+from skymemory.conductor.request import Decision, Explanation, Names, Plan, Request
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
@@ -208,7 +208,17 @@ estimated compute time, and its figures in ``weights``. A plain tuple, since eve
 class Ranking:
     """Scores and estimates of servers, in the order in which they were given."""
 
-    __slots__ = ("_compute_s", "_matched", "_scores", "_ttft_s", "_weights", "estimated_tbt_s", "plan_at", "reasons")
+    __slots__ = (
+        "_compute_s",
+        "_matched",
+        "_scores",
+        "_ttft_s",
+        "_weights",
+        "estimated_tbt_s",
+        "packed",
+        "plan_at",
+        "reasons",
+    )
 
     def __init__(
         self,
@@ -222,6 +232,8 @@ class Ranking:
         estimated_compute_s: Sequence[float] | None = None,
     ) -> None:
         self._scores, self._matched = scores, matched_tokens
+        self.packed: Sequence[float] | bytes = scores
+        """The scores in the form that a decision keeps."""
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
         """Reasons that hold for all servers."""
@@ -253,11 +265,6 @@ class Ranking:
     def weights(self) -> Weights:
         """Named parts of the scores, per server: the chosen one's become reasons."""
         return self._weights
-
-    @property
-    def packed(self) -> Sequence[float] | bytes:
-        """The scores in the form that a decision keeps."""
-        return self._scores
 
     def best(self) -> Sequence[int]:
         """Positions of the highest score."""
@@ -352,24 +359,23 @@ class Picker:
             available = [server for server in available if server.name in among]
         if not available:
             raise NoServer(self._why_none(among))
-        servers, adapter_reason = (
-            _with_adapter(request.adapter, available, now_s) if request.adapter else (available, "")
-        )
+        servers, adapter_reason = available, ""
+        if request.adapter:
+            servers, adapter_reason = _with_adapter(request.adapter, available, now_s)
         ranking = self.scorer.rank(request, servers, now_s)
         tied = ranking.best()
         at = tied[0] if len(tied) == 1 else tied[self._next_random() % len(tied)]
         score, matched_tokens, ttft_s, tbt_s, plan, compute_s, figures = ranking.entry(at)
-        # Copied: fallbacks and reasons are worked out later, when the counts have changed.
+        # Copied: the explanation is worked out later, when the counts have changed.
         in_flight = [server.in_flight for server in servers]
         state = (ranking.packed, ranking.reasons, servers, in_flight, at, available, adapter_reason, figures, len(tied))
         return Decision(
             request,
             servers[at].name,
-            partial(_fallbacks, state),
+            partial(_explanation, state),
             self.scorer.name,
             score,
             matched_tokens,
-            partial(_reasons, state),
             now_s,
             ttft_s,
             tbt_s,
@@ -398,7 +404,8 @@ class Picker:
         """The request ended without a first byte."""
         server = self._prefilled(decision)
         if server is not None:
-            server.in_flight = max(0, server.in_flight - 1)
+            if server.in_flight:
+                server.in_flight -= 1
             self.scorer.failed(decision.request, server, now_s)
 
     def ended(
@@ -410,7 +417,8 @@ class Picker:
         """
         server = self.fleet.servers.get(decision.server)
         if server is not None:
-            server.in_flight = max(0, server.in_flight - 1)
+            if server.in_flight:
+                server.in_flight -= 1
             self.scorer.ended(decision.request, server, now_s, output_tokens)
             if cached_tokens is not None:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)
@@ -464,13 +472,17 @@ _PickState = tuple[
     tuple[tuple[str, float], ...],
     int,
 ]
-"""What ``Decision.fallbacks`` and ``reasons`` are made of, which few callers read: scores, reasons that hold for all
+"""What ``Decision.fallbacks`` and ``reasons`` are made from, which few callers read: scores, reasons that hold for all
 servers, the ranked servers, their requests in flight, the index of the chosen one, all available servers, the adapter's
 reason, the chosen one's figures, and how many tied. A plain tuple, since every request makes one.
 """
 
 
-def _fallbacks(state: _PickState) -> tuple[str, ...]:
+def _explanation(state: _PickState) -> Explanation:
+    return _fallbacks(state), _reasons(state)
+
+
+def _fallbacks(state: _PickState) -> Names:
     """Other servers by score, then by requests in flight; those without room for the adapter last."""
     packed, _, servers, in_flight, chosen, available, *_ = state
     scores = unpack_scores(packed)
@@ -479,7 +491,7 @@ def _fallbacks(state: _PickState) -> tuple[str, ...]:
     return (*(name for *_, name in others), *rest)
 
 
-def _reasons(state: _PickState) -> tuple[str, ...]:
+def _reasons(state: _PickState) -> Names:
     _, reasons, servers, _, _, _, adapter, figures, tied = state
     found = [adapter] if adapter else []
     found += reasons

@@ -103,23 +103,24 @@ class Plan:
 
 
 Names = tuple[str, ...]
+Explanation = tuple[Names, Names]
+"""Fallbacks and reasons of a decision."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Decision:
     """The server chosen for a request, with reasons and estimates. Immutable by convention.
 
-    Fallbacks and reasons may be given as functions, which are called on first use: few callers read them.
+    The explanation may be given as a function, which is called on first use: few callers read it.
     """
 
     request: Request
     server: str
-    _fallbacks: Names | Callable[[], Names]
+    _explanation: Explanation | Callable[[], Explanation]
     strategy: str
     score: float
     matched_tokens: int
     """Tokens of the prompt that the server is estimated to hold."""
-    _reasons: Names | Callable[[], Names]
     at_s: float
     estimated_ttft_s: float | None = None
     estimated_tbt_s: float | None = None
@@ -132,18 +133,18 @@ class Decision:
     @property
     def fallbacks(self) -> Names:
         """The other servers that could serve it, best first."""
-        found = self._fallbacks
-        if not isinstance(found, tuple):
-            found = self._fallbacks = found()
-        return found
+        return self._explained()[0]
 
     @property
     def reasons(self) -> Names:
         """Short sentences with figures, the most important first."""
-        found = self._reasons
-        if not isinstance(found, tuple):
-            found = self._reasons = found()
-        return found
+        return self._explained()[1]
+
+    def _explained(self) -> Explanation:
+        explanation = self._explanation
+        if not isinstance(explanation, tuple):
+            explanation = self._explanation = explanation()
+        return explanation
 
     def __repr__(self) -> str:
         return (
@@ -154,8 +155,10 @@ class Decision:
         """The decision after another server than the chosen one took the request; its matched tokens are unknown."""
         taken = copy(self)
         taken.server, taken.matched_tokens, taken.estimated_ttft_s = server, 0, None
-        taken._fallbacks = tuple(name for name in self.fallbacks if name != server)
-        taken._reasons = (*self.reasons, f"{self.server} did not take it; {server} did")
+        taken._explanation = (
+            tuple(name for name in self.fallbacks if name != server),
+            (*self.reasons, f"{self.server} did not take it; {server} did"),
+        )
         return taken
 
     @property

@@ -28,6 +28,7 @@ __all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Served", "Slot",
 __all__ += ["chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 
+_CRC, _HASH = np.dtype(np.uint32), np.dtype(np.uint64)
 _OF_SHA = ("chain_sha256", "check_macs", "sign_packets", "strip_macs")
 
 
@@ -61,19 +62,19 @@ for _name in backend.__all__:
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> backend.Crcs:
     """CRC-32 of each ``chunk_bytes`` of ``value`` in turn, the last maybe shorter (uint32, maybe read-only)."""
     if _fast is not None:
-        return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), dtype=np.uint32)
+        return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), _CRC)
     return backend.crc32_chunks(value, chunk_bytes)
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
     """Chained XXH64 of the whole blocks of ``data`` (uint64, maybe read-only); see ``twin.backend``."""
     if _fast is not None:
-        return np.frombuffer(_fast.chain_hashes(data, block_bytes, seed), dtype=np.uint64)
+        return np.frombuffer(_fast.chain_hashes(data, block_bytes, seed), _HASH)
     return backend.chain_hashes(data, block_bytes, seed)
 
 
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> backend.Hashes:
     """Seeded XXH64 of each whole block of ``data`` by itself (uint64, maybe read-only)."""
     if _fast is not None:
-        return np.frombuffer(_fast.piece_hashes(data, block_bytes, seed), dtype=np.uint64)
+        return np.frombuffer(_fast.piece_hashes(data, block_bytes, seed), _HASH)
     return backend.piece_hashes(data, block_bytes, seed)

@@ -131,10 +131,10 @@ static size_t points_from(PyObject *given, int columns, int room, double **into)
         PyObject *point = PyTuple_GetItem(points, (Py_ssize_t)at);
         int there = PyTuple_Check(point) && PyTuple_Size(point) == columns;
         for (int column = 0; there && column < columns; column++) {
-            PyObject *number = PyTuple_GetItem(point, column);
-            there = PyFloat_Check(number) && fabs(PyFloat_AsDouble(number)) <= 1e15;
-            if (there)
-                numbers[(size_t)column * count + at] = PyFloat_AsDouble(number);
+            PyObject *object = PyTuple_GetItem(point, column);
+            double number = PyFloat_Check(object) ? PyFloat_AsDouble(object) : NAN;
+            there = fabs(number) <= 1e15;
+            numbers[(size_t)column * count + at] = number;
         }
         if (!there || !(numbers[count + at] >= 0 && numbers[at] - numbers[count + at] >= 1))
             PyErr_SetString(PyExc_ValueError, wrong);

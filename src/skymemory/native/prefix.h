@@ -5,7 +5,8 @@
 
 #include "fast.h"
 
-enum { ROW_PARTS = 64, MAX_SLOTS = 65536, DUMP_ROW_BYTES = 16 };
+/* With as many buckets as entries every other search would meet an entry that was not prefetched. */
+enum { ROW_PARTS = 64, MAX_SLOTS = 65536, DUMP_ROW_BYTES = 16, BUCKETS_PER_ENTRY = 2 };
 #define NO_ENTRY 0xFFFFFFFFu
 #define MAX_CAPACITY ((size_t)1 << 28)
 
@@ -35,7 +36,7 @@ typedef struct {
 
 typedef struct {
     Entry *entries;
-    uint32_t *buckets; /* as many as entries: the first of each chain */
+    uint32_t *buckets; /* ``BUCKETS_PER_ENTRY`` times the entries: the first of each chain */
     size_t size;       /* a power of two, or 0 before the first block */
     size_t used;
     int shift;

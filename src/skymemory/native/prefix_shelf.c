@@ -13,7 +13,8 @@ static uint32_t *bucket_of(const Shelf *shelf, uint64_t secret, uint64_t key)
 
 static int grow(Shelf *shelf, uint64_t secret, size_t size)
 {
-    uint32_t *buckets = sky_realloc(NULL, size, sizeof(uint32_t));
+    size_t count = BUCKETS_PER_ENTRY * size;
+    uint32_t *buckets = sky_realloc(NULL, count, sizeof(uint32_t));
     Entry *entries = buckets ? sky_realloc(shelf->entries, size, sizeof(Entry)) : NULL;
     if (!entries) {
         free(buckets);
@@ -29,8 +30,8 @@ static int grow(Shelf *shelf, uint64_t secret, size_t size)
         shelf->vacant = (uint32_t)at;
     }
     shelf->size = size;
-    shelf->shift = sky_shift(size);
-    memset(buckets, 0xFF, size * sizeof(uint32_t));
+    shelf->shift = sky_shift(count);
+    memset(buckets, 0xFF, count * sizeof(uint32_t));
     for (uint32_t at = shelf->newest; at != NO_ENTRY; at = entries[at].older) {
         uint32_t *bucket = bucket_of(shelf, secret, entries[at].key);
         entries[at].next = *bucket;

@@ -261,6 +261,6 @@ size_t sky_table_bytes(const Table *table)
 {
     size_t bytes = sky_rows_bytes(&table->rows) + table->slots * (sizeof(Shelf) + sizeof(uint32_t));
     for (size_t slot = 0; slot < table->slots; slot++)
-        bytes += table->shelves[slot].size * (sizeof(Entry) + sizeof(uint32_t));
+        bytes += table->shelves[slot].size * (sizeof(Entry) + BUCKETS_PER_ENTRY * sizeof(uint32_t));
     return bytes;
 }

@@ -131,7 +131,7 @@ class Backends:
                 )
                 known.server.healthy, known.server.reported = True, None
                 self.policy.remove(name)
-                self.policy.add(name, known.answers)
+                self._judge(known)
             known.backend, known.leaving, known.server.draining = backend, False, backend.drain
             known.next_backend = None
         self.remove_drained()
@@ -144,7 +144,11 @@ class Backends:
         known.answers = self._decode is None or picker is self._decode
         known.server.draining = backend.drain
         self.known[backend.name] = known
-        self.policy.add(backend.name, known.answers)
+        self._judge(known)
+
+    def _judge(self, known: KnownServer) -> None:
+        # Where prefill and decode are apart, another server does the work: with none for prefills, one that decodes.
+        self.policy.add(known.backend.name, known.answers, is_last_resort=self._decode is None)
 
     def remove_drained(self) -> bool:
         """Remove leaving servers without requests, and put those with a new role into its fleet; whether there were
@@ -199,7 +203,7 @@ class Backends:
         server.healthy, server.draining, server.reported = before.healthy, backend.drain, before.reported
         known.backend, known.answers = backend, picker is self._decode
         known.leaving, known.next_backend = False, None
-        self.policy.add(backend.name, known.answers)
+        self._judge(known)
 
     def _picker_for(self, backend: Backend) -> Picker:
         return self._picker if self._decode is None or backend.role == PREFILL else self._decode
@@ -323,13 +327,13 @@ class Backends:
     ) -> None:
         """See ``FailurePolicy.on_answer``."""
         self.policy.on_answer(attempts, name, now_s, is_good, is_whole)
-        if self.policy.has_decisions:
+        if self.policy.decisions:
             self._apply()
 
     def on_complete(self, attempts: Attempts, name: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
         """See ``FailurePolicy.on_complete``."""
         self.policy.on_complete(attempts, name, now_s, pieces, is_good)
-        if self.policy.has_decisions:
+        if self.policy.decisions:
             self._apply()
 
     def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
@@ -362,7 +366,7 @@ class Backends:
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
         """Servers that a client's request should not go to, if there are others."""
         avoided = self.policy.avoided(client, now_s, is_retry=is_retry)
-        if self.policy.has_decisions:
+        if self.policy.decisions:
             self._apply()
         return avoided
 
@@ -371,7 +375,7 @@ class Backends:
             return  # a request that moves on reports here: its decisions come in their turn
         self._is_applying = True
         try:
-            while self.policy.has_decisions:
+            while self.policy.decisions:
                 for decision in self.policy.take_decisions():
                     if (known := self.known.get(decision.server)) is not None:
                         self._apply_to(known, decision)
@@ -396,8 +400,7 @@ class Backends:
                 known.server.healthy = decision.kind == "use"
             case "move":
                 for attempts in decision.attempts:
-                    if attempts.owner is not None:
-                        attempts.owner.move_on(name, decision.why)
+                    attempts.move_on(name, decision.why)
 
     # Models and adapters
 

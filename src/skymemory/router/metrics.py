@@ -105,9 +105,15 @@ class ServerCounts:
 class ProxyMetrics:
     """All metrics, in a registry of their own."""
 
-    def __init__(self, fleet: Fleet, decode: Fleet | None = None, role_of: Callable[[str], str] | None = None) -> None:
-        """``decode``, ``role_of``: the servers that decode, and their roles, where prefill and decode are apart; the
-        gauges of servers then have a label with the role.
+    def __init__(
+        self,
+        fleet: Fleet,
+        decode: Fleet | None,
+        role_of: Callable[[str], str],
+        is_ejected: Callable[[str], bool],
+    ) -> None:
+        """``decode``: the servers that decode, where prefill and decode are apart; the gauges of servers then have a
+        label with the role.
         """
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
@@ -158,7 +164,7 @@ class ProxyMetrics:
         self.read_seconds = _Histogram((5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05))
         self.in_flight = Gauge("skymemory_router_in_flight", "Requests in flight", registry=self.registry)
         self.registry.register(self)
-        self.registry.register(_FleetGauges(fleet, decode, role_of))
+        self.registry.register(_FleetGauges(fleet, decode, role_of, is_ejected))
 
     def of(self, server: str) -> ServerCounts:
         found = self._servers.get(server)
@@ -245,20 +251,24 @@ _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens"
 class _FleetGauges:
     """State of the servers, read on a scrape."""
 
-    def __init__(self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str] | None) -> None:
-        self._fleet, self._decode, self._role_of = fleet, decode, role_of
+    def __init__(
+        self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str], is_ejected: Callable[[str], bool]
+    ) -> None:
+        self._fleet, self._decode, self._role_of, self._is_ejected = fleet, decode, role_of, is_ejected
         self._labels = ("server",) if decode is None else ("server", "role")
 
     def _servers(self) -> list[tuple[Server, tuple[str, ...]]]:
         """Each with its labels."""
-        if self._decode is None or self._role_of is None:
+        if self._decode is None:
             return [(server, (server.name,)) for server in self._fleet]
         found: list[tuple[Server, tuple[str, ...]]] = [(each, (each.name, PREFILL)) for each in self._fleet]
         return found + [(each, (each.name, self._role_of(each.name))) for each in self._decode]
 
     def collect(self) -> Iterator[Metric]:
         servers, now_s = self._servers(), time.monotonic()
-        yield self._gauge("healthy", "1: it is not ejected", ((at, each.healthy) for each, at in servers))
+        yield self._gauge(
+            "healthy", "1: it is not ejected", ((at, not self._is_ejected(each.name)) for each, at in servers)
+        )
         yield self._gauge("draining", "1: it gets no new requests", ((at, each.draining) for each, at in servers))
         yield self._gauge("in_flight", "Requests in flight at it", ((at, each.in_flight) for each, at in servers))
         prefilling = "Of in_flight, those without a first byte"

@@ -434,8 +434,10 @@ def _last_usage(line: bytes) -> _Usage | None:
 
 def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
     """``first``: what an earlier event said of the prompt."""
-    of_prompt = first if found.prompt is None and first is not None else found
-    prompt, cached, output = of_prompt.prompt, of_prompt.cached, found.output
+    prompt, of_prompt, output = found.prompt, found, found.output
+    if prompt is None and first is not None:
+        prompt, of_prompt = first.prompt, first
+    cached = of_prompt.cached
     if prompt is None or prompt < 0:
         return None
     if cached is not None and not 0 <= cached <= prompt:

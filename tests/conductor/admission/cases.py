@@ -49,6 +49,6 @@ def case(
     asked = request(tokens, tenant=tenant, priority=priority)
     compute_s = ttft_s if compute_s is None else compute_s
     others = tuple(f"p{number}" for number in range(1, servers))
-    prefill = Decision(asked, "p0", others, "t", 0.0, 0, (), at_s, ttft_s, estimated_compute_s=compute_s)
-    decode = None if tbt_s is None else Decision(asked, "d0", (), "t", 0.0, 0, (), at_s, estimated_tbt_s=tbt_s)
+    prefill = Decision(asked, "p0", (others, ()), "t", 0.0, 0, at_s, ttft_s, estimated_compute_s=compute_s)
+    decode = None if tbt_s is None else Decision(asked, "d0", ((), ()), "t", 0.0, 0, at_s, estimated_tbt_s=tbt_s)
     return Placement(asked, prefill, decode, forecast)

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import aiohttp
 import pytest
@@ -13,7 +14,7 @@ from aiohttp import web
 from tests.router.engines.engine_texts import SGLANG, VLLM
 
 from skymemory.conductor.picker import Fleet, LoadReport
-from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, fetch_metrics
+from skymemory.router.engines.metrics import MetricsWatch, UnreadableMetrics, fetch, fetch_metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,6 +35,7 @@ class Engines:
         await site.start()
         self.port = self.runner.addresses[0][1]
         self.session = aiohttp.ClientSession()
+        self.fetch = partial(fetch, self.session)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -111,9 +113,9 @@ def test_a_look_ends_and_says_what_was_wrong(handler: Handler, why: str) -> None
         async with Engines() as engines:
             engines.handlers["bad"] = handler
             with pytest.raises(UnreadableMetrics, match=why):
-                await fetch_metrics(engines.session, engines.url("bad"), timeout_s=0.3 if "0.3" in why else 20.0)
+                await fetch_metrics(engines.fetch, engines.url("bad"), timeout_s=0.3 if "0.3" in why else 20.0)
             engines.handlers["good"] = says(VLLM)
-            assert (await fetch_metrics(engines.session, engines.url("good"))).report.waiting == 3
+            assert (await fetch_metrics(engines.fetch, engines.url("good"))).report.waiting == 3
 
     asyncio.run(run())
 
@@ -123,7 +125,7 @@ def test_an_address_without_a_listener_says_so(url: str) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             with pytest.raises(UnreadableMetrics):
-                await fetch_metrics(session, url)
+                await fetch_metrics(partial(fetch, session), url)
 
     asyncio.run(run())
 
@@ -135,7 +137,7 @@ def test_an_engine_that_hangs_delays_neither_another_nor_the_loop() -> None:
             fleet.add(name)
         async with Engines() as engines:
             engines.handlers |= {"good": says(VLLM), "other": says(SGLANG), "hangs": hangs}
-            watch = MetricsWatch(fleet.servers.get, engines.session, every_s=0.02, timeout_s=2.0)
+            watch = MetricsWatch(fleet.servers.get, engines.fetch, every_s=0.02, timeout_s=2.0)
             for name in fleet.servers:
                 watch.follow(name, engines.url(name))
             await until(lambda: engines.asked.get("good", 0) > 10 and engines.asked.get("other", 0) > 10)
@@ -159,7 +161,7 @@ def test_a_report_ages_while_the_engine_is_silent_and_is_renewed_when_it_returns
         server = fleet.add("a")
         async with Engines() as engines:
             engines.handlers["a"] = says(VLLM)
-            watch = MetricsWatch(fleet.servers.get, engines.session, every_s=0.01, clock=lambda: now_s[0])
+            watch = MetricsWatch(fleet.servers.get, engines.fetch, every_s=0.01, clock=lambda: now_s[0])
             watched = watch.follow("a", engines.url("a"))
             await until(lambda: server.reported is not None)
             assert server.fresh_report(103.0, stale_s=5.0) is not None
@@ -186,7 +188,7 @@ def test_a_report_is_as_old_as_the_question() -> None:
     async def run() -> LoadReport:
         async with Engines() as engines:
             engines.handlers["a"] = slowly
-            return (await fetch_metrics(engines.session, engines.url("a"), clock=lambda: now_s[0])).report
+            return (await fetch_metrics(engines.fetch, engines.url("a"), clock=lambda: now_s[0])).report
 
     assert asyncio.run(run()).at_s == 100.0
 
@@ -195,7 +197,7 @@ def test_who_keeps_failing_is_asked_ever_more_rarely() -> None:
     async def run() -> None:
         async with Engines() as engines:
             engines.handlers |= {"bad": fails, "good": says(VLLM)}
-            watch = MetricsWatch(Fleet().servers.get, engines.session, every_s=0.01)
+            watch = MetricsWatch(Fleet().servers.get, engines.fetch, every_s=0.01)
             for name in ("bad", "good"):
                 watch.follow(name, engines.url(name))
             await until(lambda: engines.asked.get("good", 0) >= 30)
@@ -209,7 +211,7 @@ def test_what_a_dialect_lacks_is_said_once(caplog: pytest.LogCaptureFixture) -> 
     async def run() -> None:
         async with Engines() as engines:
             engines.handlers["a"] = says(VLLM.replace(b"vllm:num_requests_waiting{", b"vllm:queue{"))
-            watch = MetricsWatch(Fleet().servers.get, engines.session, every_s=0.005)
+            watch = MetricsWatch(Fleet().servers.get, engines.fetch, every_s=0.005)
             watched = watch.follow("a", engines.url("a"))
             await until(lambda: watched.looks > 5)
             assert watched.missing == ("vllm:num_requests_waiting",) and watched.dialect == "vllm"
@@ -230,7 +232,7 @@ def test_who_left_is_asked_no_more_and_leaves_no_task() -> None:
         fleet.add("a")
         async with Engines() as engines:
             engines.handlers |= {"a": says(VLLM), "b": hangs}
-            watch = MetricsWatch(fleet.servers.get, engines.session, every_s=0.005)
+            watch = MetricsWatch(fleet.servers.get, engines.fetch, every_s=0.005)
             watch.follow("a", engines.url("a"))
             watch.follow("b", engines.url("b"))
             await until(lambda: engines.asked.get("a", 0) > 2)

@@ -164,7 +164,7 @@ class VirtualFleet:
             self.after(0.002, lambda: self.policy.on_check(name, why, began_s, self.now_s))
 
     def _apply(self) -> None:
-        while self.policy.has_decisions:
+        while self.policy.decisions:
             for decision in self.policy.take_decisions():
                 name = decision.server
                 if decision.kind == "check":

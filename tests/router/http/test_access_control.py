@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.router.http.test_waiting_room import Asking, prompts, waiting
@@ -94,6 +95,38 @@ def test_requests_at_once_are_given_back_however_they_end(run: Run, keys: Path) 
     assert running.complete(bearer(IRON)).status == 502
     running.engines[0].mock = {}
     until(lambda: running.complete(bearer(IRON)).status == 200)
+
+
+@pytest.mark.parametrize(
+    ("mock", "status", "is_charged"),
+    [
+        ({"status": 500}, 500, False),
+        ({"status": 503}, 503, False),
+        ({"status": 400}, 400, False),
+        ({"die": "before"}, 502, False),
+        ({}, 200, True),
+    ],
+)
+def test_tokens_are_charged_for_what_was_answered(
+    run: Run, keys: Path, mock: dict[str, Any], status: int, is_charged: bool
+) -> None:
+    keys.write_text(keys.read_text().replace("requests_per_minute = 2\n", "tokens_per_minute = 100000\n"))
+    running = run(engines=1, door={"api_keys": str(keys)})
+
+    def left() -> int:
+        """Tokens, as an answer reports them: before its own charge."""
+        answer = running.complete(bearer(IRON), prompt="x", max_tokens=1)
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    engine = running.engines[0]
+    engine.prompt_tokens = 1
+    before = left()
+    engine.mock, engine.prompt_tokens = mock, 90_000
+    assert running.complete(bearer(IRON), prompt="words " * 60_000, max_tokens=1000).status == status
+    began_s = time.monotonic()
+    engine.mock, engine.prompt_tokens = {}, 1
+    until(lambda: (before - left() > 1000) == is_charged)
+    assert time.monotonic() - began_s < 40.0  # a minute refills it, whatever was charged
 
 
 def test_a_tenants_urgency_is_its_operators_word(run: Run, keys: Path) -> None:

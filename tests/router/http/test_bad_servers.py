@@ -229,6 +229,45 @@ def test_a_burst_before_a_server_that_refuses_connections_is_served_by_the_other
     until(lambda: running.metric("ejections_total", server="e0") == 1)
 
 
+def test_servers_that_restart_in_turn_cost_no_request_though_checks_know_neither(run: Run) -> None:
+    running = start(run, 2, health={"every": 60.0})
+    assert drive(running, 12) == {200: 12}
+    statuses: Counter[int] = Counter()
+    for dead, alive in ((0, 1), (1, 0), (0, 1)):
+        # The one that was dead takes connections again, and no check has found it so yet.
+        running.loop.run(running.engines[dead].die())
+        statuses += drive(running, 12)
+        assert running.metric("healthy", server=f"e{dead}") == 0
+        running.loop.run(running.engines[alive].die())
+        running.loop.run(running.engines[dead].start())
+        statuses += drive(running, 12)
+        running.loop.run(running.engines[alive].start())
+    assert statuses == {200: 72}
+
+
+def test_a_server_that_starts_again_within_moments_costs_no_request(run: Run) -> None:
+    running = start(run, 1, health={"every": 60.0})
+    assert drive(running, 6) == {200: 6}
+    running.loop.run(running.engines[0].die())
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(complete, running, number) for number in range(6)]
+        until(lambda: running.metric("retries_total", server="e0") >= 6)
+        running.loop.run(running.engines[0].start())
+        assert Counter(each.result().status for each in asked) == {200: 6}
+
+
+def test_a_fleet_that_refuses_connections_is_not_ready(run: Run) -> None:
+    running = start(run, 2, health={"every": 60.0})
+    for engine in running.engines:
+        running.loop.run(engine.die())
+    answers = [complete(running, number) for number in range(4)]
+    assert {answer.status for answer in answers} == {503}
+    assert all(answer.headers.get("retry-after") for answer in answers)
+    ready = running.ask("GET", "/ready")
+    assert ready.status == 503
+    assert [running.metric("healthy", server=name) for name in ("e0", "e1")] == [0, 0]
+
+
 def test_requests_at_a_hung_server_move_on_and_are_counted(run: Run) -> None:
     running = start(run)
     assert drive(running, 30) == {200: 30}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import http.client
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from tests.router.running import PATIENCE_S, Running, until
 
+from skymemory.router.http.exchange import Exchange
 from skymemory.router.request_account import UsageReader
 
 Run = Callable[..., Running]
@@ -137,6 +139,31 @@ def test_who_came_back_is_not_believed_to_hold_what_it_held(run: Run) -> None:
         running.loop.run(engine.start())
     until(lambda: running.ask("GET", "/ready").json == {"ready": True, "reasons": []})
     assert matched() == 0
+
+
+def test_no_request_is_left_to_the_garbage_collector(run: Run) -> None:
+    """Objects in a circle stay until it looks for them, which took a sixth of a request's time."""
+    running = run(engines=2)
+
+    def ask() -> None:
+        assert running.complete().status == 200
+        assert running.complete(stream=True).status == 200
+        assert running.complete(mock={"status": 400}).status == 400
+        assert running.ask("POST", "/v1/completions", b"{").status == 400
+
+    def exchanges() -> int:
+        return sum(isinstance(each, Exchange) for each in gc.get_objects())
+
+    ask()
+    gc.collect()
+    gc.disable()
+    try:
+        before = exchanges()
+        for _ in range(10):
+            ask()
+        until(lambda: exchanges() <= before + 1)
+    finally:
+        gc.enable()
 
 
 def test_no_first_byte_in_time_is_said_and_not_tried_again(run: Run) -> None:

@@ -334,14 +334,14 @@ def test_what_is_read_counts_while_it_is_read_and_one_at_a_time(run: Run, monkey
     at_once, most, held = 0, 0, []
     read = PromptReader.read
 
-    def watched(self: PromptReader, *args: object) -> object:
+    def watched(self: PromptReader, *args: object, **options: object) -> object:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
         held.append(arriving.held_bytes)
         time.sleep(0.05)
         try:
-            return read(self, *args)  # type: ignore[arg-type]
+            return read(self, *args, **options)  # type: ignore[arg-type]
         finally:
             at_once -= 1
 

@@ -209,8 +209,8 @@ def test_the_proxy_reads_much_that_is_new_in_a_thread(run: Callable[..., Running
     reader, in_thread = running.server.reader, list[bool]()
     read = reader.read
 
-    def noted(*given: Any) -> Any:
-        found = read(*given)
+    def noted(*given: Any, **options: Any) -> Any:
+        found = read(*given, **options)
         in_thread.append(threading.current_thread() is not running.loop.thread)
         return found
 

@@ -146,5 +146,4 @@ class ApproximatePrefixIndex:
             raise InvalidInput(f"invalid dump of a server's blocks: {error}") from None
 
     def _chain(self, blocks: Blocks) -> Blocks:
-        chain = blocks if self.max_match is None else blocks[: self.max_match]
-        return np.ascontiguousarray(chain, dtype=np.uint64)
+        return blocks if self.max_match is None else blocks[: self.max_match]

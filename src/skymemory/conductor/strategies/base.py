@@ -14,13 +14,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skymemory import native
-from skymemory.conductor.picker import LoadReport, Ranking, Scorer, Server
+from skymemory.conductor.picker import Ranking, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import PrefixIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
@@ -50,11 +50,9 @@ class RequestNotes(Generic[Note]):
         return len(self._open) + sum(map(len, self._further.values()))
 
     def note(self, request: Request, server: Server, note: Note) -> None:
-        key = (id(request), server.slot)
-        if key in self._open:
+        key, entry = (id(request), server.slot), (request, note)
+        if self._open.setdefault(key, entry) is not entry:
             self._further.setdefault(key, []).append(note)
-        else:
-            self._open[key] = (request, note)
 
     def take(self, request: Request, server: Server) -> Note | None:
         """Removes and returns the note; None without one, as after ``forget``."""
@@ -62,7 +60,7 @@ class RequestNotes(Generic[Note]):
         found = self._open.pop(key, None)
         if found is None:
             return None
-        if key in self._further:
+        if self._further and key in self._further:
             self._open[key] = (request, self._further[key].pop(0))
             if not self._further[key]:
                 del self._further[key]
@@ -74,6 +72,10 @@ class RequestNotes(Generic[Note]):
             self._further.pop(key, None)
 
 
+Sent = tuple[int, int, Any]
+"""Recorded when a request is sent: leading blocks by the index, the ticket of the prompt in flight (0: none), and the
+strategy's own note. A plain tuple, since every request makes one.
+"""
 STALE_S = 5.0
 """Age from which a report is ignored."""
 
@@ -182,17 +184,6 @@ class NameHashes:
         return known
 
 
-class Sent(NamedTuple):
-    """Recorded when a request is sent."""
-
-    believed: int
-    """Leading blocks by the index."""
-    under_way: int
-    """Ticket of the prompt in flight; 0: none."""
-    estimated: object = None
-    """The strategy's own note."""
-
-
 class Indexed(Scorer):
     """A strategy with a prefix index.
 
@@ -242,13 +233,15 @@ class Indexed(Scorer):
         """The request is sent to a server that holds ``believed`` of its blocks."""
         blocks = request.prompt.blocks
         ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
-        self._notes.note(request, server, tuple.__new__(Sent, (believed, ticket, estimated)))
+        self._notes.note(request, server, (believed, ticket, estimated))
 
     def arrived(self, request: Request, server: Server) -> Sent | None:
         """The prompt is no longer under way; returns its note, if any."""
         sent = self._notes.take(request, server)
-        if sent is not None and sent.under_way:
-            self._under_way.drop(sent.under_way)
+        if sent is not None:
+            _, ticket, _ = sent
+            if ticket:
+                self._under_way.drop(ticket)
         return sent
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
@@ -257,18 +250,23 @@ class Indexed(Scorer):
     def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
         """The server holds the prompt now; ``sent`` is from ``arrived``."""
         prompt = request.prompt
-        if not len(prompt.blocks):
+        blocks = prompt.blocks
+        if not len(blocks):
             return
-        if sent is not None and sent.believed:  # Without a belief there is nothing to correct.
+        believed = 0 if sent is None else sent[0]
+        if believed:  # Without a belief there is nothing to correct.
             if cached_tokens is None:
-                self._answering[id(request), server.slot] = sent.believed, prompt.blocks.item(-1)
+                self._answering[id(request), server.slot] = believed, blocks.item(-1)
                 if len(self._answering) > ANSWERING:
                     self._answering.popitem(last=False)
             else:
-                self._correct(prompt, server, sent.believed, cached_tokens)
-        if server.reported is not None:
-            self._fit_capacity(prompt, server, server.reported)
-        self.index.learn(server.slot, prompt.blocks)
+                self._correct(prompt, server, believed, cached_tokens)
+        report = server.reported
+        if report is not None and report.cache_blocks and report.block_tokens and self._set_capacity is not None:
+            # The original endpoint picker ignores the report, and matches blocks that were evicted long ago.
+            tokens = report.cache_blocks * report.block_tokens * server.read_per_token
+            self._set_capacity(server.slot, max(1, int(tokens / prompt.block_tokens)))
+        self.index.learn(server.slot, blocks)
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
         blocks = request.prompt.blocks
@@ -293,15 +291,6 @@ class Indexed(Scorer):
         held = int(cached_tokens / prompt.block_tokens)
         # One block more than reported is allowed: engines compute the last one of a fully cached prompt again.
         return held + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, held) > 0
-
-    def _fit_capacity(self, prompt: Prompt, server: Server, report: LoadReport) -> None:
-        """Sets the index's capacity of a server to the reported size of its cache.
-
-        The original endpoint picker ignores the report, and matches blocks that were evicted long ago.
-        """
-        if report.cache_blocks and report.block_tokens and self._set_capacity is not None:
-            tokens = report.cache_blocks * report.block_tokens * server.read_per_token
-            self._set_capacity(server.slot, max(1, int(tokens / prompt.block_tokens)))
 
 
 def under_way(most_blocks: int, secret: int | None) -> native.UnderWay:

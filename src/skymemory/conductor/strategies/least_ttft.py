@@ -17,7 +17,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, cast
 
 from skymemory import native
 from skymemory.conductor.picker import RankedServer, Ranking, Server, Weights
@@ -80,19 +79,6 @@ class LeastTtftSettings:
         return {CPU: self.cpu_load_s, DISK: self.disk_load_s, REMOTE: self.remote_load_s}
 
 
-class _Estimated(NamedTuple):
-    """Estimates when a request was sent."""
-
-    prefill: int
-    """Its ticket in the queue."""
-    cached_tokens: int
-    routed_s: float
-    wait_s: float
-    """Wait until its prefill."""
-    load: Load
-    """Loading of the cached part."""
-
-
 def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
     """Cached tokens, less the equivalent of loading them."""
     return cached if load is NOTHING else max(0, cached - round(load.blocks * prompt.block_tokens))
@@ -101,20 +87,17 @@ def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
 class _Ranked(Ranking):
     """The packed result of ``native.TtftRanker``, decoded on access."""
 
-    __slots__ = ("_best", "_packed", "figures")
+    __slots__ = ("_best", "figures")
+    packed: bytes
 
     def __init__(self, best: tuple[int, ...], packed: bytes, figures: bytes, reasons: tuple[str, ...]) -> None:
-        self._best, self._packed, self.figures = best, packed, figures
+        self._best, self.packed, self.figures = best, packed, figures
         self.reasons = reasons
         self.estimated_tbt_s = self.plan_at = None
 
     @property
-    def packed(self) -> bytes:
-        return self._packed
-
-    @property
     def scores(self) -> Sequence[float]:
-        return struct.unpack(f"={len(self._packed) // 8}d", self._packed)
+        return struct.unpack(f"={len(self.packed) // 8}d", self.packed)
 
     @property
     def matched_tokens(self) -> Sequence[int]:
@@ -137,15 +120,18 @@ class _Ranked(Ranking):
         return self._best
 
     def entry(self, at: int) -> RankedServer:
-        wait_s, work_s, matched, _ = FIGURES.unpack_from(self.figures, FIGURES.size * at)
-        (score,) = _SCORE.unpack_from(self._packed, 8 * at)
+        wait_s, work_s, matched, _ = _figures_at(self.figures, _ROW_BYTES * at)
+        (score,) = _score_at(self.packed, 8 * at)
         figures = (_HELD, matched), (_WAITING, wait_s), (_COMPUTING, work_s)
         return score, matched, wait_s + work_s, None, None, work_s, figures
 
 
-_new = tuple.__new__
-"""Makes a NamedTuple in half the time of its constructor."""
-_SCORE = struct.Struct("=d")
+_figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
+_score_at = struct.Struct("=d").unpack_from
+_Estimated = tuple[int, int, float, float, "Load"]
+"""Estimates when a request was sent: the prefill's ticket in the queue, cached tokens, the time of sending, the seconds
+until its prefill, and the loading of the cached part. A plain tuple, since every request makes one.
+"""
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
 """A ranked request, its servers, their figures, the best match if below the threshold, and the count of changes then.
 """
@@ -293,7 +279,7 @@ class LeastTtft(Indexed):
             work_s = self.prefills_s(request, (slot,), (saved,), now_s)[0] + load.seconds
         (wait_s,) = self.waits_s(request, (server,), now_s)
         prefill = self._queues.add(slot, work_s, now_s, 0.0, not request.streams)
-        self.note(request, server, held, _new(_Estimated, (prefill, matched, now_s, wait_s, load)))
+        self.note(request, server, held, (prefill, matched, now_s, wait_s, load))
         self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
 
@@ -306,7 +292,7 @@ class LeastTtft(Indexed):
         asked, servers, figures, unworthy, changes = last
         if asked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
-        _, work_s, matched, held = FIGURES.unpack_from(figures, FIGURES.size * servers.index(server))
+        _, work_s, matched, held = _figures_at(figures, _ROW_BYTES * servers.index(server))
         if unworthy or not matched:
             return held, 0, work_s
         # A ranking asks whether the best match of all servers is worth following, booking whether this server's is.
@@ -319,7 +305,8 @@ class LeastTtft(Indexed):
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            self._observe(request, server, now_s, cached_tokens, cast("_Estimated", sent.estimated))
+            _, _, estimated = sent
+            self._observe(request, server, now_s, cached_tokens, estimated)
         self.learn(request, server, sent, cached_tokens)
 
     def _observe(
@@ -327,30 +314,32 @@ class LeastTtft(Indexed):
     ) -> None:
         """Learns the server's speed from the first byte."""
         # None where its begin or end did not show: it, or one before it in the queue, was not streamed.
-        seconds = self._queues.remove(server.slot, sent.prefill, now_s)
-        saved, load = sent.cached_tokens, sent.load
-        if cached_tokens is not None:
-            # The engine's own count: of a prefix evicted in part only that part was loaded, too.
-            load = load.part(cached_tokens / saved if saved else 0.0)
-            saved = cached_tokens
+        prefill, matched, routed_s, wait_s, load = sent
+        seconds = self._queues.remove(server.slot, prefill, now_s)
+        saved = matched if cached_tokens is None else cached_tokens  # The engine's own count, if it gives one.
         if load is not NOTHING:
+            if cached_tokens is not None:  # Of a prefix evicted in part only that part was loaded, too.
+                load = load.part(cached_tokens / matched if matched else 0.0)
             saved = saved_tokens(request.prompt, saved, load)
         if seconds is not None and seconds > load.seconds:
             self.speeds.observe(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
         if not request.streams:
-            noted = _new(_Estimated, (sent.prefill, saved, sent.routed_s, sent.wait_s, load))
-            self._whole.note(request, server, noted)
+            self._whole.note(request, server, (prefill, saved, routed_s, wait_s, load))
 
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        sent = None if request.streams else self._whole.take(request, server)
+        if request.streams:
+            return
+        sent = self._whole.take(request, server)
         if sent is not None and output_tokens is not None:
-            seconds = now_s - sent.routed_s - sent.wait_s - sent.load.seconds
-            self.speeds.observe_whole(server.slot, request.prompt.tokens, sent.cached_tokens, output_tokens, seconds)
+            _, saved, routed_s, wait_s, load = sent
+            seconds = now_s - routed_s - wait_s - load.seconds
+            self.speeds.observe_whole(server.slot, request.prompt.tokens, saved, output_tokens, seconds)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         sent = self.arrived(request, server)
         if sent is not None:
-            self._queues.remove(server.slot, cast("_Estimated", sent.estimated).prefill, now_s)
+            _, _, (prefill, *_) = sent
+            self._queues.remove(server.slot, prefill, now_s)
 
     def forget(self, server: Server) -> None:
         slot = server.slot

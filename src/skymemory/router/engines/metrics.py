@@ -21,6 +21,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 from yarl import URL
@@ -281,13 +282,19 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
     return frozenset(), round(min(slots)) or None if slots else None
 
 
-async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-    """The body of a page of a server.
+class Fetch(Protocol):
+    """Gets a page of a server.
 
     Raises:
-        NoAnswer: no connection, no answer within ``timeout_s``, a status outside 200 to 299, or more than
-            ``max_bytes``.
+        NoAnswer: no connection, no answer within ``timeout_s``, a status outside 200 to 299, a compressed body, or more
+            than ``max_bytes``.
     """
+
+    async def __call__(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes: ...
+
+
+async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
+    """``Fetch`` with a session of aiohttp."""
     try:
         async with asyncio.timeout(timeout_s):
             # No compression: a few bytes could expand to gigabytes.
@@ -312,7 +319,7 @@ async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, tim
 
 
 async def fetch_metrics(
-    session: aiohttp.ClientSession,
+    fetch: Fetch,
     url: str,
     *,
     timeout_s: float = TIMEOUT_S,
@@ -327,7 +334,7 @@ async def fetch_metrics(
     """
     at_s = clock()
     try:
-        text = await fetch(session, url, access, timeout_s=timeout_s, max_bytes=max_bytes)
+        text = await fetch(url, access, timeout_s=timeout_s, max_bytes=max_bytes)
     except NoAnswer as error:
         raise UnreadableMetrics(f"{url}: {error}") from error
     return read_metrics(text, at_s)
@@ -359,7 +366,7 @@ class MetricsWatch:
     def __init__(
         self,
         server_of: Callable[[str], Server | None],
-        session: aiohttp.ClientSession,
+        fetch: Fetch,
         *,
         every_s: float = EVERY_S,
         timeout_s: float = TIMEOUT_S,
@@ -371,7 +378,7 @@ class MetricsWatch:
         """``server_of``: a server by name, None if it is gone. ``read``: called with each that has a new report."""
         self.watched: dict[str, Watched] = {}
         self._server_of = server_of
-        self._session = session
+        self._fetch = fetch
         self.every_s = every_s
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
@@ -410,7 +417,7 @@ class MetricsWatch:
         watched.looks += 1
         try:
             metrics = await fetch_metrics(
-                self._session,
+                self._fetch,
                 watched.url,
                 timeout_s=self._timeout_s,
                 max_bytes=self._max_bytes,

@@ -61,13 +61,15 @@ class PickerCollector(Collector):
             yield family
         yield GaugeMetricFamily(PREFIX + "streams", "Requests in flight in this picker.", self._service.streams)
         gauges = {
-            "server_healthy": "1: it takes requests.",
+            "server_healthy": "1: it is neither ejected nor draining.",
             "server_requests": "Requests in flight at it.",
             "server_prefill_tokens": "Estimated tokens in its prefill queue.",
         }
         families = {name: GaugeMetricFamily(PREFIX + name, text, labels=["server"]) for name, text in gauges.items()}
-        for server in (known.server for known in self._service.backends.known.values()):
-            families["server_healthy"].add_metric([server.name], float(server.takes_requests))
+        backends = self._service.backends
+        for server in (known.server for known in backends.known.values()):
+            is_healthy = server.takes_requests and not backends.policy.is_ejected(server.name)
+            families["server_healthy"].add_metric([server.name], float(is_healthy))
             families["server_requests"].add_metric([server.name], server.in_flight)
             families["server_prefill_tokens"].add_metric([server.name], server.prefill_tokens)
         yield from families.values()

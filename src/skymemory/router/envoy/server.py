@@ -13,6 +13,7 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -27,7 +28,7 @@ from skymemory.router.admission import rule_of
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import alone_schedulers, decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch, event_index
-from skymemory.router.engines.metrics import MetricsWatch
+from skymemory.router.engines.metrics import MetricsWatch, fetch
 from skymemory.router.envoy.endpoints import (
     BothSources,
     FileSource,
@@ -100,7 +101,7 @@ class EndpointPicker:
         async with aiohttp.ClientSession() as session:
             self._watch = MetricsWatch(
                 self._endpoints.server,
-                session,
+                partial(fetch, session),
                 every_s=self.settings.health.metrics_every_s,
                 read=self._endpoints.reported,
             )

@@ -64,7 +64,9 @@ class RetryBudget:
     def on_request(self, now_s: float) -> None:
         self.under_way += 1
         self._requests += 1
-        self._second(now_s)[1] += 1
+        seconds = self._seconds
+        second = seconds[-1] if seconds and seconds[-1][0] == int(now_s) else self._second(now_s)
+        second[1] += 1
 
     def on_request_end(self) -> None:
         self.under_way -= 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from skymemory.router.failure.faults import RULES, Fault
 
@@ -25,14 +24,6 @@ EJECTING = 3
 """Requests whose failures eject a server."""
 EJECTING_SILENT = 2
 """Requests without an answer that do."""
-
-
-class Mover(Protocol):
-    """Who has sent a request, and can send it elsewhere."""
-
-    def move_on(self, server: str, why: str) -> None:
-        """The server is ejected: send the request to another one, if nothing of its answer has come."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +54,25 @@ class Failure:
 
 NO_FAILURES: Mapping[str, Failure] = MappingProxyType({})
 NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
-"""Shared by all requests that have not failed, which are nearly all."""
 
 
 class Attempts:
-    """The attempts of one request, for the policy."""
+    """The attempts of one request, for the policy. Who sends it is a subclass."""
 
-    __slots__ = ("client", "failed", "heard_s", "owner", "retries")
+    # Of the class, until a request needs its own: nearly none fails.
+    heard_s: float = float("-inf")
+    """When the last piece of its answer came; who receives it keeps it."""
+    failed: Mapping[str, Failure] = NO_FAILURES
+    """By server, the last failure."""
+    retries: Mapping[Fault, int] = NO_RETRIES
+    """Attempts elsewhere that each fault has caused."""
 
-    def __init__(self, client: str, owner: Mover | None = None) -> None:
+    def __init__(self, client: str) -> None:
         self.client = client
         """Tenant or address."""
-        self.owner = owner
-        self.heard_s = float("-inf")
-        """When the last piece of its answer came; its owner keeps it."""
-        self.failed: Mapping[str, Failure] = NO_FAILURES
-        """By server, the last failure."""
-        self.retries: Mapping[Fault, int] = NO_RETRIES
-        """Attempts elsewhere that each fault has caused."""
+
+    def move_on(self, server: str, why: str) -> None:
+        """The server is ejected: send the request to another one, if nothing of its answer has come."""
 
     def add_failure(self, server: str, failure: Failure) -> None:
         self.failed = {**self.failed, server: failure}

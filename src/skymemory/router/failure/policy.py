@@ -13,7 +13,8 @@ checks, and what was ejected by requests alone, after its rest. Then one request
 answered.
 
 At most ``max_ejected`` of a fleet's servers are out. Beyond, all are used (Envoy's panic threshold), but for those that
-no check can connect to.
+no check can connect to. Where there is no other, those are used that refuse connections: an attempt costs nothing, and
+they may have started again.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ class _Record:
         "is_check_due",
         "is_ejected",
         "is_gone",
+        "is_last_resort",
         "is_new",
         "is_quiet",
+        "is_refusing",
         "is_unreachable",
         "is_used",
         "name",
@@ -125,7 +128,7 @@ class _Record:
         """When it last answered; when a check that found it well began."""
         self.has_metrics, self.working_s = False, -math.inf
         """Whether its metrics are read, and when they last showed that it works."""
-        self.is_new = True
+        self.is_new = self.is_last_resort = True
         self.is_quiet = False
         self.probe: Attempts | None = None
         """The one request that tries it after a rest."""
@@ -135,8 +138,10 @@ class _Record:
         self.is_check_due = False
         """A check is wanted, but the last one was too short ago."""
         self.failed_checks = self.good_checks = 0
-        self.is_bad = self.is_gone = self.is_unreachable = self.is_ejected = False
-        """By the checks: it is ill, refused a connection since, gave none at the last. By all: it is ejected."""
+        self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
+        """By the checks: it is ill, refused a connection since; gave none at the last, and refused it. By all: it is
+        ejected.
+        """
         self.is_used = True
         self.why = ""
 
@@ -159,17 +164,21 @@ class FailurePolicy:
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self._sweep_s = 0.0
-        self._decisions: list[Decision] = []
+        self.decisions: list[Decision] = []
+        """Since they were last taken."""
 
     # -- membership
 
-    def add(self, name: str, group: object = None) -> None:
-        """``group``: servers of one fleet, of which a share may be ejected."""
+    def add(self, name: str, group: object = None, *, is_last_resort: bool = True) -> None:
+        """
+        Args:
+            group: servers of one fleet, of which a share may be ejected.
+            is_last_resort: where all refuse connections it is tried; False: an attempt at it costs another's work.
+        """
         record = self._records.get(name)
         if record is None:
-            self._records[name] = _Record(name, group)
-        else:
-            record.group = group
+            record = self._records[name] = _Record(name, group)
+        record.group, record.is_last_resort = group, is_last_resort
 
     def remove(self, name: str) -> None:
         self._records.pop(name, None)
@@ -178,6 +187,11 @@ class FailurePolicy:
     def is_ejected(self, name: str) -> bool:
         record = self._records.get(name)
         return record is not None and record.is_ejected
+
+    def is_refusing(self, name: str) -> bool:
+        """Whether it is ejected, and refused the last check a connection."""
+        record = self._records.get(name)
+        return record is not None and record.is_ejected and record.is_refusing
 
     # -- from requests
 
@@ -212,10 +226,12 @@ class FailurePolicy:
         sent = record.unanswered.pop(attempts, None)
         record.alive_s, record.is_new, record.is_quiet = now_s, False, False
         if sent is not None and is_good:
-            wait_s, usual_s = now_s - sent.sent_s, self._usual_s[sent.kind]
-            self._waits[sent.kind].add(wait_s)
+            sent_s, estimate_s, kind = sent
+            wait_s, usual_s = now_s - sent_s, self._usual_s[kind]
+            self._waits[kind].add(wait_s)
             record.answers += 1
-            record.slowness += wait_s / max(sent.estimate_s, usual_s, 1e-3)
+            least_s = usual_s if usual_s > 1e-3 else 1e-3
+            record.slowness += wait_s / (estimate_s if estimate_s > least_s else least_s)
         if server in self._doubted:
             record.evidence.take_back(attempts)  # late, but not without an answer
             attempts.remove_failure(server)
@@ -339,7 +355,8 @@ class FailurePolicy:
         if record is None:
             return
         if not why:
-            record.failed_checks, record.is_unreachable, record.checked_s = 0, False, began_s
+            record.failed_checks, record.checked_s = 0, began_s
+            record.is_unreachable = record.is_refusing = False
             record.good_checks += 1
             record.evidence.acquit(began_s)
             if record.is_bad and record.good_checks >= self.limits.successes:
@@ -349,7 +366,7 @@ class FailurePolicy:
         else:
             record.good_checks = 0
             record.failed_checks += 1
-            record.why, record.is_unreachable = why, is_refused or not is_reached
+            record.why, record.is_unreachable, record.is_refusing = why, is_refused or not is_reached, is_refused
             requests_agree = record.evidence.has_accusation or record.refused_until_s > began_s or record.is_quiet
             if is_refused and record.failed_checks > 1:
                 requests_agree = True
@@ -444,12 +461,8 @@ class FailurePolicy:
         return has_pressure and now_s < record.evidence.rests_until_s(None, self._clients(now_s))
 
     def take_decisions(self) -> list[Decision]:
-        decisions, self._decisions = self._decisions, []
+        decisions, self.decisions = self.decisions, []
         return decisions
-
-    @property
-    def has_decisions(self) -> bool:
-        return bool(self._decisions)
 
     def sweep(self, now_s: float) -> None:
         """Look for silent servers and rests that have ended; ``avoided`` does it, too."""
@@ -564,7 +577,7 @@ class FailurePolicy:
         record.is_check_due = self._are_checked and now_s - record.asked_s < CHECK_S
         if self._are_checked and not record.is_check_due:
             record.asked_s = now_s
-            self._decisions.append(Decision("check", record.name))
+            self.decisions.append(Decision("check", record.name))
 
     def _of(self, group: object) -> Iterable[_Record]:
         return (record for record in self._records.values() if record.group == group)
@@ -584,11 +597,11 @@ class FailurePolicy:
         if is_ejected and not record.is_ejected:
             record.why = record.why if record.is_bad else why
             record.is_ejected = True
-            self._decisions.append(Decision("eject", record.name, record.why))
+            self.decisions.append(Decision("eject", record.name, record.why))
             self._use(record.group)
         elif not is_ejected and record.is_ejected:
             record.is_ejected = False
-            self._decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
+            self.decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
             record.is_gone = False
             self._use(record.group)
         elif record.is_ejected:
@@ -604,11 +617,13 @@ class FailurePolicy:
         """Say which servers of a fleet get requests: all that are not ejected; all where too many are."""
         records = list(self._of(group))
         is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
+        used = {record for record in records if not record.is_ejected or (is_panic and not record.is_unreachable)}
+        used = used or {record for record in records if record.is_refusing and record.is_last_resort}
         for record in records:
-            is_used = not record.is_ejected or (is_panic and not record.is_unreachable)
+            is_used = record in used
             if is_used != record.is_used:
                 record.is_used = is_used
-                self._decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
+                self.decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
                 waiting = (*record.unanswered, *record.streams)
                 if not is_used and waiting:
-                    self._decisions.append(Decision("move", record.name, record.why, waiting))
+                    self.decisions.append(Decision("move", record.name, record.why, waiting))

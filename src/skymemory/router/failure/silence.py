@@ -64,7 +64,8 @@ class UsualWait:
 
     def add(self, wait_s: float) -> None:
         self._waits.append(wait_s)
-        self.longest_s = max(wait_s, FORGOTTEN * self.longest_s)
+        longest_s = FORGOTTEN * self.longest_s
+        self.longest_s = wait_s if wait_s > longest_s else longest_s
         self._is_current = False
 
     @property

@@ -109,9 +109,12 @@ class AccessControl:
         asked = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
         return replace(request, tenant=tenant.name, priority=min(asked, tenant.priority)), lease
 
-    def release(self, lease: QuotaLease, usage: Usage | None, now_s: float) -> None:
+    def release(self, lease: QuotaLease, usage: Usage | None, now_s: float, *, is_answered: bool = True) -> None:
+        """``is_answered``: the tenant got an answer, or part of one; else its tokens are given back."""
         if self.keys is not None:
-            tokens = None if usage is None else float(usage.prompt_tokens + (usage.output_tokens or 0))
+            tokens = None if is_answered else 0.0
+            if usage is not None:
+                tokens = float(usage.prompt_tokens + (usage.output_tokens or 0))
             self.keys.release(lease, tokens, now_s)
 
 

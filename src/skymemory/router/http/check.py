@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -101,7 +102,9 @@ async def _check_metrics(target: _Target, settings: Settings, by_events: bool, f
     if not settings.health.metrics_path:
         return
     try:
-        metrics = await fetch_metrics(target.session, target.url + settings.health.metrics_path, access=target.access)
+        metrics = await fetch_metrics(
+            partial(fetch, target.session), target.url + settings.health.metrics_path, access=target.access
+        )
     except UnreadableMetrics as error:
         found.metrics = "cannot be read"
         found.notes.append(f"metrics: {error}")

@@ -300,8 +300,8 @@ class Connection(asyncio.Protocol):
         self._seat: Seat[Connection] | None = None
         self._head_bytes = 0
         """Of an incomplete head, counted in ``arriving``."""
-        self._parsed_chunks = self._parsed_bytes = 0
-        """Of bodies, in the slice that is being parsed."""
+        self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
+        """Of the slice that is being parsed; and of bodies in it."""
         self._unread_bytes = 0
         """Counted in ``unread``, for ``_unread_by``."""
         self._unread_by = ""
@@ -366,7 +366,10 @@ class Connection(asyncio.Protocol):
         self._started = False
         if self._rest is not None:  # nothing should come while reading is paused
             data = bytes(self._take_rest()) + data
-        self._parse_slices(memoryview(data), SLICE_BYTES if len(data) >= YIELD_BYTES else len(data))
+        if len(data) >= YIELD_BYTES:
+            self._parse_slices(memoryview(data), SLICE_BYTES)
+        elif (rest := self._parse(data)) is not None:
+            self._parse_slices(memoryview(rest), len(rest))
 
     def _yield(self) -> None:
         """Read on in the next turn: an event loop may read megabytes of one connection before it serves another."""
@@ -404,10 +407,11 @@ class Connection(asyncio.Protocol):
         self._app.arriving.limit.change(self.holder, -len(rest))
         return rest
 
-    def _parse(self, data: memoryview) -> bytes | None:
+    def _parse(self, data: bytes | memoryview) -> bytes | None:
         """Parse a slice. Returns what has to be parsed again, instead of what is behind a declined upgrade."""
         before = self._reading
         self._parsed_chunks = 0
+        self._slice_bytes = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -422,7 +426,10 @@ class Connection(asyncio.Protocol):
             if not self._discarding:  # after "Connection: close" anything may follow
                 self._refuse(ApiError(400, f"malformed or ambiguous HTTP request: {error}"))
             return None
-        self._take_pieces(self._reading)
+        if self._pieces:
+            self._take_pieces(self._reading)
+        else:
+            self._parsed_bytes = 0
         if self._discarding:
             return None
         if self._in_head:
@@ -465,7 +472,9 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         raw, target = self._headers, self._target
         headers = Headers(raw)
-        head_bytes = len(target) + sum(map(len, chain.from_iterable(raw))) + 4 * len(raw)
+        head_bytes = self._partial_bytes + self._slice_bytes
+        if head_bytes > MAX_HEAD_BYTES:  # with what came before or behind it
+            head_bytes = len(target) + sum(map(len, chain.from_iterable(raw))) + 4 * len(raw)
         self._headers, self._target, self._partial_bytes = [], b"", 0
         request = self._reading = Incoming(
             self,
@@ -493,22 +502,20 @@ class Connection(asyncio.Protocol):
     def _take_pieces(self, request: Incoming | None) -> None:
         """Add to a body what the parser has found of it."""
         pieces = self._pieces
-        self._parsed_chunks += len(pieces)
         if not pieces:
             self._parsed_bytes = 0
             return
-        whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         count = len(pieces)
+        whole = pieces[0] if count == 1 else b"".join(pieces)
+        self._parsed_chunks += count
         pieces.clear()
         self._parsed_bytes = size_bytes = len(whole)
         if request is None or self._discarding:
             return
         app = self._app
-        limit = app.arriving.limit
-        has_room = limit.has_room(request.holder, size_bytes)
+        has_room = app.arriving.limit.add(request.holder, size_bytes)
         request.add(whole)
         request.chunks += count
-        limit.change(request.holder, size_bytes)
         if request.body_bytes > app.max_body_bytes:
             self._refuse(too_large(app.max_body_bytes))
         elif not has_room and not self._make_room(request, request.holder) and self._reading is request:

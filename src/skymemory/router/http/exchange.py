@@ -95,7 +95,15 @@ LARGE_BYTES = 1 << 20
 MOST_EXPANSION = 1032
 """Bytes that one byte of deflate can stand for, at most."""
 MOST_BACKOFFS = 5
-"""Of a request whose server gave no answer, while the budget of all requests allows no retry; 0.4 s together."""
+"""Of a request whose server gave no answer, while the budget of all requests allows no retry, or all servers refuse
+connections; 0.4 s together.
+"""
+UNANSWERED = frozenset(
+    ("unreachable", "no-server", "server-error", "client-error", "refused", "limited", "bad-request", "failed")
+)
+"""Outcomes of requests without an answer: they cost no tokens of a quota. What timed out, or was left by its client,
+may have been computed.
+"""
 _FORBIDDEN = (401, 403)
 _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
@@ -149,49 +157,50 @@ class Exchanges:
     """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
 
 
-class Exchange:
+class Exchange(Attempts):
     """One request; ``begin`` starts it, and ``done`` is called once at its end."""
 
     _left_out: frozenset[bytes] = frozenset()
     """Headers of clients that no server gets, beside those of ``headers_for_server``."""
 
+    # Of the class, until a request needs its own.
+    _reading: asyncio.Task[None] | None = None
+    _account: RequestAccount | None = None
+    _call: Call | None = None
+    _is_counted = False
+    """It is among the requests of the retry budget."""
+    _pause: asyncio.TimerHandle | None = None
+    """It backs off before its next attempt."""
+    _status, _wait_s = 0, 0.0
+    """Of the last attempt that was answered by a failure: its status, and its ``Retry-After``."""
+    _fault_of_answer: Fault | None = None
+    """The answer that is passed on is a server's failure, or that it is full."""
+    _head: ResponseHead | None = None
+    _reader: UsageReader | None = None
+    _stream: StreamContinuation | None = None
+    """What the client has of a stream that may go on at another server."""
+    _is_continued = False
+    _waits = False
+    """It is in the queue."""
+    _entry: Entry | None = None
+    """Its place in the queue, if it was in it."""
+    _streaming = False
+    """The client has the response's head: there is no other attempt."""
+    _translating: asyncio.Task[None] | None = None
+    """A thread translates it for its server."""
+    _translated: TranslatedResponse | None = None
+    """Of a request that goes to its server as a chat completion."""
+    _pieces = 0
+    """Of a response that has begun."""
+
     def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
+        self.client = incoming.remote if incoming.tenant is None else incoming.tenant.name
         self.incoming = incoming
         self._of = of
         self._log = RequestLog(incoming.began_s)
         self._done: Callable[[Incoming, RequestLog], None] | None = done
-        self._reading: asyncio.Task[None] | None = None
-        self._account: RequestAccount | None = None
-        self._call: Call | None = None
         self._tried: set[str] = set()
-        client = incoming.remote if incoming.tenant is None else incoming.tenant.name
-        self._attempts = Attempts(client, self)
         self._sends = Sends(1 + of.settings.retries.most)
-        self._is_counted = False
-        """It is among the requests of the retry budget."""
-        self._pause: asyncio.TimerHandle | None = None
-        """It backs off before its next attempt."""
-        self._status, self._wait_s = 0, 0.0
-        """Of the last attempt that was answered by a failure: its status, and its ``Retry-After``."""
-        self._fault_of_answer: Fault | None = None
-        """The answer that is passed on is a server's failure, or that it is full."""
-        self._head: ResponseHead | None = None
-        self._reader: UsageReader | None = None
-        self._stream: StreamContinuation | None = None
-        """What the client has of a stream that may go on at another server."""
-        self._is_continued = False
-        self._waits = False
-        """It is in the queue."""
-        self._entry: Entry | None = None
-        """Its place in the queue, if it was in it."""
-        self._streaming = False
-        """The client has the response's head: there is no other attempt."""
-        self._translating: asyncio.Task[None] | None = None
-        """A thread translates it for its server."""
-        self._translated: TranslatedResponse | None = None
-        """Of a request that goes to its server as a chat completion."""
-        self._pieces = 0
-        """Of a response that has begun."""
 
     # Its states, by what is set:
     #   _reading      a thread reads its prompt
@@ -205,8 +214,10 @@ class Exchange:
     # -- reading the prompt
 
     def begin(self) -> None:
-        packed = self.incoming.headers.first.get(b"content-encoding", b"").strip().lower()
         incoming = self.incoming
+        packed = incoming.headers.first.get(b"content-encoding", b"")
+        if packed:
+            packed = packed.strip().lower()
         is_long = incoming.is_in_pieces or (incoming.path in PROMPT_PATHS and not is_read_in_loop(incoming.body))
         if packed or is_long:
             self._read_in_thread(packed)
@@ -223,15 +234,17 @@ class Exchange:
             return path in API_PATHS and len(self.incoming.body) >= IN_THREAD_BYTES
         return path in PROMPT_PATHS
 
-    def _read(self, most_new: int | None = None) -> Request:
+    def _read(self, most_new: int | None = None, *, is_counted: bool = False) -> Request:
         incoming = self.incoming
-        return self._of.reader.read(incoming.path, incoming.headers, incoming.body, incoming.remote, most_new)
+        return self._of.reader.read(
+            incoming.path, incoming.headers, incoming.body, incoming.remote, most_new, is_counted=is_counted
+        )
 
     def _tokenize(self) -> None:
         """Read the prompt here, if most of its tokens are cached, else in a thread."""
         if len(self.incoming.body) < IN_THREAD_BYTES:
             try:
-                read = self._read(MAX_NEW_LETTERS)
+                read = self._read(MAX_NEW_LETTERS, is_counted=True)
             except TooMuchNewText:
                 pass
             except ApiError as error:
@@ -284,7 +297,7 @@ class Exchange:
                 read, self._scheduler = without_prompt(max(1, len(incoming.body) // BYTES_PER_TOKEN)), of.least_load
             elif read is None:
                 began_s = time.perf_counter()
-                read = self._read()
+                read = self._read(is_counted=True)
                 of.metrics.read_seconds.observe(time.perf_counter() - began_s)
             if incoming.tenant is not None:
                 read, self._log.lease = of.access.acquire(incoming, read, time.monotonic())
@@ -292,7 +305,7 @@ class Exchange:
             now_s = time.monotonic()
             self._is_counted = True
             of.retries.on_request(now_s)
-            of.backends.policy.on_request(self._attempts.client, now_s)
+            of.backends.policy.on_request(self.client, now_s)
             of.deferred.flush()  # may free room, and call requests that wait for it
             incoming.listener = self
             if of.room is None or of.room.is_open_to(read):
@@ -385,7 +398,7 @@ class Exchange:
         return scheduler.place_again(before, now_s, able)
 
     def _avoided(self, now_s: float) -> Set[str]:
-        return self._of.backends.avoided(self._attempts.client, now_s, is_retry=bool(self._tried))
+        return self._of.backends.avoided(self.client, now_s, is_retry=bool(self._tried))
 
     def _send(self, placement: Placement) -> None:
         incoming, now_s = self.incoming, time.monotonic()
@@ -395,7 +408,7 @@ class Exchange:
         incoming.connection.deadline.set(self._of.settings.timeouts.first_byte_s, self._first_byte_timeout)
         self._head = self._fault_of_answer = self._translated = None
         kind = NO_PROMPT if self._scheduler is self._of.least_load else FIRST_TOKEN if self._request.streams else WHOLE
-        self._of.backends.policy.on_sent(self._attempts, server, now_s, decision.estimated_ttft_s or 0.0, kind)
+        self._of.backends.policy.on_sent(self, server, now_s, decision.estimated_ttft_s or 0.0, kind)
         if incoming.path in API_PATHS and self._of.missing_apis.is_missing(server, incoming.path, now_s):
             self._send_translated(server)
             return
@@ -477,7 +490,7 @@ class Exchange:
         most = RULES[fault].retries
         return (
             not self._is_last
-            and (most is None or self._attempts.retries.get(fault, 0) < most)
+            and (most is None or self.retries.get(fault, 0) < most)
             and self._of.backends.has_other(self._request, self._tried, server)
         )
 
@@ -502,16 +515,23 @@ class Exchange:
         result.why = f"{server}: {why}"
         may_retry = self._may_retry(fault, server)
         self._end_attempt(account)
-        if not may_retry:
+        may_wait = not may_retry and self._may_wait_for_any(fault)
+        if not may_retry and not may_wait:
             self._fail(self._no_answer("" if self._is_last else ", and no other takes requests"))
             return
         self._count_retry(server, fault)
+        if may_wait:
+            self._tried.clear()
         self._of.deferred.flush()
-        if RULES[fault].backs_off:
+        if RULES[fault].backs_off or may_wait:
             self.incoming.connection.deadline.clear()
             self._back_off(server, fault, result.retries, is_paid)
         else:
             self._again(server, fault, result.retries, is_paid)
+
+    def _may_wait_for_any(self, fault: Fault) -> bool:
+        """Whether all refuse connections, and nothing was sent: a server that starts again may take it in a moment."""
+        return fault is Fault.REFUSED and not self._sends.count and self._log.retries < MOST_BACKOFFS
 
     def _end_attempt(self, account: RequestAccount) -> None:
         self._drop_call()
@@ -521,7 +541,7 @@ class Exchange:
         self._log.retries += 1
         self._of.metrics.of(server).retries += 1
         self._tried.add(server)
-        self._attempts.count_retry(fault)
+        self.count_retry(fault)
 
     def _back_off(self, server: str, fault: Fault, number: int, is_paid: bool) -> None:
         again = partial(self._again, server, fault, number, is_paid)
@@ -543,8 +563,8 @@ class Exchange:
 
     def _no_answer(self, more: str = "") -> ApiError:
         """502; 503 if no server was even reached; 429 or 503 if that was the last server's answer."""
-        if self._attempts.failed:
-            self._of.backends.on_end(self._attempts, time.monotonic())
+        if self.failed:
+            self._of.backends.on_end(self, time.monotonic())
         status = self._status if self._status in (429, 503) else 502 if self._sends.count else 503
         retry_after_s = None if status == 502 else math.ceil(max(self._wait_s, self._of.settings.health.every_s))
         return ApiError(status, f"no answer from server {self._log.why}{more}", retry_after_s=retry_after_s)
@@ -572,7 +592,7 @@ class Exchange:
             if self._streaming:
                 self._goes_on(f"it was ejected ({why})")  # where that is impossible, the server may yet send the rest
             elif self._may_retry(Fault.SILENT, server):
-                self._of.backends.on_fault(self._attempts, server, Fault.SILENT, time.monotonic())
+                self._of.backends.on_fault(self, server, Fault.SILENT, time.monotonic())
                 self._retry(f"it was ejected ({why})", Fault.SILENT)
         except Exception:
             self._fault()
@@ -614,7 +634,7 @@ class Exchange:
         server, why = account.decision.server, f"it answered {head.status}"
         wait_s = retry_after_s(head.headers.first.get(b"retry-after", b"")) or 0.0
         self._status, self._wait_s = head.status, wait_s
-        of.backends.on_fault(self._attempts, server, fault, now_s, wait_s)
+        of.backends.on_fault(self, server, fault, now_s, wait_s)
         if head.status in of.settings.retries.statuses:
             if self._may_retry(fault, server) and self._may_spend(fault, server):
                 self._retry(why, fault, is_paid=True)
@@ -624,16 +644,18 @@ class Exchange:
                 self._requeue(room, why)
                 return
         self._head, self._fault_of_answer = head, fault
-        of.backends.on_end(self._attempts, now_s)
+        of.backends.on_end(self, now_s)
 
     def response_data(self, piece: bytes, ended: bool) -> None:
         try:
             if self._streaming:
                 self._pass_on(piece, ended)
-            elif (why := self._is_no_answer(piece, ended)) and self._asks_another(why):
                 return
-            else:
-                self._begin(piece, ended)
+            head = self._head
+            is_plain = piece and head is not None and head.headers.first.get(b"content-type") == b"application/json"
+            if not is_plain and (why := self._is_no_answer(piece, ended)) and self._asks_another(why):
+                return
+            self._begin(piece, ended)
         except Exception:
             self._fault()
 
@@ -649,11 +671,11 @@ class Exchange:
         self._call = None
         backends, server = self._of.backends, account.decision.server
         if self._streaming:
-            backends.on_fault(self._attempts, server, Fault.BROKEN, time.monotonic())
+            backends.on_fault(self, server, Fault.BROKEN, time.monotonic())
             self._go_on_or_cut(str(error))
             return
         fault, self._status = fault_of_error(error), 0
-        backends.on_fault(self._attempts, server, fault, time.monotonic())
+        backends.on_fault(self, server, fault, time.monotonic())
         self._retry(str(error), fault)
 
     def _is_no_answer(self, piece: bytes, ended: bool) -> str:
@@ -672,11 +694,11 @@ class Exchange:
         account, backends = self._account, self._of.backends
         assert account is not None
         server = account.decision.server
-        backends.on_fault(self._attempts, server, Fault.ERROR, time.monotonic())
+        backends.on_fault(self, server, Fault.ERROR, time.monotonic())
         if self._may_retry(Fault.ERROR, server) and self._may_spend(Fault.ERROR, server):
             self._retry(why, Fault.ERROR, is_paid=True)
             return True
-        backends.on_end(self._attempts, time.monotonic())
+        backends.on_end(self, time.monotonic())
         self._fault_of_answer = Fault.ERROR
         return False
 
@@ -689,7 +711,7 @@ class Exchange:
         if self._fault_of_answer is None:
             is_good = response.status < 400
             is_whole = ended and not response.headers.first.get(b"content-type", b"").startswith(_EVENT_STREAM)
-            self._of.backends.on_answer(self._attempts, account.decision.server, time.monotonic(), is_good, is_whole)
+            self._of.backends.on_answer(self, account.decision.server, time.monotonic(), is_good, is_whole)
         result.status = response.status
         headers, first = response.headers, response.headers.first
         self._reader = reader = UsageReader(first.get(b"content-type", b""), first.get(b"content-encoding", b""))
@@ -731,7 +753,7 @@ class Exchange:
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
         assert response is not None and reader is not None
-        self._attempts.heard_s = time.monotonic()
+        self.heard_s = time.monotonic()
         self._pieces += 1
         if (stream := self._stream) is not None:
             piece = stream.add(piece, ended)
@@ -762,10 +784,12 @@ class Exchange:
             connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
 
     def _on_complete(self, is_good: bool) -> None:
-        account = self._account
+        account, reader = self._account, self._reader
+        if self._pieces == 1 and reader is not None and not reader.streams:
+            return  # it began whole
         if account is not None and self._fault_of_answer is None:
             server = account.decision.server
-            self._of.backends.on_complete(self._attempts, server, time.monotonic(), self._pieces, is_good)
+            self._of.backends.on_complete(self, server, time.monotonic(), self._pieces, is_good)
 
     def _pass_on_part(self, piece: bytes, head: bytes) -> None:
         """A stream has ended, and neither its last event nor a reason to finish has come."""
@@ -775,7 +799,7 @@ class Exchange:
         if head or piece:
             self._pass_on(piece, False, head)
         self._stream = stream
-        self._of.backends.on_fault(self._attempts, account.decision.server, Fault.BROKEN, time.monotonic())
+        self._of.backends.on_fault(self, account.decision.server, Fault.BROKEN, time.monotonic())
         self._go_on_or_cut("it ended its answer before the last event")
 
     # -- a stream goes on at another server: the client's response stays, and what it has of it is in `_stream`
@@ -795,7 +819,7 @@ class Exchange:
         if not self._goes_on(why):
             self._drop_call()
             self._log.outcome = "broken"
-            self._of.backends.on_end(self._attempts, time.monotonic())
+            self._of.backends.on_end(self, time.monotonic())
             self._cut("the server went away in the middle of its answer")
 
     def _goes_on(self, why: str) -> bool:
@@ -831,7 +855,7 @@ class Exchange:
         if head or piece:
             self._pass_on(piece, False, head)
         self._stream = stream
-        self._of.backends.on_fault(self._attempts, account.decision.server, Fault.ERROR, time.monotonic())
+        self._of.backends.on_fault(self, account.decision.server, Fault.ERROR, time.monotonic())
         if not self._goes_on(failure):
             self._stream = None
             self._pass_on(withheld, ended)
@@ -862,7 +886,7 @@ class Exchange:
         server, pool = account.decision.server, of.pools[account.decision.server]
         incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._idle_timeout)
         estimate_s = account.decision.estimated_ttft_s or 0.0
-        of.backends.policy.on_sent(self._attempts, server, now_s, estimate_s, FIRST_TOKEN)
+        of.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
         head = request_head(incoming, pool, len(rest.body), of.via, self._left_out)
         self._call = pool.ask(self, head, rest.body, True, self._sends)
 
@@ -873,13 +897,13 @@ class Exchange:
         if head.status != 200 or not is_stream or first.get(b"content-encoding"):
             try:
                 if (fault := fault_of(head.status, b"retry-after" in first)) is not None:
-                    self._of.backends.on_fault(self._attempts, account.decision.server, fault, time.monotonic())
+                    self._of.backends.on_fault(self, account.decision.server, fault, time.monotonic())
                 self._go_on_or_cut(f"it answered {head.status} to the request for the rest")
             except Exception:
                 self._fault()
             return
         now_s = time.monotonic()
-        self._of.backends.on_answer(self._attempts, account.decision.server, now_s, True, is_whole=False)
+        self._of.backends.on_answer(self, account.decision.server, now_s, True, is_whole=False)
         self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
@@ -963,7 +987,7 @@ class Exchange:
         if call is not None:
             call.close()
         if (call is not None or translating is not None) and self._account is not None:
-            self._of.backends.on_dropped(self._attempts, self._account.decision.server, time.monotonic())
+            self._of.backends.on_dropped(self, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:
         """An exception of the router's own. A response that has begun is cut: an error page behind it would be read as

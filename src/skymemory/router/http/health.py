@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
-from yarl import URL
 
-from skymemory.errors import connection_reason
 from skymemory.router.backends import Backends, KnownServer
-from skymemory.router.engines.metrics import MetricsWatch, NoAnswer, fetch
+from skymemory.router.engines.metrics import MetricsWatch, NoAnswer
+from skymemory.router.http.pages import Pages, get_status, reason_of
+from skymemory.router.http.upstream import UpstreamError
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
@@ -38,31 +37,26 @@ class HealthWatch:
 
     def __init__(
         self,
-        checks: aiohttp.ClientSession,
-        pages: aiohttp.ClientSession,
         backends: Backends,
         access: Mapping[str, Access],
         on_fault: Callable[[], None],
     ) -> None:
         """
         Args:
-            checks: makes a connection for each check.
-            pages: for models and metrics; keeps its connections.
             access: TLS and keys by server.
             on_fault: called for each unexpected exception.
         """
-        self._checks = checks
-        self._pages = pages
+        self._pages = Pages()
         self._backends = backends
         self._access = access
         self._on_fault = on_fault
         self._metrics = MetricsWatch(
-            backends.server, pages, every_s=backends.health.metrics_every_s, read=backends.reported
+            backends.server, self._pages.fetch, every_s=backends.health.metrics_every_s, read=backends.reported
         )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
         self._wanted: dict[str, asyncio.Event] = {}
         """By server: its next check is wanted now."""
-        self._reviewing: asyncio.Task[None] | None = None
+        self._reviewing: asyncio.TimerHandle | None = None
 
     def check_now(self, name: str) -> None:
         """Check a server at once: requests failed there. A check under way began before, and is followed by another."""
@@ -72,8 +66,9 @@ class HealthWatch:
     def follow(self) -> None:
         """Watch the present servers, and no others."""
         if self._reviewing is None:
-            self._reviewing = asyncio.create_task(self._review_forever(), name="silent servers")
+            self._schedule_review()
         wanted = set(self._backends.known.values())
+        self._pages.keep_only([known.backend.url for known in wanted])
         for name in self._wanted.keys() - self._backends.known.keys():
             del self._wanted[name]
         for known in self._tasks.keys() - wanted:
@@ -96,20 +91,25 @@ class HealthWatch:
                 self._metrics.follow(name, *wanted_page)
 
     async def stop(self) -> None:
-        tasks = [*self._tasks.values(), self._reviewing]
+        tasks = list(self._tasks.values())
         self._tasks.clear()
-        self._reviewing = None
+        if self._reviewing is not None:
+            self._reviewing.cancel()
+            self._reviewing = None
         await cancel(tasks)
         await self._metrics.close()
+        self._pages.close()
 
-    async def _review_forever(self) -> None:
-        while True:
-            await asyncio.sleep(REVIEW_S)
-            try:
-                self._backends.review(time.monotonic())
-            except Exception:
-                self._on_fault()
-                log.exception("review of servers")
+    def _schedule_review(self) -> None:
+        self._reviewing = asyncio.get_running_loop().call_later(REVIEW_S, self._review)
+
+    def _review(self) -> None:
+        self._schedule_review()
+        try:
+            self._backends.review(time.monotonic())
+        except Exception:
+            self._on_fault()
+            log.exception("review of servers")
 
     async def _check_forever(self, known: KnownServer) -> None:
         models_due_s = 0.0
@@ -141,24 +141,20 @@ class HealthWatch:
 
     async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
         """Why a server is not well (empty: it is), whether it was reached, and whether it refused the connection."""
-        health, name = self._backends.health, known.backend.name
+        health, access = self._backends.health, self._access.get(known.backend.name, Access())
         try:
-            async with asyncio.timeout(health.timeout_s):
-                url, access = known.backend.url + health.path, self._access.get(name, Access())
-                async with self._checks.get(
-                    URL(url, encoded=True), headers=access.headers, allow_redirects=False, ssl=access.tls or True
-                ) as answer:
-                    is_well = 200 <= answer.status < 300
-                    return "" if is_well else f"{health.path} answered {answer.status}", True, False
+            status = await get_status(known.backend.url + health.path, access, health.timeout_s)
         except TimeoutError:
             return f"{health.path}: no answer within {health.timeout_s:g} s", True, False
-        except aiohttp.ClientConnectorError as error:
+        except UpstreamError as error:
             # Only a refused connection means that the process, and its cache, is gone: an unknown name or a wrong
             # certificate does not.
-            refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            return connection_reason(error), False, refused
-        except (aiohttp.ClientError, OSError) as error:
-            return f"{health.path}: {connection_reason(error)}", True, False
+            why = reason_of(error)
+            return f"{health.path}: {why}" if error.connected else why, error.connected, error.refused
+        except ValueError as error:
+            return f"{health.path}: {error}", True, False
+        is_well = 200 <= status < 300
+        return "" if is_well else f"{health.path} answered {status}", True, False
 
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
         """A server's /v1/models, by id.
@@ -168,5 +164,5 @@ class HealthWatch:
         """
         url, access = known.backend.url + "/v1/models", self._access.get(known.backend.name, Access())
         timeout_s = self._backends.health.timeout_s
-        body = await fetch(self._pages, url, access, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
+        body = await self._pages.fetch(url, access, timeout_s=timeout_s, max_bytes=MAX_MODELS_BYTES)
         return {entry["id"]: entry for entry in _models.decode(body).data if isinstance(entry.get("id"), str)}

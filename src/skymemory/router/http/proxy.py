@@ -28,7 +28,7 @@ from skymemory.router.decoding import alone_schedulers
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Connection, Incoming
 from skymemory.router.http.elastic import ElasticRoles
-from skymemory.router.http.exchange import Exchange, Exchanges, RequestLog, outcome_of, send_error
+from skymemory.router.http.exchange import UNANSWERED, Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
 from skymemory.router.http.upstream import Pools
 from skymemory.router.limits.connections import ConnectionTable, State
@@ -241,7 +241,7 @@ class Proxy:
         return paths.goes_to_server(path, self.settings.unknown_paths == BY_LOAD)
 
     def _forward(self, request: Incoming) -> None:
-        if (looped := self._exchanges.via.refusal(request.headers)) is not None:
+        if b"via" in request.headers.first and (looped := self._exchanges.via.refusal(request.headers)) is not None:
             self.refuse(request, looped)
             return
         slots, holder = self._slots, request.holder
@@ -278,7 +278,8 @@ class Proxy:
     def _ended(self, request: Incoming, result: RequestLog) -> None:
         server = "" if result.decision is None else result.decision.server
         if result.lease is not None:
-            self._access.release(result.lease, result.usage, time.monotonic())
+            is_answered = result.outcome not in UNANSWERED
+            self._access.release(result.lease, result.usage, time.monotonic(), is_answered=is_answered)
         counted, usage = self.metrics.ended(server, result.outcome, result.ttft_s), result.usage
         if usage is not None and usage.cached_tokens is not None and result.prefill is None:
             counted.reported_tokens += usage.prompt_tokens
@@ -318,7 +319,7 @@ class Proxy:
         reasons = ["the router is stopping, and finishes the requests it has"] if self.draining else []
         able = 0
         for name, known in self.backends.known.items():
-            if known.server.takes_requests:
+            if known.server.takes_requests and not self.backends.policy.is_refusing(name):
                 able += 1
             if known.why:
                 reasons.append(f"server {name} is ejected: {known.why}")

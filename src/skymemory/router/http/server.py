@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import aiohttp
-
 from skymemory.addresses import format_address, host_and_port
 from skymemory.conductor.picker import Fleet, Picker
 from skymemory.conductor.scheduler import Scheduler
@@ -31,7 +29,7 @@ from skymemory.router.http.listener import Listener
 from skymemory.router.http.proxy import Proxy
 from skymemory.router.http.sidecar import NamedPrefillers, SidecarExchange, SidecarProxy
 from skymemory.router.http.two_steps import TwoStepExchange
-from skymemory.router.http.upstream import KEEP_S, Pools
+from skymemory.router.http.upstream import Pools
 from skymemory.router.limits.files import raise_open_files
 from skymemory.router.metrics import ProxyMetrics
 from skymemory.router.prefix_state import PrefixState, ReplicaFigures
@@ -62,7 +60,9 @@ class ProxyServer:
         self.scheduler = Scheduler(self.picker, decode, rule_of(settings), forecast_of(decode))
         self.pools = Pools()
         self.backends = Backends(self.picker, settings.health, decode=decode)
-        self.metrics = ProxyMetrics(fleet, decode.fleet if decode else None, self.backends.role_of)
+        self.metrics = ProxyMetrics(
+            fleet, decode.fleet if decode else None, self.backends.role_of, self.backends.policy.is_ejected
+        )
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
         self.reader = PromptReader(settings, self.backends.adapters)
         self.events = EventsWatch(self.prefix_state.scorer, self.backends)
@@ -103,15 +103,8 @@ class ProxyServer:
         deferred = DeferredWork(lambda: self.metrics.faults.labels("account").inc())
         deferred.schedule = loop.call_soon
         host, port = host_and_port(settings.listen)
-        self._pages = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), cookie_jar=aiohttp.DummyCookieJar()
-        )
-        # A connection that is kept would find a server well whose address refuses new ones.
-        self._checks = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), cookie_jar=aiohttp.DummyCookieJar()
-        )
         try:
-            self._health = HealthWatch(self._checks, self._pages, self.backends, self.pools.access, self._faulted)
+            self._health = HealthWatch(self.backends, self.pools.access, self._faulted)
             self.backends.on_check_wanted = self._health.check_now
             self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
@@ -125,8 +118,6 @@ class ProxyServer:
                 raise SkyMemoryError(cannot_listen(settings.listen, error)) from error
         except BaseException:
             await self.prefix_state.close(keep=False)
-            await self._pages.close()
-            await self._checks.close()
             raise
         missing = [
             what for what, has in (("TLS", settings.door.tls_cert), ("API keys", settings.door.api_keys)) if not has
@@ -229,8 +220,6 @@ class ProxyServer:
         self.proxy.stop()
         await self.prefix_state.close()
         self.pools.close()
-        await self._pages.close()
-        await self._checks.close()
 
 
 async def serve(

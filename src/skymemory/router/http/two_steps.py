@@ -174,7 +174,7 @@ class TwoStepExchange(Exchange):
         pool = self._of.pools[server]
         head = self._head_for(pool, body, self._left_out | _READ_HERE)
         now_s, estimate_s = time.monotonic(), account.prefill.estimated_ttft_s or 0.0
-        self._of.backends.policy.on_sent(self._attempts, server, now_s, estimate_s, FIRST_TOKEN)
+        self._of.backends.policy.on_sent(self, server, now_s, estimate_s, FIRST_TOKEN)
         if self._prefill_sends is None:
             self._prefill_sends = Sends(self._sends.most)
         self._prefill = _PrefillCall(self, server, self._of.settings.disaggregation.prefill_s)
@@ -199,7 +199,7 @@ class TwoStepExchange(Exchange):
             return
         of, account, now_s = self._of, self._pair, time.monotonic()
         self._prefill, self._prefill_usage = None, answer.usage
-        of.backends.on_answer(self._attempts, server, now_s)
+        of.backends.on_answer(self, server, now_s)
         if answer.usage is not None and answer.usage.cached_tokens is not None:
             counted = of.metrics.of(server)
             counted.reported_tokens += answer.usage.prompt_tokens
@@ -223,9 +223,9 @@ class TwoStepExchange(Exchange):
         self._prefill = None
         of.metrics.prefilled(server, "failed")
         if fault is None:
-            of.backends.on_dropped(self._attempts, server, now_s)
+            of.backends.on_dropped(self, server, now_s)
         else:
-            of.backends.on_fault(self._attempts, server, fault, now_s)
+            of.backends.on_fault(self, server, fault, now_s)
         self._tried.add(server)
         result.why = f"{server}: {why}"
         sends = self._prefill_sends
@@ -294,7 +294,7 @@ class TwoStepExchange(Exchange):
     def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
         """The request is wrong, by the first server that read it: the client gets its answer."""
         self._prefill = None
-        self._of.backends.on_answer(self._attempts, server, time.monotonic(), is_good=False)
+        self._of.backends.on_answer(self, server, time.monotonic(), is_good=False)
         self._of.metrics.prefilled(server, "client-error")
         if self._streaming:
             self._pair.prefill_lost(time.monotonic())
@@ -326,7 +326,7 @@ class TwoStepExchange(Exchange):
         incoming.connection.deadline.set(of.settings.timeouts.first_byte_s, self._first_byte_timeout)
         self._head, self._log.decision, self._fault_of_answer = None, account.decision, None
         kind = DECODED if self._is_streamed else WHOLE
-        of.backends.policy.on_sent(self._attempts, account.decision.server, time.monotonic(), 0.0, kind)
+        of.backends.policy.on_sent(self, account.decision.server, time.monotonic(), 0.0, kind)
         if self._prefill is None and not self._is_streamed:
             self._since_s = time.monotonic()
             account.first_byte(self._since_s)
@@ -444,7 +444,7 @@ class TwoStepExchange(Exchange):
             self._prefill_pause = None
         if prefill is not None:
             prefill.drop()
-            self._of.backends.on_dropped(self._attempts, prefill.server, time.monotonic())
+            self._of.backends.on_dropped(self, prefill.server, time.monotonic())
             self._of.metrics.prefilled(prefill.server, "dropped")
         super()._finish()
 

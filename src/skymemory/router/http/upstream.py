@@ -44,11 +44,15 @@ JOIN_BYTES = 65_536
 class UpstreamError(Exception):
     """No response, or an incomplete one.
 
-    ``connected``: there was a connection. ``refused``: the server's address refused one.
+    ``connected``: there was a connection. ``refused``: the server's address refused one. ``cause``: becomes
+    ``__cause__``, as the error is seldom raised.
     """
 
-    def __init__(self, why: str, *, connected: bool = True, refused: bool = False) -> None:
+    def __init__(
+        self, why: str, *, connected: bool = True, refused: bool = False, cause: BaseException | None = None
+    ) -> None:
         super().__init__(why)
+        self.__cause__ = cause
         self.connected = connected
         self.refused = refused
 
@@ -65,8 +69,9 @@ class ResponseHead:
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
-        codings = transfer_codings(headers.all_of(b"transfer-encoding"))
-        if codings not in ([], [CHUNKED]):
+        is_coded = b"transfer-encoding" in headers.first
+        codings = transfer_codings(headers.all_of(b"transfer-encoding")) if is_coded else []
+        if codings and codings != [CHUNKED]:
             # The router asks for no other one, and a client must not get a body whose coding no header names any more.
             shown = b", ".join(codings)[:100].decode("latin-1")
             raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
@@ -145,6 +150,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._call: Call | None = None
         self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._reason = b""
+        self._head: ResponseHead | None = None
+        self._pieces: list[bytes] = []
         self._paused = False
         self.gone = False
         """No further request can be sent on it."""
@@ -163,13 +173,9 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._call = call
         self._fresh = fresh
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._reason = b""
-        self._head: ResponseHead | None = None
+        self._head = None
         self._head_bytes = 0
-        self._pieces: list[bytes] = []
-        self._begun = self._ended = self._is_at_eof = self._ends_at_eof = False
+        self._begun = self._ended = self._is_at_eof = self._ends_at_eof = self._is_old = False
         if len(call.body) <= JOIN_BYTES:
             transport.write(call.head + call.body)
         else:
@@ -248,7 +254,8 @@ class UpstreamConnection(asyncio.Protocol):
         why = f"it {how} the connection {when}"
         if error is not None and how != "reset":
             why += f": {error}"
-        self._failed(call, self._fresh or self._begun, UpstreamError(why))
+        cause = error or ConnectionResetError() if head is None else None
+        self._failed(call, self._fresh or self._begun, UpstreamError(why, cause=cause))
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
         # A kept connection may have been closed while it was idle, which servers do. Whether the request was read is
@@ -271,8 +278,10 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
         reason, self._reason = self._reason, b""
-        if self._parser.get_http_version() not in ("1.0", "1.1"):
-            raise UpstreamError(f"it speaks HTTP/{self._parser.get_http_version()}; expected 1.0 or 1.1")
+        version = self._parser.get_http_version()
+        if version != "1.1" and version != "1.0":
+            raise UpstreamError(f"it speaks HTTP/{version}; expected 1.0 or 1.1")
+        self._is_old = version == "1.0"
         if 100 <= status < 200:
             return  # informational
         self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
@@ -289,9 +298,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head is None:
             return
         self._ended = True
-        if not self._parser.should_keep_alive() or (
-            self._parser.get_http_version() == "1.0" and b"transfer-encoding" in self._head.headers.first
-        ):
+        if not self._parser.should_keep_alive() or (self._is_old and b"transfer-encoding" in self._head.headers.first):
             self.gone = True  # HTTP/1.0 has no chunks: what follows is not to be trusted (RFC 9112, section 6.1)
 
     # -- from the caller
@@ -441,11 +448,11 @@ class Pool:
         try:
             async with asyncio.timeout(self.connect_s):
                 connection = await self._open()
-        except TimeoutError:
-            call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False))
+        except TimeoutError as error:
+            call.lost(UpstreamError(f"no connection within {self.connect_s:g} s", connected=False, cause=error))
         except OSError as error:
-            refused = refuses_connections(error)
-            call.lost(UpstreamError(f"no connection: {os_reason(error)}", connected=False, refused=refused))
+            why, refused = f"no connection: {os_reason(error)}", refuses_connections(error)
+            call.lost(UpstreamError(why, connected=False, refused=refused, cause=error))
         else:
             if call.receiver is None:
                 self.give_back(connection)

@@ -82,6 +82,13 @@ class SharedLimit:
         free = self.most - self.held
         return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
 
+    def add(self, holder: Hashable, amount: int) -> bool:
+        """``change``; whether there was room for it before."""
+        free, mine = self.most - self.held, self._by_holder.get(holder, 0)
+        self.held += amount
+        self._by_holder[holder] = mine + amount
+        return amount <= free and mine < self.PART * free
+
     def take(self, holder: Hashable) -> bool:
         """Add 1 for a holder that has room; False: it has none."""
         free = self.most - self.held

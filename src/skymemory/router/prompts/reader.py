@@ -89,11 +89,19 @@ class PromptReader:
         """Also hash each block on its own: that strategy compares them."""
 
     def read(
-        self, path: str, headers: Mapping[str, str], body: bytes, client: str = "", most_new: int | None = None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        client: str = "",
+        most_new: int | None = None,
+        *,
+        is_counted: bool = False,
     ) -> Request:
         """
         Args:
             most_new: letters that may be tokenized; None: any number.
+            is_counted: the body is known to hold few items (``is_read_in_loop``).
             path: of the request, with or without a query.
             headers: by lower-case names.
             client: its address, which identifies its session where nothing better does.
@@ -110,7 +118,8 @@ class PromptReader:
             )
         if len(body) > self.max_body_bytes:
             raise ApiError(413, f"the body has {len(body)} bytes; at most {self.max_body_bytes} are allowed")
-        check_items(body, path == COMPLETIONS)
+        if not is_counted:
+            check_items(body, path == COMPLETIONS)
         if path in API_PATHS:
             path, body = CHAT_COMPLETIONS, prompt_body(path, body)
         read = read_body(body)
@@ -119,7 +128,7 @@ class PromptReader:
         data, tokens = (
             self._completion(read, salt, most_new) if path == COMPLETIONS else self._chat(read, salt, most_new)
         )
-        clients, user = self._clients, _name_of(read.user)
+        clients = self._clients
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
             model=model,
@@ -127,7 +136,7 @@ class PromptReader:
             salt=salt,
             session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
             output_tokens=output_limit(read),
-            tenant="" if clients is None else clients.tenant(headers, user),
+            tenant="" if clients is None else clients.tenant(headers, _name_of(read.user)),
             streams=bytes(read.stream).strip() == b"true",
             priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
             slo=promised(headers, self._slo) if self._promises else None,

@@ -1,0 +1,164 @@
+"""The router's own requests to servers: pages, such as metrics and model lists, and the status of a health check."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from skymemory.errors import connection_reason
+from skymemory.router.engines.metrics import NoAnswer
+from skymemory.router.http.upstream import Pool, ResponseHead, UpstreamError
+from skymemory.router.tls import Access
+
+# No compression: a few bytes could expand to gigabytes.
+_HEAD = b"GET %b HTTP/1.1\r\nHost: %b\r\nUser-Agent: skymemory\r\nAccept: */*\r\nAccept-Encoding: identity\r\n%b%b\r\n"
+_CLOSE = b"Connection: close\r\n"
+_TARGET = re.compile(r"/[!-~]*")
+
+
+class Pages:
+    """Gets pages over connections that are kept, for each page its own: a slow one delays no other."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Page] = {}
+        """By URL."""
+
+    async def fetch(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
+        """See ``engines.metrics.Fetch``."""
+        response = _Response(max_bytes)
+        try:
+            page = self._page(url, access)
+            page.pool.connect_s = timeout_s
+            await _get(page, response, timeout_s)
+        except TimeoutError as error:
+            raise NoAnswer(f"did not answer within {timeout_s:g} s") from error
+        except UpstreamError as error:
+            raise NoAnswer(reason_of(error)) from error
+        except ValueError as error:
+            raise NoAnswer(str(error)) from error
+        if not response.is_good:
+            raise NoAnswer(f"answered {response.status}")
+        if response.is_coded:
+            raise NoAnswer("answered compressed, though identity was requested")
+        if len(response.body) > max_bytes:
+            raise NoAnswer(f"answered more than {max_bytes} B")
+        return bytes(response.body)
+
+    def _page(self, url: str, access: Access) -> _Page:
+        page = self._known.get(url)
+        if page is None or page.access != access:
+            if page is not None:
+                page.pool.close()
+            page = self._known[url] = _page(url, access)
+        return page
+
+    def keep_only(self, servers: Collection[str]) -> None:
+        """Drop the connections to all servers but those at these URLs."""
+        kept = tuple(f"{server}/" for server in servers)
+        for url in [url for url in self._known if not url.startswith(kept)]:
+            self._known.pop(url).pool.close()
+
+    def close(self) -> None:
+        self.keep_only(())
+
+
+async def get_status(url: str, access: Access, timeout_s: float) -> int:
+    """The status of a page, over a new connection: a kept one says nothing of whether the server accepts any.
+
+    Raises:
+        TimeoutError: no status within ``timeout_s``.
+        UpstreamError: no connection, or no response.
+        ValueError: a malformed URL.
+    """
+    page, response = _page(url, access, timeout_s, _CLOSE), _Response(0)
+    try:
+        await _get(page, response, timeout_s)
+    finally:
+        page.pool.close()
+    return response.status
+
+
+def reason_of(error: UpstreamError) -> str:
+    return str(error) if error.__cause__ is None else connection_reason(error.__cause__)
+
+
+class _Page(NamedTuple):
+    access: Access
+    pool: Pool
+    head: bytes
+    """The request."""
+
+
+def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -> _Page:
+    """
+    Args:
+        more: further header lines of the request.
+
+    Raises:
+        ValueError: a malformed URL.
+    """
+    parts = urlsplit(url)
+    target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+    if not _TARGET.fullmatch(target):
+        raise ValueError(f"its path is {target!r}; expected printable ASCII without spaces, from a slash on")
+    pool = Pool(url, connect_s, access)
+    return _Page(access, pool, _HEAD % (target.encode("ascii"), pool.host, pool.authorization, more))
+
+
+async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
+    """
+    Raises:
+        TimeoutError: it took longer.
+        UpstreamError: no connection, or no whole response.
+    """
+    call = page.pool.ask(response, page.head, b"")
+    timeout = asyncio.get_running_loop().call_later(timeout_s, response.expire)
+    try:
+        await response.ended
+    finally:
+        timeout.cancel()
+        call.close()
+    if response.error is not None:
+        # It may be the time to connect that was over first: both are the same.
+        raise TimeoutError if isinstance(response.error.__cause__, TimeoutError) else response.error
+
+
+class _Response:
+    """A response, of which the body is read up to ``max_bytes`` and one piece more, if its head is good."""
+
+    __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
+
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes`` 0: the head is all that is wanted."""
+        self._max_bytes = max_bytes
+        self.ended = asyncio.get_running_loop().create_future()
+        self.error: UpstreamError | TimeoutError | None = None
+        self.status = 0
+        self.is_good = self.is_coded = False
+        """Its status is from 200 to 299; its body is compressed."""
+        self.body = bytearray()
+
+    def response_begins(self, head: ResponseHead) -> None:
+        self.status = head.status
+        self.is_good, self.is_coded = 200 <= head.status < 300, b"content-encoding" in head.headers.first
+        if not self.is_good or self.is_coded or not self._max_bytes:
+            self._end()
+
+    def response_data(self, piece: bytes, ended: bool) -> None:
+        self.body += piece
+        if ended or len(self.body) > self._max_bytes:
+            self._end()
+
+    def response_failed(self, error: UpstreamError) -> None:
+        self._end(error)
+
+    def expire(self) -> None:
+        self._end(TimeoutError())
+
+    def _end(self, error: UpstreamError | TimeoutError | None = None) -> None:
+        if not self.ended.done():
+            self.error = error
+            self.ended.set_result(None)
