@@ -354,18 +354,14 @@ _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 class UsageReader:
     """Finds the usage in a response's bytes as they pass."""
 
-    __slots__ = ("_head", "_kept", "_streams", "_tail")
+    __slots__ = ("_head", "_kept", "_tail", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
         """Only JSON and event streams are kept, and only uncompressed."""
-        self._streams = content_type.startswith(b"text/event-stream")
-        is_readable = not content_encoding and (self._streams or content_type.startswith(b"application/json"))
+        self.streams = content_type.startswith(b"text/event-stream")
+        is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
-
-    @property
-    def streams(self) -> bool:
-        return self._streams
 
     @property
     def between_events(self) -> bool:
@@ -373,7 +369,7 @@ class UsageReader:
         return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     def add(self, piece: bytes) -> None:
-        if self._streams:
+        if self.streams:
             if len(self._head) < HEAD_BYTES:
                 self._head += piece[:HEAD_BYTES]
             self._tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self._tail + piece)[-TAIL_BYTES:]
@@ -386,7 +382,7 @@ class UsageReader:
         """The usage of a response that has ended; None: it reports none."""
         if self._kept is None:
             return None
-        if not self._streams:
+        if not self.streams:
             return usage_in(b"".join(self._kept))
         for line in reversed(self._tail.split(b"\n")):
             if b'"usage"' not in line:

@@ -613,7 +613,7 @@ class Exchange(Attempts):
         try:
             if self.incoming.path in API_PATHS and self._sends_translated_instead(head):
                 return
-            if (fault := self._fault_of(head)) is None:
+            if head.status < 400 or (fault := self._fault_of(head)) is None:
                 self._head = head
             else:
                 self._failed_with(head, fault)
@@ -742,7 +742,7 @@ class Exchange(Attempts):
             head.append(decision_line(account))
         if response.status in (429, 503) and b"retry-after" not in headers.first:
             head.append(b"Retry-After: 1\r\n")
-        head += (self._of.via.line(), incoming.response_headers, connection_line(incoming, keep), b"\r\n")
+        head += (self._of.via.lines["1.1"], incoming.response_headers, connection_line(incoming, keep), b"\r\n")
         self._pass_on(piece, ended, b"".join(head))
 
     def _succeeded(self, account: RequestAccount, now_s: float) -> None:
@@ -775,7 +775,8 @@ class Exchange(Attempts):
             status = result.status
             result.outcome = "answered" if status < 400 else "client-error" if status < 500 else "server-error"
             self._call = None
-            self._on_complete(status < 400)
+            if self._pieces > 1 or reader.streams:  # else it began whole
+                self._on_complete(status < 400)
             self._finish()
             connection.end(connection.keeps(response.framed))
         elif connection.full:
@@ -784,9 +785,7 @@ class Exchange(Attempts):
             connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
 
     def _on_complete(self, is_good: bool) -> None:
-        account, reader = self._account, self._reader
-        if self._pieces == 1 and reader is not None and not reader.streams:
-            return  # it began whole
+        account = self._account
         if account is not None and self._fault_of_answer is None:
             server = account.decision.server
             self._of.backends.on_complete(self, server, time.monotonic(), self._pieces, is_good)
@@ -1112,7 +1111,7 @@ def request_head(
         (target or incoming.target).encode(),
         pool.host,
     )
-    return b"".join((line, headers, via.line(incoming.version), authorization, length, b"\r\n"))
+    return b"".join((line, headers, via.lines[incoming.version], authorization, length, b"\r\n"))
 
 
 def _key_of_messages(headers: Headers) -> bytes:

@@ -21,11 +21,8 @@ class Via:
     def __init__(self) -> None:
         self.name = b"skymemory-" + secrets.token_hex(6).encode()
         """Random, since routers behind one address must differ, and no host name is for clients to see."""
-        self._lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
-
-    def line(self, version: str = "1.1") -> bytes:
-        """The header line for a message that came by this version of HTTP; it goes behind those of other proxies."""
-        return self._lines[version]
+        self.lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
+        """By the version of HTTP by which a message came, the header line; it goes behind those of other proxies."""
 
     def refusal(self, headers: Headers) -> ApiError | None:
         """508 for a request that has passed this router before, or ``MAX_HOPS`` proxies."""
