@@ -62,7 +62,8 @@ class ChatEngine(MockEngine):
         asked = json.loads(body if own is None else own.body)
         if asked.get("model") != "small":
             words = {"error": {"message": f"no model `{asked.get('model')}`", "type": "NotFoundError", "code": 404}}
-            self._reply(writer, 404, json.dumps(words).encode())
+            answer = json.dumps(words).encode()
+            self._reply(writer, 404, answer if own is None else own.error(404, answer))
         elif asked.get("stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
             chunks, made = self._chunks(asked), None if own is None else own.stream()
