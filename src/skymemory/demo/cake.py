@@ -122,6 +122,7 @@ _AIM_S, _QUICK_AIM_S = 2.0, 0.8
 """Seconds that computing the prompt should take: long enough to watch."""
 _LEAST_S = 10.0
 """Time that runs get even where loading torch has used up what is promised."""
+_PROBE_S = 1.5
 _MOST_PROBES = 12
 _AROUND = 1.2
 """The runs, and what is done between them: measured on two cores of an Intel Xeon with AMX, with and without it."""
@@ -134,8 +135,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
         runs = CakeRuns(args)
     with progress.wait("its speed is measured, which decides how long the prompt is", 2.0):
         runs.kvc.add_blocks_ids(runs.ids[:, :PROBE_TOKENS])
-        for _ in range(2):  # the first time also picks kernels
-            probe_s = runs.run(PROBE_TOKENS, "compute", _UNLIMITED).seconds
+        probe_s = _probe(runs)
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
     left_s = max(_LEAST_S, 0.9 * promised_s - progress.seconds)
     tokens, ratios, seconds = plan_runs(probe_s, left_s, quick=args.quick, tokens=args.tokens)
@@ -164,6 +164,16 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
         write("every way the same next token" if same else "the ways DIFFER in their next token")
     write(took(progress.seconds, estimate.first_s), progress.stream)
     return 0 if sound else 1
+
+
+def _probe(runs: CakeRuns) -> float:
+    """Seconds that a short prompt takes to compute: the mean of many, as beside busy programs single ones are lucky."""
+    runs.run(PROBE_TOKENS, "compute", _UNLIMITED)  # which also picks kernels
+    began_s, count = time.perf_counter(), 0
+    while time.perf_counter() - began_s < _PROBE_S:
+        runs.run(PROBE_TOKENS, "compute", _UNLIMITED)
+        count += 1
+    return (time.perf_counter() - began_s) / count
 
 
 def plan_runs(
