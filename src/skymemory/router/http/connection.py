@@ -47,8 +47,8 @@ MAX_HEAD_BYTES = 32_768
 """Limit of the request line and the headers together."""
 MAX_HEADERS = 256
 """Header lines of a request."""
-YIELD_BYTES = 65_536
-"""After a read of this size another connection has its turn."""
+YIELD_BYTES = 250_000
+"""After a read of this size another connection has its turn: it has filled the event loop's buffer, and more follows."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped, so that its sender sees the response and no reset."""
 CUT_S = 5.0
@@ -62,7 +62,8 @@ LONG_BODY_BYTES = 1 << 20
 MAX_PIPELINED = 64
 """Requests that may wait on one connection."""
 SLICE_BYTES = 16_384
-"""Of a read of ``YIELD_BYTES`` and more, heads, and bodies in chunks, are parsed in slices of this size."""
+"""Of a read of ``SLICED_BYTES`` and more, heads, and bodies in chunks, are parsed in slices of this size."""
+SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
 """A slice with more chunks, or with several requests, takes long to parse: the next one waits for the next turn."""
 CHUNK_FRAMING_BYTES = 12
@@ -366,7 +367,7 @@ class Connection(asyncio.Protocol):
         self._started = False
         if self._rest is not None:  # nothing should come while reading is paused
             data = bytes(self._take_rest()) + data
-        if len(data) >= YIELD_BYTES:
+        if len(data) >= SLICED_BYTES:
             self._parse_slices(memoryview(data), SLICE_BYTES)
         elif (rest := self._parse(data)) is not None:
             self._parse_slices(memoryview(rest), len(rest))
