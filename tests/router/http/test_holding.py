@@ -150,7 +150,7 @@ def test_a_client_that_does_not_read_gives_its_place_in_flight_to_one_that_does(
     proxy = running.server.proxy  # type: ignore[union-attr]
     with reads_nothing(running, 4):
         until(lambda: sum(c.full for c in proxy.connections) == 4)
-        time.sleep(0.2)
+        until(lambda: proxy.table.slow_reader(time.monotonic()) is not None)
         assert [running.complete().status for _ in range(3)] == [200] * 3
     until(lambda: proxy.in_flight == 0)
 
