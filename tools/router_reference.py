@@ -211,7 +211,7 @@ def _metrics() -> str:
     rows = ["| name | labels | what |", "| --- | --- | --- |"]
     fleet = Fleet()
     fleet.add("s")
-    metrics = ProxyMetrics(fleet)
+    metrics = ProxyMetrics(fleet, None, str, lambda name: False)
     picker = Picker(fleet, RandomChoice())
     metrics.registry.register(EventsWatch(picker.scorer, Backends(picker)))
     metrics.registry.register(_roles())

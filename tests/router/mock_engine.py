@@ -221,7 +221,7 @@ class MockEngine:
             await writer.drain()
             await asyncio.sleep(0.05)
             return False
-        events = stream_events(mock.get("events", 3), self._usage())
+        events = stream_events(mock.get("events", 3), self._usage() if mock.get("usage", True) else None)
         for number, event in enumerate(events):
             if reader.at_eof() or writer.transport.is_closing():
                 self.abandoned += 1
@@ -261,10 +261,11 @@ class MockEngine:
         return usage
 
 
-def stream_events(number: int, usage: dict[str, Any]) -> list[bytes]:
-    """The events of a stream, as bytes: ``number`` of them, one with the usage, and the end."""
+def stream_events(number: int, usage: dict[str, Any] | None) -> list[bytes]:
+    """The events of a stream, as bytes: ``number`` of them, one with the usage, if there is one, and the end."""
     pieces = [json.dumps({"object": "text_completion", "choices": [{"text": f"w{at} ü"}]}) for at in range(number)]
-    pieces.append(json.dumps({"object": "text_completion", "choices": [], "usage": usage}))
+    if usage is not None:
+        pieces.append(json.dumps({"object": "text_completion", "choices": [], "usage": usage}))
     return [f"data: {piece}\n\n".encode() for piece in pieces] + [b"data: [DONE]\n\n"]
 
 

@@ -211,7 +211,8 @@ class QuotaLease:
     headers: Mapping[str, str]
     """``x-ratelimit-…`` of its response; empty without a quota."""
     _account: _Account = field(repr=False)
-    _tokens: float = field(repr=False)
+    tokens: float = field(repr=False)
+    """Charged so far, by its estimate."""
     _held: bool = field(default=True, repr=False)
 
 
@@ -299,7 +300,7 @@ class ApiKeys:
         account = lease._account
         account.in_flight -= 1
         if tokens is not None and account.tokens is not None:
-            level = account.tokens.filled(now_s) + lease._tokens - tokens
+            level = account.tokens.filled(now_s) + lease.tokens - tokens
             account.tokens.level = min(float(account.tokens.limit), level)
 
     def _account(self, tenant: Tenant, now_s: float) -> _Account:

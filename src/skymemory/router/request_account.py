@@ -354,7 +354,7 @@ _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 class UsageReader:
     """Finds the usage in a response's bytes as they pass."""
 
-    __slots__ = ("_head", "_kept", "_tail", "streams")
+    __slots__ = ("_head", "_kept", "_tail", "events", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
         """Only JSON and event streams are kept, and only uncompressed."""
@@ -362,6 +362,8 @@ class UsageReader:
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
+        self.events = 0
+        """Of a stream: engines send one for each token, or more."""
 
     @property
     def between_events(self) -> bool:
@@ -370,6 +372,7 @@ class UsageReader:
 
     def add(self, piece: bytes) -> None:
         if self.streams:
+            self.events += piece.count(b"data:")
             if len(self._head) < HEAD_BYTES:
                 self._head += piece[:HEAD_BYTES]
             self._tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self._tail + piece)[-TAIL_BYTES:]

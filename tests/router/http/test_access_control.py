@@ -129,6 +129,15 @@ def test_tokens_are_charged_for_what_was_answered(
     assert time.monotonic() - began_s < 40.0  # a minute refills it, whatever was charged
 
 
+def test_a_stream_without_usage_is_charged_by_its_events(run: Run, keys: Path) -> None:
+    keys.write_text(keys.read_text().replace("requests_per_minute = 2\n", "tokens_per_minute = 100000\n"))
+    running = run(engines=1, door={"api_keys": str(keys)})
+    running.engines[0].mock = {"events": 3000, "usage": False}
+    assert running.complete(bearer(IRON), stream=True).status == 200
+    running.engines[0].mock, running.engines[0].prompt_tokens = {}, 1
+    until(lambda: 95_000 < int(running.complete(bearer(IRON)).headers["x-ratelimit-remaining-tokens"]) < 97_100)
+
+
 def test_a_tenants_urgency_is_its_operators_word(run: Run, keys: Path) -> None:
     """A client may say that it is less urgent than its tenant may be, not that it is more."""
     running = run(engines=1, door={"api_keys": str(keys)}, limits={"max_waiting": 1}, queue={"max_requests": 9})

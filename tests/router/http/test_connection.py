@@ -160,6 +160,18 @@ def test_requests_sent_at_once_are_answered_in_their_order(run: Run) -> None:
     assert len(running.engines[0].seen) == 8
 
 
+def test_a_long_request_is_not_counted_as_the_head_behind_it(plain: Running) -> None:
+    body = json.dumps({"prompt": "x" * 33_000}).encode()
+    first = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    second = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Padding: " + b"x" * 1000 + b"\r\n\r\n"
+    for at in (1, 20, 500, len(second) - 1):
+        with connected(plain) as raw:
+            raw.sendall(first + second[:at])
+            time.sleep(0.05)
+            raw.sendall(second[at:])
+            assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers(raw, 2))
+
+
 def test_more_than_may_wait_on_one_connection_are_refused_and_those_before_are_answered(plain: Running) -> None:
     with connected(plain) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 200)

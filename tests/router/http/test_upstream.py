@@ -268,3 +268,26 @@ def test_an_answer_that_is_cut_off_is_not_taken_for_whole(framing: bytes) -> Non
             await whole(pool)
 
     against(serve, ask)
+
+
+EVIL = b"HTTP/1.1 299 EVIL\r\nX-Evil: yes\r\nContent-Length: 400\r\n\r\nevil"
+
+
+@pytest.mark.parametrize("behind", range(1, len(EVIL) + 1, 3))
+def test_bytes_of_another_answer_behind_one_are_nobodys(behind: int) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = True
+        while True:
+            await one(reader)
+            writer.write(OK + (EVIL[:behind] if first else b""))
+            first = False
+
+    async def ask(pool: Pool, connections: list[int]) -> None:
+        for number in range(3):
+            asked = Asked(pool)
+            assert await asked.over == b"ok"
+            assert asked.head is not None and asked.head.status == 200 and asked.head.reason == "OK"
+            assert "x-evil" not in asked.head.headers and asked.head.headers["content-length"] == "2"
+            assert len(connections) == number + 1, "the connection is used again"
+
+    against(serve, ask)

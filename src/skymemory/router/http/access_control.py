@@ -109,10 +109,10 @@ class AccessControl:
         asked = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
         return replace(request, tenant=tenant.name, priority=min(asked, tenant.priority)), lease
 
-    def release(self, lease: QuotaLease, usage: Usage | None, now_s: float, *, is_answered: bool = True) -> None:
-        """``is_answered``: the tenant got an answer, or part of one; else its tokens are given back."""
+    def release(self, lease: QuotaLease, usage: Usage | None, streamed_tokens: int | None, now_s: float) -> None:
+        """``streamed_tokens``: at least so many without a ``usage``; None: there was no answer, which costs nothing."""
         if self.keys is not None:
-            tokens = None if is_answered else 0.0
+            tokens = 0.0 if streamed_tokens is None else max(lease.tokens, streamed_tokens)
             if usage is not None:
                 tokens = float(usage.prompt_tokens + (usage.output_tokens or 0))
             self.keys.release(lease, tokens, now_s)

@@ -48,7 +48,7 @@ MAX_HEAD_BYTES = 32_768
 MAX_HEADERS = 256
 """Header lines of a request."""
 YIELD_BYTES = 250_000
-"""After a read of this size another connection has its turn: it has filled the event loop's buffer, and more follows."""
+"""After a read of this size, which fills the event loop's buffer, another connection has its turn."""
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped, so that its sender sees the response and no reset."""
 CUT_S = 5.0
@@ -303,6 +303,8 @@ class Connection(asyncio.Protocol):
         """Of an incomplete head, counted in ``arriving``."""
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
         """Of the slice that is being parsed; and of bodies in it."""
+        self._has_end = False
+        """It has, or had, the end of a request."""
         self._unread_bytes = 0
         """Counted in ``unread``, for ``_unread_by``."""
         self._unread_by = ""
@@ -411,6 +413,7 @@ class Connection(asyncio.Protocol):
     def _parse(self, data: bytes | memoryview) -> bytes | None:
         """Parse a slice. Returns what has to be parsed again, instead of what is behind a declined upgrade."""
         before = self._reading
+        self._has_end = before is not None
         self._parsed_chunks = 0
         self._slice_bytes = len(data)
         try:
@@ -434,13 +437,15 @@ class Connection(asyncio.Protocol):
         if self._discarding:
             return None
         if self._in_head:
-            self._partial_bytes += len(data)
+            # Of a slice that began with another request only what the parser has found of the head is known to be its.
+            head_bytes = _size_of(self._target, self._headers) if self._has_end else len(data)
+            self._partial_bytes += head_bytes
             if self._partial_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
                 self._refuse(_head_too_long())
                 return None
-            if self._partial_bytes == len(data):
+            if self._partial_bytes == head_bytes:
                 self._await_rest()
-            self._hold_head(len(data))
+            self._hold_head(head_bytes)
         elif (request := self._reading) is not None:
             if request is before and request.is_chunked:
                 request.framing_bytes += len(data) - self._parsed_bytes
@@ -475,7 +480,7 @@ class Connection(asyncio.Protocol):
         headers = Headers(raw)
         head_bytes = self._partial_bytes + self._slice_bytes
         if head_bytes > MAX_HEAD_BYTES:  # with what came before or behind it
-            head_bytes = len(target) + sum(map(len, chain.from_iterable(raw))) + 4 * len(raw)
+            head_bytes = _size_of(target, raw)
         self._headers, self._target, self._partial_bytes = [], b"", 0
         request = self._reading = Incoming(
             self,
@@ -523,6 +528,7 @@ class Connection(asyncio.Protocol):
             self._refuse(_bodies_too_large())
 
     def on_message_complete(self) -> None:
+        self._has_end = True
         request = self._reading
         if request is None or self._discarding:
             return
@@ -937,6 +943,10 @@ class Connection(asyncio.Protocol):
                 request.tracked = False
                 self._app.arriving.untrack(request, request.holder)
             request.drop_body()
+
+
+def _size_of(target: bytes, headers: RawHeaders) -> int:
+    return len(target) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
 
 
 def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:

@@ -121,6 +121,8 @@ class RequestLog:
     """Of the server that prefilled, where another one answers (``decision``)."""
     ttft_s: float | None = None
     usage: Usage | None = None
+    streamed_tokens: int = 0
+    """Of its prompt and a stream without usage, by its events."""
     retries: int = 0
     why: str = ""
     bytes_out: int = 0
@@ -1039,6 +1041,8 @@ class Exchange(Attempts):
             account.close(now_s)  # an error, or a count of tokens, says nothing of what is cached
             return
         usage = result.usage = reader.usage()
+        if usage is None and reader.streams:
+            result.streamed_tokens = self._request.prompt.tokens + reader.events
         slo, met = self._request.slo, None
         if slo is not None and result.outcome == "answered" and result.ttft_s is not None:
             took_s, output_tokens = now_s - result.began_s, None if usage is None else usage.output_tokens

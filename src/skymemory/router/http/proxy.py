@@ -278,8 +278,8 @@ class Proxy:
     def _ended(self, request: Incoming, result: RequestLog) -> None:
         server = "" if result.decision is None else result.decision.server
         if result.lease is not None:
-            is_answered = result.outcome not in UNANSWERED
-            self._access.release(result.lease, result.usage, time.monotonic(), is_answered=is_answered)
+            streamed = None if result.outcome in UNANSWERED else result.streamed_tokens
+            self._access.release(result.lease, result.usage, streamed, time.monotonic())
         counted, usage = self.metrics.ended(server, result.outcome, result.ttft_s), result.usage
         if usage is not None and usage.cached_tokens is not None and result.prefill is None:
             counted.reported_tokens += usage.prompt_tokens

@@ -267,14 +267,23 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- from the parser
 
+    # A connection with bytes of another message behind the response is never used again, and nothing of them is read.
+
+    def on_message_begin(self) -> None:
+        if self._ended:
+            self.gone = True
+
     def on_status(self, reason: bytes) -> None:
-        self._reason += reason
+        if not self._ended:
+            self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head is None:  # else it is a trailer: the router passes none on
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._ended:
+            return
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
         reason, self._reason = self._reason, b""
@@ -295,7 +304,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        if self._head is None:
+        if self._head is None or self._ended:
             return
         self._ended = True
         if not self._parser.should_keep_alive() or (self._is_old and b"transfer-encoding" in self._head.headers.first):
