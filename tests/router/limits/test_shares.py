@@ -63,3 +63,16 @@ def test_a_network_of_ipv6_is_one_holder_and_an_address_of_ipv4_another() -> Non
     assert holder_of("2001:db8::1") == holder_of("2001:db8::ffff:2%eth0") != holder_of("2001:db8:0:1::1")
     assert holder_of("::ffff:10.0.0.1") == holder_of("10.0.0.1") != holder_of("10.0.0.2")
     assert holder_of("") == "" and holder_of("/run/x:y") == "/run/x:y"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=40))
+def test_to_add_is_to_ask_for_room_and_to_change(amounts: list[tuple[str, int]]) -> None:
+    one, two = SharedLimit(50), SharedLimit(50)
+    for holder, amount in amounts:
+        has_room = two.has_room(holder, amount)
+        two.change(holder, amount)
+        assert one.add(holder, amount) == has_room
+        assert one.held == two.held and one.of(holder) == two.of(holder)
+    for holder, _ in amounts:
+        one.add(holder, -one.of(holder))
+    assert one.held == 0 and not one._by_holder, "no holder of nothing is kept"

@@ -609,8 +609,7 @@ class Connection(asyncio.Protocol):
     def _hold_head(self, more_bytes: int) -> None:
         app = self._app
         self._head_bytes += more_bytes
-        has_room = app.arriving.limit.has_room(self.holder, more_bytes)
-        app.arriving.limit.change(self.holder, more_bytes)
+        has_room = app.arriving.limit.add(self.holder, more_bytes)
         app.arriving.track(self, self.holder, self._head_bytes, time.monotonic())
         if not has_room and not self._make_room(self, self.holder):
             self.turn_away(None, _bodies_too_large())
@@ -627,8 +626,7 @@ class Connection(asyncio.Protocol):
         current, unread = self._current, self._app.unread
         holder = self._unread_by = self.holder if current is None else current.holder
         size_bytes = self._unread_bytes = self._transport.get_write_buffer_size()
-        has_room, now_s = unread.limit.has_room(holder, size_bytes), time.monotonic()
-        unread.limit.change(holder, size_bytes)
+        has_room, now_s = unread.limit.add(holder, size_bytes), time.monotonic()
         unread.track(self, holder, size_bytes, now_s)
         while not has_room:
             victim = unread.victim(holder, now_s)
@@ -731,9 +729,7 @@ class Connection(asyncio.Protocol):
         """
         if self.closing:
             return  # nothing of it is counted any more
-        limit, more_bytes = self._app.arriving.limit, len(body) - request.body_bytes
-        has_room = limit.has_room(request.holder, more_bytes)
-        limit.change(request.holder, more_bytes)
+        has_room = self._app.arriving.limit.add(request.holder, len(body) - request.body_bytes)
         request.body, request.body_bytes = body, len(body)
         if not has_room and not self._make_room(request, request.holder):
             raise _bodies_too_large()

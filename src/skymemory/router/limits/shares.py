@@ -86,7 +86,10 @@ class SharedLimit:
         """``change``; whether there was room for it before."""
         free, mine = self.most - self.held, self._by_holder.get(holder, 0)
         self.held += amount
-        self._by_holder[holder] = mine + amount
+        if mine + amount:
+            self._by_holder[holder] = mine + amount
+        else:
+            self._by_holder.pop(holder, None)
         return amount <= free and mine < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
