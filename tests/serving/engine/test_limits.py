@@ -108,6 +108,8 @@ def test_an_engine_that_stops_says_so_to_those_who_wait() -> None:
         for one in waiting:
             one.join(PATIENCE_S)
         assert replies == [503, 503, 503] and door.ask("/health").status == 503
+        # And to those who come later: nothing would answer them.
+        assert [door.ask("/v1/completions", LONG).status, door.ask("/reset_prefix_cache", {}).status] == [503, 503]
 
 
 def test_one_request_that_fails_does_not_end_the_engine(tight: Door, monkeypatch: pytest.MonkeyPatch) -> None:

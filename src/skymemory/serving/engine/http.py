@@ -157,8 +157,6 @@ class OpenAIServer:
             await self._submit(generation, jobs)
         except QueueFull as error:
             raise ApiError(429, "the request queue is full: try again later", retry_after_s=1) from error
-        except EngineStopping as error:
-            raise _failure(str(error)) from error
         try:
             # The status is sent after the prefill: until then an error is a response with its own status.
             first = _checked(await steps.get())
@@ -262,6 +260,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except ApiError as error:
         refusal = error
+    except EngineStopping as error:
+        refusal = _failure(str(error))
     except web.HTTPRequestEntityTooLarge:
         refusal = ApiError(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
     except web.RequestPayloadError as error:

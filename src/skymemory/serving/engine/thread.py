@@ -127,8 +127,10 @@ class EngineThread:
                 self._fetching -= 1
 
     def submit(self, *jobs: Job, has_place: bool = False) -> None:
-        """Queue all of them. Raises QueueFull, and takes none, if the queue is full, unless they have a ``place``."""
+        """Queue all of them, or raise and take none: QueueFull unless they have a ``place``, EngineStopping."""
         with self._change:
+            if not self.alive:  # nobody would answer them
+                raise EngineStopping("the engine is stopping")
             # Choices of one request are taken together: the queue may exceed its bound by those of the last one.
             if not has_place:
                 self._check_room()
