@@ -6,6 +6,7 @@ server. All requests together have a ``RetryBudget``, so that a fleet that is do
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Protocol
 
@@ -59,14 +60,16 @@ class RetryBudget:
         self.under_way = 0
         self._seconds: deque[list[int]] = deque()
         """Of each second: its number, requests that began, retries."""
+        self._next_s = -math.inf
+        """When the last of these has ended."""
         self._requests = self._retries = 0
 
     def on_request(self, now_s: float) -> None:
         self.under_way += 1
         self._requests += 1
-        seconds = self._seconds
-        second = seconds[-1] if seconds and seconds[-1][0] == int(now_s) else self._second(now_s)
-        second[1] += 1
+        if now_s >= self._next_s:
+            self._second(now_s)
+        self._seconds[-1][1] += 1
 
     def on_request_end(self) -> None:
         self.under_way -= 1
@@ -89,6 +92,7 @@ class RetryBudget:
             self._requests -= requests
             self._retries -= retries
         seconds.append([number, 0, 0])
+        self._next_s = number + 1.0
         return seconds[-1]
 
 

@@ -22,7 +22,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -30,6 +29,7 @@ from itertools import chain
 from typing import Protocol, cast
 
 import httptools
+import msgspec
 
 from skymemory import native
 from skymemory.native.twin.backend import RawHeaders
@@ -170,8 +170,7 @@ class Application(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Incoming:
+class Incoming(msgspec.Struct, eq=False):  # made in C: it has many fields, and each request is one
     """A client's request."""
 
     connection: Connection
@@ -182,7 +181,7 @@ class Incoming:
     headers: Headers
     keep_alive: bool
     path: str = ""
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = msgspec.field(default_factory=time.monotonic)
     """When its head was complete."""
     body: bytes = b""
     body_bytes: int = 0

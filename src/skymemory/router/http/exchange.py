@@ -27,6 +27,8 @@ from functools import partial
 from random import Random
 from typing import TypeVar
 
+import msgspec
+
 from skymemory import native
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
@@ -109,8 +111,7 @@ _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
-@dataclass(slots=True, eq=False)
-class RequestLog:
+class RequestLog(msgspec.Struct, eq=False):
     """Result of a request, for metrics and the access log."""
 
     began_s: float
@@ -710,16 +711,15 @@ class Exchange(Attempts):
         """Write the response's head with the first piece of its body (or its end): the client now has this response."""
         response, account, result, incoming = self._head, self._account, self._log, self.incoming
         assert response is not None and account is not None
+        headers, first, now_s = response.headers, response.headers.first, time.monotonic()
+        kind, is_good = first.get(b"content-type", b""), response.status < 400
         if self._fault_of_answer is None:
-            is_good = response.status < 400
-            is_whole = ended and not response.headers.first.get(b"content-type", b"").startswith(_EVENT_STREAM)
-            self._of.backends.on_answer(self, account.decision.server, time.monotonic(), is_good, is_whole)
+            is_whole = ended and not kind.startswith(_EVENT_STREAM)
+            self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
-        headers, first = response.headers, response.headers.first
-        self._reader = reader = UsageReader(first.get(b"content-type", b""), first.get(b"content-encoding", b""))
+        self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
         # An error says nothing of what is cached: its account closes as failed.
-        if response.status < 400:
-            now_s = time.monotonic()
+        if is_good:
             result.ttft_s = now_s - result.began_s
             if not ended and (self._request.streams or reader.streams):
                 self._of.deferred.run(partial(self._succeeded, account, now_s))
@@ -742,7 +742,7 @@ class Exchange(Attempts):
             head.append(b"Transfer-Encoding: chunked\r\n")
         if incoming.headers.first.get(_DECISION):
             head.append(decision_line(account))
-        if response.status in (429, 503) and b"retry-after" not in headers.first:
+        if response.status in (429, 503) and b"retry-after" not in first:
             head.append(b"Retry-After: 1\r\n")
         head += (self._of.via.lines["1.1"], incoming.response_headers, connection_line(incoming, keep), b"\r\n")
         self._pass_on(piece, ended, b"".join(head))

@@ -12,12 +12,12 @@ import errno
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from skymemory.errors import os_reason, refuses_connections
 from skymemory.router.failure.budget import Sends
@@ -69,19 +69,20 @@ class ResponseHead:
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
-        is_coded = b"transfer-encoding" in headers.first
-        codings = transfer_codings(headers.all_of(b"transfer-encoding")) if is_coded else []
-        if codings and codings != [CHUNKED]:
-            # The router asks for no other one, and a client must not get a body whose coding no header names any more.
-            shown = b", ".join(codings)[:100].decode("latin-1")
-            raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
         self.status = status
         self.reason = reason
         self.headers = headers
-        has_body = status not in (204, 304)
-        self.chunked = bool(codings) and has_body
-        self.framed = self.chunked or not has_body or bool(headers.first.get(b"content-length"))
+        self.chunked = False
+        self.framed = bool(headers.first.get(b"content-length")) or status in (204, 304)
         """Whether the head says where the body ends; else it ends with the connection."""
+        if b"transfer-encoding" in headers.first:
+            codings = transfer_codings(headers.all_of(b"transfer-encoding"))
+            if codings and codings != [CHUNKED]:
+                # The router asks for no other one, and a client must not get a body whose coding no header names.
+                shown = b", ".join(codings)[:100].decode("latin-1")
+                raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
+            self.chunked = bool(codings) and status not in (204, 304)
+            self.framed = self.framed or self.chunked
 
 
 class Receiver(Protocol):
@@ -94,8 +95,7 @@ class Receiver(Protocol):
     def response_failed(self, error: UpstreamError) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One request to a server, and its response."""
 
     pool: Pool

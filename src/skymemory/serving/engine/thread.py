@@ -129,7 +129,7 @@ class EngineThread:
     def submit(self, *jobs: Job, has_place: bool = False) -> None:
         """Queue all of them, or raise and take none: QueueFull unless they have a ``place``, EngineStopping."""
         with self._change:
-            if not self.alive:  # nobody would answer them
+            if not self.alive:  # no thread would answer them
                 raise EngineStopping("the engine is stopping")
             # Choices of one request are taken together: the queue may exceed its bound by those of the last one.
             if not has_place:
