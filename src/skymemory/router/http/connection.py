@@ -22,6 +22,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -29,7 +30,6 @@ from itertools import chain
 from typing import Protocol, cast
 
 import httptools
-import msgspec
 
 from skymemory import native
 from skymemory.native.twin.backend import RawHeaders
@@ -170,7 +170,8 @@ class Application(Protocol):
         ...
 
 
-class Incoming(msgspec.Struct, eq=False):  # made in C: it has many fields, and each request is one
+@dataclass(slots=True, eq=False)
+class Incoming:
     """A client's request."""
 
     connection: Connection
@@ -181,7 +182,7 @@ class Incoming(msgspec.Struct, eq=False):  # made in C: it has many fields, and 
     headers: Headers
     keep_alive: bool
     path: str = ""
-    began_s: float = msgspec.field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=time.monotonic)
     """When its head was complete."""
     body: bytes = b""
     body_bytes: int = 0

@@ -27,8 +27,6 @@ from functools import partial
 from random import Random
 from typing import TypeVar
 
-import msgspec
-
 from skymemory import native
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
@@ -111,7 +109,8 @@ _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
-class RequestLog(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class RequestLog:
     """Result of a request, for metrics and the access log."""
 
     began_s: float

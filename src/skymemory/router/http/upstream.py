@@ -12,12 +12,12 @@ import errno
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
-import msgspec
 
 from skymemory.errors import os_reason, refuses_connections
 from skymemory.router.failure.budget import Sends
@@ -95,7 +95,8 @@ class Receiver(Protocol):
     def response_failed(self, error: UpstreamError) -> None: ...
 
 
-class Call(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Call:
     """One request to a server, and its response."""
 
     pool: Pool
