@@ -77,7 +77,7 @@ def test_all_are_started_and_ended_and_the_file_says_so(tmp_path: Path) -> None:
     running = Running(tmp_path, one, two)
     until(lambda: (state := read_state(tmp_path)) is not None and state.ready)
     state = read_state(tmp_path)
-    assert state is not None and state.supervised
+    assert state is not None and state.ready and state.supervised
     pids = [each.pid for each in state.services]
     assert [(each.name, each.state) for each in state.services] == [("store", "healthy"), ("one", "healthy")]
     assert running.end()
