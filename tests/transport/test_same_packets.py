@@ -8,6 +8,7 @@ import selectors
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,8 @@ def slow_time(slowness: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def over_sockets(plan: ConstellationPlan, slowness: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    plan = replace(plan, hosts=local_hosts("testbed-19x5", 1, free_ports(95)))  # free now
+
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         host = UdpHost(host_spec(plan, plan.hosts[0]), loop)

@@ -59,8 +59,11 @@ def occupied(run: Run, busy_s: float = 0.5, **settings: Any) -> tuple[Running, A
 def test_a_burst_waits_where_it_was_refused(run: Run) -> None:
     running = run(engines=2, **QUEUE)
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda _: running.complete(mock={"first_byte_s": 0.1}), range(12)))
-    assert [answer.status for answer in answers] == [200] * 12
+        answers = pool.map(lambda _: running.complete(mock={"hold": True}), range(12))
+        until(lambda: waiting(running) == 10)
+        for engine in running.engines:
+            running.loop.loop.call_soon_threadsafe(engine.release.set)
+        assert [answer.status for answer in answers] == [200] * 12
     assert [len(engine.seen) for engine in running.engines] == [6, 6]
     assert running.metric("queue_served_total", priority="0", tenant="unknown") == 10
     until(lambda: waiting(running) == 0)
