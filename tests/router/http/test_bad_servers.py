@@ -92,7 +92,8 @@ def test_few_streams_are_broken_by_a_server_that_breaks_them(run: Run) -> None:
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         broken = sum(pool.map(is_broken, range(REQUESTS)))
-    assert 1 <= broken == len(bad.seen) <= MOST + CLIENTS - 1, "those that were under way with the third"
+    # A reset may come before the first byte that was sent, and then another server is asked.
+    assert 1 <= broken <= len(bad.seen) <= MOST + CLIENTS - 1, "those that were under way with the third"
 
 
 @pytest.mark.slow
