@@ -170,6 +170,8 @@ class Scene:
         sending, blocks, answers, terms = self.sender.fileno(), bytes(range(64)), self.answers, TERMS
         plain: dict[str, Callable[[], Arguments]] = {
             "crc32": lambda: (bytearray(b"abc" * 40), 5),
+            "pairs_into": lambda: ([],),
+            "cut_texts": lambda: (b'{"prompt": "%b"}' % (b"x" * 600),),
             "json_counts": lambda: (bytearray(b'{"prompt": ["a", [1, 2]]}' * 4),),
             "crc32_combine": lambda: (1, 2, 3),
             "crc32_chunks": lambda: (self.value, CHUNK_BYTES),

@@ -52,3 +52,17 @@ def test_what_is_no_header_is_refused(fast: ModuleType) -> None:
     for arguments in (([(b"a", b"b")], [b"a"]), ([(b"a", b"b")],), ()):
         with pytest.raises(TypeError):
             fast.header_lines(*arguments)
+
+
+def test_a_parsers_pairs_are_appended(impl: ModuleType) -> None:
+    came: list[tuple[bytes, bytes]] = []
+    append = impl.pairs_into(came)
+    append(b"Name", b"value")
+    append(b"Name", b"")
+    assert came == [(b"Name", b"value"), (b"Name", b"")]
+    came.clear()
+    append(b"a", b"b")
+    assert came == [(b"a", b"b")], "it keeps to the list"
+    for wrong in ((), (b"a",), (b"a", b"b", b"c")):
+        with pytest.raises(TypeError):
+            append(*wrong)

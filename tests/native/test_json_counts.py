@@ -1,4 +1,4 @@
-"""What a JSON text holds, counted without decoding: compiled and twin."""
+"""What a JSON text holds, counted without decoding, and its long texts cut out: compiled and twin."""
 
 from __future__ import annotations
 
@@ -61,3 +61,70 @@ def test_it_counts_what_a_reader_finds(value: object) -> None:
 def test_compiled_and_twin_agree(text: str) -> None:
     twin, fast = IMPLEMENTATIONS
     assert fast.json_counts(text.encode()) == twin.json_counts(text.encode())
+
+
+LONG = "x" * 600
+FIELDS = st.sampled_from(["prompt", "messages", "content", "other", 'pr"', "p\\"])
+TEXTS = st.sampled_from(["", "a", LONG, LONG + '"', LONG + "é", LONG + "\n", LONG + "\\"])
+BODIES = st.recursive(
+    TEXTS | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_long_texts_of_a_prompt_are_cut_out(impl: ModuleType) -> None:
+    body = json.dumps({"prompt": LONG, "user": LONG}).encode()
+    assert impl.cut_texts(body) == (body.replace(LONG.encode(), b"", 1), {-1: LONG.encode()})
+    turns = [{"role": "user", "content": each} for each in ("short", LONG, LONG + "é", [{"content": LONG}], LONG + "y")]
+    rest, texts = impl.cut_texts(json.dumps({"messages": turns, "tools": [{"content": LONG}]}).encode())
+    assert texts == {1: LONG.encode(), 4: LONG.encode() + b"y"}
+    turns[1]["content"] = turns[4]["content"] = ""
+    assert json.loads(rest) == {"messages": turns, "tools": [{"content": LONG}]}
+
+
+def test_what_a_decoder_has_to_judge_is_left(impl: ModuleType) -> None:
+    once = b'"prompt": "%b"' % LONG.encode()
+    for fields in (
+        once + b", " + once,  # which one counts?
+        once + b', "pr\\u006fmpt": ""',
+        b'"messages": [{"content": "%b"}], "messages": []' % LONG.encode(),
+        b'"messages": [{"content": "%b", "content": 5}]' % LONG.encode(),
+        b'"prompt": "%b' % LONG.encode(),
+        b'"prompt": "%b\\"' % LONG.encode(),
+        b'"prompt": ["%b"]' % LONG.encode(),
+        b'"prompt"',
+        b'"prompt":',
+        b'"prompt":"',
+    ):
+        body = b"{" + fields
+        assert impl.cut_texts(body) == (body, {})
+    for wrong in ("text", 5, None):
+        with pytest.raises(TypeError):
+            impl.cut_texts(wrong)
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=BODIES, indent=st.sampled_from([None, 1]), at=st.integers(0, 3000), put=st.sampled_from(list('"\\[]{}:, ')))
+def test_texts_put_back_give_the_same_body(body: object, indent: int | None, at: int, put: str) -> None:
+    text = json.dumps(body, indent=indent, ensure_ascii=False).encode()
+    cut = [impl.cut_texts(text) for impl in IMPLEMENTATIONS]
+    assert cut[0] == cut[-1]
+    rest, texts = cut[0]
+    found = json.loads(rest)
+    for number, long in texts.items():
+        place, field = (found, "prompt") if number < 0 else (found["messages"][number], "content")
+        assert place[field] == "" and long.decode() == LONG
+        place[field] = LONG
+    assert found == body
+    broken = text[: at % (len(text) + 1)] + put.encode() + text[at % (len(text) + 1) :]
+    cut = [impl.cut_texts(broken) for impl in IMPLEMENTATIONS]
+    assert cut[0] == cut[-1] and is_json(cut[0][0]) == is_json(broken)
+
+
+def is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -317,11 +317,17 @@ for _ in range(2000):
     kept = set(dice.sample(sorted(low), dice.randrange(len(low) + 1)))
     lines = (name + b": " + value + b"\\r\\n" for name, value in came if name.lower() in kept)
     assert fast.header_lines(came, low - kept) == b"".join(lines)
+    again = []
+    list(map(fast.pairs_into(again), *zip(*came))) if came else None
+    assert again == came
 for _ in range(2000):
     text = bytes(dice.choices(b'"\\\\[]{},a1 ', k=dice.choice((0, 1, 2, 9, 70, 20_000))))
     assert min(fast.json_counts(text)) >= 0 and fast.json_counts(memoryview(text))[4] < max(1, len(text))
-for bad in (lambda: fast.json_counts("a"), lambda: fast.first_values([(b"a", 5)]),
-            lambda: fast.header_lines([(b"a", b"b"), 5], {b"a"}),
+    body = b'{"messages": [{"content": "' + b"x" * dice.choice((5, 600, 20_000)) + text
+    assert b"".join((*fast.cut_texts(body + b'"}]')[1].values(), b"x")).strip(b"x") == b""
+for bad in (lambda: fast.json_counts("a"), lambda: fast.cut_texts("a"), lambda: fast.first_values([(b"a", 5)]),
+            lambda: fast.header_lines([(b"a", b"b"), 5], {b"a"}), lambda: fast.pairs_into(()),
+            lambda: fast.pairs_into([])(1),
             lambda: fast.UnderWay(5, 4), lambda: fast.UnderWay(-1), lambda: fast.UnderWay(5).add(0, b"x" * 7),
             lambda: fast.UnderWay(5).add("a", b""), lambda: fast.UnderWay(5).drop("a"),
             lambda: fast.UnderWay(5).depths(b"x" * 8, ["a"]), lambda: fast.UnderWay(5).depths(b"x" * 8, 5),

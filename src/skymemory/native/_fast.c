@@ -63,6 +63,8 @@ static PyMethodDef methods[] = {
     {"fit_prefills", sky_py_fit_prefills, METH_VARARGS, "fit_prefills(points, bend=0.0) -> (fixed, per token, bend)"},
     {"fit_whole", sky_py_fit_whole, METH_O, "fit_whole(points) -> (0.0, per token, bend) or None"},
     {"first_values", sky_py_first_values, METH_O, "first_values(headers) -> dict of bytes"},
+    {"pairs_into", sky_py_pairs_into, METH_O, "pairs_into(list) -> callable(name, value)"},
+    {"cut_texts", sky_py_cut_texts, METH_O, "cut_texts(text) -> (rest, texts)"},
     {"json_counts", sky_py_json_counts, METH_O, "json_counts(text) -> (lists, texts, commas, items, first_end)"},
     {"header_lines", (PyCFunction)(void (*)(void))sky_py_header_lines, METH_FASTCALL, "header_lines(headers, left_out) -> bytes"},
     {"chain_sha256", sky_py_chain_sha256, METH_VARARGS, "chain_sha256(data, block_bytes, seed) -> list of bytes"},

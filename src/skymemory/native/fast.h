@@ -145,6 +145,8 @@ PyObject *sky_py_read_cached(PyObject *self, PyObject *args);
 
 /* http_headers.c */
 PyObject *sky_py_json_counts(PyObject *self, PyObject *text);
+PyObject *sky_py_pairs_into(PyObject *self, PyObject *list);
+PyObject *sky_py_cut_texts(PyObject *self, PyObject *text);
 PyObject *sky_py_first_values(PyObject *self, PyObject *headers);
 PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t count);
 

@@ -108,3 +108,27 @@ PyObject *sky_py_header_lines(PyObject *self, PyObject *const *args, Py_ssize_t 
     Py_XDECREF(headers);
     return lines;
 }
+
+static PyObject *append_pair(PyObject *list, PyObject *const *args, Py_ssize_t given)
+{
+    if (given != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected a name and a value");
+        return NULL;
+    }
+    PyObject *pair = PyTuple_Pack(2, args[0], args[1]);
+    int failed = !pair || PyList_Append(list, pair) < 0;
+    Py_XDECREF(pair);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyObject *sky_py_pairs_into(PyObject *self, PyObject *list)
+{
+    static PyMethodDef method = {"append_pair", (PyCFunction)(void (*)(void))append_pair, METH_FASTCALL, NULL};
+    if (!PyList_CheckExact(list)) {
+        PyErr_SetString(PyExc_TypeError, "pairs_into: expected a list");
+        return NULL;
+    }
+    return PyCFunction_NewEx(&method, list, NULL);
+}

@@ -365,8 +365,11 @@ class Backends:
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
         """Servers that a client's request should not go to, if there are others."""
-        avoided = self.policy.avoided(client, now_s, is_retry=is_retry)
-        if self.policy.decisions:
+        policy = self.policy
+        if now_s < policy.sweep_s and not policy.doubted:
+            return NONE
+        avoided = policy.avoided(client, now_s, is_retry=is_retry)
+        if policy.decisions:
             self._apply()
         return avoided
 

@@ -387,9 +387,10 @@ class UsageReader:
             return None
         if not self.streams:
             return usage_in(b"".join(self._kept))
-        for line in reversed(self._tail.split(b"\n")):
-            if b'"usage"' not in line:
-                continue
+        tail, at = self._tail, len(self._tail)
+        while (at := tail.rfind(b'"usage"', 0, at)) >= 0:
+            begin, end = tail.rfind(b"\n", 0, at) + 1, tail.find(b"\n", at)
+            line, at = tail[begin : end if end >= 0 else len(tail)], begin
             if line.startswith(b"data:"):
                 found = _read_usage(line[5:])
             else:  # its begin is not kept

@@ -72,6 +72,40 @@ def test_a_prompt_with_bytes_that_json_does_not_have_is_refused(byte: int) -> No
         prompts_of(read_body(b'{"prompt": "some text %c, more text"}' % byte))
 
 
+@pytest.mark.parametrize("long", ["x" * 511, "x" * 512, "x" * 9000, "x" * 9000 + '"', "ä" * 512])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"prompt": L',
+        '"prompt": [L, L]',
+        '"prompt": L, "prompt": ""',
+        '"prompt": L, "user": "\\ud800"',
+        '"prompt": L, "messages": [{"role": "user", "content": "a"}, {"role": "b", "content": L}]',
+        '"tools": [{"content": L}], "messages": [{"content": [{"type": "text", "text": L}]}, {"content": L}]',
+        '"messages": [{"content": L, "content": L}], "max_tokens": 7',
+        '"messages": [{"content": L}, {"role": 5}]',
+        '"messages": [{"content": L}, {"role": "a" "b"}]',
+        '"messages": [' + '{"content": L},' * 99 + ' {"content": L}]',
+    ],
+)
+def test_long_texts_are_read_as_short_ones(long: str, fields: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "{" + fields.replace("L", json.dumps(long, ensure_ascii=False)) + "}"
+    found = [of_body(path, body.encode()) for path in (COMPLETIONS, CHAT_COMPLETIONS)]
+    monkeypatch.setattr(native, "cut_texts", lambda text: (text, {}))
+    assert found == [of_body(path, body.encode()) for path in (COMPLETIONS, CHAT_COMPLETIONS)]
+
+
+def of_body(path: str, body: bytes) -> tuple[object, ...]:
+    """What is read of it, or why it cannot be read."""
+    try:
+        found = READER.read(path, {}, body)
+    except ApiError as error:
+        return error.status, error.body()
+    prompt = found.prompt
+    of_prompt = prompt.blocks.tobytes(), prompt.pieces.tobytes(), prompt.tokens, prompt.head
+    return *of_prompt, found.model, found.output_tokens
+
+
 def test_model_adapter_and_salt_keep_prompts_apart() -> None:
     text = "x" * 640
     one = read(model="small", prompt=text)

@@ -206,7 +206,8 @@ class LearnedSpeeds(Speeds):
             (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, float(output_tokens), seconds)
         )
         self._count += 1
-        if len(self._whole) >= 4 * self.ENOUGH and self._count % 8 == 0:
+        seen = len(self._whole)
+        if seen >= 4 * self.ENOUGH and self._count % (8 if seen < 4 * self.KEPT else 32) == 0:
             self._of_whole = native.fit_whole(self._whole)
             self._show_common()
 

@@ -71,6 +71,7 @@ __all__ = [
     "crc32",
     "crc32_combine",
     "crc32_join",
+    "cut_texts",
     "first_values",
     "fit_prefills",
     "fit_whole",
@@ -79,6 +80,7 @@ __all__ = [
     "open_ack",
     "open_runs",
     "pack_tokens",
+    "pairs_into",
     "place_runs",
     "place_segments",
     "read_cached",
@@ -318,6 +320,15 @@ def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
     return b"".join(lines)
 
 
+def pairs_into(headers: list[tuple[bytes, bytes]]) -> Callable[[bytes, bytes], None]:
+    """A parser's callback, which appends each name with its value. Compiled, it takes no step in Python."""
+
+    def append_pair(name: bytes, value: bytes) -> None:
+        headers.append((name, value))
+
+    return append_pair
+
+
 _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 
@@ -343,6 +354,64 @@ def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
             if depth == 1:
                 items, first_end = items + 1, first_end or found.start()
     return lists, texts, commas, items, first_end
+
+
+_LEAST_TEXT_BYTES, _MOST_CUTS, _OF_PROMPT = 512, 64, -1
+_JSON_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+_PLAIN = re.compile(rb'[^\x00-\x1f\x80-\xff\\"]*')
+
+
+def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
+    """A request's body with its long texts emptied, and these: the ``prompt`` by -1, the ``content`` of messages by
+    their numbers. So little is left to decode.
+
+    A text of 512 bytes and more is cut out if its bytes stand for themselves: ASCII without escapes. The rest is JSON
+    if and only if ``text`` is.
+    """
+    cuts = _long_texts(text)
+    rest, texts, at = b"", {}, 0
+    for number, begin, end in cuts:
+        rest, texts[number], at = rest + text[at:begin], text[begin:end], end
+    return (rest + text[at:], texts) if cuts else (text, texts)
+
+
+def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
+    """Number, begin and end of each. None where a field comes twice, or a name is escaped: only a decoder knows which
+    one counts.
+    """
+    cuts: list[tuple[int, int, int]] = []
+    fields: set[tuple[int, bytes]] = set()
+    depth, number, at, in_messages = 0, _OF_PROMPT, 0, False
+    while found := _JSON_MARKS.search(text, at):
+        mark, at = found[0], found.end()
+        if mark in (b"[", b"{"):
+            depth += 1
+            number += in_messages and depth == 3
+        elif mark in (b"]", b"}"):
+            depth -= 1
+            in_messages = in_messages and depth > 1
+        elif mark[:1] == b'"' and (colon := _JSON_COLON.match(text, at)):
+            at = colon.end()
+            if b"\\" in mark:
+                return []
+            of_prompt, of_messages = (depth == 1 and mark == name for name in (b'"prompt"', b'"messages"'))
+            of_content = depth == 3 and in_messages and mark == b'"content"'
+            if not (of_prompt or of_messages or of_content):
+                continue
+            field = (number if of_content else _OF_PROMPT, mark)
+            if field in fields:
+                return []
+            fields.add(field)
+            if of_messages:
+                in_messages = text[at : at + 1] == b"["
+            elif text[at : at + 1] == b'"' and (value := _JSON_MARKS.match(text, at)):
+                begin, at = at + 1, value.end()
+                plain = _PLAIN.match(text, begin)
+                assert plain is not None
+                end = plain.end()
+                if end - begin >= _LEAST_TEXT_BYTES and text[end : end + 1] == b'"' and len(cuts) < _MOST_CUTS:
+                    cuts.append((field[0], begin, end))
+    return cuts
 
 
 def read_cached(path: str, head: bytearray | memoryview, out: bytearray | memoryview) -> int | None:

@@ -55,6 +55,8 @@ QUIET_CHECK_S = 1.0
 """Time between two checks of a server that stays quiet."""
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
 """A server is slow that takes ten times the median of three servers or more, over eight answers of each at least."""
+LEAST_USUAL_S = 0.001
+"""Differences between shorter waits say nothing of a server."""
 BEGIN_S = 0.001
 """Pieces that come within this time are the beginning of an answer."""
 MOST_AGE_S = 120.0
@@ -154,16 +156,16 @@ class FailurePolicy:
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _Record] = {}
-        self._doubted: dict[str, _Record] = {}
-        """Servers that ``avoided`` has to look at."""
+        self.doubted: dict[str, _Record] = {}
+        """Servers that ``avoided`` has to look at; it has nothing to do without them before ``sweep_s``."""
         self._waits = tuple(UsualWait() for _ in KINDS)
         self._gaps = UsualWait()
         """Between pieces of a stream."""
-        self._usual_s = [0.0 for _ in KINDS]
+        self._usual_s = [LEAST_USUAL_S for _ in KINDS]
         """As of the last look for slow servers."""
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
-        self._sweep_s = 0.0
+        self.sweep_s = 0.0
         self.decisions: list[Decision] = []
         """Since they were last taken."""
 
@@ -182,7 +184,7 @@ class FailurePolicy:
 
     def remove(self, name: str) -> None:
         self._records.pop(name, None)
-        self._doubted.pop(name, None)
+        self.doubted.pop(name, None)
 
     def is_ejected(self, name: str) -> bool:
         record = self._records.get(name)
@@ -207,7 +209,7 @@ class FailurePolicy:
             return
         record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
         if record.is_new:
-            self._doubted[server] = record
+            self.doubted[server] = record
         if record.evidence.failures:
             record.probe = attempts
 
@@ -225,24 +227,25 @@ class FailurePolicy:
             return
         sent = record.unanswered.pop(attempts, None)
         record.alive_s, record.is_new, record.is_quiet = now_s, False, False
-        if sent is not None and is_good:
+        sent_s = now_s
+        if sent is not None:
             sent_s, estimate_s, kind = sent
-            wait_s, usual_s = now_s - sent_s, self._usual_s[kind]
-            self._waits[kind].add(wait_s)
-            record.answers += 1
-            least_s = usual_s if usual_s > 1e-3 else 1e-3
-            record.slowness += wait_s / (estimate_s if estimate_s > least_s else least_s)
-        if server in self._doubted:
+            if is_good:
+                wait_s, usual_s = now_s - sent_s, self._usual_s[kind]
+                self._waits[kind].add(wait_s)
+                record.answers += 1
+                record.slowness += wait_s / (estimate_s if estimate_s > usual_s else usual_s)
+        is_doubted = server in self.doubted
+        if is_doubted:
             record.evidence.take_back(attempts)  # late, but not without an answer
             attempts.remove_failure(server)
             record.refused_until_s = -math.inf
             self._review(record, now_s)
-        sent_s = now_s if sent is None else sent.sent_s
-        if is_whole:
-            self._end_well(record, attempts, sent_s, now_s, is_good)
-        else:
+        if not is_whole:
             attempts.heard_s = now_s
             record.streams[attempts] = sent_s, now_s
+        elif is_doubted or attempts.failed:
+            self._end_well(record, attempts, sent_s, now_s, is_good)
 
     def on_complete(self, attempts: Attempts, server: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
         """An answer that had begun has ended as it should, in so many ``pieces``."""
@@ -255,7 +258,7 @@ class FailurePolicy:
         self._end_well(record, attempts, times[0], now_s, is_good)
 
     def _end_well(self, record: _Record, attempts: Attempts, sent_s: float, now_s: float, is_good: bool) -> None:
-        if record.name in self._doubted:
+        if record.name in self.doubted:
             if record.probe is attempts:
                 record.probe = None
             if sent_s >= record.evidence.last_s:
@@ -381,16 +384,16 @@ class FailurePolicy:
         """Servers that a request of ``client`` should not go to, if there are others. ``is_retry``: it failed already,
         and rather goes to one without any doubt.
         """
-        if now_s >= self._sweep_s:
+        if now_s >= self.sweep_s:
             self.sweep(now_s)
-        if not self._doubted:
+        if not self.doubted:
             return NONE
         clients = self._clients(now_s)
         if not is_retry and (probed := self._to_probe(client, clients, now_s)) is not None:
             return {each.name for each in self._of(probed.group) if each is not probed}
         resting: dict[str, _Record] = {}
         refused, mild = set(), set()
-        for name, record in self._doubted.items():
+        for name, record in self.doubted.items():
             if record.refused_until_s > now_s:
                 refused.add(name)
             elif record.is_ejected and not record.is_used:
@@ -430,7 +433,7 @@ class FailurePolicy:
         """A server that leaves a request unanswered. Strategies may send it no other, as its load never ends; but one
         that is answered shows that it works, and a second without an answer that it does not.
         """
-        for record in self._doubted.values():
+        for record in self.doubted.values():
             if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
                 evidence = record.evidence
                 until_s = max(evidence.rests_until_s(client, clients), evidence.last_s + REST_S[0])
@@ -454,7 +457,7 @@ class FailurePolicy:
 
     def is_busy(self, server: str, now_s: float) -> bool:
         """Whether the server itself has said that it is full, and is left alone for that."""
-        record = self._doubted.get(server)
+        record = self.doubted.get(server)
         if record is None or not record.evidence:
             return False
         has_pressure = any(not failure.accuses for failure in record.evidence.failures.values())
@@ -466,7 +469,7 @@ class FailurePolicy:
 
     def sweep(self, now_s: float) -> None:
         """Look for silent servers and rests that have ended; ``avoided`` does it, too."""
-        self._sweep_s = now_s + SWEEP_S
+        self.sweep_s = now_s + SWEEP_S
         if now_s >= self._slow_s:
             self._slow_s = now_s + SLOW_EVERY_S
             self._find_slow(now_s)
@@ -477,7 +480,7 @@ class FailurePolicy:
                 self._listen_to_streams(record, now_s)
             if record.is_check_due:
                 self._ask(record, now_s)
-            if record.name in self._doubted:
+            if record.name in self.doubted:
                 evidence = record.evidence
                 if evidence and now_s - evidence.last_s > MOST_AGE_S and record.probe is None:
                     evidence.clear(now_s)
@@ -487,7 +490,7 @@ class FailurePolicy:
         """Leave servers alone for a while whose answers took ``SLOW`` times as long as the median server's, in terms of
         what was expected of each request.
         """
-        self._usual_s = [waits.seconds or 0.0 for waits in self._waits]
+        self._usual_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._waits]
         for group in {record.group for record in self._records.values()}:
             judged = [record for record in self._of(group) if record.answers >= SLOW_ANSWERS]
             if len(judged) >= SLOW_SERVERS:
@@ -495,7 +498,7 @@ class FailurePolicy:
                 for record in judged:
                     if record.slowness / record.answers > SLOW * usual:
                         record.slow_until_s = now_s + REST_S[2]
-                        self._doubted[record.name] = record
+                        self.doubted[record.name] = record
                     record.answers, record.slowness = 0, 0.0
 
     def _listen(self, record: _Record, now_s: float) -> None:
@@ -537,7 +540,7 @@ class FailurePolicy:
         if not record.is_quiet or now_s - record.asked_s >= QUIET_CHECK_S:
             self._ask(record, now_s)
         record.is_quiet = True
-        self._doubted[record.name] = record
+        self.doubted[record.name] = record
 
     def _judge(self, record: _Record, attempts: Attempts, silent_s: float, most_s: float, now_s: float) -> None:
         """A request that has been left alone for longer than ``most_s`` is a failure of its server."""
@@ -609,9 +612,9 @@ class FailurePolicy:
         is_new = record.is_new and record.unanswered
         rests = max(record.refused_until_s, record.slow_until_s) > now_s
         if record.is_ejected or evidence or is_new or record.is_quiet or rests:
-            self._doubted[record.name] = record
+            self.doubted[record.name] = record
         else:
-            self._doubted.pop(record.name, None)
+            self.doubted.pop(record.name, None)
 
     def _use(self, group: object) -> None:
         """Say which servers of a fleet get requests: all that are not ejected; all where too many are."""

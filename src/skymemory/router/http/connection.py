@@ -269,11 +269,13 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         """Of a body, as the parser found them, until they are added to it."""
         self.on_body = self._pieces.append  # without a step in Python for each chunk
+        self._headers: list[tuple[bytes, bytes]] = []
+        """Of the head, or trailers."""
+        self.on_header = native.pairs_into(self._headers)
         self._parser = httptools.HttpRequestParser(self)
         self._rest: memoryview | None = None
         """Received, but not yet parsed: for the next turn."""
         self._target = b""
-        self._headers: list[tuple[bytes, bytes]] = []
         self._partial_bytes = 0
         """Received of an incomplete head."""
         self._in_head = False
@@ -465,10 +467,6 @@ class Connection(asyncio.Protocol):
         if not self._discarding:
             self._target += target
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading is None and not self._discarding:  # else it is a trailer: no known API uses them
-            self._headers.append((name, value))
-
     def on_headers_complete(self) -> None:
         self._in_head = False
         if self._discarding:
@@ -476,12 +474,13 @@ class Connection(asyncio.Protocol):
         if self._head_bytes:
             self._release_head()
         parser = self._parser
-        raw, target = self._headers, self._target
+        raw, target = self._headers.copy(), self._target
         headers = Headers(raw)
         head_bytes = self._partial_bytes + self._slice_bytes
         if head_bytes > MAX_HEAD_BYTES:  # with what came before or behind it
             head_bytes = _size_of(target, raw)
-        self._headers, self._target, self._partial_bytes = [], b"", 0
+        self._headers.clear()
+        self._target, self._partial_bytes = b"", 0
         request = self._reading = Incoming(
             self,
             parser.get_method().decode("ascii"),
@@ -529,6 +528,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._has_end = True
+        if self._headers:
+            self._headers.clear()  # trailers: no known API uses them
         request = self._reading
         if request is None or self._discarding:
             return

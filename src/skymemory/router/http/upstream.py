@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from skymemory import native
 from skymemory.errors import os_reason, refuses_connections
 from skymemory.router.failure.budget import Sends
 from skymemory.router.http.codings import CHUNKED, transfer_codings
@@ -151,8 +152,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         self._call: Call | None = None
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
+        """Of the head, or trailers."""
+        self.on_header = native.pairs_into(self._headers)
+        self._parser = httptools.HttpResponseParser(self)
         self._reason = b""
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []
@@ -210,6 +213,8 @@ class UpstreamConnection(asyncio.Protocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._broken(f"its response's head is longer than {MAX_HEAD_BYTES} bytes")
             return
+        if self._headers:
+            self._headers.clear()  # trailers: the router passes none on
         receiver = call.receiver
         if receiver is None:
             self.abort()
@@ -278,15 +283,12 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._ended:
             self._reason += reason
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head is None:  # else it is a trailer: the router passes none on
-            self._headers.append((name, value))
-
     def on_headers_complete(self) -> None:
         if self._ended:
             return
         status = self._parser.get_status_code()
-        headers, self._headers = self._headers, []
+        headers = self._headers.copy()
+        self._headers.clear()
         reason, self._reason = self._reason, b""
         version = self._parser.get_http_version()
         if version != "1.1" and version != "1.0":

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -122,12 +123,15 @@ class PromptReader:
             check_items(body, path == COMPLETIONS)
         if path in API_PATHS:
             path, body = CHAT_COMPLETIONS, prompt_body(path, body)
-        read = read_body(body)
+        read, texts = (read_body(body), _NO_TEXTS) if self._tokenizer is not None else _read_without_texts(body)
         model, adapter = self._model_and_adapter(read)
         salt = read.cache_salt or ""
-        data, tokens = (
-            self._completion(read, salt, most_new) if path == COMPLETIONS else self._chat(read, salt, most_new)
-        )
+        if path != COMPLETIONS:
+            data, tokens = self._chat(read, texts, salt, most_new)
+        elif (data := texts.get(_PROMPT, b"")) != b"":
+            tokens = _tokens(data)
+        else:
+            data, tokens = self._completion(read, salt, most_new)
         clients = self._clients
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
@@ -183,9 +187,9 @@ class PromptReader:
         ]
         return packed[0], sum(map(len, packed)) // TOKEN_BYTES
 
-    def _chat(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
+    def _chat(self, body: Body, texts: Mapping[int, bytes], salt: str, most_new: int | None) -> tuple[bytes, int]:
         if self._tokenizer is None:
-            data, size_bytes = chat_bytes(body, max(HEAD_BYTES, self._max_blocks * self._block_bytes))
+            data, size_bytes = chat_bytes(body, max(HEAD_BYTES, self._max_blocks * self._block_bytes), texts)
             return data, -(-size_bytes // BYTES_PER_TOKEN)
         data = self._chat_tokens(body, self._tokenizer, salt, most_new)
         return data, len(data) // TOKEN_BYTES
@@ -245,11 +249,13 @@ def output_limit(body: Body) -> int | None:
     Raises:
         ApiError: 400, a limit that is not a whole number of 64 bits.
     """
-    limit = whole_number(body.max_tokens, "max_tokens")
+    limit = None if body.max_tokens is None else whole_number(body.max_tokens, "max_tokens")
     if body.max_completion_tokens is not None:
         limit = whole_number(body.max_completion_tokens, "max_completion_tokens")
     # Less than nothing is no limit with some engines (llama.cpp), and must not be a credit to a tenant's quota.
-    return None if limit is None or limit < 0 else min(limit, MAX_OUTPUT_TOKENS)
+    if limit is None or limit < 0:
+        return None
+    return limit if limit < MAX_OUTPUT_TOKENS else MAX_OUTPUT_TOKENS
 
 
 def whole_number(value: float | None, param: str) -> int | None:
@@ -440,6 +446,9 @@ _NUMBER_BYTES = 12
 _ESCAPE_BYTES = 6
 """Of the longest escape of a letter in JSON."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_PROMPT, _LEAST_CUT_BYTES = -1, 512
+"""Of ``native.cut_texts``."""
+_NO_TEXTS: Mapping[int, bytes] = MappingProxyType({})
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
 
@@ -451,15 +460,23 @@ def read_body(body: bytes) -> Body:
     return _decoded(_body, body)
 
 
+def _read_without_texts(body: bytes) -> tuple[Body, Mapping[int, bytes]]:
+    """The body without its long texts, and these (``native.cut_texts``): they need no decoding."""
+    if len(body) < _LEAST_CUT_BYTES:
+        return read_body(body), _NO_TEXTS
+    rest, texts = native.cut_texts(body)
+    try:
+        return read_body(rest), texts
+    except ApiError:
+        return read_body(body), _NO_TEXTS  # the error names its place in what came
+
+
 def prompts_of(body: Body) -> list[bytes]:
     """The prompts of a completion, each as bytes: UTF-8, or token numbers of ``TOKEN_BYTES``.
 
     Raises:
         ApiError: 400, there is no prompt, or it is neither text nor tokens.
     """
-    raw = bytes(body.prompt)
-    if raw[:1] == b'"' and raw.isascii() and b"\\" not in raw:
-        return [raw[1:-1]]  # nothing is escaped: no need to decode
     return [text_bytes(prompt) if isinstance(prompt, str) else token_bytes(prompt) for prompt in read_prompts(body)]
 
 
@@ -518,7 +535,7 @@ def read_messages(body: Body) -> list[Message]:
     return _decoded(_messages, bytes(body.messages), "messages")
 
 
-def chat_bytes(body: Body, most_bytes: int = sys.maxsize) -> tuple[bytes, int]:
+def chat_bytes(body: Body, most_bytes: int = sys.maxsize, texts: Mapping[int, bytes] = _NO_TEXTS) -> tuple[bytes, int]:
     """A chat as one string of bytes, of which each earlier state of the conversation is a prefix; and its whole length,
     of which at least ``most_bytes`` are made.
 
@@ -527,8 +544,10 @@ def chat_bytes(body: Body, most_bytes: int = sys.maxsize) -> tuple[bytes, int]:
     """
     parts = [b"\x02tools\x03", bytes(body.tools)] if bytes(body.tools) not in (b"", b"null", b"[]") else []
     size_bytes = sum(map(len, parts))
-    for message in _long_messages_of(body) if len(body.messages) > LONG_PROMPTS_BYTES else read_messages(body):
-        for piece, undecoded_bytes in _message_bytes(message, most_bytes):
+    is_long = len(body.messages) > LONG_PROMPTS_BYTES
+    messages: Sequence[Message | LongMessage] = _long_messages_of(body) if is_long else read_messages(body)
+    for number, message in enumerate(messages):
+        for piece, undecoded_bytes in _message_bytes(message, most_bytes, texts.get(number)):
             if size_bytes < most_bytes:
                 parts.append(piece)
             size_bytes += len(piece) + undecoded_bytes
@@ -539,11 +558,16 @@ def _long_messages_of(body: Body) -> list[LongMessage]:
     return _decoded(_long_messages, memoryview(body.messages), "messages")
 
 
-def _message_bytes(message: Message | LongMessage, most_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Pieces of a message; with each the number of bytes of its text that are not decoded."""
+def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes | None) -> Iterator[tuple[bytes, int]]:
+    """Pieces of a message; with each the number of bytes of its text that are not decoded. ``text``: its content, if
+    that was cut out of it.
+    """
     yield b"\x02" + text_bytes(message.role) + b"\x03", 0
     content = message.content
-    if isinstance(content, msgspec.Raw):
+    if text is not None:
+        yield text[:most_bytes], max(0, len(text) - most_bytes)
+        content = None
+    elif isinstance(content, msgspec.Raw):
         raw = bytes(content)
         if raw[:1] == b'"':
             yield _text_begin(raw, most_bytes)
