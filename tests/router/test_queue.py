@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ def refused(answer: Evicted | Refusal) -> Refusal:
 def test_work_is_what_is_computed_and_generated() -> None:
     assert work_of(request(tokens=1000, output=50)) == 1050
     assert work_of(request(tokens=1000)) == 1000 + USUAL_OUTPUT_TOKENS
+    assert work_of(replace(request(tokens=1000, output=50), answers=3)) == 1150
 
 
 def test_without_room_it_is_as_if_there_were_no_queue() -> None:

@@ -61,7 +61,7 @@ class Request:
     session: str = ""
     """Identifies a client's requests: a cookie, a header or an address."""
     output_tokens: int | None = None
-    """The request's limit; None without one."""
+    """The limit of one answer; None without one."""
     tenant: str = ""
     """Owner of the API key: fairness under overload is among tenants."""
     priority: int = 0
@@ -70,6 +70,8 @@ class Request:
     """Whether the answer is streamed. If not, its first byte does not mark the end of the prefill."""
     slo: Slo | None = None
     """Objectives of this request; None: the general ones."""
+    answers: int = 1
+    """How many are generated: of several prompts, or several of one."""
 
 
 @dataclass(frozen=True, slots=True)

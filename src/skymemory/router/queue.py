@@ -95,7 +95,7 @@ class Entry:
 def work_of(request: Request) -> float:
     """Tokens that a server computes and generates for ``request``, if none of its prompt is cached."""
     output = USUAL_OUTPUT_TOKENS if request.output_tokens is None else request.output_tokens
-    return float(request.prompt.tokens + output)
+    return float(request.prompt.tokens + request.answers * output)
 
 
 @dataclass(slots=True)

@@ -246,3 +246,24 @@ def test_the_limit_of_an_answer() -> None:
     assert read(prompt="x", max_tokens=5, max_completion_tokens=9).output_tokens == 9
     assert read(prompt="x", max_tokens=-1).output_tokens is None, "with some engines: no limit"
     assert read(prompt="x", max_tokens=2**63 - 1).output_tokens == MAX_OUTPUT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("fields", "answers"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": "x", "n": 3}, 3),
+        ({"prompt": "x" * 600, "n": 2, "best_of": 5}, 5),
+        ({"prompt": ["x", "y", "z"], "n": 2}, 6),
+        ({"prompt": ["x" * 50_000] * 3}, 3),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": list(range(100_000))}, 1),
+        ({"prompt": [[1], [2]]}, 2),
+        ({"prompt": "x", "n": None}, 1),
+        ({"prompt": "x", "n": "3", "best_of": 1.5}, 1),
+        ({"prompt": "x", "n": 0}, 1),
+        ({"prompt": ["x", "y"], "n": 9_999_999}, 1 << 20),
+    ],
+)
+def test_how_many_answers_are_asked_for(fields: dict[str, Any], answers: int) -> None:
+    assert read(**fields).answers == answers

@@ -52,6 +52,7 @@ parsers.
 """
 MAX_OUTPUT_TOKENS = 1 << 24
 """Counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
+MAX_ANSWERS, _ANSWERS_DIGITS = 1 << 20, 7
 IMAGE_BYTES = 2048
 """Counted for an image, or any other part of a chat that is not text: 512 tokens, by a rough guess."""
 LONG_PROMPTS_BYTES = 131_072
@@ -126,12 +127,13 @@ class PromptReader:
         read, texts = (read_body(body), _NO_TEXTS) if self._tokenizer is not None else _read_without_texts(body)
         model, adapter = self._model_and_adapter(read)
         salt = read.cache_salt or ""
+        prompts = 1
         if path != COMPLETIONS:
             data, tokens = self._chat(read, texts, salt, most_new)
         elif (data := texts.get(_PROMPT, b"")) != b"":
             tokens = _tokens(data)
         else:
-            data, tokens = self._completion(read, salt, most_new)
+            data, tokens, prompts = self._completion(read, salt, most_new)
         clients = self._clients
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
@@ -144,6 +146,7 @@ class PromptReader:
             streams=bytes(read.stream).strip() == b"true",
             priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
             slo=promised(headers, self._slo) if self._promises else None,
+            answers=1 if prompts == 1 and not (bytes(read.n) or bytes(read.best_of)) else _answers(read, prompts),
         )
 
     def tokens_of(self, text: str) -> list[int]:
@@ -168,24 +171,27 @@ class PromptReader:
             data[:HEAD_BYTES],
         )
 
-    def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int]:
-        """Bytes of the first prompt, which alone is matched, and the tokens of all, estimated where they are long."""
+    def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int, int]:
+        """Bytes of the first prompt, which alone is matched; the tokens of all, estimated where they are long; and how
+        many there are.
+        """
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
             first, more = first_prompt(body, self._max_blocks * self._block_bytes // TOKEN_BYTES)
+            count = 1 if STARTS_WITH_NUMBER.match(raw) else native.json_counts(raw)[3] + 1
             if not isinstance(first, str) or self._tokenizer is None:
                 data = text_bytes(first) if isinstance(first, str) else token_bytes(first)
-                return data, more + (_tokens(data) if isinstance(first, str) else len(first))
+                return data, more + (_tokens(data) if isinstance(first, str) else len(first)), count
             data = self._tokenizer.text_tokens(first, True, salt, most_new)
-            return data, more + len(data) // TOKEN_BYTES
+            return data, more + len(data) // TOKEN_BYTES, count
         if self._tokenizer is None:
             prompts = prompts_of(body)
-            return prompts[0], sum(map(_tokens, prompts))
+            return prompts[0], sum(map(_tokens, prompts)), len(prompts)
         packed = [
             self._tokenizer.text_tokens(each, True, salt, most_new) if isinstance(each, str) else token_bytes(each)
             for each in read_prompts(body)
         ]
-        return packed[0], sum(map(len, packed)) // TOKEN_BYTES
+        return packed[0], sum(map(len, packed)) // TOKEN_BYTES, len(packed)
 
     def _chat(self, body: Body, texts: Mapping[int, bytes], salt: str, most_new: int | None) -> tuple[bytes, int]:
         if self._tokenizer is None:
@@ -256,6 +262,12 @@ def output_limit(body: Body) -> int | None:
     if limit is None or limit < 0:
         return None
     return limit if limit < MAX_OUTPUT_TOKENS else MAX_OUTPUT_TOKENS
+
+
+def _answers(body: Body, prompts: int) -> int:
+    """How many the engine generates, at most ``MAX_ANSWERS``. It judges both fields itself."""
+    each = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
+    return min(prompts * max((1, *each)), MAX_ANSWERS)
 
 
 def whole_number(value: float | None, param: str) -> int | None:
@@ -422,6 +434,8 @@ class Body(msgspec.Struct):
     max_completion_tokens: int | float | None = None
     chat_template_kwargs: msgspec.Raw = msgspec.Raw()
     stream: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+    best_of: msgspec.Raw = msgspec.Raw()
 
 
 class _Part(msgspec.Struct):

@@ -73,7 +73,7 @@ SETTING = struct.Struct(">HL")
 _RESET_HERE, _RESET_THERE, _ENDED = range(3)
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
-_NO_NAME = bytes((*range(0x21), *range(0x41, 0x5B), *range(0x7F, 0x100)))
+_NO_NAME = bytes((*range(0x21), ord(":"), *range(0x41, 0x5B), *range(0x7F, 0x100)))
 _NO_VALUE = b"\0\r\n"
 
 Headers = list[tuple[bytes, bytes]]
@@ -795,7 +795,7 @@ def _validate(headers: Headers) -> tuple[str, str, int | None]:
                 bad = "an empty :path"
         else:
             regular = True
-            if not name or name.translate(None, _NO_NAME) != name or b":" in name:
+            if not name or name.translate(None, _NO_NAME) != name:
                 bad = "an invalid header name"
             elif name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
                 bad = "a connection-specific header"
