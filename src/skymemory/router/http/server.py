@@ -254,9 +254,7 @@ async def serve(
     loop.add_signal_handler(signal.SIGHUP, reload)
     raise_open_files()
     await server.start()
-    # Long-lived objects stay out of collections; rarer ones find fewer objects of requests that are under way.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.freeze()  # long-lived objects: keep the collector from scanning them in the middle of a request
     host, _ = host_and_port(settings.listen)
     scheme = "http" if settings.door.tls_cert is None else "https"
     say(

@@ -177,8 +177,7 @@ class PromptReader:
         """
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
-            first, more = first_prompt(body, self._max_blocks * self._block_bytes // TOKEN_BYTES)
-            count = 1 if STARTS_WITH_NUMBER.match(raw) else native.json_counts(raw)[3] + 1
+            first, more, count = first_prompt(body, self._max_blocks * self._block_bytes // TOKEN_BYTES)
             if not isinstance(first, str) or self._tokenizer is None:
                 data = text_bytes(first) if isinstance(first, str) else token_bytes(first)
                 return data, more + (_tokens(data) if isinstance(first, str) else len(first)), count
@@ -460,7 +459,7 @@ _NUMBER_BYTES = 12
 _ESCAPE_BYTES = 6
 """Of the longest escape of a letter in JSON."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_PROMPT, _LEAST_CUT_BYTES = -1, 512
+_PROMPT = -1
 """Of ``native.cut_texts``."""
 _NO_TEXTS: Mapping[int, bytes] = MappingProxyType({})
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
@@ -476,8 +475,6 @@ def read_body(body: bytes) -> Body:
 
 def _read_without_texts(body: bytes) -> tuple[Body, Mapping[int, bytes]]:
     """The body without its long texts, and these (``native.cut_texts``): they need no decoding."""
-    if len(body) < _LEAST_CUT_BYTES:
-        return read_body(body), _NO_TEXTS
     rest, texts = native.cut_texts(body)
     try:
         return read_body(rest), texts
@@ -515,23 +512,24 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
     return prompts
 
 
-def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int]:
+def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int, int]:
     """The first of a list of prompts, or the list where it is one of token numbers, of which at least about
-    ``most_tokens`` are read; and an estimate of the tokens of all else, of which nothing is decoded.
+    ``most_tokens`` are read; an estimate of the tokens of all else, of which nothing is decoded; and how many prompts
+    there are.
     """
     raw = bytes(body.prompt)
     _, texts, commas, others, first_end = native.json_counts(raw)
     if STARTS_WITH_NUMBER.match(raw):
         first = _first_tokens(raw, most_tokens)
-        return first, commas + 1 - len(first)
+        return first, commas + 1 - len(first), 1
     whole = raw[1:first_end].strip()
     if _STARTS_WITH_LIST.match(raw):
         first = _first_tokens(whole, most_tokens)
-        return first, commas + 1 - len(first)
+        return first, commas + 1 - len(first), others + 1
     if texts != others + 1:
-        return read_prompts(body)[0], 0  # it is no list of texts: the decoder says what it is
+        return read_prompts(body)[0], 0, others + 1  # it is no list of texts: the decoder says what it is
     rest_bytes = max(0, len(raw) - first_end - 3 * others)
-    return _decoded(_text, whole, "prompt"), -(-rest_bytes // BYTES_PER_TOKEN)
+    return _decoded(_text, whole, "prompt"), -(-rest_bytes // BYTES_PER_TOKEN), others + 1
 
 
 def _first_tokens(raw: bytes, most_tokens: int) -> list[int]:
