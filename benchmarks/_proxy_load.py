@@ -41,7 +41,7 @@ def bodies(body_bytes: int, seed: int, streams: bool) -> list[bytes]:
 
 
 class Asker(asyncio.Protocol):
-    """One connection: asks, waits for the whole answer, asks again."""
+    """One connection: from ``ask`` on it asks, waits for the whole answer, and asks again."""
 
     def __init__(self, asked: list[bytes], first: int, step: int, requests: int, done: asyncio.Future[None]) -> None:
         self._asked, self._at, self._step, self._left, self._done = asked, first, step, requests, done
@@ -50,9 +50,8 @@ class Asker(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._ask()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         self._came.clear()
         self._began_s = time.perf_counter()
         self._transport.write(self._asked[self._at % len(self._asked)])  # type: ignore[attr-defined]
@@ -76,7 +75,7 @@ class Asker(asyncio.Protocol):
         self.took_s.append(time.perf_counter() - self._began_s)
         self._left -= 1
         if self._left:
-            self._ask()
+            self.ask()
         elif not self._done.done():
             self._done.set_result(None)
 
@@ -88,7 +87,6 @@ class Asker(asyncio.Protocol):
 async def main(port: int, connections: int, requests: int, body_bytes: int, seed: int, streams: bool) -> None:
     asked = bodies(body_bytes, seed, streams)
     loop = asyncio.get_running_loop()
-    began_s = time.perf_counter()
     askers = []
     for number in range(connections):
         done: asyncio.Future[None] = loop.create_future()
@@ -98,6 +96,9 @@ async def main(port: int, connections: int, requests: int, body_bytes: int, seed
             port,
         )
         askers.append(((await made)[1], done))
+    began_s = time.perf_counter()  # all are connected: how connections are accepted is another question
+    for asker, _ in askers:
+        asker.ask()
     await asyncio.wait_for(asyncio.gather(*(done for _, done in askers)), 120)
     wall_s = time.perf_counter() - began_s
     took = sorted(each for asker, _ in askers for each in asker.took_s)

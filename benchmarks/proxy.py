@@ -2,7 +2,8 @@
 
 Four engines that answer at once and one load generator share a core; the router that is asked has the other (`taskset`,
 where there is one; `--cores all`: all have all). Bodies of 8 KB at 1, 8 and 64 connections, of 64 KB at 8, of 1 KB at
-256, and streams of 40 events at 64, in turns: directly, through `skymemory route`, and through its peers. *Added* is
+256, and streams of 40 events at 64, in turns: directly, through `skymemory route`, and through its peers. The clock
+starts when all are connected: a router that accepts slowly would else be measured with fewer connections. *Added* is
 the difference of the percentiles to asking directly in the same run; *processor* is what the router's process used,
 user and system, for a request. `--against PYTHON` measures another version's default beside ours (the Python of an
 environment that has it), and prints the ratios of the pairs.
