@@ -1,0 +1,61 @@
+"""Every tier's contract while the wall clock of its process is set at each look: an hour is what the running clock says."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.cache.tiers import test_contract as tiers
+from tests.contract.store_contract import Tier
+from tests.serving.resp import test_daemon
+from tests.store import test_disk_contract, test_redis, test_sealed
+from tests.store.sky import test_contract
+
+shared_server, running = test_redis.shared_server, test_daemon.running
+STEPS_S = (0.0, 40.0, -40.0, 86_400.0, -86_400.0)
+
+
+class Stepped:
+    """Before a class of the contract."""
+
+    @pytest.fixture(autouse=True)
+    def steps(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """From when the tier is open: it must not go by the wall clock, or not for long."""
+        wall_s, dice = time.time, random.Random(1)
+        monkeypatch.setattr(time, "time", lambda: wall_s() + dice.choice(STEPS_S))
+        yield
+
+
+class TestDisk(Stepped, test_disk_contract.TestDisk):
+    pass
+
+
+class TestSealedMemory(Stepped, test_sealed.TestSealedMemory):
+    pass
+
+
+@pytest.mark.slow
+class TestSealedConstellation(Stepped, test_sealed.TestSealedConstellation):
+    pass
+
+
+@pytest.mark.slow
+class TestUdp(Stepped, test_contract.TestUdpWithIndexFile):
+    pass
+
+
+@pytest.mark.slow
+class TestTiers(Stepped, tiers.TestThreeStores):
+    pass
+
+
+@pytest.mark.slow
+class TestRedis(Stepped, test_redis.TestRedis):
+    pass
+
+
+@pytest.mark.slow
+class TestOurClientThroughTheDaemon(Stepped, test_daemon.TestOurClientThroughIt):
+    pass
