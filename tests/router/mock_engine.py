@@ -143,6 +143,8 @@ class MockEngine:
             return True
         asked = json.loads(body) if body[:1] == b"{" else {}
         mock = {**self.mock, **asked.get("mock", {})}
+        if len(self.seen) <= mock.get("full_for", 0):
+            mock["status"] = 429
         if mock.get("die") == "before":
             return False
         await asyncio.sleep(mock.get("first_byte_s", 0.0))
