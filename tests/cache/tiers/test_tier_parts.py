@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -120,6 +121,27 @@ def test_who_waits_for_room_has_it_as_soon_as_bytes_are_given_back() -> None:
     assert not had.wait(0.05)
     budget.give_back(8)
     assert had.wait(20.0) and budget.taken_bytes == 5
+
+
+def test_a_call_does_not_wait_for_a_thread_that_has_just_taken_another() -> None:
+    taken, begin, second = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(queue.SimpleQueue[Call[object] | None]):
+        """Who takes the first call from it is held before it goes on."""
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Call[object] | None:
+            call = super().get(block, timeout)
+            if not taken.is_set():
+                taken.set()
+                begin.wait(30)
+            return call
+
+    workers = TierWorkers("two", threads=2)
+    workers._calls = Slow()
+    assert workers.submit(Call(lambda: None)) and taken.wait(30)
+    assert workers.submit(Call(second.set)) and second.wait(30), "a second thread is allowed, and not started"
+    begin.set()
+    workers.close()
 
 
 def test_abandoned_work_is_reported_at_its_end_or_not_begun() -> None:

@@ -104,19 +104,20 @@ class TierWorkers:
         self._waiting = waiting
         self._calls: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._started = 0
-        self._idle = 0
+        self._open = 0
+        """Calls that were queued and have not ended."""
         self._running: set[Call[object]] = set()
         self._lock = threading.Lock()
 
     def submit(self, call: Call[object]) -> bool:
         """Queue the call. False: the queue is full."""
         with self._lock:
-            queued = self._calls.qsize()
-            if self._idle <= queued and self._started < self._threads:
+            if self._calls.qsize() >= self._waiting:
+                return False
+            self._open += 1
+            if self._started < min(self._open, self._threads):
                 self._started += 1
                 threading.Thread(target=self._work, name=f"tier {self._name}", daemon=True).start()
-            if queued >= self._waiting:
-                return False
             self._calls.put(call)
         return True
 
@@ -153,19 +154,16 @@ class TierWorkers:
     def _work(self) -> None:
         with _schedstat_of(threading.get_native_id()) as schedstat:
             while True:
-                with self._lock:
-                    self._idle += 1
                 call = self._calls.get()
-                with self._lock:
-                    self._idle -= 1
-                    if call is not None:
-                        self._running.add(call)
                 if call is None:
                     self._calls.put(None)  # for the next thread
                     return
+                with self._lock:
+                    self._running.add(call)
                 call.run(schedstat)
                 with self._lock:
                     self._running.discard(call)
+                    self._open -= 1
 
     def close(self) -> None:
         """Threads end after the calls already queued; does not wait for them."""
