@@ -24,6 +24,12 @@ def heads(rows: list[str]) -> int:
     return sum(bool(HEAD.match(row)) for row in rows)
 
 
+def frame_of(text: str) -> int:
+    """Which is to be seen: a slow machine leaves some out."""
+    found = re.search(r"frame (\d+)", text)
+    return -1 if found is None else int(found[1])
+
+
 def drawing(columns: int = 80, rows: int = 24, **variables: str) -> Terminal:
     return Terminal(DRAWING, columns, rows, PYTHONPATH=f"{ROOT}:{ROOT / 'src'}", **variables)
 
@@ -46,9 +52,9 @@ def test_every_frame_fits_and_the_last_one_stays(columns: int, rows: int) -> Non
 
 def test_it_follows_a_terminal_that_is_resized_while_it_draws() -> None:
     terminal = drawing()
-    assert terminal.until(lambda text: "frame 8 " in text, 30)
+    assert terminal.until(lambda text: frame_of(text) >= 8, 30)
     terminal.resize(60, 20)
-    assert terminal.until(lambda text: "frame 25 " in text, 30)
+    assert terminal.until(lambda text: frame_of(text) >= 25, 30)
     assert heads(terminal.rows) == 1 and len(terminal.rows) == 20
     assert "· empty" in terminal.text, "the whole legend"
     terminal.screen.wrapped.clear()  # the frame that was on its way when the size changed
@@ -60,7 +66,7 @@ def test_it_follows_a_terminal_that_is_resized_while_it_draws() -> None:
 
 def test_ctrl_c_gives_the_terminal_back() -> None:
     terminal = drawing()
-    assert terminal.until(lambda text: "frame 8 " in text, 30)
+    assert terminal.until(lambda text: frame_of(text) >= 8, 30)
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.finish(30) != 0
     assert terminal.screen.wrapped == [] or all("File" in row for row in terminal.screen.wrapped)
