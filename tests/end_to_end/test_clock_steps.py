@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from tests.end_to_end.in_process import skymemory
 from tests.flight.daemon import build_lock
 from tests.soak.slept_host import DYNAMIC, FLIGHT
+from tests.soak.walls import Walls
 
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.control import host_clocks_s, hosts_of_another_time
@@ -30,18 +30,11 @@ VALUE = os.urandom(60_000)
 
 
 class Sky:
-    """A constellation whose processes have a wall clock that ``set_wall`` sets."""
+    """A constellation whose processes have wall clocks that ``walls`` sets."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.run_dir, self.walls, self.count = folder / "run", folder / "walls", 0
-        self.walls.mkdir()
-        for name in ("all", *HOSTS):
-            (self.walls / name).write_bytes(struct.pack("d", 0.0))
-        library = folder / "wall.so"
-        source = Path(__file__).with_name("wall.c")
-        strict = ("-O2", "-Wall", "-Wextra", "-Werror")
-        subprocess.run([os.environ.get("CC", "cc"), *strict, "-shared", "-fPIC", "-o", library, source], check=True)
-        self.environment = os.environ | {"LD_PRELOAD": str(library), "SKYMEMORY_WALL": str(self.walls)}
+        self.run_dir, self.count, self.walls = folder / "run", 0, Walls(folder, HOSTS)
+        self.environment = os.environ | self.walls.environment
         if kind == "c":
             with build_lock():
                 subprocess.run(["make", "-s", "-C", FLIGHT, DYNAMIC], check=True)
@@ -55,11 +48,6 @@ class Sky:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-    def set_wall(self, ahead_s: float, *names: str) -> None:
-        for name in names or ("all", *HOSTS):
-            with (self.walls / name).open("r+b") as file:
-                file.write(struct.pack("d", ahead_s))
 
     def serves_a_new_client(self) -> None:
         self.count += 1
@@ -95,12 +83,12 @@ def test_wall_clocks_that_are_set_lock_no_host_out(sky: Sky) -> None:
         serves_the_old_client()
         sky.serves_a_new_client()
         for ahead_s in (-40.0, 40.0, -DAY_S, DAY_S):
-            sky.set_wall(ahead_s)
+            sky.walls.set(ahead_s)
             serves_the_old_client()
             sky.serves_a_new_client()
-        sky.set_wall(0.0)
+        sky.walls.set(0.0)
         for ahead_s in (-DAY_S, 40.0):
-            sky.set_wall(ahead_s, "host-2")
+            sky.walls.set(ahead_s, "host-2")
             serves_the_old_client()
             sky.serves_a_new_client()
     assert "no host process is dead" in sky("constellation", "revive")

@@ -211,3 +211,19 @@ def test_a_satellite_that_lost_its_memory_is_a_miss_and_the_rest_can_be_evicted(
     body = messages.pack_keys([info.key])
     freed = [messages.unpack_count(sky.ask(Op.EVICT, body, here).body) for here in list(sky.spread(info))]
     assert sum(freed) == info.chunks - 4 and not sky.spread(info)
+
+
+def test_what_packets_overtake_on_the_way_is_waited_for_and_not_asked_for_again(world, value_of):
+    """Each is up to 10 ms late: what a later one has overtaken is not lost, and the first reads find that out."""
+    sky = world(faults=FaultInjector(reorder=1.0, reorder_delay_s=0.01, seed=1), link_s=0.002)
+    _, info = sky.put("v", value_of(600_000), 1000)
+    reports = [sky.get(info)[0].report for _ in range(12)]
+    assert max(report.retransmitted_chunks for report in reports[2:]) <= info.chunks // 50
+    assert max(report.seconds for report in reports[2:]) < 2 * (0.002 + 0.01) * 1.3
+
+
+def test_a_loss_is_not_taken_for_a_packet_that_is_late(world, value_of):
+    """A repetition that comes within half a round trip was on its way before; a lost one takes a whole round trip."""
+    sky = world(faults=FaultInjector(loss=0.05, seed=1), link_s=0.002)
+    _, info = sky.put("v", value_of(600_000), 1000)
+    assert sum(sky.get(info)[0].report.seconds for _ in range(12)) / 12 < 0.06

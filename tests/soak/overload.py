@@ -7,6 +7,7 @@ again. Every second is a row: processor of the hosts, satellites that answer, re
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import random
@@ -20,25 +21,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from tests.soak.slept_host import build, fall_asleep, sleepy
 from tests.soak.terms import ANSWER_AFTER_S, READ_AFTER_S, Row, later, share_of_hits
+from tests.soak.walls import OTHERS, Walls
 
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.messages import pack_moves
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet
-from skymemory.store.sky.store import ConstellationStore
 from skymemory.testbed import supervisor
 from skymemory.testbed.connect import open_constellation
 from skymemory.testbed.control import ping_all
 from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import ConstellationPlan, Faults, HostShare, MemoryPolicy, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
-from skymemory.testbed.supervisor import start_on_free_ports, stop
+from skymemory.testbed.supervisor import revive, start_on_free_ports, stop
 from skymemory.transport import udp_client
 
 _FAULTS = Faults(loss=0.02, duplicate=0.01, reorder=0.03, corrupt=0.005, seed=1)
@@ -51,6 +52,11 @@ _AFTER_S = READ_AFTER_S + _HEALTHY_S
 """As many moves are judged after the cause as before."""
 _PATIENCE_S = 1.0
 _READ_EVERY_S = 0.4
+_HOSTS = 5
+_SERVED_WITHIN_S = 10.0
+"""After a wall clock was set."""
+_BESIDE_A_LOCK_S = 2.0
+_SLEPT = "slept"
 _BUSY = "while True: pass"
 _ROOT = Path(__file__).parents[2]
 _SLEPT_HOST = "import sys; sys.path.insert(0, {!r}); from tests.soak import slept_host; slept_host.run(sys.argv[1:])"
@@ -87,11 +93,13 @@ class Verdict:
     forced: int
     wrong: int
     """Reads that gave other bytes than were stored."""
+    broken: int = 0
+    """Promises beside these that did not hold while the cause lasted."""
 
     @property
     def holds(self) -> bool:
         well = self.answer >= 0.95 and self.hits >= 0.95 and self.cores <= 1.2
-        return well and not self.forced and not self.wrong
+        return well and not self.forced and not self.wrong and not self.broken
 
 
 @dataclass(slots=True)
@@ -112,8 +120,9 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True, name="watch")
         self.phase = "healthy"
         self.watched = Watched()
-        self._plan, self._folder, self._keys = plan, folder, keys
-        self._hosts = [psutil.Process(pid) for pid in pids]
+        self.reopen = threading.Event()
+        """Set: the reader opens the constellation anew, as a process does that was started again."""
+        self._plan, self._folder, self._keys, self._pids = plan, folder, keys, pids
         self._dice = random.Random(seed)
         self._over = threading.Event()
         self._reads: list[bool] = []
@@ -149,9 +158,9 @@ class _Watch(threading.Thread):
 
     def _cpu_s(self) -> float:
         used_s = 0.0
-        for host in self._hosts:
+        for pid in [*self._pids]:
             with suppress(psutil.Error):
-                times = host.cpu_times()
+                times = psutil.Process(pid).cpu_times()
                 used_s += times.user + times.system
         return used_s
 
@@ -160,6 +169,10 @@ class _Watch(threading.Thread):
         try:
             while not self._over.is_set():
                 began_s = time.monotonic()
+                if self.reopen.is_set():
+                    store.close()
+                    self.reopen.clear()
+                    store = open_constellation(self._folder)
                 key = self._dice.choice(self._keys)
                 ticket = store.prepare_load([key])
                 (found,) = store.complete_load(ticket)
@@ -201,8 +214,9 @@ def _signal_all(pids: list[int], number: signal.Signals) -> None:
 
 
 @contextmanager
-def sleeping(slept: Path) -> Iterator[None]:
+def sleeping(folder: Path) -> Iterator[None]:
     """This computer sleeps by a file (see ``slept_host``): so do its hosts, and clients in this process."""
+    slept = folder / _SLEPT
     whole_command, own_clock = supervisor.host_command, udp_client.UnixClock
 
     def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
@@ -220,13 +234,35 @@ def sleeping(slept: Path) -> Iterator[None]:
         supervisor.host_command, udp_client.UnixClock = whole_command, own_clock  # type: ignore[misc]
 
 
+@contextmanager
+def walled(folder: Path) -> Iterator[Walls]:
+    """The wall clocks of hosts, and of clients in this process, can be set."""
+    walls = Walls(folder, [f"host-{number}" for number in range(_HOSTS)])
+    before, right_s = {name: os.environ.get(name) for name in walls.environment}, time.time
+    os.environ |= walls.environment
+    time.time = lambda: right_s() + walls.ahead_s
+    try:
+        yield walls
+    finally:
+        time.time = right_s
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a cause may lay hands on. ``slept`` says how long the computer has slept, in seconds."""
+    """What a cause may lay hands on."""
 
     plan: ConstellationPlan
     pids: list[int]
-    slept: Path
+    folder: Path
+    keys: list[bytes]
+    """Of the values that are read."""
+    restarted: Callable[[], None]
+    """Clients are started again, too."""
+    broken: list[str]
+    """What did not hold."""
+    walls: Walls | None
 
 
 # --- causes: each returns when it is over ---
@@ -284,8 +320,59 @@ def suspend(trial: Trial) -> None:
     """The computer sleeps for 45 s: processes stand still, ``CLOCK_MONOTONIC`` too, all other clocks go on."""
     _signal_all(trial.pids, signal.SIGSTOP)
     time.sleep(2.0)
-    fall_asleep(trial.slept, 45.0)
+    fall_asleep(trial.folder / _SLEPT, 45.0)
     _signal_all(trial.pids, signal.SIGCONT)
+
+
+def clocks(trial: Trial) -> None:
+    """Wall clocks are set by 40 s and by a day, back and forth: of all processes, of one host, of clients. New clients
+    write and read each time.
+    """
+    walls = trial.walls
+    assert walls is not None
+    for number, ahead_s in enumerate((-40.0, 40.0, -86_400.0, 86_400.0)):
+        for names in ((), (f"host-{number}",), (OTHERS,)):
+            walls.set(ahead_s, *names)
+            _serves_a_new_client(trial, f"{ahead_s:+.0f} s at {', '.join(names) or 'all'}", _SERVED_WITHIN_S)
+            walls.set(0.0)
+
+
+def locks(trial: Trial) -> None:
+    """Another process holds the lock of the index for 30 s; new clients write and read meanwhile."""
+    end_s = time.monotonic() + 30.0
+    with RunDirectory(trial.folder).index_path.open("r+b") as index:
+        fcntl.flock(index, fcntl.LOCK_EX)
+        while time.monotonic() < end_s:
+            _serves_a_new_client(trial, "the lock is held", _BESIDE_A_LOCK_S)
+            time.sleep(1.0)
+
+
+def power(trial: Trial) -> None:
+    """The computer of all hosts loses its power: they and their clients end at once, and the index lacks the last bytes
+    that were written. It starts again, and the values are stored again.
+    """
+    directory = RunDirectory(trial.folder)
+    _signal_all(trial.pids, signal.SIGKILL)
+    os.truncate(directory.index_path, max(0, directory.index_path.stat().st_size - 7))
+    time.sleep(2.0)
+    revive(directory)
+    trial.pids[:] = [record.pid for record in directory.running().values()]
+    trial.restarted()
+    if len(fill(trial.folder, trial.keys)) < len(trial.keys):
+        trial.broken.append("values could not be stored again")
+
+
+def _serves_a_new_client(trial: Trial, when: str, within_s: float) -> None:
+    """Note in ``trial.broken`` if it cannot store and read a value in this time."""
+    key = hashlib.sha256(f"{when} {time.monotonic()}".encode()).digest()
+    began_s = time.monotonic()
+    with open_constellation(trial.folder) as store:
+        while store.put_many([(key, value_of(key))]) != [True] and time.monotonic() < began_s + within_s:
+            pass
+        (found,) = store.get_many([key])
+    took_s = time.monotonic() - began_s
+    if found is None or found != value_of(key) or took_s > within_s:
+        trial.broken.append(f"{when}: {'a miss' if found is None else 'it'} took {took_s:.1f} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,18 +381,29 @@ class Cause:
     happen: Callable[[Trial], None]
     throughout: bool = False
     """Nothing passes: what holds afterwards has to hold while it lasts, too."""
+    around: Callable[[Path], AbstractContextManager[Walls | None]] = lambda folder: nullcontext()
+    """From before the start to after the end; is given the run's folder."""
 
 
 CAUSES = {
     "pause": Cause(Sky(), pause),
     "pushes": Cause(Sky(), pushes),
     "tenth": Cause(Sky(), tenth),
-    "suspend": Cause(Sky(), suspend),
+    "suspend": Cause(Sky(), suspend, around=sleeping),
+    "clocks": Cause(Sky(auth="on", time_scale=1.0), clocks, True, walled),
+    "locks": Cause(Sky(time_scale=1.0), locks, True),
+    "power": Cause(Sky(), power),
     "kuiper": Cause(
         Sky("kuiper-b", "hybrid", servers=16, replicas=2, faults=Faults(), time_scale=1.0, values=60), load, True
     ),
     "every": Cause(Sky(replicas=2, faults=Faults(), auth="every", time_scale=1.0), load, True),
 }
+
+
+def fill(folder: Path, keys: list[bytes]) -> list[bytes]:
+    """Store their values; those that were stored."""
+    with open_constellation(folder) as store:
+        return [key for key in keys if store.put_many([(key, value_of(key))]) == [True]]
 
 
 class OverloadSoak:
@@ -316,17 +414,17 @@ class OverloadSoak:
         self._sky = sky or self.cause.sky
         self._seed = seed
         self.watched = Watched()
+        self._broken: list[str] = []
 
     def run(self, report: Callable[[str], None]) -> Verdict:
         folder = Path(tempfile.mkdtemp(prefix="skymemory-overload-"))
         directory = RunDirectory(folder)
-        slept = folder / "slept"
         forced = 0
-        with sleeping(slept) if self.cause.happen is suspend else nullcontext():
+        with self.cause.around(folder) as walls:
             try:
                 plan = self._start(folder, directory)
                 pids = [record.pid for record in directory.running().values()]
-                self._live(Trial(plan, pids, slept), folder, report)
+                self._live(plan, pids, folder, walls, report)
             finally:
                 with suppress(ProcessLookupError):
                     _, forced = stop(directory)
@@ -342,7 +440,7 @@ class OverloadSoak:
             directory,
             lambda base_port: make_plan(
                 sky.preset,
-                hosts=local_hosts(sky.preset, 5, base_port),
+                hosts=local_hosts(sky.preset, _HOSTS, base_port),
                 servers=sky.servers,
                 access=sky.access,
                 time_scale=sky.time_scale,
@@ -357,11 +455,18 @@ class OverloadSoak:
             preset_named(sky.preset).torus.size,
         ).plan
 
-    def _live(self, trial: Trial, folder: Path, report: Callable[[str], None]) -> None:
+    def _live(
+        self,
+        plan: ConstellationPlan,
+        pids: list[int],
+        folder: Path,
+        walls: Walls | None,
+        report: Callable[[str], None],
+    ) -> None:
         keys = [hashlib.sha256(b"%d %d" % (self._seed, number)).digest() for number in range(self._sky.values)]
-        keys = self._fill(folder, keys)
+        keys = fill(folder, keys)
         report(f"{len(keys)} values of {_VALUE_BYTES} bytes are stored")
-        watch = _Watch(trial.plan, folder, trial.pids, keys, self._seed)
+        watch = _Watch(plan, folder, pids, keys, self._seed)
         self.watched = watch.watched
         watch.start()
         reported = 0
@@ -376,7 +481,7 @@ class OverloadSoak:
         time.sleep(_HEALTHY_S)
         watch.phase = "cause"
         report_rows()
-        self.cause.happen(trial)
+        self.cause.happen(Trial(plan, pids, folder, keys, watch.reopen.set, self._broken, walls))
         watch.phase = "after"
         report_rows()
         end_s = time.monotonic() + _AFTER_S
@@ -385,18 +490,9 @@ class OverloadSoak:
             report_rows()
         watch.end()
         report_rows()
+        for each in self._broken:
+            report(f"did not hold: {each}")
         report(f"misses: {self.watched.reasons}, wrong: {self.watched.wrong}, client: {self.watched.client}")
-
-    def _fill(self, folder: Path, keys: list[bytes]) -> list[bytes]:
-        store: ConstellationStore = open_constellation(folder)
-        stored = []
-        try:
-            for key in keys:
-                if store.complete_store(store.prepare_store([(key, value_of(key))])) == [True]:
-                    stored.append(key)
-        finally:
-            store.close()
-        return stored
 
     def _verdict(self, plan: ConstellationPlan, forced: int) -> Verdict:
         rows = self.watched.rows
@@ -415,4 +511,5 @@ class OverloadSoak:
             healthy_cores,
             forced,
             self.watched.wrong,
+            len(self._broken),
         )

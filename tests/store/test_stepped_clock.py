@@ -1,4 +1,4 @@
-"""Every tier's contract while the wall clock of its process is set at each look: an hour is what the running clock says."""
+"""Every tier's contract while the wall clock of its process is set at each look."""
 
 from __future__ import annotations
 

@@ -75,6 +75,8 @@ class Window:
         self.size_bytes = limit_bytes
         self.in_flight_bytes = 0
         self._cut_until_s = 0.0
+        self._uncut_bytes = 0
+        """Its size before the last cut."""
 
     def offer(self, limit_bytes: int) -> None:
         """The receiver advertises how much it can take."""
@@ -109,8 +111,13 @@ class Window:
 
     def lost(self, now_s: float, round_trip_s: float) -> None:
         if now_s >= self._cut_until_s:
+            self._uncut_bytes = self.size_bytes
             self.size_bytes = max(self._floor_bytes, self.size_bytes // 2)
             self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
+
+    def not_lost(self) -> None:
+        """What ``lost`` was called for has come: take its cut back."""
+        self.size_bytes = max(self.size_bytes, min(self._uncut_bytes, self.limit_bytes))
 
 
 QUEUE_S = 0.02

@@ -265,3 +265,17 @@ def source_address(ips: Iterable[str]) -> str | None:
     if len(outward) > 1:
         return ANY
     return outward[0] if outward else next(iter(sorted(found)), None)
+
+
+_IP_MTU = 14
+"""Of Linux; Python does not name it."""
+
+
+def route_mtu(ip: str) -> int | None:
+    """The largest IP packet, in bytes, that leaves whole on the route to ``ip``; None where that is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((ip, 9))
+            return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+        except OSError:
+            return None

@@ -26,6 +26,10 @@ _WINDOW_FLOOR_BYTES = 64 * 1024
 _LANE_FLOOR_BYTES = 16 * 1024
 """Of a link with a rate: two chunks."""
 UNLIMITED = math.inf, 0
+_LEAST_GRACE_S = 0.002
+_OVERTAKING_MARGIN = 1.25
+_OVERTAKING_S = 30.0
+"""How long it is remembered how far packets overtake each other."""
 _CLOCK_GRAIN_S = 2e-6
 """Timestamps on the wire are whole microseconds."""
 
@@ -101,6 +105,10 @@ class Peers:
         self._credit_bytes = credit_bytes
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
+        self._overtaken_s, self._overtaken_until_s = 0.0, -math.inf
+        """By how much packets were late behind others that left after them, and until when that is believed. The network
+        is one for all satellites.
+        """
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
 
@@ -146,9 +154,15 @@ class Peers:
         if (peer := self._peers.get(satellite)) is not None:
             peer.heard(round_trip_s, now_s)
 
-    def grace_s(self, satellite: SatelliteId) -> float:
-        """How long the rest of an answer may lag behind the part that is here."""
-        return max(self.peer(satellite).round_trip.smoothed_s / 4, 0.002)
+    def grace_s(self, satellite: SatelliteId, now_s: float) -> float:
+        """How long the rest of an answer may lag behind the part that is here before it seems lost."""
+        overtaken_s = self._overtaken_s if now_s < self._overtaken_until_s else 0.0
+        return max(self.peer(satellite).round_trip.smoothed_s / 4, _LEAST_GRACE_S, _OVERTAKING_MARGIN * overtaken_s)
+
+    def overtaken_by(self, late_s: float, now_s: float) -> None:
+        """The rest of an answer came this late behind later parts, and was not lost."""
+        if now_s >= self._overtaken_until_s or late_s >= self._overtaken_s:
+            self._overtaken_s, self._overtaken_until_s = late_s, now_s + _OVERTAKING_S
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
         """Since when a satellite that was asked at ``asked_s`` has been silent."""

@@ -732,6 +732,8 @@ class ClientMachine:
         for request, transfer, (_, echo_us, _, placed, duplicates, corrupt, foreign) in heard:
             size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
             self._in_flight.answered(request, (placed + duplicates) * size_each)
+            if request.gap_since_s is not None and transfer.has(request.indices):
+                self._in_flight.completed(request, now_s)
             if corrupt:
                 self.counters.add("packets_malformed", corrupt)
             else:
@@ -859,6 +861,8 @@ class ClientMachine:
         fresh = transfer.acknowledge(transfer.of_request(indices, request.indices))
         self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         request.window.offer(credit * CREDIT_UNIT_BYTES)
+        if request.in_flight_bytes == 0:
+            self._in_flight.completed(request, now_s)
         if transfer.missing == 0:
             self._finish(request.operation, "", now_s)
         elif request.in_flight_bytes == 0:

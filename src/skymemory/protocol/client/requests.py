@@ -121,6 +121,8 @@ class Request:
     """Times that its satellite answered what was sent with a repetition of it, or later, and not the request."""
     gap_seen: bool = False
     """Later parts of its answer are here, earlier ones are not."""
+    gap_since_s: float | None = None
+    """When that was first seen; None: never."""
 
     @property
     def link(self) -> Window:
@@ -363,8 +365,22 @@ class InFlight:
 
     def hurry(self, request: Request, now_s: float) -> None:
         """The end of its answer is here and an earlier part is not: that seems lost, so ask again soon."""
-        self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite)))
+        self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite, now_s)))
         request.gap_seen = True
+        if request.gap_since_s is None:
+            request.gap_since_s = now_s
+
+    def completed(self, request: Request, now_s: float) -> None:
+        """The last of its answer is here. If that lagged behind, and was not lost (a repetition takes a round trip), as
+        much lag is waited for next time.
+        """
+        if request.gap_since_s is None:
+            return
+        repeated = request.attempts > 1
+        if not repeated or now_s < request.sent_s + request.peer.round_trip.smoothed_s / 2:
+            self._peers.overtaken_by(now_s - request.gap_since_s, now_s)
+            if repeated:
+                request.link.not_lost()
 
     # --- time ---
 
