@@ -24,7 +24,7 @@ from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.testbed.key_file import KeyFollower
-from skymemory.testbed.plan import ConstellationPlan, HostShare, check_ip, follower_of
+from skymemory.testbed.plan import ConstellationPlan, HostShare, follower_of
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_client import UdpClient
@@ -286,15 +286,14 @@ def bind_ip_of(plan: ConstellationPlan) -> str:
     """Address that a client binds: ``$SKYMEMORY_BIND``, else our source address towards the hosts.
 
     Raises:
-        InvalidInput: not an IPv4 address.
+        InvalidInput: not an address, or not of the hosts' family.
         ConstellationError: no route to any host.
     """
     chosen = os.environ.get(BIND_SETTING)
     if chosen:
-        check_ip(chosen, f"${BIND_SETTING}")
-        return chosen
+        return plan.parse_own_ip(chosen, f"${BIND_SETTING}")
     if all(host.is_loopback for host in plan.hosts):
-        return "127.0.0.1"
+        return "::1" if plan.is_ipv6 else "127.0.0.1"
     found = source_address(host.ip for host in plan.hosts)
     if found is None:
         raise ConstellationError(
