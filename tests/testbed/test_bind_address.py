@@ -93,6 +93,8 @@ def test_a_computer_without_ipv6_has_no_route(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(sources, "udp_socket", without)
     assert source_towards("fd00::2") is None
+    with pytest.raises(ConstellationError, match="cannot listen at ::1: Address family not supported"):
+        client_of(plan_of("::1"), "ideal", 0.0, 0.1)
     monkeypatch.setattr(run_directory, "udp_socket", without)
     with pytest.raises(ConstellationError, match="::1 of host-0 is not an address of this computer"):
         run_directory.check_ports(plan_of("::1"))

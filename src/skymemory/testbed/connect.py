@@ -11,7 +11,7 @@ from pathlib import Path
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost, plane_move_period_s, slot_move_period_s
-from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.errors import ConstellationError, InvalidInput, cannot_listen
 from skymemory.keys import KeyRing
 from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut
 from skymemory.placement.locate import Moves
@@ -279,7 +279,10 @@ def client_of(
         for endpoint in [address for _, address in plan.addresses_of(host)][:_ANNOUNCED_TO]
     ]
     bind_ip = bind_ip_of(plan)
-    return UdpClient(config, sky, clock, addresses, bind_ip, refresh, ground, announced, plan.unix_at_boot_s)
+    try:
+        return UdpClient(config, sky, clock, addresses, bind_ip, refresh, ground, announced, plan.unix_at_boot_s)
+    except OSError as error:
+        raise ConstellationError(cannot_listen(bind_ip, error)) from error
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:
