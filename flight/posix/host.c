@@ -88,7 +88,7 @@ typedef struct {
     satellite *all;
     unsigned count;
     int32_t *index; /* of a satellite of this host, by address, + 1; 0: it is another host's */
-    const struct sockaddr_in **peers; /* of the others, by address */
+    const udp_endpoint **peers; /* of the others, by address */
     endpoints *endpoints;
     unsigned *heap; /* satellites by timer */
     size_t timers;
@@ -274,7 +274,7 @@ static parcel *copy(const host *h, unsigned to, const udp_outgoing *out, size_t 
 }
 
 /* Queues what the kernel did not take. Beyond a bound it is dropped, as on any full link, and retransmitted. */
-static void wait_to_send(host *h, unsigned which, const udp_outgoing *out, size_t first, const struct sockaddr_in *to) {
+static void wait_to_send(host *h, unsigned which, const udp_outgoing *out, size_t first, const udp_endpoint *to) {
     satellite *s = &h->all[which];
     for (size_t count = 0; first < out->count; first += count) {
         parcel *one = NULL;
@@ -293,7 +293,7 @@ static void wait_to_send(host *h, unsigned which, const udp_outgoing *out, size_
     sky_set_backlog(s->core, s->backlog.bytes);
 }
 
-static void transmit(host *h, unsigned which, const udp_outgoing *out, const struct sockaddr_in *to) {
+static void transmit(host *h, unsigned which, const udp_outgoing *out, const udp_endpoint *to) {
     satellite *s = &h->all[which];
     const size_t sent = s->backlog.first != NULL ? 0 : udp_send(s->fd, to, out);
     if (sent < out->count)
@@ -390,7 +390,7 @@ typedef struct {
     unsigned which;
     bool leaves, queues; /* as of a parcel */
     sky_link source;
-    struct sockaddr_in endpoint;
+    udp_endpoint endpoint;
     sky_us hold;    /* for light */
     fault_row *row; /* NULL: no faults */
 } journey;
@@ -766,7 +766,7 @@ static void follow_outages(host *h) {
             if (launch(h, i))
                 greet(h, i);
             else
-                (void)snprintf(trouble, sizeof trouble, "port %u: %s", (unsigned)ntohs(h->all[i].is->endpoint.sin_port),
+                (void)snprintf(trouble, sizeof trouble, "port %u: %s", (unsigned)ntohs(h->all[i].is->endpoint.v4.sin_port),
                                strerror(errno));
         }
     }
@@ -974,7 +974,7 @@ static bool prepare(host *h) {
     h->working = calloc(h->count, sizeof *h->working);
     h->index = calloc(addresses, sizeof *h->index);
     h->peers = calloc(addresses, sizeof *h->peers);
-    h->endpoints = endpoints_new(its->mine_count + its->others_count);
+    h->endpoints = endpoints_new(its->mine_count + its->others_count, its->config.hash_seed);
     if (h->all == NULL || h->heap == NULL || h->working == NULL || h->index == NULL || h->peers == NULL ||
         h->endpoints == NULL)
         return false;
@@ -1014,11 +1014,6 @@ static bool prepare(host *h) {
 static bool begin(host *h) {
     char words[300];
     const char *error = NULL;
-    uint64_t *const seed = h->its->config.hash_seed;
-    if (getrandom(seed, sizeof h->its->config.hash_seed, 0) != (ssize_t)sizeof h->its->config.hash_seed) {
-        say(h, "the system gives no random numbers: hashes need a secret seed");
-        return false;
-    }
     if (h->its->keys_path[0] != '\0') {
         (void)file_changed(h->its->keys_path, &h->keys_seen);
         if (!key_file_read(h->its->keys_path, h->its->every_packet, &h->ring, words)) {
@@ -1044,7 +1039,7 @@ static bool begin(host *h) {
     for (unsigned i = 0; i < h->count; i++) {
         if (!launch(h, i)) {
             (void)snprintf(words, sizeof words, "cannot serve its satellites: port %u: %s",
-                           (unsigned)ntohs(h->all[i].is->endpoint.sin_port), strerror(errno));
+                           (unsigned)ntohs(h->all[i].is->endpoint.v4.sin_port), strerror(errno));
             say(h, words);
             return false;
         }
@@ -1093,6 +1088,10 @@ int host_serve(share *its, int supervisor_fd) {
     host *h = &whole;
     h->its = its;
     h->line = supervisor_fd;
+    if (getrandom(its->config.hash_seed, sizeof its->config.hash_seed, 0) != (ssize_t)sizeof its->config.hash_seed) {
+        say(h, "the system gives no random numbers: hashes need a secret seed");
+        return 1;
+    }
     if (!prepare(h)) {
         say(h, strerror(errno));
         return 1;

@@ -2,10 +2,10 @@
 #ifndef SKY_POSIX_PARCELS_H
 #define SKY_POSIX_PARCELS_H
 
-#include <netinet/in.h>
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "endpoint.h"
 #include "satellite.h"
 
 /* A run, end to end. Arrives at satellite `to`, unless `leaves`: then it leaves by that satellite's socket. */
@@ -16,7 +16,7 @@ typedef struct parcel {
     bool leaves;
     bool queues;          /* it has had its faults, and waits for its turn on the link next */
     sky_link source;      /* whom it came from; of one that leaves and queues, whom it goes to */
-    struct sockaddr_in endpoint; /* where it leaves to */
+    udp_endpoint endpoint; /* where it leaves to */
     size_t bytes, segment_bytes;
     uint8_t packets[];
 } parcel;

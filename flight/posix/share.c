@@ -19,6 +19,7 @@ typedef struct {
     bool failed;
     unsigned mine_room, others_room, knot_room, way_room, outage_room, elevation_room;
     bool clock_is_set;
+    sa_family_t family; /* of all addresses, from the first on */
 } line_reader;
 
 /* Room for one more of a list, whose entries may move; false: the line fails. */
@@ -84,6 +85,17 @@ static void text(line_reader *line, char *room, size_t bytes) {
     memcpy(room, line->words[1], strlen(line->words[1]) + 1);
 }
 
+/* IPv4 and IPv6 do not reach each other, so all addresses are of one. */
+static void read_endpoint(line_reader *line, int which, udp_endpoint *one) {
+    if (inet_pton(AF_INET, line->words[which], &one->v4.sin_addr) == 1)
+        one->any.sa_family = AF_INET;
+    else if (inet_pton(AF_INET6, line->words[which], &one->v6.sin6_addr) == 1)
+        one->any.sa_family = AF_INET6;
+    one->v4.sin_port = htons((uint16_t)whole(line, which + 1, 1, 65535));
+    line->failed = line->failed || one->any.sa_family == 0 || (line->family != 0 && line->family != one->any.sa_family);
+    line->family = one->any.sa_family;
+}
+
 /* PLANE SLOT IP PORT */
 static void read_satellite(line_reader *line, share_satellite **all, unsigned *count, unsigned *room) {
     share_satellite one;
@@ -96,9 +108,7 @@ static void read_satellite(line_reader *line, share_satellite **all, unsigned *c
     one.address = (sky_link)whole(line, 1, 0, config->planes - 1) << 12;
     one.address |= (sky_link)whole(line, 2, 0, config->slots - 1);
     line->failed = line->failed || sky_is_gap(sky_config_torus(config), one.address);
-    one.endpoint.sin_family = AF_INET;
-    one.endpoint.sin_port = htons((uint16_t)whole(line, 4, 1, 65535));
-    line->failed = line->failed || inet_pton(AF_INET, line->words[3], &one.endpoint.sin_addr) != 1;
+    read_endpoint(line, 3, &one.endpoint);
     void *list = *all;
     if (grow(line, &list, *count, room, sizeof one)) {
         *all = list;

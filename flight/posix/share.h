@@ -3,10 +3,10 @@
 #ifndef SKY_POSIX_SHARE_H
 #define SKY_POSIX_SHARE_H
 
-#include <netinet/in.h>
 #include <stdbool.h>
 
 #include "config.h"
+#include "endpoint.h"
 #include "faults.h"
 #include "link_queues.h"
 #include "orbits.h"
@@ -14,7 +14,7 @@
 
 typedef struct {
     sky_link address;
-    struct sockaddr_in endpoint;
+    udp_endpoint endpoint;
 } share_satellite;
 
 typedef struct {

@@ -46,15 +46,17 @@ static uint32_t ask_buffer(int fd, int option, int forced) {
     return granted > 0 ? (uint32_t)granted : 0U;
 }
 
-int udp_open(const struct sockaddr_in *address, uint32_t *receive_bytes, uint32_t *send_bytes) {
+int udp_open(const udp_endpoint *address, uint32_t *receive_bytes, uint32_t *send_bytes) {
     const int on = 1;
-    const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    const int fd = socket(address->any.sa_family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return -1;
     *receive_bytes = ask_buffer(fd, SO_RCVBUF, SO_RCVBUFFORCE);
     *send_bytes = ask_buffer(fd, SO_SNDBUF, SO_SNDBUFFORCE);
     (void)setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on); /* without it, runs come in pieces */
-    if (bind(fd, (const struct sockaddr *)address, sizeof *address) < 0) {
+    if (address->any.sa_family == AF_INET6)
+        (void)setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on);
+    if (bind(fd, &address->any, udp_endpoint_bytes(address)) < 0) {
         const int error = errno;
         (void)close(fd);
         errno = error;
@@ -78,7 +80,7 @@ static size_t segment_of(struct msghdr *header, size_t bytes) {
 unsigned udp_receive(int fd, udp_arrival arrivals[UDP_SLOTS]) {
     static struct mmsghdr messages[UDP_SLOTS];
     static struct iovec parts[UDP_SLOTS];
-    static struct sockaddr_in from[UDP_SLOTS];
+    static udp_endpoint from[UDP_SLOTS];
     static control controls[UDP_SLOTS];
     for (unsigned i = 0; i < UDP_SLOTS; i++) {
         struct msghdr *header = &messages[i].msg_hdr;
@@ -186,7 +188,7 @@ static void set_segment(struct msghdr *header, control *room, size_t segment) {
     memcpy(CMSG_DATA(c), &size, sizeof size);
 }
 
-size_t udp_send(int fd, const struct sockaddr_in *to, const udp_outgoing *out) {
+size_t udp_send(int fd, const udp_endpoint *to, const udp_outgoing *out) {
     static struct mmsghdr messages[RUNS_A_CALL];
     static struct iovec parts[RUNS_A_CALL][PARTS];
     static control controls[RUNS_A_CALL];
@@ -201,7 +203,7 @@ size_t udp_send(int fd, const struct sockaddr_in *to, const udp_outgoing *out) {
             size_t used = 0;
             memset(header, 0, sizeof *header);
             header->msg_name = (void *)(uintptr_t)to;
-            header->msg_namelen = sizeof *to;
+            header->msg_namelen = udp_endpoint_bytes(to);
             header->msg_iov = parts[runs];
             for (size_t i = 0; i < length; i++) {
                 const size_t its = gather(out, next + i, parts[runs] + used, PARTS - used);

@@ -2,11 +2,11 @@
 #ifndef SKY_POSIX_UDP_H
 #define SKY_POSIX_UDP_H
 
-#include <netinet/in.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
+#include "endpoint.h"
 #include "satellite.h"
 
 enum {
@@ -20,11 +20,11 @@ enum {
 typedef struct {
     uint8_t *packets; /* sky_receive changes them */
     size_t bytes, segment_bytes;
-    struct sockaddr_in from;
+    udp_endpoint from;
 } udp_arrival;
 
-/* A socket that never blocks, bound to the address; -1 with errno. `receive_bytes`, `send_bytes`: what the kernel grants. */
-int udp_open(const struct sockaddr_in *address, uint32_t *receive_bytes, uint32_t *send_bytes);
+/* A socket that never blocks, bound to the address (and of IPv6 not to IPv4's port); -1 with errno. `receive_bytes`, `send_bytes`: what the kernel grants. */
+int udp_open(const udp_endpoint *address, uint32_t *receive_bytes, uint32_t *send_bytes);
 /* What has arrived, at most UDP_SLOTS runs, valid until the next call of any socket. Errors of the network count as none. */
 unsigned udp_receive(int fd, udp_arrival arrivals[UDP_SLOTS]);
 bool udp_has_more(int fd);
@@ -40,7 +40,7 @@ typedef struct {
 } udp_outgoing;
 
 /* Packets that the kernel took; those that the network refuses count as taken, and are lost, as on any link. */
-size_t udp_send(int fd, const struct sockaddr_in *to, const udp_outgoing *out);
+size_t udp_send(int fd, const udp_endpoint *to, const udp_outgoing *out);
 /* Bytes of packet i. */
 size_t udp_packet_bytes(const udp_outgoing *out, size_t i);
 /* Writes packets from `first` on end to end into `room`; how many bytes. */

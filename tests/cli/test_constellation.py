@@ -67,7 +67,11 @@ def _main(words: str) -> int:
         ("stauts", "there is no 'stauts'; did you mean 'status'?"),
         ("status --patience soon", "'soon' is not a duration"),
         ("plan --out p.json --host 10.0.0.1", "expected an address and a port"),
-        ("plan --out p.json --host ten:1", "expected an IPv4 address"),
+        ("plan --out p.json --host ten:1", "expected an IPv4 or IPv6 address"),
+        ("plan --out p.json --host ::1:26000", "such as 10.0.0.1:26000 or [fd00::1]:26000"),
+        ("plan --out p.json --host [10.0.0.1]:26000", "such as 10.0.0.1:26000 or [fd00::1]:26000"),
+        ("plan --out p.json --host [fe80::1%eth0]:26000", "expected an address without a zone"),
+        ("plan --out p.json --host 10.0.0.1:26000 --host [fd00::1]:26000", "IPv4 and IPv6 do not reach each other"),
         ("plan --out p.json --host 127.0.0.1:²", "expected an address and a port"),
         ("plan --out . --host 127.0.0.1:26000", "it is a folder"),
         ("plan --out p.keys --host 10.0.0.1:26000", "choose another for the plan"),
@@ -121,6 +125,13 @@ def test_the_plan_of_five_computers(capsys: pytest.CaptureFixture[str], tmp_path
     assert (tmp_path / "sky.keys").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_plan_of_computers_with_ipv6(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "sky.json"
+    assert _main(f"constellation plan --out {out} --host [FD00::1]:26000 --host [fd00::2]:26000") == 0
+    assert [(host.ip, host.base_port) for host in load_plan(out).hosts] == [("fd00::1", 26_000), ("fd00::2", 26_000)]
+    assert "on fd00::2: skymemory satellite --plan sky.json --host 1" in capsys.readouterr().out
+
+
 def test_a_plan_for_other_computers_without_keys_must_be_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -137,6 +148,9 @@ def test_a_plan_for_other_computers_without_keys_must_be_asked_for(
     assert _main(f"constellation plan --out {out} --host 127.0.0.1:1 --auth off") == 0
     assert load_plan(out).auth == "off"
     assert _main(f"satellite --plan {out} --host 0 --listen 0.0.0.0") == 2
+    assert "--insecure" in capsys.readouterr().err
+    assert _main(f"constellation plan --out {out} --host [::1]:1 --auth off") == 0
+    assert _main(f"satellite --plan {out} --host 0 --listen ::") == 2
     assert "--insecure" in capsys.readouterr().err
 
 
@@ -164,6 +178,7 @@ def test_attach_and_forget(capsys: pytest.CaptureFixture[str], tmp_path: Path, r
     [
         ("--plan {plan} --host 5", "no host '5' in the plan"),
         ("--plan {plan} --host 0 --listen nowhere", "'nowhere'"),
+        ("--plan {plan} --host 0 --listen ::", "expected an IPv4 address, as the plan's hosts have"),
         ("--plan {none} --host 0", "cannot read the plan"),
         ("--plan {bad} --host 0", "did you mean 'servers'"),
         ("--host 0", "--plan"),

@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 from tests.end_to_end.in_process import skymemory
 
+from skymemory.addresses import format_address
 from skymemory.testbed import carrying, supervisor
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.transport.udp_socket import udp_socket
 
 COMMAND = [sys.executable, "-m", "skymemory"]
 Answer = subprocess.CompletedProcess[str]
@@ -252,13 +254,17 @@ def test_a_run_directory_left_by_a_crash_is_no_obstacle_and_its_numbers_are_not_
 
 
 @pytest.mark.slow
-def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ip", ["127.0.0.1", "::1"])
+def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path, ip: str) -> None:
     """Five processes started by hand from one file, and a client that only has the file."""
     plan = tmp_path / "sky.json"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        base = 20_000 + probe.getsockname()[1] % 5_000
-    hosts = [word for number in range(5) for word in ("--host", f"127.0.0.1:{base + 19 * number}")]
+    try:
+        with udp_socket(ip) as probe:
+            probe.bind((ip, 0))
+            base = 20_000 + probe.getsockname()[1] % 5_000
+    except OSError as error:
+        pytest.skip(f"{ip} cannot be bound here: {error}")
+    hosts = [word for number in range(5) for word in ("--host", format_address(ip, base + 19 * number))]
     assert sky("constellation", "plan", "--out", str(plan), *hosts, "--delay", "off").returncode == 0
     computers = [sky.start("satellite", "--plan", str(plan), "--host", str(number)) for number in range(5)]
     try:
@@ -268,6 +274,8 @@ def test_five_computers_share_a_plan(sky: Sky, tmp_path: Path) -> None:
         assert sky("constellation", "attach", str(plan)).returncode == 0
         (tmp_path / "value").write_bytes(b"five computers")
         assert sky("kv", "put", str(tmp_path / "value")).returncode == 0
+        assert sky("kv", "get", "value", "--out", "-").stdout == "five computers"
+        assert sky("constellation", "rotate").returncode == 0
         assert sky("kv", "get", "value", "--out", "-").stdout == "five computers"
     finally:
         for computer in computers:

@@ -1,4 +1,4 @@
-"""The configuration of the daemon as it reads it: ``share.c`` and the daemon's parts as a library."""
+"""The daemon's configuration as it reads it, and its endpoints: ``share.c`` and its parts as a library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skymemory.placement.locate import Moves
 from skymemory.testbed.flight import share_text
 from skymemory.testbed.plan import ConstellationPlan
 
-_PARTS = ("share", "orbits", "link_queues")
+_PARTS = ("share", "orbits", "link_queues", "endpoints")
 
 
 @lru_cache(maxsize=1)
@@ -50,6 +50,12 @@ def library() -> Any:
         ),
         "share_figures": (None, (it, i64, ctypes.POINTER(ctypes.c_uint64))),
         "share_counted": (None, (it, i64, ctypes.POINTER(i64))),
+        "endpoints_new": (it, (ctypes.c_uint32, text)),
+        "endpoints_free": (None, (it,)),
+        "endpoints_add": (None, (it, ctypes.c_uint32, text)),
+        "endpoints_link": (ctypes.c_uint32, (it, text)),
+        "endpoints_satellite": (ctypes.c_bool, (it, ctypes.c_uint32, text)),
+        "endpoints_ground": (ctypes.c_bool, (it, ctypes.c_uint32, text)),
     }
     for name, (result, arguments) in types.items():
         function = getattr(lib, name)

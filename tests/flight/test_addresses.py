@@ -22,6 +22,7 @@ from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import HostShare, Ports, local_hosts, make_plan
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.testbed.supervisor import inspect, start_on_free_ports, stop
+from skymemory.transport.udp_socket import udp_socket
 
 __all__ = ["daemon", "up"]
 
@@ -59,33 +60,54 @@ def store_and_move(folder: Path, satellite: Choice, ips: Sequence[str]) -> None:
         stop(directory)
 
 
-@pytest.mark.brief("c")
-@pytest.mark.parametrize("satellite", ["c", "mixed"])
+@pytest.mark.brief("c", "mixed IPv6")
+@pytest.mark.parametrize(
+    ("satellite", "ips"),
+    [
+        pytest.param("c", ["127.0.0.2", "127.1.2.3", "127.0.0.1"], id="c"),
+        pytest.param("mixed", ["127.0.0.2", "127.1.2.3", "127.0.0.1"], id="mixed"),
+        pytest.param("c", ["::1"] * 3, id="c IPv6"),
+        pytest.param("mixed", ["::1"] * 3, id="mixed IPv6"),
+        pytest.param("python", ["::1"] * 3, id="python IPv6"),
+    ],
+)
 def test_other_addresses_of_the_loopback(
-    daemon: Path, tmp_path: Path, satellite: Choice, monkeypatch: pytest.MonkeyPatch
+    daemon: Path, tmp_path: Path, satellite: Choice, ips: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    try:
+        with udp_socket(ips[0]) as probe:
+            probe.bind((ips[0], 0))
+    except OSError as error:
+        pytest.skip(f"{ips[0]} cannot be bound here: {error}")
     monkeypatch.setenv("SKYMEMORY_FLIGHT", str(daemon))
-    store_and_move(tmp_path, satellite, ["127.0.0.2", "127.1.2.3", "127.0.0.1"])
+    store_and_move(tmp_path, satellite, ips)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ips", [["10.77.0.1", "10.77.0.2"], ["fd77::1", "fd77::2"]], ids=["IPv4", "IPv6"])
 @pytest.mark.parametrize("satellite", ["c", "mixed"])
-def test_addresses_of_a_network_of_its_own(daemon: Path, tmp_path: Path, satellite: Choice) -> None:
-    """In a network namespace, which has no way out: two addresses that are not of the loopback's range."""
+def test_addresses_of_a_network_of_its_own(daemon: Path, tmp_path: Path, satellite: Choice, ips: list[str]) -> None:
+    """In a network namespace, which has no way out: two addresses that are not of the loopback's range. That of IPv4
+    has no IPv6.
+    """
     inside = ["unshare", "--user", "--map-root-user", "--net"]
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs unshare and ip")
     if subprocess.run([*inside, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode != 0:
         pytest.skip("no network namespaces here")
-    script = 'ip link set lo up && ip addr add 10.77.0.1/32 dev lo && ip addr add 10.77.0.2/32 dev lo && exec "$@"'
+    ipv6 = ":" in ips[0]
+    if ipv6 and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    disabled = "" if ipv6 else "{ echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; } 2> /dev/null; "
+    added = " && ".join(f"ip addr add {ip}/{128 if ipv6 else 32} dev lo" for ip in ips)
+    script = f'{disabled}ip link set lo up && {added} && exec "$@"'
     arguments = [
         sys.executable,
         "-m",
         "tests.flight.test_addresses",
         str(tmp_path),
         satellite,
-        "10.77.0.1",
-        "10.77.0.2",
+        *ips,
     ]
     done = subprocess.run(
         [*inside, "sh", "-c", script, "sh", *arguments],

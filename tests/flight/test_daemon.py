@@ -320,6 +320,9 @@ def test_the_share_says_all_of_the_plan() -> None:
         ("skymemory-flight 1\ntorus 2 5\nlink-outage 0 1 7 1\n", "line 3 .link-outage."),
         ("skymemory-flight 1\ntorus 1 2\nsatellite 0 5 127.0.0.1 5000\n", "line 3"),
         ("skymemory-flight 1\ntorus 1 2\nsatellite 0 1 localhost 5000\n", "line 3"),
+        ("skymemory-flight 1\ntorus 1 2\nsatellite 0 1 [::1] 5000\n", "line 3"),
+        ("skymemory-flight 1\ntorus 1 2\nsatellite 0 1 fe80::1%lo 5000\n", "line 3"),
+        ("skymemory-flight 1\ntorus 1 2\nsatellite 0 0 ::1 5000\npeer 0 1 10.0.0.1 5000\n", "line 4 .peer."),
     ],
 )
 def test_a_wrong_configuration_is_named(daemon: Path, tmp_path: Path, text: str, says: str) -> None:

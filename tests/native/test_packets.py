@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from skymemory.native.twin import backend
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import Address, Op, SkyHeader, Status, build_packet, bulk_prefix, parse_packet
+from skymemory.transport.udp_socket import udp_socket
 
 KEY = bytes(range(32))
 _settings = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=250)
@@ -134,15 +135,11 @@ def test_acks_are_read_alike_and_as_the_protocol_reads_them(fast: ModuleType, da
         assert (key, list(range(first, first + stride * count, stride))) == (selection.key, selection.indices())
 
 
-def test_each_packet_reaches_its_own_address(impl: ModuleType) -> None:
-    with (
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as two,
-    ):
+def test_each_packet_reaches_its_own_address(impl: ModuleType, loopback: str) -> None:
+    with udp_socket(loopback) as sender, udp_socket(loopback) as one, udp_socket(loopback) as two:
         for sock in (one, two):
-            sock.bind(("127.0.0.1", 0))
-        packets = [(bytes([n]) * n, *(one, two)[n % 2].getsockname()) for n in range(70)]
+            sock.bind((loopback, 0))
+        packets = [(bytes([n]) * n, *(one, two)[n % 2].getsockname()[:2]) for n in range(70)]
         assert impl.send_each(sender.fileno(), packets, 66) == 4
         assert impl.send_each(sender.fileno(), packets, 70) == impl.send_each(sender.fileno(), [], 0) == 0
         assert impl.send_each(sender.fileno(), tuple(packets), 0) == 64
@@ -156,6 +153,7 @@ def test_sending_without_sense_is_refused(impl: ModuleType) -> None:
         fine = (b"x", "127.0.0.1", 9)
         for bad, error in (
             ((b"x", "localhost", 9), ValueError),
+            ((b"x", "[::1]", 9), ValueError),
             ((b"x", "127.0.0.1", 65_536), OverflowError),
             ((b"x", "127.0.0.1", -1), OverflowError),
             ((bytes(65_508), "127.0.0.1", 9), ValueError),

@@ -78,6 +78,7 @@ class Crossing:
     impl: ModuleType | None
     authority: Authority | None = None
     near: tuple[SatelliteId, ...] = ()
+    ip: str = "127.0.0.1"
     passed: int = 0
     served: int = 0
     handed: list[tuple[SatelliteId, bytes]] = field(default_factory=list)
@@ -85,8 +86,8 @@ class Crossing:
     def __post_init__(self) -> None:
         config = SatelliteConfig(HERE, MEMORY_BYTES, authority=self.authority)
         self.machine = SatelliteMachine(config, SKY, MoveClock(), 1000.0)
-        self.sock = BatchSocket()
-        self.ends: dict[object, BatchSocket] = {name: BatchSocket() for name in (*NEIGHBOURS, "A", "B")}
+        self.sock = BatchSocket(self.ip)
+        self.ends: dict[object, BatchSocket] = {name: BatchSocket(self.ip) for name in (*NEIGHBOURS, "A", "B")}
         self.names = {self.ends[name].address: name for name in NEIGHBOURS}
         self.endpoints = {name: self.ends[name].address for name in NEIGHBOURS if name not in self.near}
 
@@ -176,9 +177,9 @@ def ground(gateway: SatelliteId) -> Address:
 
 
 @pytest.fixture(params=["fast", "twin"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Crossing, Crossing]]:
+def pair(request: pytest.FixtureRequest, loopback: str) -> Iterator[tuple[Crossing, Crossing]]:
     impl = request.getfixturevalue("fast") if request.param == "fast" else backend
-    crossings = Crossing(impl), Crossing(None)
+    crossings = Crossing(impl, ip=loopback), Crossing(None, ip=loopback)
     yield crossings
     for crossing in crossings:
         crossing.close()

@@ -15,7 +15,7 @@ import skymemory.native
 
 SOURCES = Path(skymemory.native.__file__).parent
 FUZZ = """
-import importlib.util, random, socket, struct, sys, zlib
+import importlib.util, itertools, random, socket, struct, sys, zlib
 spec = importlib.util.spec_from_file_location("_fast", sys.argv[1])
 fast = importlib.util.module_from_spec(spec); spec.loader.exec_module(fast)
 dice = random.Random(5)
@@ -77,12 +77,19 @@ for count in (0, 1, 7, 5000, 9000):
 a, b = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
 a.bind(("127.0.0.1", 0)); a.setsockopt(17, 104, 1); port = a.getsockname()[1]
 scratch = bytearray(4 * 65536)
-for sizes in ([700] * 90 + [3], [0, 0], [65000], [9, 700, 700], []):
-    rows = bytes(12 * len(sizes))
-    assert fast.send_batch(b.fileno(), "127.0.0.1", port, rows, 12, [bytes(n) for n in sizes]) == len(sizes)
+ways = [(b, a)]
+try:
+    c, d = (socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) for _ in range(2))
+    c.bind(("::1", 0)); c.setsockopt(17, 104, 1); ways.append((d, c))
+except OSError:
+    pass
+for (here, there), sizes in itertools.product(ways, ([700] * 90 + [3], [0, 0], [65000], [9, 700, 700], [])):
+    rows, (far, far_port) = bytes(12 * len(sizes)), there.getsockname()[:2]
+    assert fast.send_batch(here.fileno(), far, far_port, rows, 12, [bytes(n) for n in sizes]) == len(sizes)
     got = 0
-    while arrivals := fast.recv_batch(a.fileno(), scratch, 4):
+    while arrivals := fast.recv_batch(there.fileno(), scratch, 4):
         got += sum(size for _, size, _, _, _ in arrivals)
+        assert {host for *_, host, _ in arrivals} == {far}
     assert got == sum(sizes) + len(rows)
 whole = memoryview(scratch)
 for n in range(60):

@@ -32,7 +32,7 @@ from skymemory.protocol.wire import (
     bulk_batch,
     parse_packet,
 )
-from skymemory.transport.udp_socket import BatchSocket
+from skymemory.transport.udp_socket import BatchSocket, udp_socket
 
 HERE = SatelliteId(2, 9)
 SKY = SkyMap(Torus(5, 19), HERE)
@@ -70,12 +70,13 @@ class Satellite:
     """A machine and its socket, served by one implementation of ``native.serve``, or (None) by the machine alone."""
 
     impl: ModuleType | None
+    ip: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         self.machine = SatelliteMachine(SatelliteConfig(HERE, MEMORY_BYTES), SKY, MoveClock(), 1000.0)
-        self.sock = BatchSocket()
-        self.client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.client.bind(("127.0.0.1", 0))
+        self.sock = BatchSocket(self.ip)
+        self.client = udp_socket(self.ip)
+        self.client.bind((self.ip, 0))
         self.client.setblocking(False)
         self.served = 0
 
@@ -106,9 +107,9 @@ class Satellite:
             if not arrivals and not served:
                 return self._answers(passed_on)
             runs = [(memoryview(scratch)[at : at + size], segment) for at, size, segment, _, _ in arrivals]
-            self.machine.receive_runs(runs, self.client.getsockname(), 1000.25)
+            self.machine.receive_runs(runs, self.client.getsockname()[:2], 1000.25)
             for answer, to in self.machine.datagrams_to_send(1000.25):
-                if to == self.client.getsockname():
+                if to == self.client.getsockname()[:2]:
                     for datagram in answer.datagrams():
                         self.client.sendto(datagram, to)
                 else:
@@ -129,9 +130,9 @@ class Satellite:
 
 
 @pytest.fixture(params=["fast", "twin"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Satellite, Satellite]]:
+def pair(request: pytest.FixtureRequest, loopback: str) -> Iterator[tuple[Satellite, Satellite]]:
     impl = request.getfixturevalue("fast") if request.param == "fast" else backend
-    satellites = Satellite(impl), Satellite(None)
+    satellites = Satellite(impl, loopback), Satellite(None, loopback)
     yield satellites
     for satellite in satellites:
         satellite.close()
@@ -196,8 +197,8 @@ def test_requests_that_wait_together_share_the_room_that_is_left(pair: tuple[Sat
 def test_what_another_sends_is_another_request_whatever_it_says(pair: tuple[Satellite, Satellite]) -> None:
     quick, _ = pair
     quick.hear([set_batch(KEYS[0], [0], 1, 1)])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-        other.bind(("127.0.0.1", 0))
+    with udp_socket(quick.ip) as other:
+        other.bind((quick.ip, 0))
         other.settimeout(5.0)
         for sock, steps in ((quick.client, [0, 1]), (other, [2, 3])):
             for datagram in set_batch(KEYS[0], steps, 2, 1).datagrams():
@@ -216,7 +217,7 @@ def test_neighbours_and_impossible_arguments(fast: ModuleType) -> None:
             batch = get_batch(KEYS[0], [0], 2)
             satellite.client.sendto(batch.datagrams()[0], satellite.sock.address)
             scratch, fd = bytearray(SLOT_BYTES), satellite.sock.fileno()
-            known = {satellite.client.getsockname(): HERE}
+            known = {satellite.client.getsockname()[:2]: HERE}
             arrivals, served, *_ = impl.serve(fd, scratch, 1, addresses, known, shares, settled, room, terms)
             assert len(arrivals) == 1 and served == []
             for bad in ((scratch, 2, addresses), (scratch, 0, addresses), (scratch, 1, b"short")):

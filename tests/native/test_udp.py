@@ -12,24 +12,26 @@ import pytest
 
 from skymemory.native import SLOT_BYTES
 from skymemory.native.twin.sockets import SOL_UDP, UDP_GRO, UDP_SEGMENT, runs
+from skymemory.transport.udp_socket import udp_socket
 
 SO_NO_CHECK = 11
+UDP_NO_CHECK6_TX, UDP_NO_CHECK6_RX = 101, 102
 
 
 @pytest.fixture(params=["offload", "plain"])
-def receiver(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+def receiver(request: pytest.FixtureRequest, loopback: str) -> Iterator[socket.socket]:
+    with udp_socket(loopback) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * 2**20)
         if request.param == "offload":
             sock.setsockopt(SOL_UDP, UDP_GRO, 1)
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((loopback, 0))
         yield sock
 
 
 @pytest.fixture
-def sender() -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.bind(("127.0.0.1", 0))
+def sender(loopback: str) -> Iterator[socket.socket]:
+    with udp_socket(loopback) as sock:
+        sock.bind((loopback, 0))
         sock.setblocking(False)
         yield sock
 
@@ -50,7 +52,7 @@ def check(impl: ModuleType, sender: socket.socket, receiver: socket.socket, expe
     assert sent == len(expected)
     found = drain(impl, receiver)
     assert [data for data, _, _ in found] == expected
-    assert {(host, port) for _, host, port in found} <= {sender.getsockname()}
+    assert {(host, port) for _, host, port in found} <= {sender.getsockname()[:2]}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_headers_and_payloads_arrive_joined(
     payloads = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
     expected = [headers[12 * n : 12 * n + 12] + payload for n, payload in enumerate(payloads)]
     kinds = [memoryview(p) if n % 3 == 0 else bytearray(p) if n % 3 == 1 else p for n, p in enumerate(payloads)]
-    sent = impl.send_batch(sender.fileno(), "127.0.0.1", receiver.getsockname()[1], headers, 12, kinds)
+    sent = impl.send_batch(sender.fileno(), *receiver.getsockname()[:2], headers, 12, kinds)
     check(impl, sender, receiver, expected, sent)
 
 
@@ -107,8 +109,8 @@ def test_chunks_are_sent_from_where_they_lie(
     headers = b"".join(b"header %05d" % n for n in range(count))
     starts = [(first + n * step) * chunk for n in range(count)]
     expected = [headers[12 * n : 12 * n + 12] + value[at : at + chunk] for n, at in enumerate(starts)]
-    port = receiver.getsockname()[1]
-    sent = impl.send_slices(sender.fileno(), "127.0.0.1", port, headers, 12, memoryview(value), chunk, first, step)
+    host, port = receiver.getsockname()[:2]
+    sent = impl.send_slices(sender.fileno(), host, port, headers, 12, memoryview(value), chunk, first, step)
     check(impl, sender, receiver, expected, sent)
 
 
@@ -153,7 +155,7 @@ def test_a_run_of_whole_segments_with_an_odd_last(
     impl: ModuleType, sender: socket.socket, receiver: socket.socket, total: int
 ) -> None:
     run = bytes(n * 31 % 256 for n in range(total))
-    sent = impl.send_batch(sender.fileno(), "127.0.0.1", receiver.getsockname()[1], run, 1000, None)
+    sent = impl.send_batch(sender.fileno(), *receiver.getsockname()[:2], run, 1000, None)
     check(impl, sender, receiver, [run[at : at + 1000] for at in range(0, total, 1000)], sent)
 
 
@@ -172,21 +174,26 @@ def test_no_more_runs_than_slots(impl: ModuleType, sender: socket.socket, receiv
     assert [scratch[0:1], scratch[SLOT_BYTES : SLOT_BYTES + 1], *rest] == [bytes([n]) for n in range(5)]
 
 
-def test_where_offload_is_refused_segments_go_one_by_one(impl: ModuleType, receiver: socket.socket) -> None:
-    """Without checksums (SO_NO_CHECK) the kernel refuses UDP_SEGMENT, as a device that cannot split would."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+def test_where_offload_is_refused_segments_go_one_by_one(
+    impl: ModuleType, loopback: str, receiver: socket.socket
+) -> None:
+    """Without checksums the kernel refuses UDP_SEGMENT, as a device that cannot split would."""
+    with udp_socket(loopback) as sender:
+        if ":" in loopback:
+            sender.setsockopt(socket.IPPROTO_UDP, UDP_NO_CHECK6_TX, 1)
+            receiver.setsockopt(socket.IPPROTO_UDP, UDP_NO_CHECK6_RX, 1)
         sender.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
         with pytest.raises(OSError, match="Invalid argument"):
             sender.sendmsg([bytes(20)], [(SOL_UDP, UDP_SEGMENT, struct.pack("=H", 10))], 0, receiver.getsockname())
         payloads = [bytes([n]) * 500 for n in range(6)]
-        sent = impl.send_batch(sender.fileno(), "127.0.0.1", receiver.getsockname()[1], bytes(12), 2, payloads)
+        sent = impl.send_batch(sender.fileno(), *receiver.getsockname()[:2], bytes(12), 2, payloads)
         assert sent == 6
         assert [data for data, _, _ in drain(impl, receiver)] == [bytes(2) + part for part in payloads]
 
 
 def test_arguments_without_sense_are_refused(impl: ModuleType, sender: socket.socket) -> None:
     fd = sender.fileno()
-    for host in ("localhost", "", "::1", "1.2.3.4.5", "300.1.1.1"):
+    for host in ("localhost", "", "[::1]", "::1%lo", ":::", "1.2.3.4.5", "127.1", "300.1.1.1"):
         with pytest.raises(ValueError):
             impl.send_batch(fd, host, 9, b"abc", 3, None)
     with pytest.raises(ValueError):
@@ -208,6 +215,17 @@ def test_arguments_without_sense_are_refused(impl: ModuleType, sender: socket.so
             impl.recv_batch(fd, bytearray(SLOT_BYTES), slots)
     with pytest.raises((TypeError, BufferError)):
         impl.recv_batch(fd, bytes(SLOT_BYTES), 1)
+
+
+def test_the_other_family_is_an_error_of_the_network(impl: ModuleType, sender: socket.socket, loopback: str) -> None:
+    other = "127.0.0.1" if ":" in loopback else "::1"
+    for call in (
+        lambda: impl.send_batch(sender.fileno(), other, 9, b"abc", 3, None),
+        lambda: impl.send_slices(sender.fileno(), other, 9, bytes(12), 12, bytes(20), 10, 0, 1),
+        lambda: impl.send_each(sender.fileno(), [(b"x", other, 9)], 0),
+    ):
+        with pytest.raises(OSError):
+            call()
 
 
 def test_a_descriptor_that_is_no_socket_is_an_error(impl: ModuleType) -> None:

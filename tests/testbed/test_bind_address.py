@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import socket
 
 import pytest
 
 from skymemory.errors import ConstellationError, InvalidInput
 from skymemory.protocol.wire import Op
+from skymemory.testbed import run_directory
 from skymemory.testbed.connect import bind_ip_of, client_of
 from skymemory.testbed.plan import ConstellationPlan, local_hosts, make_plan
 from skymemory.transport import udp_socket as sources
-from skymemory.transport.udp_socket import ANY, source_address, source_towards
+from skymemory.transport.udp_socket import ANY, ANY_IPV6, source_address, source_towards
 
 
 def plan_of(*ips: str) -> ConstellationPlan:
@@ -46,6 +48,58 @@ def test_a_client_of_this_computer_listens_on_loopback_only() -> None:
     assert source_address(["127.0.0.1"]) == "127.0.0.1"
 
 
+def test_a_client_of_this_computer_by_ipv6() -> None:
+    assert bind_ip_of(plan_of("::1")) == "::1"
+    if source_towards("::1") is None:
+        pytest.skip("no IPv6 here")
+    assert source_address(["::1"]) == "::1"
+
+
+@pytest.mark.parametrize(
+    ("sources_by_ip", "expected"),
+    [
+        ({"fd00::2": "fd00::1", "::1": "::1"}, "fd00::1"),
+        ({"fd00::2": "fd00::1", "fd01::2": "fd01::1"}, ANY_IPV6),
+        ({"fd00::2": None}, None),
+    ],
+)
+def test_one_ipv6_address_that_reaches_all(
+    monkeypatch: pytest.MonkeyPatch, sources_by_ip: dict[str, str | None], expected: str | None
+) -> None:
+    monkeypatch.setattr(sources, "source_towards", sources_by_ip.__getitem__)
+    assert source_address(sources_by_ip) == expected
+    if expected is None:
+        with pytest.raises(ConstellationError, match=r"no route .* fd00::2.*SKYMEMORY_BIND"):
+            bind_ip_of(plan_of(*sources_by_ip))
+    else:
+        assert bind_ip_of(plan_of(*sources_by_ip)) == expected
+
+
+def test_a_source_that_only_its_link_knows_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnOneLink(socket.socket):
+        def connect(self, _: object) -> None:
+            pass
+
+        def getsockname(self) -> tuple[str, int]:
+            return "fe80::1", 9
+
+    monkeypatch.setattr(sources, "udp_socket", lambda _: OnOneLink(socket.AF_INET, socket.SOCK_DGRAM))
+    assert source_towards("fd00::2") is None
+
+
+def test_a_computer_without_ipv6_has_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(_: str) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(sources, "udp_socket", without)
+    assert source_towards("fd00::2") is None
+    with pytest.raises(ConstellationError, match="cannot listen at ::1: Address family not supported"):
+        client_of(plan_of("::1"), "ideal", 0.0, 0.1)
+    monkeypatch.setattr(run_directory, "udp_socket", without)
+    with pytest.raises(ConstellationError, match="::1 of host-0 is not an address of this computer"):
+        run_directory.check_ports(plan_of("::1"))
+
+
 @pytest.mark.parametrize(
     ("routed", "expected"),
     [
@@ -74,6 +128,10 @@ def test_the_setting_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bind_ip_of(plan_of("127.0.0.1")) == "10.1.2.3"
     monkeypatch.setenv("SKYMEMORY_BIND", "everywhere")
     with pytest.raises(InvalidInput, match=r"SKYMEMORY_BIND.*IPv4"):
+        bind_ip_of(plan_of("127.0.0.1"))
+    monkeypatch.setenv("SKYMEMORY_BIND", "FD00::5")
+    assert bind_ip_of(plan_of("::1")) == "fd00::5"
+    with pytest.raises(InvalidInput, match=r"SKYMEMORY_BIND.*expected an IPv4 address, as the plan's hosts have"):
         bind_ip_of(plan_of("127.0.0.1"))
 
 

@@ -217,7 +217,14 @@ def _changed(**changes: object) -> str:
         ({"hosts": [{**_HOST, "skipped_ports": [[4]]}]}, "first and last of each gap"),
         ({"hosts": [{**_HOST, "skipped_ports": [[4, 9], [9, 10]]}]}, "ascending order"),
         ({"hosts": [{"name": "a", "ip": "127.0.0.1", "base_port": 1, "planes": "0"}]}, "list of whole numbers"),
-        ({"hosts": [{"name": "a", "ip": "::1", "base_port": 1, "planes": [0]}]}, "expected an IPv4 address"),
+        ({"hosts": [{**_HOST, "ip": "localhost"}]}, "expected an IPv4 or IPv6 address such as 127.0.0.1 or fd00::1"),
+        ({"hosts": [{**_HOST, "ip": "[::1]"}]}, "expected an IPv4 or IPv6 address"),
+        ({"hosts": [{**_HOST, "ip": "1::2::3"}]}, "expected an IPv4 or IPv6 address"),
+        ({"hosts": [{**_HOST, "ip": "010.0.0.1"}]}, "expected an IPv4 or IPv6 address"),
+        ({"hosts": [{**_HOST, "ip": "fe80::1%eth0"}]}, "expected an address without a zone such as fd00::1"),
+        ({"hosts": [{**_HOST, "ip": "fe80::1"}]}, "belongs to one link"),
+        ({"hosts": [{**_HOST, "ip": "fd00::1%1"}]}, "expected an address without a zone"),
+        ({"hosts": [{**_HOST, "ip": "::ffff:10.0.0.1"}]}, "is an IPv4 address: expected it as 10.0.0.1"),
         ({"hosts": [{"name": "../a", "ip": "127.0.0.1", "base_port": 1, "planes": [0]}]}, "host name '../a'"),
         ({"hosts": ["a"]}, "hosts[0]: expected an object"),
         ({"faults": {"los": 0.1}}, "faults: unknown key 'los'; did you mean 'loss'"),
@@ -271,11 +278,37 @@ def test_a_missing_key_and_an_unknown_preset_are_named() -> None:
         ),
         ((HostShare("a", "10.0.0.1", 26_000, (0, 1)), HostShare("a", "10.0.0.2", 1, (2, 3, 4))), "share a name"),
         ((HostShare("a", "127.0.0.1", 65_500, (0, 1, 2, 3, 4)),), "the last port is 65535"),
+        (
+            (HostShare("a", "FD00::01", 26_000, (0, 1)), HostShare("b", "fd00::1", 26_037, (2, 3, 4))),
+            "b and a share ports on fd00::1",
+        ),
+        (
+            (HostShare("a", "10.0.0.1", 26_000, (0, 1)), HostShare("b", "fd00::1", 26_000, (2, 3, 4))),
+            "a is at 10.0.0.1, b at fd00::1: IPv4 and IPv6 do not reach each other",
+        ),
     ],
 )
 def test_hosts_that_cannot_be(hosts: tuple[HostShare, ...], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         make_plan(hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("written", "spelled"),
+    [
+        ("FD00:0:0::0001", "fd00::1"),
+        ("::1", "::1"),
+        ("2001:db8:0:1:0:0:0:1", "2001:db8:0:1::1"),
+        ("2001:db8:0:1:1:1:1:1", "2001:db8:0:1:1:1:1:1"),
+        ("::102:304", "::1.2.3.4"),  # as inet_ntop of the C libraries has it
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_an_address_is_spelled_as_that_of_a_packets_sender(written: str, spelled: str) -> None:
+    plan = make_plan(hosts=(HostShare("a", written, 26_000, (0, 1, 2, 3, 4)),))
+    assert plan.addresses()[SatelliteId(0, 0)] == (spelled, 26_000)
+    assert from_json(to_json(plan)) == plan
+    assert plan.is_ipv6 == (":" in written) and plan.hosts[0].is_loopback == (written == "::1")
 
 
 def test_the_same_ports_on_different_computers_are_fine() -> None:

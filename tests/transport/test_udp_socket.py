@@ -13,6 +13,13 @@ from skymemory.protocol.wire import SegmentBatch, Slices
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, BatchSocket
 
 
+def bound(ip: str) -> BatchSocket:
+    try:
+        return BatchSocket(ip)
+    except OSError as error:
+        pytest.skip(f"{ip} cannot be bound here: {error}")
+
+
 def received(sock: BatchSocket) -> list[bytes]:
     """Every datagram that waits."""
     found: list[bytes] = []
@@ -22,8 +29,9 @@ def received(sock: BatchSocket) -> list[bytes]:
     return found
 
 
-def test_a_block_arrives_whole_and_in_few_pieces() -> None:
-    with BatchSocket() as sender, BatchSocket() as receiver:
+@pytest.mark.parametrize("ip", ["127.0.0.1", "::1"])
+def test_a_block_arrives_whole_and_in_few_pieces(ip: str) -> None:
+    with bound(ip) as sender, bound(ip) as receiver:
         payloads = [bytes([n % 251]) * 6144 for n in range(479)] + [b"the odd last one"]
         headers = b"".join(b"%0132d" % n for n in range(480))
         batch = SegmentBatch(headers, 132, payloads)
@@ -141,6 +149,17 @@ def test_a_port_that_is_taken_is_an_error_and_leaves_nothing() -> None:
             BatchSocket(*first.address)
         with pytest.raises((OSError, OverflowError)):
             BatchSocket("127.0.0.1", 70_000)
+
+
+def test_all_addresses_of_ipv6_leave_the_port_of_ipv4() -> None:
+    with bound("::") as six, BatchSocket("0.0.0.0", six.address[1]) as four:
+        assert four.address[1] == six.address[1]
+        with bound("::1") as sender:
+            assert sender.send(SegmentBatch(b"x", 1), ("::1", six.address[1])) is None
+            assert sender.send(SegmentBatch(b"x", 1), ("127.0.0.1", six.address[1])) is None
+            assert sender.send_errors == 1
+        assert select.select([six], [], [], 5)[0]
+        assert [endpoint for _, _, endpoint in six.receive()] == [sender.address] and four.receive() == []
 
 
 def test_nothing_there_is_an_empty_list() -> None:

@@ -120,7 +120,7 @@ def _add_satellite(subparsers: Subparsers) -> None:
     add = parser.add_argument
     add("--plan", type=Path, required=True, metavar="FILE", help="the plan that all hosts share")
     add("--host", required=True, metavar="HOST", help="name or number (from 0) of a host of the plan")
-    add("--listen", metavar="IP", help="address to bind (default: the plan's; behind NAT: 0.0.0.0)")
+    add("--listen", metavar="IP", help="address to bind (default: the plan's; behind NAT: 0.0.0.0 or ::)")
     add("--insecure", action="store_true", help="listen on a non-loopback address although the plan has no MACs")
     add_run_dir(parser)
     add("--supervisor-fd", type=int, help=argparse.SUPPRESS)
@@ -513,9 +513,12 @@ def _write_plan(args: argparse.Namespace) -> int:
 
     addresses = []
     for text in args.host:
-        ip, colon, port = text.rpartition(":")
-        if not colon or not port.isdecimal():
-            raise InvalidInput(f"host {text!r}: expected an address and a port such as 10.0.0.1:26000")
+        host, colon, port = text.rpartition(":")
+        ip = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if not colon or not port.isdecimal() or (ip != host) != (":" in ip):
+            raise InvalidInput(
+                f"host {text!r}: expected an address and a port such as 10.0.0.1:26000 or [fd00::1]:26000"
+            )
         addresses.append((ip, parse_whole(port)))
     plan = _plan_of(args, remote_hosts(_preset_of(args), addresses))
     _check_plan(plan, args.insecure)
@@ -607,20 +610,18 @@ def _hosts_heard(plan: ConstellationPlan) -> str:
 def _run_satellite(args: argparse.Namespace) -> int:
     from skymemory.testbed.flight import share_text
     from skymemory.testbed.host_process import run_host
-    from skymemory.testbed.plan import check_ip
     from skymemory.testbed.plan_file import load_plan
 
     plan = load_plan(args.plan)
-    if args.listen is not None:
-        check_ip(args.listen, "--listen")
+    listen = None if args.listen is None else plan.parse_own_ip(args.listen, "--listen")
     host = plan.host_named(args.host)
     if args.write_config is not None:
-        write_private(args.write_config, share_text(plan, host, args.listen))
+        write_private(args.write_config, share_text(plan, host, listen))
         return 0
     run_host(
         plan,
         host,
-        listen=args.listen,
+        listen=listen,
         say=print,
         directory=_directory(args) if args.run_dir else None,
         supervisor_fd=args.supervisor_fd,

@@ -56,21 +56,17 @@ PyObject *sky_py_command_packets(PyObject *self, PyObject *args)
     return packets;
 }
 
-static int address_of(PyObject *row, Py_buffer *packet, struct sockaddr_in *to)
+static int address_of(PyObject *row, Py_buffer *packet, Endpoint *to)
 {
     const char *host;
     int port;
     if (!row || !PyArg_ParseTuple(row, "y*si:packet", packet, &host, &port))
         return 0;
-    *to = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-    if (inet_pton(AF_INET, host, &to->sin_addr) != 1)
-        PyErr_Format(PyExc_ValueError, "host '%s': expected a dotted IPv4 address", host);
-    else if (port < 0 || port > 65535)
-        PyErr_Format(PyExc_OverflowError, "port %d: expected 0 to 65535", port);
-    else if (packet->len > MAX_RUN_BYTES)
+    if (sky_parse_endpoint(host, port, to)) {
+        if (packet->len <= MAX_RUN_BYTES)
+            return 1;
         PyErr_Format(PyExc_ValueError, "a segment of %zd bytes: a datagram has at most %d", packet->len, (int)MAX_RUN_BYTES);
-    else
-        return 1;
+    }
     PyBuffer_Release(packet);
     return 0;
 }
@@ -89,7 +85,7 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
         return NULL;
     struct mmsghdr messages[PACKETS_A_CALL];
     struct iovec parts[PACKETS_A_CALL];
-    struct sockaddr_in to[PACKETS_A_CALL];
+    Endpoint to[PACKETS_A_CALL];
     Py_buffer packets[PACKETS_A_CALL];
     unsigned count = 0;
     for (; count < PACKETS_A_CALL && first + count < PyTuple_Size(rows); count++) {
@@ -97,7 +93,8 @@ PyObject *sky_py_send_each(PyObject *self, PyObject *args)
         if (!address_of(row, &packets[count], &to[count]))
             break;
         parts[count] = (struct iovec){packets[count].buf, (size_t)packets[count].len};
-        messages[count] = (struct mmsghdr){.msg_hdr = {.msg_name = &to[count], .msg_namelen = sizeof to[count],
+        messages[count] = (struct mmsghdr){.msg_hdr = {.msg_name = &to[count],
+                                                       .msg_namelen = sky_endpoint_bytes(&to[count]),
                                                        .msg_iov = &parts[count], .msg_iovlen = 1}};
     }
     if (count && !PyErr_Occurred()) {

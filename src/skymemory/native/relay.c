@@ -112,7 +112,7 @@ static int find(PyObject *table, uint32_t name, PyObject **found)
     return *found ? 1 : PyErr_Occurred() ? -1 : 0;
 }
 
-static int address_of(PyObject *endpoint, struct sockaddr_in *to)
+static int address_of(PyObject *endpoint, Endpoint *to)
 {
     const char *host;
     int port;
@@ -122,17 +122,16 @@ static int address_of(PyObject *endpoint, struct sockaddr_in *to)
     }
     if (!PyArg_ParseTuple(endpoint, "si:endpoint", &host, &port))
         return -1;
-    *to = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-    return inet_pton(AF_INET, host, &to->sin_addr) == 1;
+    return sky_parse_host(host, port, to);
 }
 
-int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject **link, struct sockaddr_in *to)
+int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject **link, Endpoint *to)
 {
     int found = service->routes ? find(service->routes, (there & 0xFFFFFF) | came, link) : 0;
     if (found != 1)
         return found;
     PyObject *endpoint = sky_dict_get(service->endpoints, *link);
-    *to = (struct sockaddr_in){0};
+    to->any.sa_family = 0;
     found = endpoint ? address_of(endpoint, to) : PyErr_Occurred() ? -1 : 1;
     Py_XDECREF(endpoint);
     if (found != 1)
@@ -192,7 +191,7 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
     size_t size, segment;
     const uint8_t *data = sky_message(service, at, &size, &segment), *sky = data + sky_start(data);
     uint32_t there = be32(sky + DESTINATION_AT), ground = be32(sky + GROUND_HOST_AT);
-    Whole run = {(const char *)data, size, segment, {0}, 0};
+    Whole run = {.data = (const char *)data, .size = size, .segment = segment};
     PyObject *link = NULL;
     int hop = (there ^ be32(service->addresses)) & 0xFFFFFF, found; /* a beam is no link between satellites */
     if (hop) {
@@ -201,7 +200,7 @@ int sky_pass(Service *service, int at, PyObject *endpoint, PyObject *source)
     } else {
         found = there >> 24 == GROUND_SHELL ? find(service->grounds, ground, &link) : 0;
         if (found == 1 && !(found = address_of(link, &run.to))) /* no socket's: the caller hands over what goes there */
-            run.to = (struct sockaddr_in){0}, found = 1;
+            run.to.any.sa_family = 0, found = 1;
     }
     if (found == 1)
         found = pass_by(service, at, endpoint, source, link, hop, run);

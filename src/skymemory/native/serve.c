@@ -13,10 +13,10 @@ enum {
 
 /* Send headers (a bytearray) and payloads (a list of bytes, or NULL): returns what the kernel did not take as (headers,
  * payloads or None), None if it took all; NULL with an exception. All is returned where ``to`` has no endpoint. */
-static PyObject *send_answer(Service *service, struct sockaddr_in *to, PyObject *headers, PyObject *payloads)
+static PyObject *send_answer(Service *service, Endpoint *to, PyObject *headers, PyObject *payloads)
 {
     Py_ssize_t count = payloads ? PyList_Size(payloads) : 1;
-    if (!to->sin_family)
+    if (!to->any.sa_family)
         return PyTuple_Pack(2, headers, payloads ? payloads : Py_None);
     Py_buffer some[SOME_PAYLOADS], *held = count <= SOME_PAYLOADS ? some : sky_realloc(NULL, (size_t)count, sizeof *held);
     if (!held)
@@ -86,7 +86,7 @@ static PyObject *answer_get(Service *service, const uint8_t *packet, size_t size
 
 /* Serve the request that begins with message ``at`` and comes by the link ``source``; the answer leaves by ``link``, which
  * leads to ``to``. How many messages it took, 0 where it is not plain, -1 with an exception. */
-static int serve(Service *service, int at, PyObject *source, PyObject *link, struct sockaddr_in *to, PyObject *served)
+static int serve(Service *service, int at, PyObject *source, PyObject *link, Endpoint *to, PyObject *served)
 {
     size_t size, segment;
     const uint8_t *packet = sky_message(service, at, &size, &segment);
@@ -128,7 +128,7 @@ static int serve_if_known(Service *service, int at, PyObject *endpoint, PyObject
     size_t size, segment;
     const uint8_t *source = sky_message(service, at, &size, &segment) + COMMAND_BYTES + SOURCE_AT;
     int our_beam = !memcmp(source, service->addresses + 4, 4), found;
-    struct sockaddr_in to = {0}, *from = service->messages[at].from;
+    Endpoint to = {0}, *from = service->messages[at].from;
     PyObject *link = NULL;
     if (!neighbour)
         return our_beam ? serve(service, at, endpoint, endpoint, from ? from : &to, served) : 0;
@@ -153,7 +153,7 @@ static int handle(Service *service, int at, int plain, PyObject *host, PyObject 
     if (!(ours && plain) && !passes)
         return 0;
     if (host) {
-        endpoint = Py_BuildValue("(Oi)", host, (int)ntohs(service->messages[at].from->sin_port));
+        endpoint = Py_BuildValue("(Oi)", host, sky_port(service->messages[at].from));
         source = endpoint ? sky_dict_get(service->neighbours, endpoint) : NULL;
     } else if (PyTuple_Size(source) && PyUnicode_Check(PyTuple_GetItem(source, 0))) {
         endpoint = Py_NewRef(source);

@@ -17,7 +17,7 @@ typedef struct {
 typedef struct {
     uint8_t *data;
     size_t size, segment;
-    struct sockaddr_in *from;
+    Endpoint *from;
 } Message;
 
 typedef struct {
@@ -62,7 +62,7 @@ int sky_is_admitted(Service *service, int first, int messages);
 /* The link towards a satellite, a new reference, and where it leads: 0 where no route is known, -1 with an exception. The
  * family of *to is 0 where that has no endpoint: then the caller hands over what goes there. ``came``: 0, or the axis of the
  * link that the packet came by, as in the keys of routes. */
-int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject **link, struct sockaddr_in *to);
+int sky_next_hop(const Service *service, uint32_t there, uint32_t came, PyObject **link, Endpoint *to);
 /* Whether the message is a run of one journey that ends elsewhere. */
 int sky_in_transit(const Service *service, int at);
 /* Let it pass with its hops counted, if a route is known: 0 if not, and nothing has been done; -1 with an exception.

@@ -8,7 +8,7 @@ static int within(Py_ssize_t value_bytes, Py_ssize_t chunk_bytes, Py_ssize_t fir
     return first >= 0 && step >= 1 && first <= last && (count < 1 || count - 1 <= (last - first) / step);
 }
 
-static PyObject *send_chunks(int fd, struct sockaddr_in *to, const Py_buffer *headers, Py_ssize_t width,
+static PyObject *send_chunks(int fd, Endpoint *to, const Py_buffer *headers, Py_ssize_t width,
                              const Py_buffer *value, Py_ssize_t chunk_bytes, Py_ssize_t first, Py_ssize_t step)
 {
     Py_ssize_t count = headers->len / width;
@@ -33,15 +33,12 @@ PyObject *sky_py_send_slices(PyObject *self, PyObject *args)
     Py_buffer headers, value;
     Py_ssize_t width, chunk_bytes, first, step;
     PyObject *result = NULL;
-    struct sockaddr_in to = {.sin_family = AF_INET};
+    Endpoint to;
     if (!PyArg_ParseTuple(args, "isiy*ny*nnn:send_slices", &fd, &host, &port, &headers, &width, &value, &chunk_bytes,
                           &first, &step))
         return NULL;
-    to.sin_port = htons((uint16_t)port);
-    if (inet_pton(AF_INET, host, &to.sin_addr) != 1)
-        PyErr_Format(PyExc_ValueError, "host '%s': expected a dotted IPv4 address", host);
-    else if (port < 0 || port > 65535)
-        PyErr_Format(PyExc_OverflowError, "port %d: expected 0 to 65535", port);
+    if (!sky_parse_endpoint(host, port, &to))
+        ;
     else if (width < 1 || headers.len % width)
         PyErr_Format(PyExc_ValueError, "%zd bytes of headers of %zd: expected a whole number of them", headers.len, width);
     else if (!within(value.len, chunk_bytes, first, step, headers.len / width))

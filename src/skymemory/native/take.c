@@ -39,7 +39,7 @@ static int in_steps(const uint8_t *data, size_t size, size_t segment, size_t mac
 
 static Extent measure(const Service *service, int first)
 {
-    const struct sockaddr_in *sender = service->messages[first].from;
+    const Endpoint *sender = service->messages[first].from;
     uint8_t began[RUN_START_BYTES];
     uint32_t after = 0;
     size_t mac = service->first ? MAC_BYTES : 0;
@@ -47,9 +47,9 @@ static Extent measure(const Service *service, int first)
     for (int i = first; i < service->count; i++) {
         size_t size, segment;
         const uint8_t *data = sky_message(service, i, &size, &segment);
-        const struct sockaddr_in *from = service->messages[i].from;
+        const Endpoint *from = service->messages[i].from;
         if (size < sizeof began ||
-            (sender && (from->sin_port != sender->sin_port || from->sin_addr.s_addr != sender->sin_addr.s_addr)))
+            (sender && (from->v4.sin_port != sender->v4.sin_port || !sky_same_host(from, sender))))
             break;
         if (i == first)
             memcpy(began, data, sizeof began);

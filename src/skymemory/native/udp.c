@@ -84,27 +84,48 @@ Py_ssize_t sky_segment_bytes(const Inbox *inbox, int i)
     return sky_segment_of(&inbox->messages[i].msg_hdr, (Py_ssize_t)inbox->messages[i].msg_len);
 }
 
-static PyObject *host_text(const struct sockaddr_in *from)
+static PyObject *host_text(const Endpoint *from)
 {
-    char text[INET_ADDRSTRLEN] = "";
-    inet_ntop(AF_INET, &from->sin_addr, text, sizeof text);
+    char text[INET6_ADDRSTRLEN] = "";
+    int family = from->any.sa_family;
+    inet_ntop(family, family == AF_INET6 ? (const void *)&from->v6.sin6_addr : &from->v4.sin_addr, text, sizeof text);
     return PyUnicode_FromString(text);
+}
+
+int sky_parse_host(const char *host, int port, Endpoint *endpoint)
+{
+    endpoint->v4 = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    if (inet_pton(AF_INET, host, &endpoint->v4.sin_addr) == 1)
+        return 1;
+    endpoint->v6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port)};
+    return inet_pton(AF_INET6, host, &endpoint->v6.sin6_addr) == 1;
+}
+
+int sky_parse_endpoint(const char *host, int port, Endpoint *endpoint)
+{
+    if (!sky_parse_host(host, port, endpoint))
+        PyErr_Format(PyExc_ValueError, "host '%s': expected an IPv4 or IPv6 address", host);
+    else if (port < 0 || port > 65535)
+        PyErr_Format(PyExc_OverflowError, "port %d: expected 0 to 65535", port);
+    else
+        return 1;
+    return 0;
 }
 
 PyObject *sky_arrivals(Inbox *inbox)
 {
     PyObject *list = PyList_New(inbox->count), *host = NULL;
-    in_addr_t host_is = 0;
+    const Endpoint *known = NULL; /* whose host that is */
     for (int i = 0; list && i < inbox->count; i++) {
-        const struct sockaddr_in *from = &inbox->from[i];
-        if (!host || from->sin_addr.s_addr != host_is) {
+        const Endpoint *from = &inbox->from[i];
+        if (!host || !sky_same_host(from, known)) {
             Py_XDECREF(host);
             host = host_text(from);
-            host_is = from->sin_addr.s_addr;
+            known = from;
         }
         PyObject *arrival = host ? Py_BuildValue("nnnOi", (Py_ssize_t)i * SLOT_BYTES,
                                                  (Py_ssize_t)inbox->messages[i].msg_len, sky_segment_bytes(inbox, i), host,
-                                                 (int)ntohs(from->sin_port))
+                                                 sky_port(from))
                                  : NULL;
         if (arrival)
             PyList_SetItem(list, i, arrival);
@@ -167,7 +188,7 @@ static void set_segment(struct msghdr *header, Control *control, size_t segment)
     memcpy(CMSG_DATA(c), &size, sizeof size);
 }
 
-size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *error)
+size_t sky_send_all(int fd, Endpoint *to, const Outgoing *out, int *error)
 {
     static const struct mmsghdr empty;
     struct mmsghdr messages[RUNS_A_CALL];
@@ -175,6 +196,7 @@ size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *er
     Control controls[RUNS_A_CALL];
     size_t lengths[RUNS_A_CALL], sent = 0;
     int offload = 1;
+    const socklen_t to_bytes = sky_endpoint_bytes(to);
     *error = 0;
     while (sent < out->count) {
         unsigned runs = 0;
@@ -183,7 +205,7 @@ size_t sky_send_all(int fd, struct sockaddr_in *to, const Outgoing *out, int *er
             size_t length = offload ? run_length(out, next) : 1;
             struct msghdr *header = &messages[runs].msg_hdr;
             messages[runs] = empty;
-            header->msg_name = to, header->msg_namelen = sizeof *to;
+            header->msg_name = to, header->msg_namelen = to_bytes;
             header->msg_iov = &parts[used];
             for (size_t i = next; i < next + length; i++) {
                 parts[used].iov_base = (char *)out->headers + i * out->width;
@@ -228,11 +250,11 @@ int sky_send_wholes(int fd, Whole *runs, size_t count)
             struct msghdr *header = &messages[together].msg_hdr;
             messages[together] = empty;
             parts[together] = (struct iovec){(char *)run->data, run->size};
-            header->msg_name = &run->to, header->msg_namelen = sizeof run->to;
+            header->msg_name = &run->to, header->msg_namelen = sky_endpoint_bytes(&run->to);
             header->msg_iov = &parts[together], header->msg_iovlen = 1;
             if (run->size > run->segment)
                 set_segment(header, &controls[together], run->segment);
-            if (!run->to.sin_family)
+            if (!run->to.any.sa_family)
                 break;
         }
         if (!together) { /* for no endpoint */
@@ -274,7 +296,7 @@ static Py_ssize_t hold(PyObject *payloads, Py_buffer *held, Py_ssize_t count, si
     return count;
 }
 
-PyObject *sky_send_held(int fd, struct sockaddr_in *to, const Outgoing *out)
+PyObject *sky_send_held(int fd, Endpoint *to, const Outgoing *out)
 {
     size_t sent;
     int error;
@@ -295,14 +317,11 @@ PyObject *sky_py_send_batch(PyObject *self, PyObject *args)
     Py_buffer headers, *held = NULL;
     Py_ssize_t width, count = 0, holding = 0;
     PyObject *payloads, *list = NULL, *result = NULL;
-    struct sockaddr_in to = {.sin_family = AF_INET};
+    Endpoint to;
     if (!PyArg_ParseTuple(args, "isiy*nO:send_batch", &fd, &host, &port, &headers, &width, &payloads))
         return NULL;
-    to.sin_port = htons((uint16_t)port);
-    if (inet_pton(AF_INET, host, &to.sin_addr) != 1) {
-        PyErr_Format(PyExc_ValueError, "host '%s': expected a dotted IPv4 address", host);
-    } else if (port < 0 || port > 65535) {
-        PyErr_Format(PyExc_OverflowError, "port %d: expected 0 to 65535", port);
+    if (!sky_parse_endpoint(host, port, &to)) {
+        ;
     } else if (width < 1) {
         PyErr_Format(PyExc_ValueError, "headers of %zd bytes: expected 1 or more", width);
     } else if ((width < headers.len ? width : headers.len) > MAX_RUN_BYTES) {

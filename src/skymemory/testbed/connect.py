@@ -11,7 +11,7 @@ from pathlib import Path
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.torus import SatelliteId
 from skymemory.constellation.visibility import GroundHost, plane_move_period_s, slot_move_period_s
-from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.errors import ConstellationError, InvalidInput, cannot_listen
 from skymemory.keys import KeyRing
 from skymemory.placement.fan_out import BEAM_BYTES_PER_S, FanOut
 from skymemory.placement.locate import Moves
@@ -24,7 +24,7 @@ from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
 from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.testbed.key_file import KeyFollower
-from skymemory.testbed.plan import ConstellationPlan, HostShare, check_ip, follower_of
+from skymemory.testbed.plan import ConstellationPlan, HostShare, follower_of
 from skymemory.testbed.run_directory import RunDirectory
 from skymemory.transport.faults import FaultInjector
 from skymemory.transport.udp_client import UdpClient
@@ -279,22 +279,24 @@ def client_of(
         for endpoint in [address for _, address in plan.addresses_of(host)][:_ANNOUNCED_TO]
     ]
     bind_ip = bind_ip_of(plan)
-    return UdpClient(config, sky, clock, addresses, bind_ip, refresh, ground, announced, plan.unix_at_boot_s)
+    try:
+        return UdpClient(config, sky, clock, addresses, bind_ip, refresh, ground, announced, plan.unix_at_boot_s)
+    except OSError as error:
+        raise ConstellationError(cannot_listen(bind_ip, error)) from error
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:
     """Address that a client binds: ``$SKYMEMORY_BIND``, else our source address towards the hosts.
 
     Raises:
-        InvalidInput: not an IPv4 address.
+        InvalidInput: not an address, or not of the hosts' family.
         ConstellationError: no route to any host.
     """
     chosen = os.environ.get(BIND_SETTING)
     if chosen:
-        check_ip(chosen, f"${BIND_SETTING}")
-        return chosen
+        return plan.parse_own_ip(chosen, f"${BIND_SETTING}")
     if all(host.is_loopback for host in plan.hosts):
-        return "127.0.0.1"
+        return "::1" if plan.is_ipv6 else "127.0.0.1"
     found = source_address(host.ip for host in plan.hosts)
     if found is None:
         raise ConstellationError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -160,12 +161,27 @@ def _require(holds: bool, message: str) -> None:
         raise InvalidInput(message)
 
 
-def check_ip(text: str, where: str) -> None:
-    """Raise ``InvalidInput`` unless ``text`` is an IPv4 address."""
+def parse_ip(text: str, where: str) -> str:
+    """An IPv4 or IPv6 address, spelled as sockets spell the senders of packets.
+
+    Raises:
+        InvalidInput: something else, or an IPv6 address that is not the same everywhere.
+    """
     try:
-        ipaddress.IPv4Address(text)
+        address = ipaddress.ip_address(text)
     except ValueError as error:
-        raise InvalidInput(f"{where}: ip {text!r}: expected an IPv4 address such as 127.0.0.1") from error
+        raise InvalidInput(
+            f"{where}: ip {text!r}: expected an IPv4 or IPv6 address such as 127.0.0.1 or fd00::1"
+        ) from error
+    if address.version == 4:
+        return str(address)
+    mapped = address.ipv4_mapped
+    _require(mapped is None, f"{where}: ip {text!r} is an IPv4 address: expected it as {mapped}")
+    _require(
+        not address.is_link_local and address.scope_id is None,
+        f"{where}: ip {text!r} belongs to one link of one computer: expected an address without a zone such as fd00::1",
+    )
+    return socket.inet_ntop(socket.AF_INET6, address.packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +218,7 @@ class HostShare:
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.name) is not None,
             f"host name {self.name!r}: expected letters, digits, dots and dashes",
         )
-        check_ip(self.ip, self.name)
+        object.__setattr__(self, "ip", parse_ip(self.ip, self.name))
         _require(1 <= self.base_port <= MAX_PORT, f"{self.name}: base port {self.base_port}: expected 1 to {MAX_PORT}")
         _require(len(self.planes) > 0, f"{self.name} has no planes: expected at least one")
         gaps = [(self.base_port, self.base_port), *self.skipped_ports]
@@ -219,7 +235,11 @@ class HostShare:
 
     @property
     def is_loopback(self) -> bool:
-        return ipaddress.IPv4Address(self.ip).is_loopback
+        return ipaddress.ip_address(self.ip).is_loopback
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.ip
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +372,14 @@ class ConstellationPlan:
             taken == list(range(self.planes)),
             f"the hosts' planes are {taken}: expected 0 to {self.planes - 1}, each once",
         )
+        # A satellite is known by the address it sends from, and nothing is sent from an address of the other family.
+        first = self.hosts[0]
+        for host in self.hosts:
+            _require(
+                host.is_ipv6 == first.is_ipv6,
+                f"{first.name} is at {first.ip}, {host.name} at {host.ip}: IPv4 and IPv6 do not reach each other; "
+                "expected the hosts' addresses in one of both",
+            )
         owners: dict[tuple[str, int], str] = {}
         for host in self.hosts:
             ports = host.ports(self.slots_per_plane)
@@ -416,6 +444,24 @@ class ConstellationPlan:
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
         """``(ip, port)`` of every satellite."""
         return {satellite: address for host in self.hosts for satellite, address in self.addresses_of(host)}
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether its hosts have IPv6 addresses: all, or none."""
+        return self.hosts[0].is_ipv6
+
+    def parse_own_ip(self, text: str, where: str) -> str:
+        """An address of this computer to bind, by ``parse_ip``.
+
+        Raises:
+            InvalidInput: no address, or one from which the hosts cannot be reached.
+        """
+        ip = parse_ip(text, where)
+        family = "IPv6" if self.is_ipv6 else "IPv4"
+        _require(
+            (":" in ip) == self.is_ipv6, f"{where}: ip {text!r}: expected an {family} address, as the plan's hosts have"
+        )
+        return ip
 
     def host_named(self, which: str) -> HostShare:
         """A host by name or number (from 0)."""
@@ -548,7 +594,7 @@ def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = Non
 def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None, insecure: bool) -> None:
     """Refuses to bind a non-loopback address without MACs: any computer could then command the satellites."""
     address = listen or host.ip
-    if plan.auth == "off" and not insecure and not ipaddress.IPv4Address(address).is_loopback:
+    if plan.auth == "off" and not insecure and not ipaddress.ip_address(address).is_loopback:
         raise InvalidInput(
             f"{host.name} would accept commands from any computer that reaches {address}: make the plan with --auth "
             "on, or use --insecure on a network that only your computers reach"

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import tempfile
@@ -31,6 +30,7 @@ from skymemory.files import read_bounded, write_private
 from skymemory.testbed.key_file import new_keys
 from skymemory.testbed.plan import DEFAULT_BASE_PORT, MAX_PORT, ConstellationPlan, HostShare, Ports
 from skymemory.testbed.plan_file import CLOCK_NAME, load_plan, save_plan, write_clock
+from skymemory.transport.udp_socket import udp_socket
 from skymemory.transport.unix_clock import running_s, wall_s
 
 PLAN_NAME = "constellation.json"
@@ -358,11 +358,11 @@ _LAST_BASE_PORT = 32_768
 
 def _bind_error(address: tuple[str, int]) -> int:
     """0 if ``address`` can be bound, else the error number."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with udp_socket(address[0]) as probe:
             probe.bind(address)
-        except OSError as error:
-            return error.errno or errno.EINVAL
+    except OSError as error:
+        return error.errno or errno.EINVAL
     return 0
 
 
@@ -385,7 +385,7 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
                 f"{where} is taken by another process: stop it, or choose other ports "
                 "with --base-port PORT or --base-port auto"
             )
-        if number == errno.EADDRNOTAVAIL:
+        if number in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise ConstellationError(
                 f"{ip} of {host.name} is not an address of this computer: run that host's share "
                 "there with `skymemory satellite`"

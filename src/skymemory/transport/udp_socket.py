@@ -55,6 +55,19 @@ def _scratch(slots: int) -> memoryview:
     return view
 
 
+def udp_socket(ip: str) -> socket.socket:
+    """A socket that can be bound to ``ip``. One of IPv6 leaves the ports of IPv4 free.
+
+    Raises:
+        OSError: this computer does not have the family.
+    """
+    if ":" not in ip:
+        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    return sock
+
+
 class BatchSocket:
     """Bound to ``ip`` and ``port`` (0: any free one), never blocking.
 
@@ -77,7 +90,7 @@ class BatchSocket:
         self.icmp_errors = 0
         self.send_errors = 0
         self._slots = slots
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket = udp_socket(ip)
         try:
             self._socket.setblocking(False)
             self.receive_buffer_bytes = self._ask(socket.SO_RCVBUF, _SO_RCVBUFFORCE, buffer_bytes)
@@ -87,7 +100,7 @@ class BatchSocket:
         except (OSError, OverflowError):
             self._socket.close()
             raise
-        self.address: Endpoint = self._socket.getsockname()
+        self.address: Endpoint = self._socket.getsockname()[:2]
         self.shortfall = "; ".join(
             f"{name} buffer of {format_size(granted // _BOOKKEEPING)} where {format_size(buffer_bytes)} were "
             f"requested: raise net.core.{limit}"
@@ -241,29 +254,31 @@ class BatchSocket:
         self.close()
 
 
-ANY = "0.0.0.0"
+ANY, ANY_IPV6 = "0.0.0.0", "::"
 
 
 def source_towards(ip: str) -> str | None:
     """Our own address on the route to ``ip``; None without a route. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
+    try:
+        with udp_socket(ip) as sock:
             sock.connect((ip, 9))  # for a datagram socket this only chooses the route
-        except OSError:
-            return None
-        return str(sock.getsockname()[0])
+            source = str(sock.getsockname()[0])
+    except OSError:
+        return None
+    found = ipaddress.ip_address(source)
+    return None if found.version == 6 and found.is_link_local else source  # that one is no address without its link
 
 
 def source_address(ips: Iterable[str]) -> str | None:
     """The address to bind so that a client is reachable from all of ``ips``, and no wider; None without any route.
 
-    Loopback if all are on this computer: from its other addresses it reaches itself, too. ``ANY`` if the routes leave
-    by different addresses.
+    Loopback if all are on this computer: from its other addresses it reaches itself, too. ``ANY`` or ``ANY_IPV6`` if
+    the routes leave by different addresses.
     """
     found = {source for ip in ips if (source := source_towards(ip)) is not None}
-    outward = sorted(source for source in found if not ipaddress.IPv4Address(source).is_loopback)
+    outward = sorted(source for source in found if not ipaddress.ip_address(source).is_loopback)
     if len(outward) > 1:
-        return ANY
+        return ANY_IPV6 if ":" in outward[0] else ANY
     return outward[0] if outward else next(iter(sorted(found)), None)
 
 

@@ -92,10 +92,10 @@ static sky_us SKY_App_Now(void)
     return (sky_us)OS_TimeGetTotalMicroseconds(now);
 }
 
-static void SKY_App_Address(const struct sockaddr_in *from, OS_SockAddr_t *to)
+static void SKY_App_Address(const udp_endpoint *from, OS_SockAddr_t *to)
 {
     OS_SocketAddrInit(to, OS_SocketDomain_INET);
-    memcpy(&to->AddrData, from, sizeof(*from)); /* where OSAL has BSD sockets */
+    memcpy(&to->AddrData, &from->v4, sizeof(from->v4)); /* where OSAL has BSD sockets */
 }
 
 /* --- Out --- */
@@ -137,10 +137,10 @@ static size_t SKY_App_Flatten(const sky_satellite *core, const sky_run *run, uin
 
 static void SKY_App_Flush(SKY_App_Satellite_t *one, sky_us now)
 {
-    sky_run            run;
-    struct sockaddr_in there;
-    OS_SockAddr_t      to;
-    uint32             i;
+    sky_run       run;
+    udp_endpoint  there;
+    OS_SockAddr_t to;
+    uint32        i;
     sky_gather(one->core, now);
     while (sky_next_run(one->core, &run))
     {
@@ -170,16 +170,16 @@ static void SKY_App_Flush(SKY_App_Satellite_t *one, sky_us now)
 
 static void SKY_App_Receive(SKY_App_Satellite_t *one)
 {
-    OS_SockAddr_t      from;
-    struct sockaddr_in address;
-    int                n;
+    OS_SockAddr_t from;
+    udp_endpoint  address;
+    int           n;
     for (n = 0; n < SKY_APP_PACKETS_A_TURN; n++)
     {
         int32  bytes = OS_SocketRecvFrom(one->socket, SKY_App.received, sizeof(SKY_App.received), &from, OS_CHECK);
         sky_us now   = SKY_App_Now();
         if (bytes <= 0)
             return;
-        memcpy(&address, &from.AddrData, sizeof(address));
+        memcpy(&address.v4, &from.AddrData, sizeof(address.v4));
         sky_receive(one->core, SKY_App.received, (size_t)bytes, (size_t)bytes,
                     endpoints_link(SKY_App.endpoints, &address), now);
         SKY_App_Flush(one, now);
@@ -519,7 +519,11 @@ static bool SKY_App_Init(char reason[512])
     if (SKY_App.its.mine_count > SKY_APP_MOST || SKY_App.its.delayed || SKY_App.its.sky.blocked_m > 0.0 ||
         SKY_App.its.links.given)
         return false;
-    SKY_App.endpoints = endpoints_new(SKY_App.its.mine_count + SKY_App.its.others_count);
+    strcpy(reason, "expected IPv4 addresses: OSAL need not have others");
+    if (SKY_App.its.mine[0].endpoint.any.sa_family != AF_INET)
+        return false;
+    SKY_App.endpoints =
+        endpoints_new(SKY_App.its.mine_count + SKY_App.its.others_count, SKY_App.its.config.hash_seed);
     strcpy(reason, "no memory, mutex or semaphore");
     if (SKY_App.endpoints == NULL || OS_MutSemCreate(&SKY_App.mutex, "SKY_CORE", 0) != OS_SUCCESS ||
         OS_BinSemCreate(&SKY_App.stopped, "SKY_STOPPED", OS_SEM_EMPTY, 0) != OS_SUCCESS || !SKY_App_Keys(reason))
@@ -531,7 +535,7 @@ static bool SKY_App_Init(char reason[512])
     for (i = 0; i < SKY_App.its.mine_count; i++, SKY_App.count++)
     {
         snprintf(reason, 512, "no memory or socket for satellite %u at port %u", i,
-                 (unsigned)ntohs(SKY_App.its.mine[i].endpoint.sin_port));
+                 (unsigned)ntohs(SKY_App.its.mine[i].endpoint.v4.sin_port));
         if (!SKY_App_Launch(i))
             return false;
     }

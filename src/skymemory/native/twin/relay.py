@@ -6,11 +6,10 @@ A *journey* is what one route serves: packets of one kind, operation, status, de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from socket import AF_INET, inet_pton
 from typing import TYPE_CHECKING, Any, Final
 
 from skymemory.native.twin.segments import COMMAND_BYTES, SKY_BYTES, TELEMETRY_BYTES, segments, verify_segments
-from skymemory.native.twin.sockets import send_batch
+from skymemory.native.twin.sockets import check_endpoint, send_batch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -79,10 +78,13 @@ def next_hop(transit: Transit, there: int, came: int = 0) -> tuple[Link | None, 
 
 def socket_of(link: Link | None) -> tuple[str, int] | None:
     """Where a ground host's socket is; None where its name is not that of one."""
-    try:
-        return None if link is None or not inet_pton(AF_INET, str(link[0])) else (str(link[0]), link[1])
-    except OSError:
+    if link is None:
         return None
+    try:
+        check_endpoint(str(link[0]), 0)
+    except ValueError:
+        return None
+    return str(link[0]), link[1]
 
 
 def pass_on(

@@ -49,7 +49,17 @@ def borrowed(fd: int) -> socket.socket:
     """The socket ``fd`` as an object, to be detached, not closed."""
     if fd < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 0, fileno=fd)
+    return socket.socket(type=socket.SOCK_DGRAM, proto=0, fileno=fd)
+
+
+def check_endpoint(host: str, port: int) -> None:
+    """Raises ``ValueError`` unless the host is an IPv4 or IPv6 address, ``OverflowError`` unless the port is one."""
+    try:
+        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    except OSError as error:
+        raise ValueError(f"host {host!r}: expected an IPv4 or IPv6 address") from error
+    if not 0 <= port <= 0xFFFF:
+        raise OverflowError(f"port {port}: expected 0 to 65535")
 
 
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
@@ -70,7 +80,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
         for slot in range(slots):
             at = slot * SLOT_BYTES
             try:
-                size, ancillary, _flags, (host, port) = sock.recvmsg_into(
+                size, ancillary, _flags, source = sock.recvmsg_into(
                     [view[at : at + SLOT_BYTES]], _ANCILLARY_BYTES, socket.MSG_DONTWAIT
                 )
             except OSError as error:
@@ -81,7 +91,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
             for level, kind, value in ancillary:
                 if (level, kind) == (SOL_UDP, UDP_GRO) and len(value) >= _INT.size:
                     segment = _INT.unpack_from(value)[0]
-            arrivals.append((at, size, max(1, segment), host, port))
+            arrivals.append((at, size, max(1, segment), *source[:2]))
     finally:
         sock.detach()
     return arrivals
@@ -113,7 +123,7 @@ def send_batch(
 
     With ``payloads`` None, ``headers`` is a run of whole segments of ``header_bytes``, the last maybe
     shorter. Stops where the kernel's buffers are full; the caller sends the rest later. A device that
-    refuses segmentation offload gets one datagram per segment. ``host`` is a dotted IPv4 address.
+    refuses segmentation offload gets one datagram per segment. ``host`` is an address of the socket's family.
 
     Raises:
         OSError: nothing was sent, and for another reason than full buffers.
@@ -121,10 +131,7 @@ def send_batch(
     view = memoryview(headers).cast("B")
     if header_bytes < 1:
         raise ValueError(f"headers of {header_bytes} bytes: expected 1 or more")
-    try:
-        socket.inet_aton(host)
-    except OSError as error:
-        raise ValueError(f"host {host!r}: expected a dotted IPv4 address") from error
+    check_endpoint(host, port)
     parts = [[view[at : at + header_bytes]] for at in range(0, len(view), header_bytes)]
     if payloads is not None:
         if len(payloads) * header_bytes != len(view):
@@ -255,12 +262,7 @@ def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -
         raise ValueError(f"first packet {first}: expected 0 or more")
     chosen = packets[first : first + _PACKETS_A_CALL]
     for packet, host, port in chosen:
-        try:
-            socket.inet_aton(host)
-        except OSError as error:
-            raise ValueError(f"host {host!r}: expected a dotted IPv4 address") from error
-        if not 0 <= port <= 0xFFFF:
-            raise OverflowError(f"port {port}: expected 0 to 65535")
+        check_endpoint(host, port)
         if memoryview(packet).nbytes > MAX_RUN_BYTES:
             raise ValueError(f"a segment of {memoryview(packet).nbytes} bytes: a datagram has at most {MAX_RUN_BYTES}")
     sock = borrowed(fd)
