@@ -331,7 +331,8 @@ for _ in range(2000):
     text = bytes(dice.choices(b'"\\\\[]{},a1 ', k=dice.choice((0, 1, 2, 9, 70, 20_000))))
     assert min(fast.json_counts(text)) >= 0 and fast.json_counts(memoryview(text))[4] < max(1, len(text))
     body = b'{"messages": [{"content": "' + b"x" * dice.choice((5, 600, 20_000)) + text
-    assert b"".join((*fast.cut_texts(body + b'"}]')[1].values(), b"x")).strip(b"x") == b""
+    for cut in fast.cut_texts(body + b'"}]')[1].values():
+        assert cut in body and b'"' not in cut and b"\\\\" not in cut
 for bad in (lambda: fast.json_counts("a"), lambda: fast.cut_texts("a"), lambda: fast.first_values([(b"a", 5)]),
             lambda: fast.header_lines([(b"a", b"b"), 5], {b"a"}), lambda: fast.pairs_into(()),
             lambda: fast.pairs_into([])(1),

@@ -121,7 +121,7 @@ class _Watch(threading.Thread):
         self.phase = "healthy"
         self.watched = Watched()
         self.reopen = threading.Event()
-        """Set: the reader opens the constellation anew, as a process does that was started again."""
+        """Set: the reader opens the constellation again, as a process does that was started again."""
         self._plan, self._folder, self._keys, self._pids = plan, folder, keys, pids
         self._dice = random.Random(seed)
         self._over = threading.Event()

@@ -30,7 +30,8 @@ class Computers:
         self._run, self._stack, self.chunk_bytes = folder / "run", stack, chunk_bytes
         plan = folder / "sky.json"
         hosts = [word for number in range(HOSTS) for word in ("--host", f"{FAR}:{26_000 + 100 * number}")]
-        self.on(NEAR, "constellation", "plan", "--out", str(plan), "--delay", "off", "--chunk", str(chunk_bytes), *hosts)
+        how = ("--out", str(plan), "--delay", "off", "--chunk", str(chunk_bytes))
+        self.on(NEAR, "constellation", "plan", *how, *hosts)
         for number in range(HOSTS):
             words = ("satellite", "--plan", str(plan), "--host", str(number))
             log = stack.enter_context((folder / f"host-{number}.log").open("wb"))
@@ -104,8 +105,8 @@ def test_what_is_put_is_got(computers: Computers, what: str) -> None:
         assert computers.client.ask("get", names, size_bytes)[1] == [True] * 4
 
 
-def test_a_client_is_told_of_fragments(computers: Computers) -> None:
-    said = "a chunk takes a packet of 6320 bytes, and the network carries 1500" in computers.attached
+def test_attach_reports_fragments(computers: Computers) -> None:
+    said = "a chunk takes a datagram of 6292 bytes, and the network carries 1472 whole" in computers.attached
     assert said == (computers.chunk_bytes == FRAGMENTED)
 
 

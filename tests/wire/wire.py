@@ -1,8 +1,8 @@
 """Two computers on one: network namespaces of their own, joined by a wire in user space that delays, loses and cuts.
 
-``Wire`` is used by a test; it starts this module as a program in a namespace, which makes the other and then is the wire:
-it reads IP packets from one TUN device and writes them to the other. Larger datagrams cross it in fragments, as they do a
-real one.
+``Wire`` is used by a test; it starts this module as a program in a namespace, which makes the other and then is the
+wire: it reads IP packets from one TUN device and writes them to the other. Larger datagrams cross it in fragments, as
+they do a real one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _TUN, _NO_PREFIX, _SET = 0x0001, 0x1000, 0x400454CA
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What the wire does to each packet, each way. ``jitter_s``: up to this is added to ``delay_s``, so packets overtake
-    each other. ``port_shift``: the ports of the near computer, as the far one sees them, are so much higher; packets to
-    those of before are lost (a router on the way was started again).
+    """What the wire does to each packet, each way. ``jitter_s``: up to this is added to ``delay_s``, so packets
+    overtake each other. ``port_shift``: the ports of the near computer, as the far one sees them, are so much higher;
+    packets to those of before are lost (a router on the way was started again).
     """
 
     delay_s: float = 0.0
@@ -50,7 +50,7 @@ class Line:
 class Wire:
     """A context: within it commands can be run on either computer."""
 
-    def __init__(self, line: Line = Line(), seed: int = 1) -> None:  # noqa: B008 - never changed
+    def __init__(self, line: Line = Line(), seed: int = 1) -> None:
         command = [*_unshared(), sys.executable, "-m", "tests.wire.wire", str(seed)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._pids = dict(zip((NEAR, FAR), self._answer(), strict=True))
@@ -105,7 +105,8 @@ def _tun(name: str, address: str) -> int:
     """A device of this process's namespace; its file."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(fd, _SET, struct.pack("16sH22x", name.encode(), _TUN | _NO_PREFIX))
-    for words in (("addr", "add", f"{address}/24", "dev", name), ("link", "set", name, "up", "mtu", str(MTU), "txqueuelen", "10000")):
+    up = ("link", "set", name, "up", "mtu", str(MTU), "txqueuelen", "10000")
+    for words in (("addr", "add", f"{address}/24", "dev", name), up):
         subprocess.run(["ip", *words], check=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     os.set_blocking(fd, False)
@@ -130,8 +131,8 @@ def _other_computer() -> tuple[int, int]:
 
 
 def _shifted(packet: bytes, source: bool, by: int) -> bytes:
-    """With the source or target port of a UDP datagram, if its header is in this fragment, moved by so much, and without
-    its checksum, which IPv4 allows.
+    """With the source or target port of a UDP datagram, if its header is in this fragment, moved by so much, and
+    without its checksum, which IPv4 allows.
     """
     start = (packet[0] & 15) * 4
     is_first = not (packet[6] & 31 or packet[7])

@@ -37,8 +37,6 @@ ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
 ``ideal``.
 """
 _DEFAULT_PLACE = (40.0, -75.0)
-_IP_UDP_BYTES = 28
-"""Headers of IPv4 and UDP."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -573,15 +571,15 @@ def _fragments(plan: ConstellationPlan) -> str:
     """A sentence where packets with a chunk do not leave whole; else empty."""
     from skymemory.protocol.auth import MAC_BYTES
     from skymemory.protocol.client.transfer import CHUNK_OVERHEAD_BYTES
-    from skymemory.transport.udp_socket import route_mtu
+    from skymemory.transport.udp_socket import largest_whole_bytes
 
-    packet_bytes = plan.chunk_bytes + CHUNK_OVERHEAD_BYTES + MAC_BYTES + _IP_UDP_BYTES
-    mtu = min((found for host in plan.hosts if (found := route_mtu(host.ip)) is not None), default=packet_bytes)
-    if mtu >= packet_bytes:
+    needed_bytes = plan.chunk_bytes + CHUNK_OVERHEAD_BYTES + MAC_BYTES
+    whole = [found for host in plan.hosts if (found := largest_whole_bytes(host.ip)) is not None]
+    if min(whole, default=needed_bytes) >= needed_bytes:
         return ""
     return (
-        f"a chunk takes a packet of {packet_bytes} bytes, and the network carries {mtu}: each goes in fragments, and one "
-        "that is lost or late costs all; set the network's MTU higher, or make a plan with `--chunk 1280`"
+        f"a chunk takes a datagram of {needed_bytes} bytes, and the network carries {min(whole)} whole: of several "
+        "fragments one that is lost or late costs all; set its MTU higher, or make a plan with `--chunk 1280`"
     )
 
 

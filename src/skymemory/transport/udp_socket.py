@@ -282,15 +282,18 @@ def source_address(ips: Iterable[str]) -> str | None:
     return outward[0] if outward else next(iter(sorted(found)), None)
 
 
-_IP_MTU = 14
-"""Of Linux; Python does not name it."""
+_IP_MTU, _IPV6_MTU = 14, 24
+"""Of Linux; Python does not name them."""
+_IP_UDP_BYTES, _IPV6_UDP_BYTES = 28, 48
 
 
-def route_mtu(ip: str) -> int | None:
-    """The largest IP packet, in bytes, that leaves whole on the route to ``ip``; None where that is not known."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
+def largest_whole_bytes(ip: str) -> int | None:
+    """The largest datagram that leaves in one piece on the route to ``ip``; None where that is not known."""
+    try:
+        with udp_socket(ip) as sock:
             sock.connect((ip, 9))
-            return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
-        except OSError:
-            return None
+            if sock.family == socket.AF_INET6:
+                return sock.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU) - _IPV6_UDP_BYTES
+            return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU) - _IP_UDP_BYTES
+    except OSError:
+        return None

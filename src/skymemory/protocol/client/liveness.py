@@ -106,8 +106,8 @@ class Peers:
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
         self._overtaken_s, self._overtaken_until_s = 0.0, -math.inf
-        """By how much packets were late behind others that left after them, and until when that is believed. The network
-        is one for all satellites.
+        """By how much packets were late behind others that left after them, and until when that is believed. All
+        satellites are behind one network.
         """
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
