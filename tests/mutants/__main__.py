@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.mutants.drawn import drawn
 from tests.mutants.faults import BadList, Fault, check, load
 from tests.mutants.tree import BadBuild, Tree
 
@@ -46,13 +47,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TEXT", action="append", help="faults whose area or name has it")
     parser.add_argument("--sample", type=int, metavar="N", help="N of them, drawn by --seed")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of --sample and --drawn")
+    parser.add_argument(
+        "--drawn", type=int, metavar="N", default=60, help="that are drawn by rule, beside the list (default 60)"
+    )
     parser.add_argument("--least", type=float, default=0.9, help="share that must be killed (default 0.9)")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     try:
-        faults = load()
+        faults = [*load(), *drawn(_CHECKOUT, options.drawn, options.seed, options.only or ())]
         check(faults, _CHECKOUT)
     except BadList as error:
         print(error, file=sys.stderr)
