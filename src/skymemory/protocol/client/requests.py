@@ -121,6 +121,8 @@ class Request:
     """Times that its satellite answered what was sent with a repetition of it, or later, and not the request."""
     gap_seen: bool = False
     """Later parts of its answer are here, earlier ones are not."""
+    answer_number: int = -1
+    """Of the latest answer to it, if satellites sign answers."""
 
     @property
     def link(self) -> Window:
