@@ -1,4 +1,4 @@
-"""Whoever takes over the ports of dead satellites: he has overheard answers and knows the wire format, but no key."""
+"""A stranger on the ports of dead satellites: he has overheard answers and knows the wire format, but no key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REMEMBERED = 15
 
 
 def authority(**level: bool) -> Authority:
-    """Of a constellation whose satellites sign their answers, unless told otherwise."""
+    """Of a constellation whose satellites sign their answers, by default."""
     return Authority(first_ring(SECRET), **(level or {"signed_answers": True}))
 
 

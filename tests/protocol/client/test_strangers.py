@@ -102,7 +102,7 @@ class Conversation:
         """When it is given up, while what was heard is sent again and again."""
         began_s = self.sim.now_s
         while (event := self.machine.next_event()) is None:
-            assert self.sim.now_s < began_s + 60.0, "replays keep it waiting for ever"
+            assert self.sim.now_s < began_s + 60.0, "replays keep it waiting without a limit"
             self.sim.settle(self.sim.now_s + replay_every_s)
             for answer in self.heard:
                 self.machine.receive_batch(answer, len(answer), self.sim.now_s)
@@ -112,7 +112,7 @@ class Conversation:
 
 
 @pytest.mark.parametrize("writes", [True, False], ids=["write", "read"])
-def test_replays_of_the_first_part_of_an_answer_keep_nobody_waiting(writes: bool) -> None:
+def test_replays_of_the_first_part_of_an_answer_postpone_no_deadline(writes: bool) -> None:
     alone, haunted = Conversation(writes), Conversation(writes)
     silent_s = alone.ends_after_s(0.01) if not alone.heard.clear() else 0.0  # type: ignore[func-returns-value]
     assert haunted.heard and haunted.ends_after_s(0.01) <= 2 * silent_s
