@@ -12,6 +12,7 @@ from tests.protocol.client.test_strangers import after_a_plane_died
 from tests.protocol.strangers import Sky, Stranger, authority
 
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
@@ -77,10 +78,11 @@ def check_ledgers(simulated: SimulatedConstellation) -> None:
         assert came == satellite.store.used_bytes + sum(figures.values())
 
 
+@pytest.mark.parametrize("by", [None, authority()], ids=["no MACs", "signed answers"])
 @pytest.mark.parametrize("kind", MACHINES)
-def test_values_survive_moves(kind: str) -> None:
-    simulated = constellation(kind)
-    client = simulated.connect(ClientConfig(ground=7))
+def test_values_survive_moves(kind: str, by: Authority | None) -> None:
+    simulated = constellation(kind, authority=by)
+    client = simulated.connect(ClientConfig(ground=7, authority=by))
     values: dict[bytes, tuple[bytes, ValueInfo]] = {}
     for move in range(4):
         write(client, values, 4, seed=move)
@@ -90,10 +92,11 @@ def test_values_survive_moves(kind: str) -> None:
     check_ledgers(simulated)
 
 
+@pytest.mark.parametrize("by", [None, authority()], ids=["no MACs", "signed answers"])
 @pytest.mark.parametrize("kind", MACHINES)
-def test_a_plane_dies_and_comes_back(kind: str) -> None:
-    simulated = constellation(kind, eviction=EvictionConfig.of(["gossip", "periodic", "migration"]))
-    client = simulated.connect(ClientConfig(ground=7))
+def test_a_plane_dies_and_comes_back(kind: str, by: Authority | None) -> None:
+    simulated = constellation(kind, authority=by, eviction=EvictionConfig.of(["gossip", "periodic", "migration"]))
+    client = simulated.connect(ClientConfig(ground=7, authority=by))
     values: dict[bytes, tuple[bytes, ValueInfo]] = {}
     write(client, values, 10, seed=1)
     simulated.kill_plane(3)

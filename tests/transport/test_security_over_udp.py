@@ -281,6 +281,18 @@ def test_keys_are_rotated_while_reads_go_on_and_then_the_old_one_is_refused(sign
         assert attacker.figures()["packets_refused"] > 0 and store.get_many([KEY]) == [VALUE]
 
 
+def test_a_store_without_an_index_does_all_it_does_with_signed_answers() -> None:
+    with under_attack(index=False, signed_answers=True) as (store, _):
+        keys = [bytes([number]) * 32 for number in range(3)]
+        assert store.put_many([(key, VALUE) for key in keys]) == [True] * 3
+        assert store.lookup([*keys, b"?" * 32]) == [Presence.HIT] * 3 + [Presence.MISS] and store.prefix(keys) == 3
+        assert store.pin(keys[:1], 60.0) == [True] and store.get_many(keys) == [VALUE] * 3
+        assert store.delete(keys[1:]) == [True, True] and store.get_many(keys) == [VALUE, None, None]
+        assert NamedValues(store).put("v", VALUE).ok and NamedValues(store).get("v") == VALUE
+        counters = store._driver.machine.counters
+        assert [counters.get(f"packets_{name}") for name in ("refused", "malformed")] == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("auth", ["on", "answers", "every"])
 def test_key_rotation_of_running_processes(auth: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

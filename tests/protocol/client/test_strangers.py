@@ -10,8 +10,9 @@ from tests.protocol.strangers import HauntedConstellation, Sky, Stranger, author
 
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
-from skymemory.protocol.clock import SkyMap
-from skymemory.protocol.wire import TELEMETRY_BYTES, Op
+from skymemory.protocol.clock import MoveClock, SkyMap
+from skymemory.protocol.messages import pack_dead
+from skymemory.protocol.wire import GROUND_SHELL, TELEMETRY_BYTES, Address, Op, SkyHeader, build_packet, single
 
 SKY = SkyMap(Torus(5, 19), SatelliteId(2, 9))
 DEAD_PLANE = 2
@@ -63,6 +64,34 @@ def test_where_answers_carry_no_macs_he_is_believed() -> None:
     assert after_a_plane_died(Sky(SKY, authority(signed_answers=False)), Stranger(replays=False)).unreadable > 0
     replayed = after_a_plane_died(Sky(SKY, authority(signed_answers=False)), Stranger(forges=False))
     assert replayed.reads_s > 5 * dead.reads_s
+
+
+def test_a_late_answer_is_a_sign_of_life_once() -> None:
+    """A satellite that is late is no dead one; but what it said once may be said again by others."""
+    by, here = authority(), SKY.centre
+    sim = HauntedConstellation(SKY, 64 << 20, None, lambda one, other: 0.004, authority=by)
+    machine: ClientMachine = sim.connect(ClientConfig(7, expected_rtt_s=0.008, authority=by)).machine
+    machine.ask(Op.PING, b"", here, 0.0, once=True)
+    (request, _), *_ = machine.datagrams_to_send(0.0)
+    sim.satellites[here].receive_batch(request.datagrams()[0], 65_000, ("ground", 7), 0.5)
+    ((answer, _),) = sim.satellites[here].datagrams_to_send(0.5)
+    machine._peers.suspects.add(here, 1.0)
+    machine.handle_timer(2.0)
+    assert 1 not in machine._in_flight.by_id, "it is given up"
+    for heard in (True, False):
+        machine.receive_batch(answer.datagrams()[0], 65_000, 2.5)
+        assert (here not in machine._peers.suspects) == heard
+        machine._peers.suspects.add(here, 2.5)
+
+
+def test_a_notice_is_taken_once() -> None:
+    by, here = authority(), SKY.centre
+    machine = ClientMachine(ClientConfig(7, authority=by), SKY, MoveClock())
+    for number, taken in ((5, 1), (6, 1), (6, 0), (5, 0), (7, 1)):
+        header = SkyHeader(Op.GONE, Address(*here, GROUND_SHELL), Address(*here), 7, 0)
+        plain = single(build_packet(header, pack_dead([(bytes([number]) * 32, bytes(12))]), number, 100.0))
+        machine.receive_batch(by.sign(plain, 100.0).headers, 65_000, 100.0)
+        assert len(machine.take_gone()) == taken
 
 
 class Conversation:
