@@ -11,7 +11,7 @@ from tests.protocol.strangers import HauntedConstellation, Sky, Stranger, author
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.client.machine import ClientConfig, ClientMachine
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.messages import pack_dead
+from skymemory.protocol.messages import pack_dead, pack_keys
 from skymemory.protocol.wire import GROUND_SHELL, TELEMETRY_BYTES, Address, Op, SkyHeader, build_packet, single
 
 SKY = SkyMap(Torus(5, 19), SatelliteId(2, 9))
@@ -82,6 +82,22 @@ def test_a_late_answer_is_a_sign_of_life_once() -> None:
         machine.receive_batch(answer.datagrams()[0], 65_000, 2.5)
         assert (here not in machine._peers.suspects) == heard
         machine._peers.suspects.add(here, 2.5)
+
+
+def test_a_refusal_that_a_stranger_has_got_from_another_satellite_ends_nothing() -> None:
+    """He sends a living one what looks like the request that he received in a dead one's place."""
+    by, dead, living = authority(), SKY.centre, SatelliteId(1, 9)
+    sim = HauntedConstellation(SKY, 64 << 20, None, lambda one, other: 0.004, authority=by)
+    machine: ClientMachine = sim.connect(ClientConfig(7, expected_rtt_s=0.008, authority=by)).machine
+    number = machine.ask(Op.HAS, pack_keys([bytes(32)]), dead, 100.0)
+    (request, _), *_ = machine.datagrams_to_send(100.0)
+    asked = SkyHeader.unpack(memoryview(request.datagrams()[0]), 8)
+    refused = asked._replace(destination=Address(*living), source=Address(*living, GROUND_SHELL), flags=0, key_id=0)
+    sim.satellites[living].receive_batch(build_packet(refused, b"", 0, 100.0), 65_000, ("stranger", 1), 100.0)
+    ((answer, _),) = sim.satellites[living].datagrams_to_send(100.0)
+    machine.receive_batch(answer.datagrams()[0], 65_000, 100.0)
+    assert machine.counters.get("packets_refused") == 0 and machine.counters.get("packets_unexpected") == 1
+    assert machine.next_event() is None and number in machine._operations
 
 
 def test_a_notice_is_taken_once() -> None:

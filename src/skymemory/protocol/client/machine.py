@@ -821,6 +821,9 @@ class ClientMachine:
                 self._receive_old(request, header, packet.body, now_s)
                 return
             round_trip_s = self._heard(request, header.timestamp_us, now_s)
+        elif self._gate is not None and not self._may_speak_for(speaker, request, header.status):
+            self.counters.add("packets_unexpected")
+            return
         else:  # one on the way, which could not pass it on
             round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
             self._peers.peer(speaker).heard(None, now_s)
@@ -860,6 +863,13 @@ class ClientMachine:
             self._finish(operation, "missing", now_s)
         else:
             self.counters.add("packets_unexpected")
+
+    def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
+        """Whether another satellite than a request's may answer it so. Each signs refusals of whatever it is sent, also
+        of what a stranger makes look like this request: only those of the beam, which checks commands, count.
+        """
+        beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
+        return status is not Status.REFUSED or speaker == beam
 
     def _receive_old(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
         """An answer that is not new: of these only what an ACK says of chunks that are awaited counts."""
