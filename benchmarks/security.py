@@ -30,6 +30,7 @@ from skymemory.protocol.wire import Address, ChunkRef, Op, PlacementTag, SkyHead
 from skymemory.store.base import Store
 from skymemory.testbed.connect import open_constellation, sealed
 from skymemory.testbed.key_file import KeyFollower, new_keys
+from skymemory.testbed.plan import AUTH_MODES
 
 HERE, FLOOD_S = SatelliteId(2, 9), 1_700_000_000.25
 WAYS = {
@@ -37,6 +38,8 @@ WAYS = {
     "MAC on commands": ("on", False),
     "GCM on payloads": ("off", True),
     "both": ("on", True),
+    "MAC on commands and answers": ("answers", False),
+    "commands, answers and GCM": ("answers", True),
     "MAC on every packet": ("every", False),
     "every packet and GCM": ("every", True),
 }
@@ -104,7 +107,7 @@ def main() -> None:
     with ExitStack() as stack:
         folders: dict[str, Path] = {}
         with environment(pure=False):
-            for auth in ("off", "on", "every"):
+            for auth in AUTH_MODES:
                 folders[auth] = stack.enter_context(constellation(delay_scale=0.0, auth=auth, servers=10))[1]
         tenant = folders["off"] / "tenant"
         new_keys(tenant)

@@ -25,10 +25,13 @@ typedef struct {
     sky_us from;
 } sky_secret;
 
+/* Which packets get a MAC, by the plan's `auth`: commands; also answers to ground hosts, except DATA; or all. */
+typedef enum { SKY_AUTH_ON = 0, SKY_AUTH_ANSWERS = 1, SKY_AUTH_EVERY = 2 } sky_auth;
+
 /* By ascending time of use. */
 struct sky_ring {
     uint32_t count; /* 0: no authentication */
-    bool every_packet; /* answers have MACs too */
+    sky_auth auth;
     sky_secret keys[SKY_MOST_KEYS_IN_RING];
 };
 

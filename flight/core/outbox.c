@@ -147,15 +147,15 @@ static uint16_t take_sequence(sky_outbox *outbox, uint32_t count) {
     return first;
 }
 
-static bool signs(const sky_outbox *outbox, uint8_t op) {
-    return outbox->authority != NULL && sky_authority_signs(outbox->authority, op);
+static bool signs(const sky_outbox *outbox, const sky_header *header) {
+    return outbox->authority != NULL && sky_authority_signs(outbox->authority, header->op, header->destination);
 }
 
 /* One control packet by a link; SKY_NO_LINK: it has no route. */
 static void send_one(sky_outbox *outbox, const sky_header *header, const uint8_t *body, size_t bytes, sky_link link,
                      bool is_links, sky_us now) {
     const uint16_t sequence = take_sequence(outbox, 1U);
-    const bool with_mac = signs(outbox, header->op);
+    const bool with_mac = signs(outbox, header);
     if (link == SKY_NO_LINK) {
         sky_count(outbox->counters, SKY_packets_unroutable, 1U);
         return;
@@ -206,7 +206,7 @@ static uint32_t take_rows(sky_outbox *outbox, uint32_t count, size_t width, uint
 static uint32_t send_bulk(sky_outbox *outbox, const sky_header *header, const uint32_t *chunks,
                           const sky_leaving_chunk *copies, uint32_t count, sky_link link, sky_us now) {
     const sky_memory *memory = outbox->memory;
-    const bool with_mac = signs(outbox, header->op);
+    const bool with_mac = signs(outbox, header);
     const size_t prefix = sky_op_is_command(header->op) ? (size_t)SKY_COMMAND_PREFIX_BYTES
                                                         : (size_t)SKY_TELEMETRY_PREFIX_BYTES;
     const size_t end = prefix + (size_t)SKY_REF_BYTES;

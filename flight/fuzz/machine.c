@@ -243,7 +243,7 @@ static size_t finish(world *w, uint8_t *packet, const sky_header *header, size_t
     const size_t start = sky_packet_begin(packet, header, body_bytes + payload_bytes, w->sequence++ & 0x3FFFU, w->now);
     size_t end = start + body_bytes;
     sky_packet_seal(packet, end);
-    if (w->others_sign && sky_authority_signs(&w->authority, header->op) &&
+    if (w->others_sign && sky_authority_signs(&w->authority, header->op, header->destination) &&
         sky_authority_sign(&w->authority, packet, end, w->now))
         end += SKY_MAC_BYTES;
     memcpy(packet + end, payload, payload_bytes);
@@ -678,7 +678,7 @@ static void configure(world *w, input *in) {
     if ((flags & 256U) != 0U) {
         config->ring.count = 1;
         config->ring.keys[0].id = 1;
-        config->ring.every_packet = (flags & 1024U) != 0U;
+        config->ring.auth = (flags & 1024U) == 0U ? SKY_AUTH_ON : (flags & 4096U) == 0U ? SKY_AUTH_EVERY : SKY_AUTH_ANSWERS;
     }
     w->others_sign = config->ring.count > 0U && (flags & 2048U) == 0U;
     w->ring = config->ring;

@@ -785,7 +785,7 @@ static void follow_keys(host *h) {
     sky_ring ring;
     if (h->its->keys_path[0] == '\0' || !file_changed(h->its->keys_path, &h->keys_seen))
         return;
-    if (!key_file_read(h->its->keys_path, h->its->every_packet, &ring, reason)) {
+    if (!key_file_read(h->its->keys_path, h->its->auth, &ring, reason)) {
         char words[300];
         (void)snprintf(words, sizeof words, "%s; still using the previous keys", reason);
         say(h, words);
@@ -1016,7 +1016,7 @@ static bool begin(host *h) {
     const char *error = NULL;
     if (h->its->keys_path[0] != '\0') {
         (void)file_changed(h->its->keys_path, &h->keys_seen);
-        if (!key_file_read(h->its->keys_path, h->its->every_packet, &h->ring, words)) {
+        if (!key_file_read(h->its->keys_path, h->its->auth, &h->ring, words)) {
             say(h, words);
             return false;
         }

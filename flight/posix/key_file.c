@@ -102,7 +102,7 @@ static bool read_ring(json *text, sky_ring *ring) {
     return true;
 }
 
-bool key_file_read(const char *path, bool every_packet, sky_ring *ring, char reason[256]) {
+bool key_file_read(const char *path, sky_auth auth, sky_ring *ring, char reason[256]) {
     static char data[MOST_BYTES];
     const long bytes = json_read_file(path, data, sizeof data, true);
     memset(ring, 0, sizeof *ring);
@@ -114,7 +114,7 @@ bool key_file_read(const char *path, bool every_packet, sky_ring *ring, char rea
     json text = {data, data + bytes, false};
     const bool sound = read_ring(&text, ring);
     memset(data, 0, sizeof data);
-    ring->every_packet = every_packet;
+    ring->auth = auth;
     if (!sound)
         (void)snprintf(reason, 256, "%s: not a key file of version %d: `skymemory keys new FILE` makes one", path,
                        FORMAT_VERSION);

@@ -9,7 +9,7 @@
 #include "config.h"
 
 /* Reads the ring; false with a reason, which contains no secret. */
-bool key_file_read(const char *path, bool every_packet, sky_ring *ring, char reason[256]);
+bool key_file_read(const char *path, sky_auth auth, sky_ring *ring, char reason[256]);
 
 /* What a file looked like. */
 typedef struct {

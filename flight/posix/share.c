@@ -302,6 +302,16 @@ static sky_replacement replacement_of(line_reader *line) {
     return SKY_LRFU;
 }
 
+static sky_auth auth_of(line_reader *line) {
+    static const char *const names[] = {"on", "answers", "every"};
+    for (unsigned i = 0; line->count == 2 && i < 3; i++) {
+        if (strcmp(line->words[1], names[i]) == 0)
+            return (sky_auth)i;
+    }
+    line->failed = true;
+    return SKY_AUTH_EVERY;
+}
+
 static void read_plane_delay(line_reader *line) {
     share *its = line->its;
     if (its->plane_delays_us == NULL && its->config.planes > 0)
@@ -407,8 +417,8 @@ static void read_line(line_reader *line) {
         config->migration = flag(line, 4);
     } else if (strcmp(name, "keys") == 0) {
         text(line, its->keys_path, sizeof its->keys_path);
-    } else if (strcmp(name, "every-packet") == 0) {
-        its->every_packet = flag(line, 1);
+    } else if (strcmp(name, "auth") == 0) {
+        its->auth = auth_of(line);
     } else if (strcmp(name, "outages") == 0) {
         text(line, its->outages_path, sizeof its->outages_path);
     } else if (strcmp(name, "record") == 0) {

@@ -24,7 +24,7 @@ typedef struct {
     sky_move_clock clock;
     sky_knot *knots; /* of the clock's track */
     unsigned knot_count;
-    bool every_packet;
+    sky_auth auth;
     char keys_path[4096];    /* empty: no MACs */
     char outages_path[4096]; /* which satellites are disabled; empty: none */
     char record_path[4096];  /* removed at a regular end; empty: none */

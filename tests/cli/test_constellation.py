@@ -121,7 +121,7 @@ def test_the_plan_of_five_computers(capsys: pytest.CaptureFixture[str], tmp_path
     assert plan.faults == Faults(0.01, 0.02, 0.03, 0.0, 7)
     said = capsys.readouterr().out
     assert "on 10.0.0.5: skymemory satellite --plan sky.json --host 4" in said
-    assert (plan.auth, plan.keys_file) == ("on", str(tmp_path / "sky.keys")) and plan.keys_file in said
+    assert (plan.auth, plan.keys_file) == ("answers", str(tmp_path / "sky.keys")) and plan.keys_file in said
     assert (tmp_path / "sky.keys").stat().st_mode & 0o777 == 0o600
 
 
@@ -144,7 +144,7 @@ def test_a_plan_for_other_computers_without_keys_must_be_asked_for(
     assert "--host 0 --insecure" in said and "not authenticated" in said
     assert _main(f"satellite --plan {out} --host 0") == 2
     assert "10.0.0.1" in capsys.readouterr().err
-    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0 and load_plan(out).auth == "on"
+    assert _main(f"constellation plan --out {out} --host 127.0.0.1:1") == 0 and load_plan(out).auth == "answers"
     assert _main(f"constellation plan --out {out} --host 127.0.0.1:1 --auth off") == 0
     assert load_plan(out).auth == "off"
     assert _main(f"satellite --plan {out} --host 0 --listen 0.0.0.0") == 2

@@ -26,6 +26,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.keys import KeyRing, SecretKey
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
+from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import HOUSEKEEPING_FIELDS
 from skymemory.protocol.satellite.memory import CAUSES, StoredChunk
@@ -228,7 +229,7 @@ def settings_of(
         us(config.handover_timeout_s),
         us(config.handover_grace_s),
         us(config.handover_gap_s),
-        config.authority is not None and config.authority.every_packet,
+        _auth(config.authority),
         *(bounds.get(name, 0) for name in BOUNDS),
         torus.seam,
         torus.most_planes,
@@ -236,6 +237,13 @@ def settings_of(
         len(torus.gaps),
         *sorted(map(torus.index, torus.gaps)),
     ]
+
+
+def _auth(authority: Authority | None) -> int:
+    """As in config.h."""
+    if authority is None:
+        return 0
+    return 2 if authority.every_packet else int(authority.signed_answers)
 
 
 def _keys(ring: Sequence[SecretKey]) -> tuple[Any, bytes]:

@@ -618,10 +618,10 @@ int parts_recall(remembering *its, int verb, const uint8_t *key, const uint8_t *
 
 /* --- Authentication --- */
 
-static void ring_of(sky_ring *ring, uint32_t count, const int64_t *ids, const uint8_t *secrets, int every_packet) {
+static void ring_of(sky_ring *ring, uint32_t count, const int64_t *ids, const uint8_t *secrets, int auth) {
     memset(ring, 0, sizeof *ring);
     ring->count = count;
-    ring->every_packet = every_packet != 0;
+    ring->auth = (sky_auth)auth;
     for (uint32_t i = 0; i < count; i++) {
         ring->keys[i].id = (uint16_t)ids[2 * i];
         ring->keys[i].from = ids[2 * i + 1];
@@ -631,7 +631,7 @@ static void ring_of(sky_ring *ring, uint32_t count, const int64_t *ids, const ui
 size_t parts_sign(uint32_t count, const int64_t *ids, const uint8_t *secrets, uint8_t *packet, size_t end, sky_us now) {
     sky_ring ring;
     sky_authority authority;
-    ring_of(&ring, count, ids, secrets, 1);
+    ring_of(&ring, count, ids, secrets, SKY_AUTH_EVERY);
     sky_authority_begin(&authority, &ring);
     return sky_authority_sign(&authority, packet, end, now) ? end + 16 : 0;
 }
@@ -640,7 +640,7 @@ int64_t parts_mac(uint32_t count, const int64_t *ids, const uint8_t *secrets, co
     sky_ring ring;
     sky_authority authority;
     sky_us sent;
-    ring_of(&ring, count, ids, secrets, 1);
+    ring_of(&ring, count, ids, secrets, SKY_AUTH_EVERY);
     sky_authority_begin(&authority, &ring);
     return sky_authority_check(&authority, packet, bytes, now, skew, &sent) ? sent : -1;
 }
@@ -666,7 +666,7 @@ static void refuse(void *context, const uint8_t *packet, size_t bytes, sky_link 
     its->refused_bytes = (uint32_t)bytes;
     its->refusals++;
 }
-void *parts_gate(uint32_t here, uint32_t count, const int64_t *ids, const uint8_t *secrets, int every_packet,
+void *parts_gate(uint32_t here, uint32_t count, const int64_t *ids, const uint8_t *secrets, int auth,
                  const int64_t *v, sky_us now) {
     gating *its = calloc(1, sizeof *its);
     sky_config *config = calloc(1, sizeof *config);
@@ -677,7 +677,7 @@ void *parts_gate(uint32_t here, uint32_t count, const int64_t *ids, const uint8_
     config->most_senders = (uint32_t)v[0];
     config->most_forgotten = (uint32_t)v[1];
     config->remembered = (uint32_t)v[2];
-    ring_of(&config->ring, count, ids, secrets, every_packet);
+    ring_of(&config->ring, count, ids, secrets, auth);
     (void)sky_gate_new(&arena, config, &its->counters, refuse, its, now);
     arena.bytes = arena.used;
     arena.used = arena.low = 0;

@@ -99,7 +99,7 @@ static void settings_of(const int64_t *v, const int64_t *keys, const uint8_t *se
     c->handover_timeout = v[27];
     c->handover_grace = v[28];
     c->handover_gap = v[29];
-    c->ring.every_packet = v[30] != 0;
+    c->ring.auth = (sky_auth)v[30];
     bound(v + 31, c);
     v += 31 + 18; /* behind the bounds */
     c->seam = v[0] != 0;

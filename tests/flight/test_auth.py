@@ -240,7 +240,7 @@ def test_the_gate_admits_what_its_twin_admits(events: list[Any], every_packet: b
         lambda packet, link, now_s: refused.append(bytes(packet)),
         now_us / 1e6,
     )
-    it = lib.parts_gate(HERE.pack(), *keys_in_c(RING), every_packet, numbers([256, 4096, 2048]), now_us)
+    it = lib.parts_gate(HERE.pack(), *keys_in_c(RING), 2 * every_packet, numbers([256, 4096, 2048]), now_us)
     for link, sent, wait_ms in events:
         now_us += wait_ms * 1000
         made: list[bytes] = []
@@ -282,7 +282,7 @@ def test_the_gate_answers_a_flood_a_hundred_times_a_second() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 51, 52, 59, 60, 68])
 def test_short_packets_pass_to_the_machine_which_counts_them(length: int) -> None:
-    it = library().parts_gate(HERE.pack(), *keys_in_c(RING), 1, numbers([256, 4096, 2048]), NOW_US)
+    it = library().parts_gate(HERE.pack(), *keys_in_c(RING), 2, numbers([256, 4096, 2048]), NOW_US)
     for first in (0x18, 0x08):
         run, runs, counters = bytes([first]) + bytes(max(0, length - 1)), numbers([0] * 3900), Counters()
         twin = SatelliteGate(Authority(RING, True), HERE, counters, lambda *_: None, NOW_US / 1e6)

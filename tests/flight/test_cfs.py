@@ -264,7 +264,7 @@ def some_values() -> dict[bytes, bytes]:
     return {**values(1, 1, 1), **values(2, 98_304, 2), **values(1, 3_000_000, 3)}
 
 
-@pytest.mark.parametrize("auth", ["off", "on", "every"])
+@pytest.mark.parametrize("auth", ["off", "on", "answers", "every"])
 def test_values_come_back_after_moves(fly: Callable[..., Mission], auth: str) -> None:
     """Also one of 21 MB, larger than what a satellite holds; by the store that wrote and by another."""
     mission = fly(auth=auth)

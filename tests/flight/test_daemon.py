@@ -99,7 +99,7 @@ def ledger_balances(found: control.Housekeeping) -> bool:
 
 def test_half_a_constellation_in_c(up: Callable[..., RunDirectory]) -> None:
     """It stores and reads, moves, loses a satellite in C and one in Python, and both come back empty."""
-    directory = up("mixed", auth="on")
+    directory = up("mixed", auth="answers")
     plan = directory.read_plan()
     assert [(state.state, state.kind) for state in inspect(directory)] == [("running", "python"), ("running", "c")]
     kept = values(4, 200_000)
@@ -136,9 +136,10 @@ def test_a_daemon_that_was_killed_comes_back_as_one(up: Callable[..., RunDirecto
 
 
 @pytest.mark.slow
-def test_keys_are_followed(up: Callable[..., RunDirectory]) -> None:
+@pytest.mark.parametrize("auth", ["on", "answers", "every"])
+def test_keys_are_followed(up: Callable[..., RunDirectory], auth: str) -> None:
     """A new key is used by clients once daemons know it, and an old one ends."""
-    directory = up("c", auth="every")
+    directory = up("c", auth=auth)
     kept = values(2, 100_000)
     with open_constellation(directory.path) as store:
         put(store, kept)

@@ -24,6 +24,7 @@ CASES = {
     "late": Case(lateness=True, eviction=_ALL),
     "keys": Case(authority=True),
     "every_packet": Case(authority=True, every_packet=True, start_s=1_735_689_600.0),
+    "signed_answers": Case(authority=True, signed_answers=True, eviction=_ALL, start_s=1_735_689_600.0),
     "still": Case(time_scale=0.0, start_s=1_735_689_600.0),
     "moving": Case(slot_period_s=2.5, memory_bytes=60_000, calm=True),
     "still_copies": Case(time_scale=0.0, memory_bytes=100_000, calm=True, eviction=_COPIES),

@@ -8,8 +8,11 @@ import random
 
 import pytest
 from tests.flight.machine import FlightMachine
+from tests.protocol.client.test_strangers import after_a_plane_died
+from tests.protocol.strangers import Sky, Stranger, authority
 
 from skymemory.constellation.torus import SatelliteId, Torus
+from skymemory.protocol.auth import Authority
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import MoveClock, SkyMap
@@ -75,10 +78,11 @@ def check_ledgers(simulated: SimulatedConstellation) -> None:
         assert came == satellite.store.used_bytes + sum(figures.values())
 
 
+@pytest.mark.parametrize("by", [None, authority()], ids=["no MACs", "signed answers"])
 @pytest.mark.parametrize("kind", MACHINES)
-def test_values_survive_moves(kind: str) -> None:
-    simulated = constellation(kind)
-    client = simulated.connect(ClientConfig(ground=7))
+def test_values_survive_moves(kind: str, by: Authority | None) -> None:
+    simulated = constellation(kind, authority=by)
+    client = simulated.connect(ClientConfig(ground=7, authority=by))
     values: dict[bytes, tuple[bytes, ValueInfo]] = {}
     for move in range(4):
         write(client, values, 4, seed=move)
@@ -88,10 +92,11 @@ def test_values_survive_moves(kind: str) -> None:
     check_ledgers(simulated)
 
 
+@pytest.mark.parametrize("by", [None, authority()], ids=["no MACs", "signed answers"])
 @pytest.mark.parametrize("kind", MACHINES)
-def test_a_plane_dies_and_comes_back(kind: str) -> None:
-    simulated = constellation(kind, eviction=EvictionConfig.of(["gossip", "periodic", "migration"]))
-    client = simulated.connect(ClientConfig(ground=7))
+def test_a_plane_dies_and_comes_back(kind: str, by: Authority | None) -> None:
+    simulated = constellation(kind, authority=by, eviction=EvictionConfig.of(["gossip", "periodic", "migration"]))
+    client = simulated.connect(ClientConfig(ground=7, authority=by))
     values: dict[bytes, tuple[bytes, ValueInfo]] = {}
     write(client, values, 10, seed=1)
     simulated.kill_plane(3)
@@ -115,3 +120,18 @@ def test_full_memories_evict(kind: str) -> None:
     assert 0 < read(client, values) < len(values)
     assert sum(each.counters.get("chunks_evicted") for each in simulated.satellites.values()) > 0
     check_ledgers(simulated)
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_stranger_on_the_ports_of_dead_satellites_is_not_believed(kind: str, replicas: int) -> None:
+    """Satellites in C, or some of them, sign their answers, and a client takes no others."""
+
+    def sky() -> Sky:
+        return Sky(SkyMap(Torus(5, 9), CENTRE), authority(), replicas, machine=MACHINES[kind])
+
+    stranger, haunted = Stranger(), sky()
+    alone, beset = after_a_plane_died(sky(), None), after_a_plane_died(haunted, stranger)
+    assert stranger.sent > 100 and alone.unreadable == beset.unreadable == 0
+    assert beset.reads_s <= 2 * alone.reads_s and beset.found == alone.found
+    assert haunted.counted("packets_refused") > 50

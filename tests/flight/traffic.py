@@ -68,6 +68,7 @@ class Case:
     time_scale: float = 1.0
     authority: bool = False
     every_packet: bool = False
+    signed_answers: bool = False
     lateness: bool = False
     start_s: float = 0.0
     gaps: tuple[tuple[int, int], ...] = ()
@@ -136,6 +137,7 @@ class Case:
             r.choice((0.0, 1.0, 1.0, 4.0)),
             authority=r.random() < 0.4,
             every_packet=r.random() < 0.3,
+            signed_answers=seed % 3 == 0,
             lateness=r.random() < 0.3,
             start_s=math.ceil(start_s / TICK_S) * TICK_S,
             calm=r.random() < 0.4,
@@ -180,7 +182,7 @@ class Duel:
         self.authority = None
         if case.authority:
             ring = KeyRing((SecretKey(3, bytes(range(32))), SecretKey(5, bytes(range(1, 33)), case.start_s + 30.0)))
-            self.authority = Authority(ring, case.every_packet)
+            self.authority = Authority(ring, case.every_packet, case.signed_answers)
         window, timeout_s, grace_s, gap_s = case.handover
         config = SatelliteConfig(
             self.here,

@@ -101,7 +101,7 @@ class Scene:
         return self.dice.choice((dict, OrderedDict))({KEY: share})
 
     def _guard(self) -> Any:
-        return self.dice.choice((None, ({1: KEY}, 5, 99, lambda *_: True), ({1: KEY}, 5, 99, self.saboteur())))
+        return self.dice.choice((None, ({1: KEY}, 5, 99, lambda *_: True, 1), ({1: KEY}, 5, 99, self.saboteur(), 0)))
 
     def _transit(self) -> Any:
         far = ("127.0.0.1", self.port)

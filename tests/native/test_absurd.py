@@ -112,7 +112,7 @@ def test_a_guard_that_empties_the_list_of_runs_changes_nothing(impl: ModuleType)
         set(),
         0,
         (0,) * 6,
-        ({1: key}, 5, 9, is_first),
+        ({1: key}, 5, 9, is_first, 0),
         None,
     )
     assert (kept, len(served)) == ([], 3)

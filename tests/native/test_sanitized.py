@@ -191,11 +191,12 @@ for n in range(6000):
         pass
     for _ in range(dice.randrange(1, 3)):
         b.sendto(packet, ("127.0.0.1", port))
-    guard = (dice.choice((keys, keys, {}, {1: b"short", 2: 5})), now, 30_000_000, dice.choice((bool, lambda *_: True)))
+    accepted = dice.choice((keys, keys, {}, {1: b"short", 2: 5}))
+    guard = (accepted, now, 30_000_000, dice.choice((bool, lambda *_: True)), n % 4)
     try:
         _, served, *_ = fast.serve(a.fileno(), scratch, 4, bytes(8), {}, shares, settled, 9999, terms, guard)
         taken += len(served)
-    except TypeError:
+    except (KeyError, TypeError):
         pass
     while fast.recv_batch(a.fileno(), scratch, 4):
         pass

@@ -56,8 +56,11 @@ KEY = bytes(range(100, 132))
 GROUND = ("ground", 7)
 
 
-def authority(secret: bytes = OLD, every_packet: bool = False) -> Authority:
-    return Authority(first_ring(secret), every_packet)
+LEVELS = {"on": (False, False), "answers": (False, True), "every": (True, False)}
+
+
+def authority(secret: bytes = OLD, every_packet: bool = False, signed_answers: bool = False) -> Authority:
+    return Authority(first_ring(secret), every_packet, signed_answers)
 
 
 def header(op: Op, ground: int = 7, request_id: int = 1, now_s: float = NOW_S) -> SkyHeader:
@@ -129,6 +132,9 @@ def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> 
     receive_datagram(machine, command(Op.EVICT, messages.pack_keys([KEY]), sequence=9), GROUND, NOW_S)
     assert machine.counters.get("chunks_deleted") == 4 and counted(machine) == (0, 0, 0)
     assert satellite(world(), authority(every_packet=True)).plain_requests(NOW_S) is None
+    signer = authority(signed_answers=True)
+    requests = satellite(world(), signer).plain_requests(NOW_S)
+    assert requests is not None and requests[5] is not None and requests[5][4] == signer.signing_key_id(NOW_S)
 
 
 @pytest.mark.parametrize(
@@ -396,12 +402,12 @@ def guarded(by: Authority, access: str = "los", **kwargs) -> tuple[World, Simula
     return world, world.sim
 
 
-@pytest.mark.brief("False-los-True", "True-gateway-False", "True-los-False")
-@pytest.mark.parametrize("every_packet", [False, True])
+@pytest.mark.brief("on-los-True", "every-gateway-False", "every-los-False", "answers-gateway-True")
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("access", ["los", "gateway"])
 @pytest.mark.parametrize("offload", [True, False])
-def test_values_come_back_through_a_guarded_constellation(every_packet, access, offload, value_of) -> None:
-    world, _ = guarded(authority(every_packet=every_packet), access, offload=offload)
+def test_values_come_back_through_a_guarded_constellation(level, access, offload, value_of) -> None:
+    world, _ = guarded(authority(OLD, *LEVELS[level]), access, offload=offload)
     value = value_of(300_000)
     done, info = world.put("guarded", value)
     assert done.ok and world.get(info)[1] == value
@@ -418,10 +424,10 @@ def test_values_come_back_through_a_guarded_constellation(every_packet, access, 
     assert world.host.run([missing])[missing].report.failure == "missing"
 
 
-@pytest.mark.parametrize("every_packet", [False, True])
-def test_loss_duplication_and_reordering_are_survived_and_duplicates_counted(every_packet, value_of) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_duplication_and_reordering_are_survived_and_duplicates_counted(level, value_of) -> None:
     faults = FaultInjector(loss=0.05, duplicate=0.1, reorder=0.1, corrupt=0.02, seed=4)
-    world, _ = guarded(authority(every_packet=every_packet), faults=faults)
+    world, _ = guarded(authority(OLD, *LEVELS[level]), faults=faults)
     for number in range(5):
         value = value_of(100_000, number)
         done, info = world.put(f"lossy {number}", value)
@@ -441,8 +447,9 @@ def test_a_client_without_the_key_fails_at_once_and_says_why(by: Authority | Non
     assert world.counted("chunks_set") == 0 and world.counted("packets_refused") > 0
 
 
-def test_a_client_ignores_answers_without_a_mac_where_every_packet_has_one(value_of) -> None:
-    by = authority(every_packet=True)
+@pytest.mark.parametrize("level", ["answers", "every"])
+def test_a_client_ignores_answers_without_a_mac_where_they_have_one(level, value_of) -> None:
+    by = authority(OLD, *LEVELS[level])
     world, _ = guarded(by)
     _, info = world.put("answers", value_of(10_000))
     machine = world.host.machine
@@ -471,6 +478,91 @@ def test_a_forged_answer_ends_an_operation_where_answers_carry_none(value_of) ->
     receive_datagram(machine, build_packet(forged, b"", 0, 0.0), world.now_s)
     event = machine.next_event()
     assert event is not None and event.number == number and not event.ok
+
+
+def answered_get(level: str, value_of) -> tuple[World, int, bytes]:
+    """A client that waits for a value of one chunk, its operation, and the MISS that its satellite has made."""
+    world, sim = guarded(authority(OLD, *LEVELS[level]))
+    _, info = world.put("answers", value_of(3_000))
+    (holder,) = (here for here, machine in sim.satellites.items() if len(machine.store))
+    sim.satellites[holder].store.remove_key(info.key)
+    machine = world.host.machine
+    number = machine.get(info, memoryview(bytearray(3_000)), world.now_s)
+    ((request, _),) = machine.datagrams_to_send(world.now_s)
+    receive_datagram(sim.satellites[holder], request.datagrams()[0], ("ground", 7), world.now_s)
+    ((answer, _),) = sim.satellites[holder].datagrams_to_send(world.now_s)
+    (miss,) = answer.datagrams()
+    return world, number, miss
+
+
+@pytest.mark.parametrize("level", ["answers", "every"])
+def test_a_changed_answer_is_refused_and_counted_and_the_operation_goes_on(level: str, value_of) -> None:
+    """Each bit of a MISS that its MAC covers, with right checksums: another request, key id, flag or chunk; and the
+    request's own answer without its MAC.
+    """
+    world, number, miss = answered_get(level, value_of)
+    machine, changed = world.host.machine, list[bytes]()
+    for bit in range(8 * len(miss)):
+        packet = bytearray(miss)
+        packet[bit // 8] ^= 1 << bit % 8
+        native.seal_headers(packet, len(packet), 16)
+        uncovered = bit // 8 in (*range(36, 40), *range(56, 60))  # what forwarders change, and the checksum
+        if native.verify_segments(packet, len(packet)) == b"\0" and not uncovered:
+            changed.append(bytes(packet))
+    assert len(changed) > 400
+    plain = native.strip_macs(miss, len(miss), 16, b"\1")
+    for count, packet in enumerate([*changed, bytes(plain)], 1):
+        receive_datagram(machine, packet, world.now_s)
+        assert machine.counters.get("packets_refused") + machine.counters.get("packets_malformed") == count
+    assert machine.next_event() is None and machine.counters.get("packets_refused") > 400
+    assert machine.counters.get("packets_unexpected") == 0
+    receive_datagram(machine, miss, world.now_s)
+    assert machine.wants_to_send, "the answer itself is believed: others are asked"
+    assert world.host.run([number])[number].report.failure == "under way", "it was SET just now"
+
+
+@pytest.mark.parametrize("level", ["answers", "every"])
+def test_what_lies_behind_another_packet_in_a_run_is_checked_too(level: str, value_of) -> None:
+    """Receive offload joins what comes from one port: the first of a run may be anything."""
+    world, number, miss = answered_get(level, value_of)
+    plain = bytes(native.strip_macs(miss, len(miss), 16, b"\1"))
+    command_first = bytes([0x18]) + plain[1:]
+    data_first = plain[:17] + bytes([Op.DATA]) + plain[18:]
+    for first in (command_first, data_first, bytes(len(plain))):
+        world.host.machine.receive_batch(first + plain, len(plain), world.now_s)
+    assert world.host.machine.counters.get("packets_refused") >= 3
+    assert world.host.machine.next_event() is None and number in world.host.machine._operations
+
+
+@pytest.mark.parametrize("level", ["answers", "every"])
+def test_a_command_that_looks_like_data_is_refused(level: str, value_of) -> None:
+    """Its bytes are those of DATA for the request that is awaited, if one overlooks that it is a command."""
+    world, number, miss = answered_get(level, value_of)
+    request_id = parse_packet(native.strip_macs(miss, len(miss), 16, b"\1")).header.request_id
+    source = Address(Op.DATA << 4, 9)
+    for op in (Op.PING, Op.EVICT):
+        packet = build_packet(SkyHeader(op, Address(2, 9), source, 7, 1, timestamp_us=request_id), bytes(80), 0, 0.0)
+        assert packet[17] == Op.DATA and packet[32:36] == request_id.to_bytes(4, "big")
+        world.host.machine.receive_batch(packet, len(packet), world.now_s)
+    assert world.host.machine.next_event() is None and number in world.host.machine._operations
+    assert world.host.machine.counters.get("packets_refused") == 2
+
+
+def test_where_data_carries_no_mac_data_with_one_is_dropped(value_of) -> None:
+    world, _ = guarded(authority(signed_answers=True))
+    _, info = world.put("answers", value_of(3_000))
+    machine = world.host.machine
+    machine.get(info, memoryview(bytearray(3_000)), world.now_s)
+    (batch, _), *_ = machine.datagrams_to_send(world.now_s)
+    asked = parse_packet(batch.datagrams()[0]).header
+    answer = SkyHeader(Op.DATA, asked.source, asked.destination, 7, asked.request_id)
+    ref = ChunkRef(
+        info.key, 0, 1, 3_000, native.crc32(bytes(3_000)), 3_000, info.value_crc, PlacementTag(3, 10, 0, 0, 0)
+    )
+    plain = bulk_batch(answer, ref.pack(), [bytes(3_000)], 0, 0.0)
+    for by in (authority(every_packet=True), authority(OTHER, True)):
+        machine.receive_batch(by.sign(plain, 0.0).datagrams()[0], 65_000, world.now_s)
+    assert machine.next_event() is None and world.get(info)[0].ok
 
 
 def test_the_largest_chunk_leaves_room_for_a_mac() -> None:

@@ -144,13 +144,16 @@ def test_who_says_that_it_knows_nothing_is_asked_for_signs_of_life_all_the_same(
     assert sky.ask(Op.PING, b"", HERE).ok
 
 
-@pytest.mark.parametrize("by", [None, Authority(first_ring(bytes(32))), Authority(first_ring(bytes(32)), True)])
+@pytest.mark.parametrize(
+    "by",
+    [None, *(Authority(first_ring(bytes(32)), *level) for level in ((False, False), (True, False), (False, True)))],
+)
 def test_an_unknown_command_is_answered_and_signed_as_every_answer(world, by):
     machine = SatelliteMachine(SatelliteConfig(HERE, 1 << 20, authority=by), world().sky, MoveClock(), 1e9)
     receive_datagram(machine, later_command(by, 1e9), GROUND, 1e9)
     ((batch, link),) = machine.datagrams_to_send(1e9)
     (packet,) = batch.datagrams()
-    if by is not None and by.every_packet:
+    if by is not None and by.proves_answers:
         assert check_answers(by, memoryview(packet), len(packet)) == (b"\1", [])
         packet = packet[:-16]  # the MAC is the end of the body; what it covered is as it was
         assert packet[17] == Op.UNSUPPORTED and packet[60:] == OURS.pack_unsupported(LATER_OP)

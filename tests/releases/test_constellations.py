@@ -131,6 +131,28 @@ def test_a_constellation_serves_clients_of_the_other_release(
     assert "value-2" not in sky(satellites, "kv", "list")
 
 
+@pytest.mark.parametrize("flown_by", ["older", "newer"])
+def test_macs_on_commands_alone_are_understood_both_ways(
+    flown_by: str, sky: Sky, older: Release, newer: Release, values: dict[str, bytes]
+) -> None:
+    satellites, client = (older, newer) if flown_by == "older" else (newer, older)
+    sky.up(satellites, "--auth", "on")
+    put(sky, client, values)
+    sky(client, "constellation", "rotate", "--slots", "1")
+    assert got(sky, client, values) == got(sky, satellites, values) == VALUES
+
+
+def test_an_older_release_refuses_a_plan_of_signed_answers(tmp_path: Path, older: Release, newer: Release) -> None:
+    """Its clients would believe a stranger, and its satellites would sign nothing."""
+    plan, hosts = tmp_path / "sky.json", ["--host", "127.0.0.1:26000"]
+    newer.run("-m", "skymemory", "constellation", "plan", "--out", str(plan), *hosts)
+    for words in (["satellite", "--host", "0", "--plan"], ["constellation", "attach"]):
+        asked = [sys.executable, "-m", "skymemory", *words, str(plan)]
+        environment = older.environment(SKYMEMORY_RUN_DIR=str(tmp_path / "run"))
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2 and "auth 'answers': expected one of off, on, every" in done.stderr, done.stderr
+
+
 def test_older_satellites_that_drop_a_question_go_on_serving(
     sky: Sky, older: Release, newer: Release, values: dict[str, bytes]
 ) -> None:

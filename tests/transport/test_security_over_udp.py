@@ -83,8 +83,11 @@ class Attacker:
 
 
 @contextmanager
-def under_attack(ring: KeyRing | None = None, index: bool = True) -> Iterator[tuple[ConstellationStore, Attacker]]:
-    with udp_store(SharedIndex() if index else None, Authority(ring or first_ring(MINE))) as store:
+def under_attack(
+    ring: KeyRing | None = None, index: bool = True, signed_answers: bool = False
+) -> Iterator[tuple[ConstellationStore, Attacker]]:
+    by = Authority(ring or first_ring(MINE), signed_answers=signed_answers)
+    with udp_store(SharedIndex() if index else None, by) as store:
         assert store.put_many([(KEY, VALUE)]) == [True]
         attacker = Attacker(store)
         try:
@@ -260,9 +263,10 @@ def test_another_tenants_key_opens_nothing() -> None:
         assert mine.get_many([KEY]) == [VALUE]
 
 
-def test_keys_are_rotated_while_reads_go_on_and_then_the_old_one_is_refused() -> None:
+@pytest.mark.parametrize("signed_answers", [False, True])
+def test_keys_are_rotated_while_reads_go_on_and_then_the_old_one_is_refused(signed_answers: bool) -> None:
     ring = first_ring(MINE)
-    with under_attack(ring) as (store, attacker):
+    with under_attack(ring, signed_answers=signed_answers) as (store, attacker):
         authority = store._driver.machine.config.authority
         old_ring, old = ring, Authority(ring)
         for new_ring in (ring.with_key(NEW, 0.0), ring.with_key(NEW, 0.0).without({1}, time.time())):
@@ -277,8 +281,21 @@ def test_keys_are_rotated_while_reads_go_on_and_then_the_old_one_is_refused() ->
         assert attacker.figures()["packets_refused"] > 0 and store.get_many([KEY]) == [VALUE]
 
 
+def test_a_store_without_an_index_does_all_it_does_with_signed_answers() -> None:
+    with under_attack(index=False, signed_answers=True) as (store, _):
+        keys = [bytes([number]) * 32 for number in range(3)]
+        assert store.put_many([(key, VALUE) for key in keys]) == [True] * 3
+        assert store.lookup([*keys, b"?" * 32]) == [Presence.HIT] * 3 + [Presence.MISS] and store.prefix(keys) == 3
+        assert store.pin(keys[:1], 60.0) == [True] and store.get_many(keys) == [VALUE] * 3
+        assert store.delete(keys[1:]) == [True, True] and store.get_many(keys) == [VALUE, None, None]
+        assert NamedValues(store).put("v", VALUE).ok and NamedValues(store).get("v") == VALUE
+        counters = store._driver.machine.counters
+        assert [counters.get(f"packets_{name}") for name in ("refused", "malformed")] == [0, 0]
+
+
 @pytest.mark.slow
-def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("auth", ["on", "answers", "every"])
+def test_key_rotation_of_running_processes(auth: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the file alone: five host processes, a client that reads all the while, nothing started again."""
     from skymemory.cli.main import main
     from skymemory.testbed.connect import open_constellation
@@ -286,7 +303,7 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
 
     run_dir = tmp_path / "run"
     words = ["--run-dir", str(run_dir)]
-    assert main(["constellation", "up", "--auth", "on", "--delay", "off", "--base-port", "auto", *words]) == 0
+    assert main(["constellation", "up", "--auth", auth, "--delay", "off", "--base-port", "auto", *words]) == 0
     store = None
     try:
         keys = run_dir / "keys"
@@ -317,8 +334,9 @@ def test_key_rotation_of_running_processes(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("auth", ["on", "answers", "every"])
 def test_a_client_with_other_keys_than_the_satellites_is_notified(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    auth: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By every command: an empty list, "no room" and a silent sky are no answers to who is refused."""
     from skymemory.cli.main import main
@@ -328,12 +346,13 @@ def test_a_client_with_other_keys_than_the_satellites_is_notified(
     folder, words = tmp_path / "plan", ["--run-dir", str(tmp_path / "run")]
     folder.mkdir()
     (tmp_path / "v").write_bytes(VALUE)
-    with udp_sky(Authority(first_ring(MINE))) as plan:
-        store = store_on(plan, SharedIndex(), Authority(first_ring(MINE)))
+    mine = Authority(first_ring(MINE), auth == "every", auth == "answers")
+    with udp_sky(mine) as plan:
+        store = store_on(plan, SharedIndex(), mine)
         try:
             assert NamedValues(store).put("v", VALUE).ok
             write_keys(first_ring(WRONG), folder / "keys")
-            save_plan(replace(plan, auth="on", keys_file="keys"), folder / "constellation.json")
+            save_plan(replace(plan, auth=auth, keys_file="keys"), folder / "constellation.json")
             assert main(["constellation", "attach", str(folder / "constellation.json"), *words]) == 0
             there = ["--plan", str(folder / "constellation.json")]
             for command in (
@@ -365,7 +384,7 @@ def test_what_was_refused_is_in_the_status_of_running_processes(
     from skymemory.testbed.key_file import read_keys
 
     words = ["--run-dir", str(tmp_path / "run")]
-    up = ["constellation", "up", "--auth", "on", "--delay", "off", "--base-port", "auto", *words]
+    up = ["constellation", "up", "--delay", "off", "--base-port", "auto", *words]
     assert main(up) == 0
 
     def totals() -> dict[str, int]:

@@ -14,6 +14,7 @@ from skymemory.keys import KeyRing, SecretKey
 from skymemory.native.twin import backend
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
+from skymemory.protocol.messages import Selection
 from skymemory.protocol.wire import Op, Status, build_packet, bulk_batch, single
 
 VECTORS = {
@@ -37,12 +38,23 @@ BUILT = {
     "set": chunk(Op.SET),
     "data": chunk(Op.DATA),
     "evict": control(Op.EVICT, messages.pack_keys([KEY])),
+    "ack": control(Op.ACK, Selection.of(KEY, [0, 1, 2]).pack()),
     "unreachable-refused": control(Op.UNREACHABLE, b"", Status.REFUSED),
 }
 
 
 def test_there_is_a_vector_of_each() -> None:
     assert set(VECTORS) == set(BUILT)
+
+
+def test_where_answers_are_signed_all_but_data_are_the_same() -> None:
+    signer = Authority(SIGNER.ring, signed_answers=True)
+    ack = build_packet(header(Op.ACK), Selection.of(KEY, [0, 1, 2]).pack(), SEQUENCE, NOW_S)
+    assert bytes(signer.sign(single(ack), NOW_S).headers) == VECTORS["ack"]
+    between = build_packet(header(Op.ACK)._replace(destination=header(Op.ACK).source, ground=0), b"", SEQUENCE, NOW_S)
+    data = build_packet(header(Op.DATA), bytes(72), SEQUENCE, NOW_S)
+    for plain in (single(between), single(data)):
+        assert signer.sign(plain, NOW_S) is plain
 
 
 @pytest.mark.parametrize("name", BUILT)

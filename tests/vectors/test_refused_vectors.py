@@ -1,9 +1,10 @@
-"""Packets that a satellite must refuse (``refused.json``): whatever the wire page drops or refuses, byte for byte.
+"""Packets that must be refused (``refused.json``): whatever the wire page drops or refuses, byte for byte.
 
 Each entry is a packet ``from`` a link of satellite (plane 2, slot 9) of 5 planes of 19 slots, which began a minute
 before ``NOW_S`` and was sent the packets of ``before``; with ``auth`` on it has the key of ``authenticated.json``. It
 counts exactly ``counts`` of what is below, and its answer, if any, has operation and status ``answer``. Other
-implementations may run the file, too; here three do: Python, C, and a host over UDP with the native helper.
+implementations may run the file, too; here three do: Python, C, and a host over UDP with the native helper. Entries
+``from`` a satellite are for ground host 7, whose SET with request 0x01020304 has not been answered.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.flight.machine import FlightMachine, compiler
 from tests.protocol.conftest import World
 from tests.protocol.datagrams import receive_datagram
 from tests.vectors.test_authenticated_vectors import SIGNER
+from tests.vectors.test_authenticated_vectors import VECTORS as SIGNED
 from tests.vectors.test_wire_vectors import BEAM, HERE, KEY, NOW_S, SEQUENCE, VALUE, header
 
 from skymemory import native
@@ -27,6 +29,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.keys import KeyRing, SecretKey
 from skymemory.protocol import messages
 from skymemory.protocol.auth import Authority
+from skymemory.protocol.client.machine import ClientConfig, ClientMachine
 from skymemory.protocol.clock import MoveClock
 from skymemory.protocol.messages import Selection
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
@@ -37,6 +40,7 @@ from skymemory.protocol.wire import (
     Op,
     PlacementTag,
     SegmentBatch,
+    Status,
     build_packet,
     bulk_batch,
     parse_packet,
@@ -85,6 +89,13 @@ def signed(packet: bytes, by: Authority = SIGNER, at_s: float = NOW_S) -> bytes:
         batch = SegmentBatch(packet[:PAYLOAD_AT], PAYLOAD_AT, [packet[PAYLOAD_AT:]])
         return by.sign(batch, at_s).datagrams()[0]
     return bytes(by.sign(single(packet), at_s).headers)
+
+
+def signed_answer(packet: bytes, ring: KeyRing = SIGNER.ring) -> bytes:
+    return bytes(Authority(ring, signed_answers=True).sign(single(packet), NOW_S).headers)
+
+
+SIGNED_DATA = SIGNED["data"]
 
 
 def wrong_length(packet: bytes) -> bytes:
@@ -185,6 +196,29 @@ SIGNED_FROM_NEIGHBOUR: list[Case] = [
     ("a neighbour's command with a right MAC and a wrong header CRC",
      changed(signed(control(Op.PING, source=Address(*NEIGHBOUR), ground=0)), 48, 0x5A, seal=False), MALFORMED, ""),
 ]  # fmt: skip
+ACK = control(Op.ACK, Selection.of(KEY, [0, 1, 2]).pack())
+SIGNED_ACK = signed_answer(ACK)
+SIGNED_ACK_BEFORE = signed_answer(control(Op.ACK, Selection.of(KEY, [0, 1, 2]).pack(), request_id=0x01020303))
+UNSIGNED = {
+    Op.PONG: messages.pack_housekeeping({}),
+    Op.GONE: messages.pack_dead([(KEY, bytes(12))]),
+    Op.BUSY: SELECTION,
+    Op.MISS: SELECTION,
+}
+ANSWERS: list[Case] = [
+    ("an ACK without a MAC", ACK, REFUSED, ""),
+    ("an ACK with a wrong MAC", changed(SIGNED_ACK, len(ACK), SIGNED_ACK[len(ACK)] ^ 1), REFUSED, ""),
+    ("an ACK by another key", signed_answer(ACK, STRANGER.ring), REFUSED, ""),
+    ("an ACK by an unknown key", signed_answer(ACK, UNKNOWN_KEY.ring), REFUSED, ""),
+    ("an ACK of another request", changed(SIGNED_ACK_BEFORE, 35, 0x04), REFUSED, ""),
+    ("an ACK of one chunk more", changed(SIGNED_ACK, len(ACK) - 1, 0x0F), REFUSED, ""),
+    ("an ACK of a right MAC and a wrong header CRC", changed(SIGNED_ACK, 56, SIGNED_ACK[56] ^ 1, seal=False), MALFORMED,
+     ""),
+    ("a refusal without a MAC", control(Op.UNREACHABLE, status=Status.REFUSED), REFUSED, ""),
+    *((f"a {op.name} without a MAC", control(op, body), REFUSED, "") for op, body in UNSIGNED.items()),
+    ("DATA with a MAC", SIGNED_DATA, MALFORMED, ""),
+    ("a command", signed(PING), REFUSED, ""),
+]  # fmt: skip
 REPLAYS: list[Case] = [
     ("seen before", signed(PING), REPLAYED, ""),
     ("a SET seen before", signed(chunk()), REPLAYED, ""),
@@ -209,9 +243,11 @@ BUILT = [
     *(entry(case, "on", "ground") for case in SIGNED_FROM_GROUND),
     *(entry(case, "on", "neighbour") for case in SIGNED_FROM_NEIGHBOUR),
     *(entry(case, "on", "ground", (case[1],)) for case in REPLAYS),
+    *(entry(case, "answers", "satellite") for case in ANSWERS),
 ]
 VECTORS: list[dict[str, Any]] = json.loads(FILE.read_text("utf-8"))
-by_name = pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
+of_satellites = [vector for vector in VECTORS if vector["from"] != "satellite"]
+by_name = pytest.mark.parametrize("vector", of_satellites, ids=lambda vector: vector["name"])
 
 
 def test_the_file_has_every_packet_byte_for_byte() -> None:
@@ -227,8 +263,10 @@ def answer_words(packet: bytes) -> str:
     return f"{found.op.name} {found.status.name}"
 
 
-def outcome(begin: Callable[..., Any], vector: dict[str, Any]) -> tuple[dict[str, int], str]:
-    authority = Authority(SIGNER.ring) if vector["auth"] == "on" else None
+def outcome(
+    begin: Callable[..., Any], vector: dict[str, Any], signed_answers: bool = False
+) -> tuple[dict[str, int], str]:
+    authority = Authority(SIGNER.ring, signed_answers=signed_answers) if vector["auth"] == "on" else None
     here = SatelliteId(HERE.plane, HERE.slot)
     machine = begin(SatelliteConfig(here, 1 << 20, authority=authority), World().sky, MoveClock(), BEGAN_S)
     link = ("10.0.0.7", 5_000) if vector["from"] == "ground" else NEIGHBOUR
@@ -255,6 +293,30 @@ def test_a_satellite_in_python_refuses_it(vector: dict[str, Any]) -> None:
 def test_a_satellite_in_c_refuses_it(vector: dict[str, Any]) -> None:
     compiler()
     assert outcome(FlightMachine, vector) == expected(vector)
+
+
+@pytest.mark.parametrize("begin", [SatelliteMachine, FlightMachine])
+def test_where_answers_are_signed_the_same_commands_are_refused(begin: Callable[..., Any]) -> None:
+    compiler()
+    for vector in of_satellites:
+        assert outcome(begin, vector, signed_answers=True) == expected(vector), vector["name"]
+
+
+@pytest.mark.parametrize(
+    "vector", [vector for vector in VECTORS if vector["from"] == "satellite"], ids=lambda v: v["name"]
+)
+def test_a_client_refuses_it_and_waits_on(vector: dict[str, Any]) -> None:
+    config = ClientConfig(7, authority=Authority(SIGNER.ring, signed_answers=True))
+    client = ClientMachine(config, World().sky, MoveClock())
+    client._in_flight._next_request_id = 0x01020304
+    number, _ = client.put(KEY, VALUE, 16, 3, 1, NOW_S)
+    assert len(client.datagrams_to_send(NOW_S)) == 1
+    receive_datagram(client, bytes.fromhex(vector["hex"]), NOW_S)
+    assert {name: client.counters.get(name) for name in COUNTERS} == expected(vector)[0]
+    assert client.next_event() is None and not client.take_gone()
+    receive_datagram(client, SIGNED["ack"], NOW_S)
+    event = client.next_event()
+    assert event is not None and event.ok and event.number == number
 
 
 @pytest.mark.parametrize("auth", ["off", "on"])

@@ -14,7 +14,7 @@ enum { MOST_PACKETS = SKY_MAX_PACKET_BYTES / SKY_COMMAND_PREFIX_BYTES + 2, SEQUE
 void sky_authority_begin(sky_authority *authority, const sky_ring *ring) {
     (void)memset(authority, 0, sizeof *authority);
     authority->count = ring->count;
-    authority->every_packet = ring->every_packet;
+    authority->auth = ring->auth;
     for (uint32_t i = 0; i < ring->count; i++) {
         sky_hmac_key by_secret;
         sky_sha inner;
@@ -29,8 +29,10 @@ void sky_authority_begin(sky_authority *authority, const sky_ring *ring) {
     }
 }
 
-bool sky_authority_signs(const sky_authority *authority, uint8_t op) {
-    return authority->count != 0U && (sky_op_is_command(op) || authority->every_packet);
+bool sky_authority_signs(const sky_authority *authority, uint8_t op, uint32_t destination) {
+    const bool to_ground = destination >> 24 == (uint32_t)SKY_GROUND_SHELL;
+    return authority->count != 0U && (sky_op_is_command(op) || authority->auth == SKY_AUTH_EVERY ||
+                                      (authority->auth == SKY_AUTH_ANSWERS && to_ground && op != SKY_DATA));
 }
 
 /* Over the high half of the time and the packet up to the MAC, with its CRC and what forwarders change as zero. */
@@ -596,7 +598,7 @@ static void judge(sky_gate *gate, const group *its) {
             kept = kept || gate->keep[n];
         }
         gate->commanded = gate->commanded || kept;
-    } else if (to_me && gate->authority->every_packet) {
+    } else if (to_me && gate->authority->auth == SKY_AUTH_EVERY) {
         keep_answers(gate, its, count);
     } else {
         admit(gate, its->packets, its->bytes, its->segment);

@@ -22,14 +22,14 @@ typedef struct {
 /* The keys that may command, derived for MACs. */
 typedef struct {
     uint32_t count;
-    bool every_packet;
+    sky_auth auth;
     sky_us wall_shift; /* by how much the computer's wall clock is ahead of the time that satellites are given */
     sky_mac_key keys[SKY_MOST_KEYS_IN_RING];
 } sky_authority;
 
 void sky_authority_begin(sky_authority *authority, const sky_ring *ring);
-/* Whether packets of this operation get a MAC: every command; answers only if every packet has one. */
-bool sky_authority_signs(const sky_authority *authority, uint8_t op);
+/* Whether packets of this operation get a MAC where they go (an address): see sky_auth. */
+bool sky_authority_signs(const sky_authority *authority, uint8_t op, uint32_t destination);
 /* Adds a MAC to a packet that is sealed; `end`: of its body, where 16 bytes more must have room (a payload is kept elsewhere).
  * Commands get the time `now`. False: no room for a MAC in a packet with so large a payload. */
 bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now);

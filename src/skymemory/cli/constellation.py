@@ -255,8 +255,9 @@ def _add_ground_options(parser: argparse.ArgumentParser) -> None:
 def _add_auth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auth",
-        choices=("off", "on", "every"),
-        help="MACs on commands (on), on every packet, or none (default: on, with new keys)",
+        choices=("off", "on", "answers", "every"),
+        help="MACs on commands alone (on), on commands and all answers to clients except data (answers, default, with "
+        "new keys), on every packet (every), or none (off)",
     )
     parser.add_argument(
         "--keys", type=Path, metavar="FILE", help="key file from `skymemory keys new` (default: new keys)"
@@ -723,10 +724,11 @@ def _check_has_an_orbit(args: argparse.Namespace) -> None:
 def _auth_of(args: argparse.Namespace) -> dict[str, str]:
     """Fields ``auth`` and ``keys_file`` of a plan. New keys go into the run directory, or beside a written plan."""
     from skymemory.testbed.key_file import read_keys
+    from skymemory.testbed.plan import DEFAULT_AUTH
 
-    # Order of precedence: --auth, then --keys (which imply MACs), then --insecure (which implies none), then on.
+    # Order of precedence: --auth, then --keys (which imply MACs), then --insecure (which implies none).
     insecure = getattr(args, "insecure", False) and args.keys is None
-    auth = args.auth or ("off" if insecure else "on")
+    auth = args.auth or ("off" if insecure else DEFAULT_AUTH)
     if auth == "off":
         if args.keys is not None:
             raise InvalidInput("--keys with --auth off: leave one of them out")

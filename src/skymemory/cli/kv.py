@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     except (InvalidInput, CommandsRefused):
         raise
     except SkyMemoryError as error:
-        if store.stats().get("client_operations_failed{refused}"):
+        stats = store.stats()
+        if stats.get("client_operations_failed{refused}") or stats.get("client_refusals_unproved"):
             raise CommandsRefused(f"{error}; ") from error
         raise
     finally:

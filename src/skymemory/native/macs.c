@@ -36,7 +36,7 @@ size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky)
     return end <= size && size - end <= MOST_SIGNED_CHUNK_BYTES ? end : 0;
 }
 
-static int find_key(MacCheck *check, long key_id)
+int sky_find_mac_key(MacCheck *check, long key_id)
 {
     if (key_id && key_id == check->key_id)
         return 1;
@@ -73,7 +73,7 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
             return 0;
         }
     }
-    int known = find_key(check, (long)be16(packet + sky + KEY_ID_AT));
+    int known = sky_find_mac_key(check, (long)be16(packet + sky + KEY_ID_AT));
     if (known != 1)
         return known;
     uint8_t expected[MAC_BYTES], wrong = 0;
@@ -95,7 +95,7 @@ void sky_strip_mac(const uint8_t *packet, size_t size, size_t sky, size_t end, u
     put32(out + sky + CRC_AT, sky_header_crc(out, sky, head));
 }
 
-static int sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id, unsigned long long time_us)
+int sky_sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id, unsigned long long time_us)
 {
     uint32_t length = be16(row + 4) + MAC_BYTES;
     if (length + 7 > LONGEST_PACKET)
@@ -131,7 +131,7 @@ PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
         sky_mac_key(&mac, key.buf);
         for (Py_ssize_t at = 0; at < headers.len; at += width, row += signed_width) {
             memcpy(row, plain + at, (size_t)width);
-            if (!sign(row, (size_t)width, (size_t)sky, &mac, key_id, (unsigned long long)time_us)) {
+            if (!sky_sign(row, (size_t)width, (size_t)sky, &mac, key_id, (unsigned long long)time_us)) {
                 PyErr_SetString(PyExc_ValueError, "a packet with no room for a MAC");
                 Py_CLEAR(result);
                 break;

@@ -180,8 +180,9 @@ static int read_terms(Service *service, PyObject *guard, PyObject *transit, cons
         return 0;
     }
     service->addresses = addresses->buf;
-    return (guard == Py_None || PyArg_ParseTuple(guard, "O!LLO:guard", &PyDict_Type, &service->check.keys,
-                                                 &service->check.now_us, &service->check.skew_us, &service->first)) &&
+    return (guard == Py_None ||
+            PyArg_ParseTuple(guard, "O!LLOI:guard", &PyDict_Type, &service->check.keys, &service->check.now_us,
+                             &service->check.skew_us, &service->first, &service->signer)) &&
            (transit == Py_None || PyArg_ParseTuple(transit, "O!O!O!:transit", &PyDict_Type, &service->routes, &PyDict_Type,
                                                    &service->grounds, &PyDict_Type, &service->endpoints));
 }

@@ -27,6 +27,7 @@ typedef struct {
     PyObject *routes, *grounds, *endpoints; /* of the call's arguments, NULL where nothing may pass */
     PyObject *first; /* of the call's arguments, NULL where packets carry no MACs: called to check that authentic ones are new */
     MacCheck check;
+    unsigned signer; /* the id of the key that ACKs are signed by; 0: they carry no MACs */
     Py_ssize_t room_bytes;
     AnswerTerms terms;
     Message *messages;

@@ -38,6 +38,10 @@ typedef struct {
 size_t sky_mac_end(const uint8_t *packet, size_t size, size_t sky);
 /* 1 and when it was sent, in microseconds (0 in telemetry), for an authentic packet; 0 for any other; -1: exception. */
 int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sky, long long *sent_us);
+/* Whether there is a key of this id, which is then the check's ``mac``: 1 or 0; -1: exception. */
+int sky_find_mac_key(MacCheck *check, long key_id);
+/* Add a MAC to a plain packet of ``width`` bytes, which has room for 16 more, and seal it: 0 for one too long. */
+int sky_sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id, unsigned long long time_us);
 /* The plain packet of one whose MAC ends at ``end``: ``size`` - 16 bytes, sealed. */
 void sky_strip_mac(const uint8_t *packet, size_t size, size_t sky, size_t end, uint8_t *out);
 

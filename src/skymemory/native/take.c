@@ -96,10 +96,13 @@ static int store_chunk(PyObject *share, const uint8_t *packet, size_t size, size
     return stored;
 }
 
-static PyObject *acknowledgement(const Service *service, const uint8_t *request, const Extent *extent)
+static PyObject *acknowledgement(Service *service, const uint8_t *request, const Extent *extent)
 {
     uint32_t count = extent->chunks, bitmap = (count + 7) / 8, size = ACK_BYTES + bitmap;
-    PyObject *packet = PyByteArray_FromStringAndSize(NULL, size);
+    int found = service->signer ? sky_find_mac_key(&service->check, (long)service->signer) : 1;
+    if (!found)
+        PyErr_Format(PyExc_KeyError, "no key %u to sign by", service->signer);
+    PyObject *packet = found == 1 ? PyByteArray_FromStringAndSize(NULL, size + (service->signer ? MAC_BYTES : 0)) : NULL;
     if (!packet)
         return NULL;
     uint8_t *row = (uint8_t *)PyByteArray_AsString(packet), *body = row + ANSWER_PREFIX_BYTES;
@@ -113,7 +116,10 @@ static PyObject *acknowledgement(const Service *service, const uint8_t *request,
     memset(body + SELECTION_BYTES, 0xFF, bitmap);
     if (count % 8)
         body[SELECTION_BYTES + bitmap - 1] = (uint8_t)((1u << count % 8) - 1);
-    put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, size));
+    if (service->signer)
+        sky_sign(row, size, TELEMETRY_BYTES, &service->check.mac, service->signer, 0);
+    else
+        put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, size));
     return packet;
 }
 

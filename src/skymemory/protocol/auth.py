@@ -32,9 +32,11 @@ from skymemory.protocol.wire import (
     SKY_BYTES,
     TELEMETRY_BYTES,
     Address,
+    Buffer,
     LinkEnd,
     Op,
     SegmentBatch,
+    Status,
     header_start,
     microseconds,
 )
@@ -48,6 +50,7 @@ MAX_SIGNED_CHUNK_BYTES = MAX_CHUNK_BYTES - MAC_BYTES
 CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
 """Operations with a payload behind the body."""
 
+_ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
 _PURPOSE = b"skymemory packets 1"
 _CHANGE_CLOCK_S = 0.5
 """Operations that run together are refused together: within this time only the first refusal counts."""
@@ -55,12 +58,13 @@ _CHANGE_CLOCK_S = 0.5
 
 @dataclass(slots=True)
 class Authority:
-    """The keys that may command, as a ring that may be replaced at any time. ``every_packet``: answers have MACs
-    too.
+    """The keys that may command, as a ring that may be replaced at any time. ``every_packet``: answers have MACs too;
+    ``signed_answers``: those to ground hosts have, except DATA.
     """
 
     ring: KeyRing
     every_packet: bool = False
+    signed_answers: bool = False
     wall_shift_s: float = 0.0
     """By how much this computer's wall clock is ahead of the time that its machines are given (``UnixClock``)."""
     signs_by_wall: bool = False
@@ -89,18 +93,35 @@ class Authority:
             self._keys = (ring, {key.key_id: key.derive(_PURPOSE) for key in ring.keys})
         return self._keys[1]
 
+    @property
+    def proves_answers(self) -> bool:
+        """Whether ground hosts take no answers without MACs, except DATA unless ``every_packet``."""
+        return self.every_packet or self.signed_answers
+
+    def signing_key_id(self, now_s: float) -> int:
+        """The id of the key that signs now."""
+        return self.ring.active(now_s + self.wall_shift_s).key_id  # keys are made by the wall clock
+
+    def signs(self, packet: Buffer) -> bool:
+        """Whether packets with these headers get MACs."""
+        head = memoryview(packet)
+        if head[0] & COMMAND_BIT or self.every_packet:
+            return True
+        to_ground = head[TELEMETRY_BYTES + 4] == GROUND_SHELL
+        return self.signed_answers and to_ground and head[_ANSWER_AT] != Op.DATA
+
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """The packets of a batch (plain, sealed, one per row) with MACs. Commands get the time ``now_s``, or the wall
-        clock's.
+        """The packets of a batch (plain, sealed, one per row) with MACs, if they get any. Commands get the time
+        ``now_s``, or the wall clock's.
 
         Raises:
             ValueTooLarge: a chunk so large that its packet has no room for a MAC.
         """
-        command = bool(batch.headers[0] & COMMAND_BIT)
-        if not (command or self.every_packet):
+        if not self.signs(batch.headers):
             return batch
-        wall_s = now_s + self.wall_shift_s  # by which keys are made
-        keys, key_id = self.mac_keys, self.ring.active(wall_s).key_id
+        command = bool(batch.headers[0] & COMMAND_BIT)
+        wall_s = now_s + self.wall_shift_s
+        keys, key_id = self.mac_keys, self.signing_key_id(now_s)
         sky = COMMAND_BYTES if command else TELEMETRY_BYTES
         time_us, width = microseconds(wall_s if self.signs_by_wall else now_s) if command else 0, batch.header_bytes
         try:
@@ -259,9 +280,13 @@ class SatelliteGate:
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """What ``native.serve`` needs to check GETs and SETs by our own beam, until the machine is next called."""
+        """What ``native.serve`` needs to check GETs and SETs by our own beam, and to sign ACKs, until the machine is
+        next called.
+        """
         self._guarded_s = now_s
-        return self._authority.mac_keys, microseconds(now_s), _MAX_SKEW_US, self._are_first
+        authority = self._authority
+        signer = authority.signing_key_id(now_s) if authority.signed_answers else 0
+        return authority.mac_keys, microseconds(now_s), _MAX_SKEW_US, self._are_first, signer
 
     def _are_first(self, head: bytes, sent_us: int, sequences: list[int]) -> bool:
         self._authority.heard_s = self._guarded_s
@@ -413,21 +438,50 @@ def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
     return [(packet, len(packet)) for packet in packets]
 
 
+def answer_number(answer: Buffer) -> int:
+    """A number that ascends from answer to answer of one satellite: when it was made, then its sequence count. A replay
+    has the number of its original.
+    """
+    head = memoryview(answer)
+    return stamp(int.from_bytes(head[6:12], "big"), int.from_bytes(head[2:4], "big") & 0x3FFF)
+
+
 class ClientGate:
-    """Admits to a ground host only authentic answers, if satellites sign them; counts ``packets_refused``."""
+    """Admits to a ground host only authentic answers, if satellites sign them, and DATA if it carries no MACs.
+
+    Counts ``packets_refused``; and, of these, ``refusals_unproved`` (UNREACHABLE with REFUSED): of satellites that have
+    other keys, or of a stranger.
+    """
 
     def __init__(self, authority: Authority, counters: Counters) -> None:
         self._authority = authority
         self._counters = counters
 
+    @property
+    def admits_plain_data(self) -> bool:
+        """Whether DATA carries no MAC: it proves something only by the chunks that it brings."""
+        return not self._authority.every_packet
+
     def admit(self, runs: list[Run]) -> list[Run]:
         """The authentic packets, as plain ones."""
         admitted: list[Run] = []
         for view, size in runs:
-            if size <= 0 or len(view) <= TELEMETRY_BYTES or view[0] & COMMAND_BIT:
-                admitted.append((view, size))  # malformed, or not for us: the machine counts it
-                continue
-            keep, wrong = check_answers(self._authority, view, size)
-            count_wrong(self._counters, wrong)
-            admitted += plain_run(view, size, TELEMETRY_BYTES, keep)
+            if size <= 0 or native.same_journey(view, size):
+                self._admit(view, size, admitted)
+            else:
+                for at in range(0, len(view), size):
+                    self._admit(view[at : at + size], size, admitted)
         return admitted
+
+    def _admit(self, view: memoryview, size: int, admitted: list[Run]) -> None:
+        """Packets of one operation."""
+        if size <= 0 or len(view) <= _STATUS_AT:
+            admitted.append((view, size))  # malformed: the machine counts it
+        elif self.admits_plain_data and not view[0] & COMMAND_BIT and view[_ANSWER_AT] == Op.DATA:
+            admitted.append((view, size))
+        else:
+            keep, wrong = check_answers(self._authority, view, size)
+            for packet in count_wrong(self._counters, wrong):
+                if (packet[_ANSWER_AT], packet[_STATUS_AT]) == (Op.UNREACHABLE, Status.REFUSED):
+                    self._counters.add("refusals_unproved")
+            admitted += plain_run(view, size, TELEMETRY_BYTES, keep)

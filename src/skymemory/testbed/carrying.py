@@ -28,7 +28,7 @@ SHARE = 0.75
 """Share of the processors for the suggested scale; the rest is for requests and other programs."""
 _SATELLITE_S = 40e-6
 """CPU time of a move per satellite, whatever it holds."""
-_CHUNK_S = {"off": 63e-6, "on": 85e-6, "every": 85e-6}
+_CHUNK_S = {"off": 63e-6, "on": 85e-6, "answers": 85e-6, "every": 85e-6}
 """CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
 """Added per chunk with injected faults: datagrams are sent one by one."""

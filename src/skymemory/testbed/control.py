@@ -127,6 +127,7 @@ def _ask_all(
                     survey.answered(satellite, client.now_s())
         for number in in_flight:
             client.machine.cancel(number)
+    refused |= op is Op.PING and client.machine.counters.get("refusals_unproved") > 0
     if refused and not any(answers.values()):
         raise CommandsRefused()
     return answers

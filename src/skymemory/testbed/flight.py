@@ -214,7 +214,7 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
         *_faults(plan, host),
     ]
     if plan.auth != "off":
-        lines += [f"every-packet {plan.auth == 'every':d}", f"keys {_path(Path(plan.keys_file))}"]
+        lines += [f"auth {plan.auth}", f"keys {_path(Path(plan.keys_file))}"]
     if record is not None:
         if plan.unix_at_boot_s is not None:
             lines.append(f"unix-at-boot-us {round(plan.unix_at_boot_s * 1e6)}")

@@ -110,13 +110,14 @@ class KeyFollower:
     nothing."""
 
     def __init__(
-        self, path: Path, every_packet: bool = False, say: Callable[[str], None] | None = None, look_s: float = LOOK_S
+        self, path: Path, auth: str = "on", say: Callable[[str], None] | None = None, look_s: float = LOOK_S
     ) -> None:
+        """``auth``: which packets are signed, as in the plan."""
         self._path = path
         self._say = say
         self._look_s = look_s
         self._seen = self._state()
-        self.authority = Authority(read_keys(path), every_packet)
+        self.authority = Authority(read_keys(path), auth == "every", auth == "answers")
         self._next_s = time.monotonic() + look_s
 
     def _state(self) -> tuple[int, int, int] | None:

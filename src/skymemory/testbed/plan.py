@@ -568,8 +568,9 @@ def make_plan(
     )
 
 
-AUTH_MODES = ("off", "on", "every")
-"""No MACs, MACs on commands, MACs on every packet."""
+AUTH_MODES = ("off", "on", "answers", "every")
+"""No MACs; MACs on commands; also on answers to clients, except DATA; on every packet."""
+DEFAULT_AUTH = "answers"
 
 
 def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
@@ -588,7 +589,7 @@ def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = Non
     """The plan's keys; None without MACs."""
     if plan.auth == "off":
         return None
-    return KeyFollower(Path(plan.keys_file), plan.auth == "every", say)
+    return KeyFollower(Path(plan.keys_file), plan.auth, say)
 
 
 def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None, insecure: bool) -> None:
@@ -597,5 +598,5 @@ def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None,
     if plan.auth == "off" and not insecure and not ipaddress.ip_address(address).is_loopback:
         raise InvalidInput(
             f"{host.name} would accept commands from any computer that reaches {address}: make the plan with --auth "
-            "on, or use --insecure on a network that only your computers reach"
+            f"{DEFAULT_AUTH}, or use --insecure on a network that only your computers reach"
         )

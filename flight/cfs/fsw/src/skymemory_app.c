@@ -355,7 +355,7 @@ static void SKY_App_Ping(unsigned which)
     header.request_id  = ++SKY_App.asked;
     sky_packet_begin(ping, &header, 0, SKY_App.asked & 0x3FFF, 0);
     sky_packet_seal(ping, bytes);
-    if (sky_authority_signs(&SKY_App.authority, SKY_PING) &&
+    if (sky_authority_signs(&SKY_App.authority, SKY_PING, header.destination) &&
         sky_authority_sign(&SKY_App.authority, ping, bytes, SKY_App_Now()))
         bytes += SKY_MAC_BYTES;
     (void)SKY_App_Deliver(&SKY_App.all[which], ping, bytes);
@@ -435,7 +435,7 @@ static bool SKY_App_Keys(char reason[256])
         return false;
     if (!file_changed(path, &SKY_App.keys_seen) && SKY_App.ring.count > 0)
         return true;
-    if (!key_file_read(path, SKY_App.its.every_packet, &ring, reason))
+    if (!key_file_read(path, SKY_App.its.auth, &ring, reason))
         return false;
     SKY_App.ring = ring;
     sky_authority_begin(&SKY_App.authority, &SKY_App.ring);

@@ -36,6 +36,7 @@ from skymemory.native.twin.segments import (
     header_crc,
     place_segments,
     segments,
+    sign_packets,
     strip_macs,
     verify_segments,
 )
@@ -478,7 +479,7 @@ def _answer(
     """``answer_get``, for a GET with a MAC, too, if it is authentic and new."""
     if guard is None:
         return answer_get(packet, shares, terms)
-    keys, now_us, skew_us, is_first = guard
+    keys, now_us, skew_us, is_first, _ = guard
     (sent_us,) = check_macs(packet, len(packet), COMMAND_BYTES, keys, now_us, skew_us)
     if sent_us is None:
         return None
@@ -511,10 +512,11 @@ _FLAGS, _KEY_ID = COMMAND_BYTES + FLAGS_AT, slice(COMMAND_BYTES + KEY_ID_AT, COM
 
 Taken = tuple[int, int, int, int, int, bytearray]
 """Runs and chunks taken, of these replaced, bytes replaced and (without these) added; the acknowledging packet."""
-Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool]]
-"""For satellites that require MACs: arguments of ``check_macs`` (keys by id, microseconds of now, tolerance), and a
-replay check. That is called with the headers of the first packet up to the end of the SKY header, the time of sending,
-and the sequence counts; it returns whether all are new, and then records them.
+Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool], int]
+"""For satellites that require MACs: arguments of ``check_macs`` (keys by id, microseconds of now, tolerance), a replay
+check, and the id of the key that ACKs are signed by (0: they carry no MACs). The replay check is called with the
+headers of the first packet up to the end of the SKY header, the time of sending, and the sequence counts; it returns
+whether all are new, and then records them.
 """
 
 
@@ -551,7 +553,10 @@ def take_sets(
     share.update(zip(indices, chunks, strict=True))
     replaced_bytes = sum(len(payload) + REF_BYTES for _, payload in old)
     added_bytes = size_bytes - replaced_bytes
-    return taken, len(indices), len(old), replaced_bytes, added_bytes, _acknowledgement(view, key, indices, terms)
+    ack = _acknowledgement(view, key, indices, terms)
+    if guard is not None and guard[4]:
+        ack = sign_packets(ack, len(ack), TELEMETRY_BYTES, guard[0][guard[4]], guard[4], 0)
+    return taken, len(indices), len(old), replaced_bytes, added_bytes, ack
 
 
 def _plain(runs: list[Run]) -> list[Run]:
@@ -571,7 +576,7 @@ def _plain(runs: list[Run]) -> list[Run]:
 
 
 def _admitted(runs: list[Run], guard: Guard) -> bool:
-    keys, now_us, skew_us, is_first = guard
+    keys, now_us, skew_us, is_first, _ = guard
     packets = [packet for data, segment_bytes in runs for packet in segments(data, segment_bytes)]
     sent_us = {
         when

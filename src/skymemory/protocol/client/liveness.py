@@ -37,7 +37,18 @@ _CLOCK_GRAIN_S = 2e-6
 class Peer:
     """One satellite: its round trip, when it was last heard, and what it supports."""
 
-    __slots__ = ("_lacks", "_name", "_suspects", "answered_sent_s", "capabilities", "heard_s", "quiet", "round_trip")
+    __slots__ = (
+        "_answer_number",
+        "_lacks",
+        "_name",
+        "_notice_number",
+        "_suspects",
+        "answered_sent_s",
+        "capabilities",
+        "heard_s",
+        "quiet",
+        "round_trip",
+    )
 
     def __init__(self, name: SatelliteId, expected_rtt_s: float, suspects: Suspects) -> None:
         self.round_trip = RoundTrip(expected_rtt_s)
@@ -50,6 +61,19 @@ class Peer:
         """Operations that it does not support, each until when that is believed."""
         self._name = name
         self._suspects = suspects
+        self._answer_number = self._notice_number = -1
+
+    def is_new(self, number: int) -> bool:
+        """Whether an answer (``auth.answer_number``) is later than all before it; it is then the latest."""
+        is_new = number > self._answer_number
+        self._answer_number = max(self._answer_number, number)
+        return is_new
+
+    def is_new_notice(self, number: int) -> bool:
+        """``is_new`` of a GONE, which may come by another link than answers."""
+        is_new = number > self._notice_number
+        self._notice_number = max(self._notice_number, number)
+        return is_new
 
     def heard(self, round_trip_s: float | None, now_s: float) -> None:
         """A verified answer came from it."""
@@ -149,9 +173,15 @@ class Peers:
         """Whether it is useless as a stand-in for a silent satellite."""
         return satellite in self.suspects or self.peer(satellite).quiet
 
-    def heard_late(self, satellite: SatelliteId, round_trip_s: float | None, now_s: float) -> None:
-        """It has answered a request that is no longer waited for: it lives, but this late."""
-        if (peer := self._peers.get(satellite)) is not None:
+    def heard_late(
+        self, satellite: SatelliteId, round_trip_s: float | None, now_s: float, number: int | None = None
+    ) -> None:
+        """It has answered a request that is no longer waited for: it lives, but this late. An answer with a ``number``
+        may be a replay: it must be new.
+        """
+        if (peer := self._peers.get(satellite)) is None:
+            return
+        if number is None or (peer.is_new(number) and round_trip_s is not None):
             peer.heard(round_trip_s, now_s)
 
     def grace_s(self, satellite: SatelliteId, now_s: float) -> float:

@@ -32,7 +32,7 @@ from skymemory.metrics import Counters
 from skymemory.native import Ack, Landing, Rows, Run, Tally
 from skymemory.placement.locate import Moves
 from skymemory.protocol import messages
-from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate
+from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate, answer_number
 from skymemory.protocol.client.gateway import Access, Gateway, access_named
 from skymemory.protocol.client.liveness import UNLIMITED, FailureDetector, Peers, Probes
 from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, Request
@@ -219,8 +219,11 @@ class ClientMachine:
         self._in_flight = InFlight(
             self._peers, self._gateway, config.give_up_s, config.ground, config.window_bytes, config.authority
         )
-        every_packet = config.authority is not None and config.authority.every_packet
-        self._gate = ClientGate(config.authority, self.counters) if every_packet and config.authority else None
+        self._gate: ClientGate | None = None
+        """With one, only what is new is a sign of life: an answer later than those before it, and DATA with new chunks.
+        """
+        if config.authority is not None and config.authority.proves_answers:
+            self._gate = ClientGate(config.authority, self.counters)
         self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
         self._writes: deque[Operation] = deque()
@@ -713,9 +716,9 @@ class ClientMachine:
     @property
     def awaited(self) -> dict[int, Landing]:
         """Where answers to reads belong: a transport may place runs of DATA there and call ``receive_placed``. Empty
-        where answers must be authenticated first.
+        if DATA must be authenticated first.
         """
-        return self._in_flight.awaited if self._gate is None else {}
+        return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
         """Runs of DATA have been placed in the buffers of their reads."""
@@ -734,12 +737,15 @@ class ClientMachine:
             self._in_flight.answered(request, (placed + duplicates) * size_each)
             if request.gap_since_s is not None and transfer.has(request.indices):
                 self._in_flight.completed(request, now_s)
+            proves_life = placed > 0 or self._gate is None
             if corrupt:
                 self.counters.add("packets_malformed", corrupt)
-            else:
+            elif proves_life:
                 self._heard(request, echo_us, now_s)
             if foreign:
                 ended[request.operation] = "other version"
+            elif transfer.missing and not proves_life:
+                continue
             elif transfer.missing:
                 if not transfer.arrived[request.indices[-1]]:
                     self._in_flight.extend(request, now_s)
@@ -765,7 +771,7 @@ class ClientMachine:
             if len(view) > segment_bytes and (tallies := native.place_runs([(packet, len(packet))], 0, awaited)):
                 self.receive_placed(tallies, now_s)
             elif (ack := native.open_ack(packet)) is not None:
-                self._receive_ack(ack, now_s)
+                self._receive_ack(ack, packet, now_s)
             elif native.verify_segments(packet, len(packet)) != _SOUND:
                 self.counters.add("packets_malformed")
             else:
@@ -774,15 +780,16 @@ class ClientMachine:
                 except MalformedPacket:
                     self.counters.add("packets_malformed")
 
-    def _receive_ack(self, ack: Ack, now_s: float) -> None:
+    def _receive_ack(self, ack: Ack, packet: memoryview, now_s: float) -> None:
         """A plain ACK, verified and parsed: what most writes get."""
         request_id, ground, echo_us, slot_moves, plane_moves, credit, key, first, stride, count = ack
         request = self._in_flight.by_id.get(request_id)
         if request is None or ground != self.config.ground:
             self.counters.add("packets_unexpected")
             return
-        round_trip_s = self._heard(request, echo_us, now_s)
-        self._clock.report(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
+        if self._is_new(request, packet):
+            round_trip_s = self._heard(request, echo_us, now_s)
+            self._clock.report(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
         transfer = request.operation.transfer
         if not isinstance(transfer, WriteTransfer):
             self.counters.add("packets_unexpected")
@@ -793,20 +800,32 @@ class ClientMachine:
         """Any other packet whose checksums are right. Raises MalformedPacket."""
         packet = parse_packet(view)
         header = packet.header
+        speaker = SatelliteId(header.source.plane, header.source.slot)
         if header.op is Op.GONE and header.ground == self.config.ground:
-            self._gone.extend(unpack_dead(packet.body))
+            if self._gate is None or self._peers.peer(speaker).is_new_notice(answer_number(view)):
+                self._gone.extend(unpack_dead(packet.body))
             return
         if header.flags & FLAG_AUTHENTICATED:  # a gate would have removed the MAC
             raise MalformedPacket("an answer with a MAC, from satellites of which none is expected")
         request = self._in_flight.by_id.get(header.request_id)
-        speaker = SatelliteId(header.source.plane, header.source.slot)
+        proves_nothing = self._gate is not None and header.op is Op.DATA
         if request is None or header.ground != self.config.ground:
             self.counters.add("packets_unexpected")
-            if header.ground == self.config.ground:
-                self._peers.heard_late(speaker, since_s(header.timestamp_us, now_s), now_s)
+            if header.ground == self.config.ground and not proves_nothing:
+                number = None if self._gate is None else answer_number(view)
+                self._peers.heard_late(speaker, since_s(header.timestamp_us, now_s), now_s, number)
+            return
+        if proves_nothing:
+            self._receive_answer(request, header, packet.body, now_s)
             return
         if speaker == request.satellite:
+            if not self._is_new(request, view):  # overtaken by a later one, or a replay
+                self._receive_old(request, header, packet.body, now_s)
+                return
             round_trip_s = self._heard(request, header.timestamp_us, now_s)
+        elif self._gate is not None and not self._may_speak_for(speaker, request, header.status):
+            self.counters.add("packets_unexpected")
+            return
         else:  # one on the way, which could not pass it on
             round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
             self._peers.peer(speaker).heard(None, now_s)
@@ -847,6 +866,31 @@ class ClientMachine:
         else:
             self.counters.add("packets_unexpected")
 
+    def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
+        """Whether another satellite than a request's may answer it so. Each signs refusals of whatever it is sent, also
+        of what a stranger makes look like this request: only those of the beam, which checks commands, count.
+        """
+        beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
+        return status is not Status.REFUSED or speaker == beam
+
+    def _receive_old(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
+        """An answer that is not new: of these only what an ACK says of chunks that are awaited counts."""
+        if header.op is Op.ACK and header.status is Status.OK:
+            self._receive_answer(request, header, body, now_s)
+        else:
+            self.counters.add("packets_unexpected")
+
+    def _is_new(self, request: Request, answer: memoryview) -> bool:
+        """Whether an answer is later than all to this request before it; always without a gate."""
+        if self._gate is None:
+            return True
+        number = answer_number(answer)
+        request.peer.is_new(number)
+        if number <= request.answer_number:
+            return False
+        request.answer_number = number
+        return True
+
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
         """A verified answer: the satellite lives. Returns the round trip, 0 where it cannot be known."""
         elapsed_s = since_s(echo_us, now_s)
@@ -859,6 +903,8 @@ class ClientMachine:
     ) -> None:
         """A satellite has stored these chunks."""
         fresh = transfer.acknowledge(transfer.of_request(indices, request.indices))
+        if not fresh and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
+            return
         self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         request.window.offer(credit * CREDIT_UNIT_BYTES)
         if request.in_flight_bytes == 0:

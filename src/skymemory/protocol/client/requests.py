@@ -123,6 +123,8 @@ class Request:
     """Later parts of its answer are here, earlier ones are not."""
     gap_since_s: float | None = None
     """When that was first seen; None: never."""
+    answer_number: int = -1
+    """Of the latest answer to it, if satellites sign answers."""
 
     @property
     def link(self) -> Window:

@@ -442,7 +442,8 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
         answers = ask_all(driver, Op.LIST, lists)
         failures = [answer.report.failure for _, answer in answers if not answer.ok]
-        if len(failures) == len(answers) and "refused" in failures:
+        refused = "refused" in failures or driver.machine.counters.get("refusals_unproved") > 0
+        if len(failures) == len(answers) and refused:
             raise CommandsRefused()
         for satellite, answer in answers:
             last = after.pop(satellite)
