@@ -26,7 +26,9 @@ from skymemory.protocol.auth import (
     REFUSALS_PER_S,
     REMEMBERED,
     Authority,
+    ClientGate,
     ReplayWindow,
+    kept_runs,
     stamp,
 )
 from skymemory.protocol.client.machine import ClientConfig
@@ -321,6 +323,58 @@ def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World
         receive_datagram(machine, bytes(batch.headers), neighbour, now_s)
     alive = by is not None and by.ring == authority().ring
     assert machine.neighbours.links.is_up(HERE, neighbour) == alive
+
+
+def test_each_of_a_run_is_judged_and_counted_by_itself(world: type[World]) -> None:
+    machine = satellite(world())
+    right, wrong = sets(3, authority()), sets(3, authority(OTHER), sequence=9)
+    machine.receive_batch(b"".join(wrong), len(wrong[0]), GROUND, NOW_S)
+    assert counted(machine) == (3, 0, 0)
+    machine.receive_batch(right[0] + wrong[1] + right[2], len(right[0]), GROUND, NOW_S)
+    assert counted(machine) == (4, 0, 0) and machine.counters.get("chunks_set") == 2
+    gate = ClientGate(authority(signed_answers=True), machine.counters)
+    answer = build_packet(SkyHeader(Op.PONG, Address(2, 9, 0xFF), Address(2, 9), 7, 1), b"", 0, NOW_S)
+    assert gate.admit([(memoryview(answer * 3), len(answer))]) == [] and counted(machine) == (7, 0, 0)
+
+
+def test_what_is_passed_on_of_a_run_are_whole_packets() -> None:
+    run = memoryview(b"".join(bytes([number]) * 80 for number in range(5)))
+    kept = kept_runs(run, 80, b"\1\0\1\1\0")
+    assert [(bytes(view), size) for view, size in kept] == [(bytes([number]) * 80, 80) for number in (0, 2, 3)]
+
+
+def test_packets_of_a_run_that_go_elsewhere_are_passed_on(world: type[World]) -> None:
+    """Joined behind one that is for this satellite, or before it."""
+    by, body = authority(), messages.pack_keys([KEY])
+    there = SkyHeader(Op.EVICT, Address(2, 8), Address(2, 9, 0xFF), 7, 9, timestamp_us=int(NOW_S * 1e6) & 0xFFFFFFFF)
+    for number, ours_first in enumerate((True, False)):
+        machine = satellite(world())
+        elsewhere = bytes(by.sign(single(build_packet(there, body, 3, NOW_S)), NOW_S).headers)
+        ours = command(Op.EVICT, body, sequence=4)
+        joined = (ours, elsewhere) if ours_first else (elsewhere, ours)
+        machine.receive_batch(b"".join(joined), len(ours), GROUND, NOW_S)
+        assert machine.counters.get("packets_forwarded") == 1, number
+        assert machine.counters.get("packets_received") == 2 and counted(machine) == (0, 0, 0)
+
+
+def test_each_key_has_its_own_numbers(world: type[World]) -> None:
+    """Two tenants whose hosts have one number count by themselves."""
+    both = first_ring(OLD).with_key(NEW, from_s=NOW_S - 10)
+    machine = satellite(world(), Authority(both))
+    for by in (Authority(both), authority(OLD)):
+        receive_datagram(machine, command(Op.PING, b"", by, 1), GROUND, NOW_S)
+    assert counted(machine) == (0, 0, 0)
+    receive_datagram(machine, command(Op.PING, b"", Authority(both), 1), GROUND, NOW_S)
+    assert counted(machine) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("level", ["answers", "every"])
+def test_a_packet_too_short_for_an_answer_is_malformed(world: type[World], level: str) -> None:
+    counters = satellite(world()).counters
+    gate = ClientGate(authority(OLD, *LEVELS[level]), counters)
+    for data in (b"", b"\x08", bytes(19), b"\x08\x60" + bytes(15)):
+        assert gate.admit([(memoryview(data), len(data))]) == [(memoryview(data), len(data))]
+    assert counters.get("packets_refused") == 0
 
 
 # --- the window ---
