@@ -54,6 +54,7 @@ WAITS = {
     "testbed/supervisor.py _await_ready child.line.recv": ENDED,
     "testbed/supervisor.py end_children child.process.wait": KILLED,
     "transport/udp_client.py UdpClient._sleep self._woken.recv": NEVER_BLOCKS,
+    "transport/udp_socket.py largest_whole_bytes sock.connect": NEVER_BLOCKS,
     "transport/udp_socket.py source_towards sock.connect": NEVER_BLOCKS,
 }
 """File, function and call of each wait without a timeout of its own, and why it ends. Threads and tasks of the same

@@ -36,9 +36,8 @@ def test_a_computer_that_slept(
     """The box moved on meanwhile, for hosts of either kind and for their clients: what was stored is found."""
     if "sanitized" in os.environ.get("SKYMEMORY_FLIGHT", ""):
         pytest.skip("its clocks are exchanged by LD_PRELOAD, before which ASan insists to be loaded")
-    slept = tmp_path / "slept"
     kept = values(4, 100_000)
-    with sleeping(slept):
+    with sleeping(tmp_path) as slept:
         directory = up(satellite, time_scale=60.0, epoch_s=time.time())
         plan = directory.read_plan()
         with open_constellation(directory.path) as store:

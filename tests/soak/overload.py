@@ -56,7 +56,6 @@ _HOSTS = 5
 _SERVED_WITHIN_S = 10.0
 """After a wall clock was set."""
 _BESIDE_A_LOCK_S = 2.0
-_SLEPT = "slept"
 _BUSY = "while True: pass"
 _ROOT = Path(__file__).parents[2]
 _SLEPT_HOST = "import sys; sys.path.insert(0, {!r}); from tests.soak import slept_host; slept_host.run(sys.argv[1:])"
@@ -214,9 +213,11 @@ def _signal_all(pids: list[int], number: signal.Signals) -> None:
 
 
 @contextmanager
-def sleeping(folder: Path) -> Iterator[None]:
-    """This computer sleeps by a file (see ``slept_host``): so do its hosts, and clients in this process."""
-    slept = folder / _SLEPT
+def sleeping(folder: Path) -> Iterator[Path]:
+    """This computer sleeps by a file in this folder (see ``slept_host``): so do its hosts, and clients in this
+    process.
+    """
+    slept = folder / "slept"
     whole_command, own_clock = supervisor.host_command, udp_client.UnixClock
 
     def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
@@ -229,7 +230,7 @@ def sleeping(folder: Path) -> Iterator[None]:
     supervisor.host_command = host_command
     udp_client.UnixClock = lambda: sleepy(slept)  # type: ignore[assignment,misc]
     try:
-        yield
+        yield slept
     finally:
         supervisor.host_command, udp_client.UnixClock = whole_command, own_clock  # type: ignore[misc]
 
@@ -262,7 +263,8 @@ class Trial:
     """Clients are started again, too."""
     broken: list[str]
     """What did not hold."""
-    walls: Walls | None
+    clocks: Walls | Path | None
+    """What sets them."""
 
 
 # --- causes: each returns when it is over ---
@@ -320,7 +322,8 @@ def suspend(trial: Trial) -> None:
     """The computer sleeps for 45 s: processes stand still, ``CLOCK_MONOTONIC`` too, all other clocks go on."""
     _signal_all(trial.pids, signal.SIGSTOP)
     time.sleep(2.0)
-    fall_asleep(trial.folder / _SLEPT, 45.0)
+    assert isinstance(trial.clocks, Path)
+    fall_asleep(trial.clocks, 45.0)
     _signal_all(trial.pids, signal.SIGCONT)
 
 
@@ -328,8 +331,8 @@ def clocks(trial: Trial) -> None:
     """Wall clocks are set by 40 s and by a day, back and forth: of all processes, of one host, of clients. New clients
     write and read each time.
     """
-    walls = trial.walls
-    assert walls is not None
+    walls = trial.clocks
+    assert isinstance(walls, Walls)
     for number, ahead_s in enumerate((-40.0, 40.0, -86_400.0, 86_400.0)):
         for names in ((), (f"host-{number}",), (OTHERS,)):
             walls.set(ahead_s, *names)
@@ -381,7 +384,7 @@ class Cause:
     happen: Callable[[Trial], None]
     throughout: bool = False
     """Nothing passes: what holds afterwards has to hold while it lasts, too."""
-    around: Callable[[Path], AbstractContextManager[Walls | None]] = lambda folder: nullcontext()
+    around: Callable[[Path], AbstractContextManager[Walls | Path | None]] = lambda folder: nullcontext()
     """From before the start to after the end; is given the run's folder."""
 
 
@@ -420,11 +423,11 @@ class OverloadSoak:
         folder = Path(tempfile.mkdtemp(prefix="skymemory-overload-"))
         directory = RunDirectory(folder)
         forced = 0
-        with self.cause.around(folder) as walls:
+        with self.cause.around(folder) as clocks:
             try:
                 plan = self._start(folder, directory)
                 pids = [record.pid for record in directory.running().values()]
-                self._live(plan, pids, folder, walls, report)
+                self._live(plan, pids, folder, clocks, report)
             finally:
                 with suppress(ProcessLookupError):
                     _, forced = stop(directory)
@@ -460,7 +463,7 @@ class OverloadSoak:
         plan: ConstellationPlan,
         pids: list[int],
         folder: Path,
-        walls: Walls | None,
+        clocks: Walls | Path | None,
         report: Callable[[str], None],
     ) -> None:
         keys = [hashlib.sha256(b"%d %d" % (self._seed, number)).digest() for number in range(self._sky.values)]
@@ -481,7 +484,7 @@ class OverloadSoak:
         time.sleep(_HEALTHY_S)
         watch.phase = "cause"
         report_rows()
-        self.cause.happen(Trial(plan, pids, folder, keys, watch.reopen.set, self._broken, walls))
+        self.cause.happen(Trial(plan, pids, folder, keys, watch.reopen.set, self._broken, clocks))
         watch.phase = "after"
         report_rows()
         end_s = time.monotonic() + _AFTER_S
