@@ -25,6 +25,7 @@ from skymemory.keys import SECRET_BYTES, KeyRing, SecretKey
 from skymemory.metrics import Counters
 from skymemory.native import PAYLOAD_KEY_BYTES, Run
 from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
     COMMAND_BIT,
     COMMAND_BYTES,
     GROUND_SHELL,
@@ -402,7 +403,9 @@ class SatelliteGate:
         since one would end the operation of a sender who need only repeat it.
         """
         sky = packet[COMMAND_BYTES:]
-        if not (self._authority.covers_payloads and sky[1] == Op.SET and claims_mac(packet, COMMAND_BYTES)):
+        if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
+            return False
+        if len(sky) - SKY_BYTES - CHUNK_REF_BYTES - MAC_BYTES > MAX_SIGNED_CHUNK_BYTES:
             return False
         low = int.from_bytes(sky[TIMESTAMP_OFFSET : TIMESTAMP_OFFSET + 4], "big")
         clocks_us = (microseconds(now_s + shift_s) for shift_s in (0.0, self._authority.wall_shift_s))
