@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.conftest import World, key_of
 from tests.protocol.datagrams import receive_datagram
+from tests.protocol.exchanged import PayloadExchanger, exchanged
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -489,6 +491,51 @@ def test_loss_duplication_and_reordering_are_survived_and_duplicates_counted(lev
         finished, got = world.get(info)
         assert finished.ok and got == value
     assert world.counted("packets_replayed") > 0 and world.counted("packets_refused") == 0
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_payloads_that_were_exchanged_are_refused_and_sent_again(offload: bool, value_of) -> None:
+    """With MACs on answers those of SETs and MIGRATEs cover payloads, whose CRC-32 an attacker can keep."""
+    exchanger = PayloadExchanger(0.2)
+    world, sim = guarded(authority(OLD, *LEVELS["answers"]), offload=offload, faults=exchanger)
+    written = []
+    for number in range(3):
+        value = value_of(100_000, number)
+        done, info = world.put(f"exchanged {number}", value)
+        assert done.ok, done.report
+        written.append((info, value))
+    sets = exchanger.count[Op.SET]
+    assert sets > 0 and world.counted("packets_refused") == sets
+    world.advance(1)
+    world.settle()
+    assert exchanger.count[Op.MIGRATE] > 0 and world.counted("packets_refused") == exchanger.count.total()
+    for info, value in written:
+        assert world.get(info) == (ANY, value)
+    assert world.counted("packets_malformed") == world.counted("packets_replayed") == 0
+
+
+def test_with_macs_on_commands_alone_an_exchanged_payload_is_read_as_sound(value_of) -> None:
+    """What docs/reference/wire.md admits of `on`."""
+    world, _ = guarded(authority(), faults=PayloadExchanger(1.0))
+    value = value_of(10_000)
+    done, info = world.put("exchanged", value)
+    finished, got = world.get(info)
+    assert done.ok and finished.ok and got != value and native.crc32(got) == native.crc32(value)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_of_a_run_only_the_set_whose_payload_was_exchanged_is_refused(world: type[World], which: int) -> None:
+    by = authority(OLD, *LEVELS["answers"])
+    machine, run = satellite(world(), by), sets(4, by)
+    body = len(run[0]) - 100
+    forged = run[which][:body] + exchanged(run[which][body:], 40)
+    machine.receive_batch(b"".join([*run[:which], forged, *run[which + 1 :]]), len(run[0]), GROUND, NOW_S)
+    assert counted(machine) == (1, 0, 0) and machine.counters.get("packets_received") == 4
+    assert set(machine.store.shares[KEY]) == set(range(4)) - {which}
+    ((ack, _),) = machine.datagrams_to_send(NOW_S)
+    assert parse_packet(ack.datagrams()[0]).header.op is Op.ACK, "and no refusal, which would end the put"
+    machine.receive_batch(sets(4, by, sequence=9)[which], len(run[0]), GROUND, NOW_S)
+    assert len(machine.store) == 4 and counted(machine) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("by", [None, authority(OTHER)])
