@@ -21,7 +21,7 @@ from tests.flight.machine import FlightMachine, compiler
 from tests.protocol.conftest import World
 from tests.protocol.datagrams import receive_datagram
 from tests.protocol.exchanged import exchanged
-from tests.vectors.test_authenticated_vectors import SIGNER
+from tests.vectors.test_authenticated_vectors import COVERING, SIGNER
 from tests.vectors.test_authenticated_vectors import VECTORS as SIGNED
 from tests.vectors.test_wire_vectors import BEAM, HERE, KEY, NOW_S, SEQUENCE, VALUE, header
 
@@ -97,8 +97,6 @@ def signed_answer(packet: bytes, ring: KeyRing = SIGNER.ring) -> bytes:
 
 
 SIGNED_DATA = SIGNED["data"]
-COVERING = Authority(SIGNER.ring, signed_answers=True)
-"""Its MACs cover payloads."""
 
 
 def with_exchanged_payload(packet: bytes) -> bytes:
