@@ -126,6 +126,36 @@ def test_in_a_set_the_mac_stands_between_reference_and_payload_and_does_not_cove
             assert implementation.open_runs([(memoryview(packet), len(packet))], 0) is None
 
 
+def payload_hash(secret: bytes, payload: bytes) -> bytes:
+    """Worked out word by word."""
+    key = b"".join(hmac.digest(secret, b"skymemory payloads 1" + bytes([n]), "sha256") for n in range(33))
+
+    def sum_of(block: bytes, n: int, shift: int) -> int:
+        return int.from_bytes(block[4 * n :][:4], "little") + int.from_bytes(key[4 * (n + shift) :][:4], "little")
+
+    hashes = b""
+    for begin in range(0, len(payload), 1024):
+        block = payload[begin : begin + 1024]
+        block += bytes(-len(block) % 32)
+        pairs = [(group + lane, group + lane + 4) for group in range(0, len(block) // 4, 8) for lane in range(4)]
+        for shift in (0, 4):
+            products = ((sum_of(block, i, shift) % 2**32) * (sum_of(block, j, shift) % 2**32) for i, j in pairs)
+            hashes += (sum(products) % 2**64).to_bytes(8, "little")
+    return hashes
+
+
+@pytest.mark.parametrize("payload_bytes", [0, 1, 31, 32, 1023, 1024, 1025, 6144])
+def test_where_answers_are_signed_the_mac_of_a_set_covers_its_payload(payload_bytes: int) -> None:
+    """Also worked out from docs/reference/wire.md."""
+    (packet,) = sets(1, authority(OLD, *LEVELS["answers"]), payload_bytes)
+    covered = bytearray(packet[:124])
+    covered[28:32] = covered[48:52] = bytes(4)
+    key = hmac.digest(OLD, b"skymemory packets 1", "sha256")
+    time_high = (int(NOW_S * 1e6) >> 32).to_bytes(4, "big")
+    signed = time_high + covered + payload_hash(OLD, packet[140:])
+    assert hmac.digest(key, signed, "sha256")[:16] == packet[124:140]
+
+
 def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> None:
     machine, by = satellite(world()), authority()
     run = sets(4, by)
