@@ -130,7 +130,9 @@ def test_packets_are_signed_and_checked_alike(op: Op, body: bytes, now_us: int, 
     packet = signed.datagrams()[0]
     then_us = max(0, now_us - off_us if before else now_us + off_us)
     twin = native.check_macs(packet, len(packet), sky_of(packet), authority.mac_keys, then_us, MAX_SKEW_US)[0]
-    assert lib.parts_mac(*ring, EVERY, exact(packet), len(packet), then_us, MAX_SKEW_US) == (-1 if twin is None else twin)
+    assert lib.parts_mac(*ring, EVERY, exact(packet), len(packet), then_us, MAX_SKEW_US) == (
+        -1 if twin is None else twin
+    )
 
 
 @settings(max_examples=60)
@@ -174,7 +176,9 @@ def test_a_packet_with_no_room_for_a_mac_is_not_signed() -> None:
         ref = bytes(40) + length.to_bytes(4, "big") + bytes(28)
         batch = bulk_batch(header(Op.DATA), ref, [bytes(length)], 3, 1.0)
         room = (ctypes.c_uint8 * (len(batch.headers) + 16))(*batch.headers)
-        assert bool(library().parts_sign(*keys_in_c(RING), EVERY, room, len(batch.headers), exact(b""), 0, 1, 0)) == fits
+        assert (
+            bool(library().parts_sign(*keys_in_c(RING), EVERY, room, len(batch.headers), exact(b""), 0, 1, 0)) == fits
+        )
 
 
 # --- Replays ---
@@ -246,7 +250,9 @@ traffic = st.lists(
         st.sampled_from([Op.PING, Op.GET, Op.SET, Op.MIGRATE, Op.PONG, Op.ACK]),
         st.sampled_from([HERE, HERE, Address(3, 3)]),
         st.sampled_from([BEAM, BEAM, Address(1, 1, 0xFF), Address(2, 8)]),
-        st.sampled_from(["good", "good", "good", "plain", "stranger", "flipped", "again", "late", "short", "exchanged"]),
+        st.sampled_from(
+            ["good", "good", "good", "plain", "stranger", "flipped", "again", "late", "short", "exchanged"]
+        ),
         st.integers(1, 4),
     ),
     min_size=1,
@@ -254,9 +260,7 @@ traffic = st.lists(
 )
 
 
-def packets_of(
-    op: Op, to: Address, source: Address, kind: str, number: int, now_us: int, level: int = EVERY
-) -> bytes:
+def packets_of(op: Op, to: Address, source: Address, kind: str, number: int, now_us: int, level: int = EVERY) -> bytes:
     head = header(op, number, source, to, 0 if not source.shell else 7)
     payload = number.to_bytes(2, "big") * 10
     body = bytes(40) + (20).to_bytes(4, "big") + native.crc32(payload).to_bytes(4, "big") + bytes(24)
@@ -277,7 +281,10 @@ def packets_of(
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(LINKS), traffic, st.integers(0, 400)), min_size=1, max_size=5), st.sampled_from(LEVELS))
+@given(
+    st.lists(st.tuples(st.sampled_from(LINKS), traffic, st.integers(0, 400)), min_size=1, max_size=5),
+    st.sampled_from(LEVELS),
+)
 def test_the_gate_admits_what_its_twin_admits(events: list[Any], level: int) -> None:
     lib, now_us, number = library(), NOW_US, 0
     refused: list[bytes] = []

@@ -134,9 +134,9 @@ def test_of_a_run_any_changed_byte_of_a_covered_payload_is_seen(impl: ModuleType
 def test_payloads_that_a_mac_covers_must_be_given(impl: ModuleType) -> None:
     headers, width, payloads, sky = packets(Op.SET)
     key = COVERING[1]
-    for given_key, given in ((key, None), (key, payloads[:-1]), (key, [*payloads, b""]), (key[:-1], payloads)):
-        with pytest.raises(ValueError, match="payloads|key"):
-            impl.sign_packets(headers, width, sky, given_key, 1, NOW_US, given)
+    for its_key, its_payloads in ((key, None), (key, payloads[:-1]), (key, [*payloads, b""]), (key[:-1], payloads)):
+        with pytest.raises(ValueError, match=r"payloads|key"):
+            impl.sign_packets(headers, width, sky, its_key, 1, NOW_US, its_payloads)
     with pytest.raises(ValueError, match="no room"):
         impl.sign_packets(headers[:width], width, sky, key, 1, NOW_US, [bytes(65_507)])
     with pytest.raises(TypeError):

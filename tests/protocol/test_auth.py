@@ -527,7 +527,7 @@ def test_loss_duplication_and_reordering_are_survived_and_duplicates_counted(lev
 def test_payloads_that_were_exchanged_are_refused_and_sent_again(offload: bool, value_of) -> None:
     """With MACs on answers those of SETs and MIGRATEs cover payloads, whose CRC-32 an attacker can keep."""
     exchanger = PayloadExchanger(0.2)
-    world, sim = guarded(authority(OLD, *LEVELS["answers"]), offload=offload, faults=exchanger)
+    world, _ = guarded(authority(OLD, *LEVELS["answers"]), offload=offload, faults=exchanger)
     written = []
     for number in range(3):
         value = value_of(100_000, number)

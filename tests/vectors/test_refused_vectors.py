@@ -2,9 +2,9 @@
 
 Each entry is a packet ``from`` a link of satellite (plane 2, slot 9) of 5 planes of 19 slots, which began a minute
 before ``NOW_S`` and was sent the packets of ``before``; unless ``auth`` is off it has the key of
-``authenticated.json``. It counts exactly ``counts`` of what is below, and its answer, if any, has operation and status ``answer``. Other
-implementations may run the file, too; here three do: Python, C, and a host over UDP with the native helper. Entries
-``from`` a satellite are for ground host 7, whose SET with request 0x01020304 has not been answered.
+``authenticated.json``. It counts exactly ``counts`` of what is below, and its answer, if any, has operation and status
+``answer``. Other implementations may run the file, too; here three do: Python, C, and a host over UDP with the native
+helper. Entries ``from`` a satellite are for ground host 7, whose SET with request 0x01020304 has not been answered.
 """
 
 from __future__ import annotations
@@ -233,7 +233,8 @@ PAYLOADS_FROM_GROUND: list[Case] = [
      REFUSED, ""),
     ("a SET whose MAC does not cover its payload", signed(chunk()), REFUSED, ""),
     ("a SET whose payload was damaged", signed(chunk(), COVERING)[:-1] + b"?", MALFORMED, ""),
-    ("a SET by an unknown key", signed(chunk(), Authority(UNKNOWN_KEY.ring, signed_answers=True)), REFUSED, TURNED_AWAY),
+    ("a SET by an unknown key", signed(chunk(), Authority(UNKNOWN_KEY.ring, signed_answers=True)), REFUSED,
+     TURNED_AWAY),
     ("a SET that is 31 s old", signed(chunk(), COVERING, NOW_S - 31), REFUSED, TURNED_AWAY),
     ("a SET without a MAC where payloads are covered", chunk(), REFUSED, TURNED_AWAY),
 ]  # fmt: skip

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from skymemory.native.twin.backend import *  # noqa: F403
 
-__all__ = ["NATIVE", "PAYLOAD_KEY_BYTES", "SLOT_BYTES", "Ack", "AnswerTerms", "Arrival", "Guard", "Landing", "Rows", "Run"]
+__all__ = ["NATIVE", "SLOT_BYTES", "Ack", "AnswerTerms", "Arrival", "Guard", "Landing", "Rows", "Run"]
 __all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Served", "Slot", "Tally", "Transit"]
-__all__ += ["chain_hashes", "crc32_chunks", "piece_hashes"]
+__all__ += ["PAYLOAD_KEY_BYTES", "chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 
 _CRC, _HASH = np.dtype(np.uint32), np.dtype(np.uint64)

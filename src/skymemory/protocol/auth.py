@@ -399,8 +399,8 @@ class SatelliteGate:
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
-        """Whether a refused SET names a known key and is of now: then its payload may be what is wrong. It gets no answer,
-        since one would end the operation of a sender who need only repeat it.
+        """Whether a refused SET names a known key and is of now: then its payload may be what is wrong. It gets no
+        answer, since one would end the operation of a sender who need only repeat it.
         """
         sky = packet[COMMAND_BYTES:]
         if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):

@@ -21,8 +21,8 @@ _GROUPS = PAYLOAD_BLOCK_BYTES // (4 * _WORDS)
 
 
 def payload_hash(key: bytes, payload: Buffer) -> bytes:
-    """NH of UMAC (RFC 4418, 5.2.2) of each block in two Toeplitz passes, all words little-endian. The last block is padded
-    with zeros to whole groups of 32 bytes.
+    """NH of UMAC (RFC 4418, 5.2.2) of each block in two Toeplitz passes, all words little-endian. The last block is
+    padded with zeros to whole groups of 32 bytes.
 
     Two payloads of one length have the same hash by 2^-64 of all keys at most.
     """

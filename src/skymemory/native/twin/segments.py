@@ -296,7 +296,7 @@ def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
 
 
 def mac_of(key: bytes, time_high: int, head: Buffer, sky: int, payload: Buffer) -> bytes:
-    """The MAC of a packet that starts with ``head``, everything before the MAC. A longer key covers the payload of a SET or
+    """The MAC of a packet that starts with ``head``, everything before the MAC. A longer key covers payloads of SET and
     MIGRATE.
     """
     mac_key, payload_key = key[:MAC_KEY_BYTES], key[MAC_KEY_BYTES:]
@@ -326,8 +326,8 @@ def sign_packets(
 ) -> bytearray:
     """Add MACs to rows of ``header_bytes``, each a packet without its payload; returns them 16 bytes longer, sealed.
 
-    ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0). A key has
-    ``MAC_KEY_BYTES``, or ``PAYLOAD_KEY_BYTES`` more: then the MACs of SETs and MIGRATEs cover their payloads, too.
+    ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0). A key
+    has ``MAC_KEY_BYTES``, or ``PAYLOAD_KEY_BYTES`` more: then the MACs of SETs and MIGRATEs cover their payloads, too.
 
     Raises:
         ValueError: a packet would be too long; or no whole number of rows, no payload for each, or an invalid offset,
